@@ -1,0 +1,195 @@
+"""Where each stored value of a quantized matrix lies. Declarations only: no numerics, no tensors.
+
+A quantized tensor is a logical matrix of M rows and K columns (leading dimensions flattened into M), described for up
+to two GEMM directions. Every direction is an `Encoding`: an opaque codec and the `Field`s it stores, each a 2-D tensor.
+`formats.geometry` moves stored bytes by these declarations alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from te_dist.formats.region import WHOLE, Pair, Region
+
+Order = Literal["mk", "km"]
+
+
+class Direction(Enum):
+    """The GEMM operand a representation is laid out for."""
+
+    ROWWISE = "rowwise"  # contraction runs along K: weight and input of the forward pass
+    COLUMNWISE = "columnwise"  # contraction runs along M: weight in dgrad, both operands of wgrad
+
+
+@dataclass(frozen=True)
+class Field:
+    """One stored 2-D tensor of a quantized matrix.
+
+    Attributes:
+        name: attribute under which the buffer is known; must not shadow one of `torch.Tensor`.
+        dtype: torch dtype of the stored elements.
+        grain: logical (rows, cols) behind one stored value; `WHOLE` covers the entire dimension.
+        order: "mk" keeps the logical order, "km" stores the transpose (K outermost in memory).
+        pack: stored values per element of `dtype`, along the inner stored dimension (FP4: 2).
+        pad: stored (outer, inner) extents are rounded up to these multiples; padding holds zeros.
+        tile: logical (rows, cols) on which the value is constant; `grain` where not given.
+        sealed: the order inside is private to a kernel; the field can be neither cut nor moved.
+    """
+
+    name: str
+    dtype: torch.dtype
+    grain: Pair = (1, 1)
+    order: Order = "mk"
+    pack: int = 1
+    pad: Pair = (1, 1)
+    tile: Pair = field(default=None)  # type: ignore[assignment]
+    sealed: bool = False
+
+    def __post_init__(self) -> None:
+        if hasattr(torch.Tensor, self.name):
+            raise ValueError(f"field name {self.name!r} would shadow torch.Tensor.{self.name}; choose another")
+        if self.tile is None:
+            object.__setattr__(self, "tile", self.grain)
+        for grain, tile in zip(self.grain, self.tile, strict=True):
+            if (grain == WHOLE) != (tile == WHOLE) or (grain != WHOLE and tile % grain):
+                raise ValueError(f"field {self.name!r}: tile {self.tile} is no multiple of grain {self.grain}")
+
+    @property
+    def inner_dim(self) -> int:
+        """Logical dimension (0: M, 1: K) that is contiguous in memory."""
+        return 1 if self.order == "mk" else 0
+
+    @property
+    def bits(self) -> int:
+        """Bits of one stored value."""
+        return self.dtype.itemsize * 8 // self.pack
+
+    def is_shared(self, dim: int) -> bool:
+        """Whether shards along logical `dim` hold the same value (a per-tensor scale)."""
+        return self.grain[dim] == WHOLE
+
+    def alignment(self, dim: int) -> int:
+        """Logical `dim` may be cut at multiples of this only: no cut falls inside a stored byte."""
+        return self.grain[dim] * self.pack if dim == self.inner_dim and self.pack > 1 else 1
+
+    def compact_shape(self, region: Region) -> Pair:
+        """Stored (outer, inner) extents of the values that touch `region`, without padding."""
+        rows, cols = (len(span) for span in region.blocks(self.grain))
+        outer, inner = (rows, cols) if self.order == "mk" else (cols, rows)
+        return outer, -(-inner // self.pack)
+
+    def shape(self, region: Region) -> Pair:
+        """Allocated (outer, inner) extents: `compact_shape` rounded up to `pad`."""
+        outer, inner = self.compact_shape(region)
+        return -(-outer // self.pad[0]) * self.pad[0], -(-inner // self.pad[1]) * self.pad[1]
+
+    def compact_bytes(self, region: Region) -> int:
+        """Bytes of the unpadded field: what crosses a wire or goes to disk."""
+        return math.prod(self.compact_shape(region)) * self.dtype.itemsize
+
+    def is_padded(self, region: Region) -> bool:
+        """Whether the allocation of `region` holds padding."""
+        return self.shape(region) != self.compact_shape(region)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """A self-sufficient representation for one GEMM direction.
+
+    Attributes:
+        codec: the numerics, opaque and hashable here; compared, never inspected.
+        fields: what the codec stores, in the order it produces values.
+    """
+
+    codec: Hashable
+    fields: tuple[Field, ...]
+
+
+@dataclass(frozen=True)
+class Format:
+    """Up to two encodings of one logical matrix. A hybrid is `Format(a.rowwise, b.columnwise)`."""
+
+    rowwise: Encoding | None = None
+    columnwise: Encoding | None = None
+
+    def __post_init__(self) -> None:
+        if self.rowwise is None and self.columnwise is None:
+            raise ValueError("a format needs at least one direction, got neither rowwise nor columnwise")
+        by_name: dict[str, Field] = {}
+        for direction in self.directions:
+            for declared in self[direction].fields:
+                if by_name.setdefault(declared.name, declared) != declared:
+                    raise ValueError(f"field {declared.name!r} is declared in two ways; rename one of them")
+
+    def __getitem__(self, direction: Direction) -> Encoding:
+        encoding = self.rowwise if direction is Direction.ROWWISE else self.columnwise
+        if encoding is None:
+            raise KeyError(f"the format has no {direction.value} encoding")
+        return encoding
+
+    def __contains__(self, direction: Direction) -> bool:
+        return direction in self.directions
+
+    @cached_property
+    def directions(self) -> tuple[Direction, ...]:
+        present = {Direction.ROWWISE: self.rowwise, Direction.COLUMNWISE: self.columnwise}
+        return tuple(direction for direction, encoding in present.items() if encoding is not None)
+
+    @cached_property
+    def fields(self) -> tuple[Field, ...]:
+        """Distinct fields; one that both directions name is stored once."""
+        return tuple({f.name: f for d in self.directions for f in self[d].fields}.values())
+
+    def select(self, *directions: Direction) -> Format:
+        """The part of this format that serves `directions`."""
+        return Format(**{d.value: self[d] for d in directions})
+
+    @cached_property
+    def columnwise_is_derivable(self) -> bool:
+        """Whether both directions hold the same values, so that columnwise is a relayout of rowwise.
+
+        Computed, not declared: equal codecs and pairwise equal tiles. A transform on one side makes codecs differ.
+        """
+        row, col = self.rowwise, self.columnwise
+        return (
+            row is not None
+            and col is not None
+            and row.codec == col.codec
+            and len(row.fields) == len(col.fields)
+            and all(a.tile == b.tile for a, b in zip(row.fields, col.fields, strict=True))
+        )
+
+    @cached_property
+    def canonical(self) -> Format:
+        """The smallest format from which this one can be rebuilt: what is sharded, sent and saved."""
+        return self.select(Direction.ROWWISE) if self.columnwise_is_derivable else self
+
+    def alignment(self, dim: int) -> int:
+        """Logical `dim` may be cut only at multiples of this (1 for almost every format)."""
+        codecs = (self[d].codec for d in self.directions)
+        return math.lcm(*(f.alignment(dim) for f in self.fields), *(codec.alignment(dim) for codec in codecs))
+
+    def compact_bytes(self, region: Region) -> int:
+        """Bytes of all fields of `region`, unpadded."""
+        return sum(f.compact_bytes(region) for f in self.fields)
+
+    def allocated_bytes(self, region: Region) -> int:
+        """Bytes of all fields of `region` as allocated, padding included."""
+        return sum(math.prod(f.shape(region)) * f.dtype.itemsize for f in self.fields)
+
+    def renamed(self, prefix: str) -> Format:
+        """The same format with `prefix` before every field name."""
+
+        def rename(encoding: Encoding | None) -> Encoding | None:
+            if encoding is None:
+                return None
+            return replace(encoding, fields=tuple(replace(f, name=prefix + f.name) for f in encoding.fields))
+
+        return Format(rename(self.rowwise), rename(self.columnwise))

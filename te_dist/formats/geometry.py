@@ -1,0 +1,144 @@
+"""Moving stored values by their declaration, in plain torch. This is the definition; kernels must agree byte for byte.
+
+A *stored* tensor has the extents of `Field.shape`, a *wire* those of `Field.compact_shape` (no padding). *Values* are
+a tensor on the tile grid of the region, in logical (row, col) order, one element per tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from te_dist.formats.field import Field
+from te_dist.formats.region import WHOLE, Region, Span
+
+
+def empty(field: Field, region: Region, *, device: torch.device | str) -> Tensor:
+    """An uninitialised stored tensor whose padding, if any, is zero."""
+    make = torch.zeros if field.is_padded(region) else torch.empty
+    return make(field.shape(region), dtype=field.dtype, device=device)
+
+
+def load(field: Field, stored: Tensor, region: Region) -> Tensor:
+    """Values of `stored` on the tile grid of `region`."""
+    values = _unpack(field, compact(field, stored, region), region)
+    if field.grain == field.tile:
+        return values
+    for dim, span in enumerate((region.rows, region.cols)):
+        values = values.index_select(dim, _first_grains(field, dim, span).to(values.device))
+    return values
+
+
+def store(field: Field, values: Tensor, region: Region, out: Tensor | None = None) -> Tensor:
+    """Inverse of `load`: writes `values` into `out` (or a new stored tensor) and zeros into its padding."""
+    if field.grain != field.tile:
+        for dim, span in enumerate((region.rows, region.cols)):
+            values = values.index_select(dim, _tile_of_grain(field, dim, span).to(values.device))
+    if field.order == "km":
+        values = values.t()
+    if field.pack == 2:
+        values = values[:, 0::2] | values[:, 1::2] << 4
+    return padded(field, values, region, out)
+
+
+def compact(field: Field, stored: Tensor, region: Region) -> Tensor:
+    """The wire of a stored tensor: a view without its padding, in stored order."""
+    outer, inner = field.compact_shape(region)
+    return stored[:outer, :inner]
+
+
+def padded(field: Field, wire: Tensor, region: Region, out: Tensor | None = None) -> Tensor:
+    """Inverse of `compact`: copies `wire` into `out` (or a new stored tensor), zeros into its padding."""
+    if out is None:
+        out = empty(field, region, device=wire.device)
+    elif field.is_padded(region):
+        out.zero_()
+    compact(field, out, region).copy_(wire)
+    return out
+
+
+def narrow(field: Field, stored: Tensor, region: Region, part: Region, out: Tensor | None = None) -> Tensor:
+    """Stored tensor of `part`, a sub-rectangle of `region`. Values of tiles that are cut go to both sides."""
+    return padded(field, _window(field, compact(field, stored, region), region, part), part, out)
+
+
+def assemble(
+    field: Field, wires: Sequence[Tensor], parts: Sequence[Region], region: Region, out: Tensor | None = None
+) -> Tensor:
+    """Stored tensor of `region` from the wires of the `parts` it was cut into.
+
+    Parts that share a tile hold the same value for it, so overlaps may be written in any order.
+    """
+    if out is None:
+        out = empty(field, region, device=wires[0].device)
+    elif field.is_padded(region):
+        out.zero_()
+    whole = compact(field, out, region)
+    for wire, part in zip(wires, parts, strict=True):
+        if wire.numel():
+            _window(field, whole, region, part).copy_(wire)
+    return out
+
+
+def relayout(src: Field, dst: Field, stored: Tensor, region: Region, out: Tensor | None = None) -> Tensor:
+    """The same values in another order, grain or packing: a transpose, possibly of nibbles, possibly repeating."""
+    return store(dst, load(src, stored, region), region, out)
+
+
+def is_concatenation(field: Field, parts: Sequence[Region], region: Region) -> bool:
+    """Whether wires of equal length, laid end to end, begin with the stored tensor of `region`.
+
+    `parts` are row shards; every wire but those at the end is full, as `torch.chunk` cuts.
+    """
+    if field.order != "mk" or field.is_padded(region):
+        return False
+    widest = max(field.compact_shape(part)[0] for part in parts)
+    origin = region.rows.blocks(field.grain[0]).start
+    for index, part in enumerate(parts):
+        rows = part.rows.blocks(field.grain[0])
+        if len(rows) and rows.start - origin != index * widest:
+            return False
+    return True
+
+
+def _window(field: Field, wire: Tensor, region: Region, part: Region) -> Tensor:
+    """View of the stored values of `part` inside the wire of `region`."""
+    spans = zip(region.blocks(field.grain), part.blocks(field.grain), (region.rows, region.cols), strict=True)
+    slices = []
+    for dim, (whole, inner, span) in enumerate(spans):
+        step = field.pack if dim == field.inner_dim else 1
+        start = inner.start - whole.start
+        if start % step:
+            raise ValueError(
+                f"{field.name}: a cut at {span} falls inside a stored byte; cut at multiples of {field.alignment(dim)}"
+            )
+        slices.append(slice(start // step, start // step + -(-len(inner) // step)))
+    return wire[slices[0], slices[1]] if field.order == "mk" else wire[slices[1], slices[0]]
+
+
+def _unpack(field: Field, wire: Tensor, region: Region) -> Tensor:
+    """Grain-grid values in logical order."""
+    if field.pack == 2:
+        wire = torch.stack((wire & 0xF, wire >> 4), dim=-1).flatten(-2)
+        wire = wire[:, : len(region.blocks(field.grain)[field.inner_dim])]
+    return wire.t() if field.order == "km" else wire
+
+
+def _first_grains(field: Field, dim: int, span: Span) -> Tensor:
+    """For every tile that `span` touches, the first stored value of it, as index into the grain grid."""
+    tiles, grains = span.blocks(field.tile[dim]), span.blocks(field.grain[dim])
+    if field.grain[dim] == WHOLE:
+        return torch.zeros(1, dtype=torch.long)
+    step = field.tile[dim] // field.grain[dim]
+    return (torch.arange(tiles.start, tiles.stop) * step - grains.start).clamp_(min=0)
+
+
+def _tile_of_grain(field: Field, dim: int, span: Span) -> Tensor:
+    """For every stored value that `span` touches, the index of its tile in the tile grid."""
+    tiles, grains = span.blocks(field.tile[dim]), span.blocks(field.grain[dim])
+    if field.grain[dim] == WHOLE:
+        return torch.zeros(1, dtype=torch.long)
+    step = field.tile[dim] // field.grain[dim]
+    return torch.arange(grains.start, grains.stop) // step - tiles.start

@@ -1,0 +1,89 @@
+"""Where a (part of a) matrix lies in the whole it was cut from.
+
+Scale tiles are anchored at the first row and column of the whole. A shard that knows where it starts therefore knows
+which tiles it touches, also where a cut goes through one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WHOLE = 0  # grain or tile entry: one value covers the entire dimension
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of one dimension: `start` in the whole, and its length (`len(span)`)."""
+
+    start: int
+    length: int
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.length < 0:
+            raise ValueError(f"a span starts and extends at 0 or more, got start={self.start}, length={self.length}")
+
+    def __len__(self) -> int:
+        return self.length
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+    def blocks(self, block: int) -> Span:
+        """The blocks of `block` elements that this span touches, counted from the start of the whole.
+
+        A `WHOLE` block is always touched, also by an empty span: every shard holds a per-tensor value.
+        """
+        if block == WHOLE:
+            return Span(0, 1)
+        start = self.start // block
+        return Span(start, -(-self.stop // block) - start if self.length else 0)
+
+    def contains(self, part: Span) -> bool:
+        return self.start <= part.start and part.stop <= self.stop
+
+
+@dataclass(frozen=True)
+class Region:
+    """A rectangle of the whole matrix. `Region.whole(m, k)` is a matrix that was not cut."""
+
+    rows: Span
+    cols: Span
+
+    @staticmethod
+    def whole(m: int, k: int) -> Region:
+        return Region(Span(0, m), Span(0, k))
+
+    @property
+    def shape(self) -> Pair:
+        """(rows, cols) of this region."""
+        return len(self.rows), len(self.cols)
+
+    @property
+    def origin(self) -> Pair:
+        """(first row, first column) in the whole."""
+        return self.rows.start, self.cols.start
+
+    def blocks(self, block: Pair) -> tuple[Span, Span]:
+        """The (row, col) blocks this region touches."""
+        return self.rows.blocks(block[0]), self.cols.blocks(block[1])
+
+    def phase(self, block: Pair) -> Pair:
+        """Offset of the first (row, col) inside its block; (0, 0) where no cut goes through a block."""
+        return tuple(0 if b == WHOLE else start % b for start, b in zip(self.origin, block, strict=True))
+
+    def narrow(self, dim: int, start: int, length: int) -> Region:
+        """The part `start` to `start + length` of this region along `dim` (0: rows, 1: cols)."""
+        span = (self.rows, self.cols)[dim]
+        part = Span(span.start + start, length)
+        if not span.contains(part):
+            raise ValueError(f"cannot narrow {span} to {part}: the part leaves the region")
+        return Region(part, self.cols) if dim == 0 else Region(self.rows, part)
+
+    def chunk(self, num_chunks: int, unit: int = 1) -> tuple[Region, ...]:
+        """Row parts as `torch.chunk` cuts `len(rows) // unit` units, followed by empty ones up to `num_chunks`."""
+        units = len(self.rows) // unit
+        size = -(-units // num_chunks) if units else 0
+        starts = [min(i * size, units) for i in range(num_chunks + 1)]
+        return tuple(self.narrow(0, a * unit, (b - a) * unit) for a, b in zip(starts, starts[1:], strict=False))
