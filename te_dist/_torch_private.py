@@ -1,0 +1,87 @@
+"""Every private PyTorch API that te_dist touches. Other modules import these names from here and nowhere else.
+
+`IMPORTED` lists what this module passes on, `ATTRIBUTES` the private attributes of public classes that are used in
+place. Each entry says why there is no public way, and which members and parameters are relied on.
+`tests/test_torch_private.py` fails when one of them moves; `TESTED` are the versions under which it passed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch._C import _disabled_torch_function_impl as disabled_torch_function
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    return_and_correct_aliasing,
+)
+
+__all__ = [
+    "ATTRIBUTES",
+    "IMPORTED",
+    "TESTED",
+    "Private",
+    "TorchDispatchMode",
+    "disabled_torch_function",
+    "is_traceable_wrapper_subclass",
+    "return_and_correct_aliasing",
+]
+
+TESTED = ("2.11", "2.13")
+
+
+@dataclass(frozen=True)
+class Private:
+    """One private API.
+
+    Attributes:
+        path: where torch keeps it.
+        why: what it is used for, and why nothing public serves.
+        name: under which this module exports it; empty for entries of `ATTRIBUTES`.
+        members: attributes of it, or of its instances, that are used.
+        parameters: names of its first parameters, in the order in which they are passed.
+    """
+
+    path: str
+    why: str
+    name: str = ""
+    members: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+
+
+IMPORTED = (
+    Private(
+        "torch._C._disabled_torch_function_impl",
+        "`__torch_function__` of a subclass on which dispatch alone decides; torch documents it for subclass authors",
+        name="disabled_torch_function",
+    ),
+    Private(
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "sees every op of a block (counters, storage tracker); the module is private, the class is documented",
+        name="TorchDispatchMode",
+        members=("__torch_dispatch__",),
+    ),
+    Private(
+        "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
+        "tells tensors that are made of inner tensors from plain ones; FSDP2 and torch.compile ask the same question",
+        name="is_traceable_wrapper_subclass",
+        parameters=("t",),
+    ),
+    Private(
+        "torch.utils._python_dispatch.return_and_correct_aliasing",
+        "view and in-place ops of a wrapper subclass must alias as the schema says, or autograd is wrong in silence",
+        name="return_and_correct_aliasing",
+        parameters=("func", "args", "kwargs", "out"),
+    ),
+)
+
+ATTRIBUTES = (
+    Private(
+        "torch.Tensor._make_wrapper_subclass",
+        "the only constructor of a tensor without storage of its own",
+    ),
+    Private(
+        "torch.distributed.tensor.DTensor._local_tensor",
+        "the local shard without the autograd edge that `to_local` adds; FSDP2 reads hooks on it",
+    ),
+)

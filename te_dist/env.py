@@ -1,0 +1,82 @@
+"""Every environment variable te_dist reads: name, type, default, meaning. No other module reads the environment.
+
+A variable is read when it is asked for, not at import, so that a launcher or a test may still set it:
+
+    from te_dist import env
+
+    rank = env.RANK.get()
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Variable(Generic[T]):
+    """One environment variable.
+
+    Attributes:
+        name: name in the environment.
+        parse: text to value; raises `ValueError` for text that is none.
+        default: value where the variable is unset or empty.
+        meaning: one sentence for the user.
+    """
+
+    name: str
+    parse: Callable[[str], T]
+    default: T
+    meaning: str
+
+    def get(self) -> T:
+        """The value in the environment of this moment, or the default."""
+        text = os.environ.get(self.name, "")
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise ValueError(f"environment variable {self.name}={text!r}: {error}; unset it or correct it") from None
+
+
+def _integer(text: str) -> int:
+    """A number of 0 or more."""
+    if not text.isdecimal():
+        raise ValueError("wants a whole number of 0 or more")
+    return int(text)
+
+
+def _flag(text: str) -> bool:
+    """Yes or no, as 1 or 0."""
+    if text not in ("0", "1"):
+        raise ValueError("wants 1 (yes) or 0 (no)")
+    return text == "1"
+
+
+RANK = Variable("RANK", _integer, 0, "Rank of this process among all processes; torchrun sets it.")
+WORLD_SIZE = Variable("WORLD_SIZE", _integer, 1, "Number of processes; torchrun sets it.")
+LOCAL_RANK = Variable("LOCAL_RANK", _integer, 0, "Rank of this process on its host, and its GPU; torchrun sets it.")
+LOCAL_WORLD_SIZE = Variable("LOCAL_WORLD_SIZE", _integer, 1, "Number of processes on this host; torchrun sets it.")
+KERNEL_CACHE = Variable(
+    "TE_DIST_KERNEL_CACHE",
+    Path,
+    Path("~/.cache/te_dist/kernels").expanduser(),
+    "Folder of compiled CUDA kernels; may be shared by many processes and by hosts of one architecture.",
+)
+UNMEASURED_KERNELS = Variable(
+    "TE_DIST_UNMEASURED_KERNELS",
+    _flag,
+    False,
+    "1 allows kernels for architectures on which te_dist has never been run (sm_100); they are refused otherwise.",
+)
+
+
+def variables() -> tuple[Variable, ...]:
+    """All variables, in the order of this file."""
+    return tuple(value for value in globals().values() if isinstance(value, Variable))
