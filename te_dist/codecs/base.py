@@ -1,0 +1,101 @@
+"""What a codec is: the numerics of one direction, opaque to everything that only moves bytes.
+
+A codec knows how values become codes and scales and back. It is a frozen dataclass, so that two encodings can be
+compared. Where its outputs lie is said by the `Field`s handed to it; how ranks come to agree on an amax is the
+caller's business: `amax` finds it, the caller may reduce it, `encode` takes it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from te_dist.formats import WHOLE, Encoding, Field, Region, geometry
+from te_dist.formats.region import Pair
+from te_dist.ops import tile_amax
+
+Amax = tuple[Tensor, ...]  # one fp32 grid per entry of `Codec.amax_tiles`
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One direction to be written: its encoding, its stored tensors, and the amax to use where it is already known."""
+
+    encoding: Encoding
+    stored: tuple[Tensor, ...]
+    amax: Amax | None = None
+
+    def field_view(self, index: int, region: Region) -> Tensor:
+        """Logical (rows, cols) view on the grain grid of the field at `index`."""
+        return logical_view(self.encoding.fields[index], self.stored[index], region)
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Base of all codecs. Subclasses are frozen dataclasses that hold every parameter of their numerics."""
+
+    deterministic: ClassVar[bool] = True  # quantizing twice gives the same bytes
+
+    @property
+    def amax_tiles(self) -> tuple[Pair, ...]:
+        """Logical tiles whose largest magnitude fixes the scales; ranks that share one must agree on it."""
+        return ()
+
+    @property
+    def pass_key(self) -> object:
+        """Planes whose keys are equal are written in one pass over the input."""
+        return self
+
+    def alignment(self, dim: int) -> int:
+        """Logical `dim` may be cut at multiples of this only."""
+        return 1
+
+    def check(self, region: Region) -> None:
+        """Raises ValueError where a matrix of this region cannot be encoded."""
+
+    def amax(self, x: Tensor, region: Region) -> Amax:
+        """Largest magnitudes of `x` (rows, cols), NaN ignored: one fp32 grid per entry of `amax_tiles`."""
+        return tuple(_tile_amax(x, region, tile) for tile in self.amax_tiles)
+
+    def encode(self, x: Tensor, region: Region, planes: Sequence[Plane]) -> None:
+        """Quantizes `x` (rows, cols; fp32, bf16 or fp16; contiguous) into one or two planes of equal `pass_key`."""
+        raise NotImplementedError
+
+    def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, out: Tensor) -> None:
+        """Writes what a GEMM reads from this encoding into `out` (rows, cols; fp32, bf16 or fp16)."""
+        raise NotImplementedError
+
+    def decode(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, out: Tensor) -> None:
+        """Writes the values that this encoding stands for into `out`; `operand`, with any transform undone."""
+        self.operand(stored, fields, region, out)
+
+
+def logical_view(field: Field, stored: Tensor, region: Region) -> Tensor:
+    """Unpadded view of a stored, unpacked field in logical (row, col) order."""
+    wire = geometry.compact(field, stored, region)
+    return wire.t() if field.order == "km" else wire
+
+
+def encode(x: Tensor, region: Region, planes: Sequence[Plane]) -> None:
+    """Quantizes `x` into all `planes`, in as few passes over it as their codecs allow."""
+    groups: dict[object, list[Plane]] = {}
+    for plane in planes:
+        groups.setdefault(plane.encoding.codec.pass_key, []).append(plane)
+    for group in groups.values():
+        group[0].encoding.codec.encode(x, region, group)
+
+
+def _tile_amax(x: Tensor, region: Region, tile: Pair) -> Tensor:
+    rows, cols = region.blocks(tile)
+    out = torch.empty((len(rows), len(cols)), dtype=torch.float32, device=x.device)
+    tile_amax(x, phase=region.phase(tile), tile=tile, out=out)
+    return out
+
+
+def is_columnwise(field: Field) -> bool:
+    """Whether a scale field covers a run of rows rather than a run of columns."""
+    return field.grain[0] not in (1, WHOLE) and field.grain[1] == 1

@@ -1,0 +1,26 @@
+"""Values as they are: the encoding of tensors, or of single directions, that stay in high precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from te_dist.codecs.base import Codec, Plane
+from te_dist.formats import Field, Region
+
+
+@dataclass(frozen=True)
+class HighPrecision(Codec):
+    """Attributes: dtype: floating-point type the values are held in."""
+
+    dtype: torch.dtype = torch.bfloat16
+
+    def encode(self, x: Tensor, region: Region, planes: Sequence[Plane]) -> None:
+        for plane in planes:
+            plane.field_view(0, region).copy_(x)
+
+    def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, out: Tensor) -> None:
+        out.copy_(stored[0] if fields[0].order == "mk" else stored[0].t())

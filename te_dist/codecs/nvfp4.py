@@ -1,0 +1,127 @@
+"""NVFP4: 4-bit values (e2m1) with an FP8 scale for 16 values, or 16 x 16, and one fp32 amax for the tensor or row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from te_dist import ops
+from te_dist.codecs.base import Amax, Codec, Plane, is_columnwise, logical_view
+from te_dist.formats import WHOLE, Field, Region
+from te_dist.formats.region import Pair
+
+LARGEST_TILE = (16, 16)  # offsets inside it are offsets inside every smaller tile
+HADAMARD = 16  # rows that one Hadamard transform mixes
+SIGN_MASK = 0xD7E8  # rows of each group of 16 whose sign the transform flips, as bits
+
+
+@dataclass(frozen=True)
+class NvFp4(Codec):
+    """Fields: data (u8, two codes a byte), scale (u8: e4m3), amax (f32, of the tensor or of each row).
+
+    A value is `e2m1 * e4m3 * amax / (6 * e4m3_max)`.
+
+    Attributes:
+        tile: (rows, cols) that share a scale byte.
+        row_scaled: every row has its own amax.
+        e4m3_max: largest scale byte used, 448 or 256.
+        four_over_six: choose per block whether its largest value maps to 6 or to 4 ("none", or the error compared).
+        hadamard: transform the rows in groups of 16 before quantizing, by this sign mask; None for no transform.
+        stochastic: round stochastically, by draws from torch's generator.
+    """
+
+    tile: Pair
+    row_scaled: bool = False
+    e4m3_max: int = 448
+    four_over_six: Literal["none", "mae", "mse"] = "none"
+    hadamard: int | None = None
+    stochastic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.four_over_six != "none" and (self.hadamard is not None or self.stochastic):
+            raise ValueError("four_over_six chooses by exact error: turn off hadamard and stochastic rounding for it")
+
+    @property
+    def deterministic(self) -> bool:  # type: ignore[override]
+        return not self.stochastic
+
+    @property
+    def amax_tiles(self) -> tuple[Pair, ...]:
+        return ((1, WHOLE) if self.row_scaled else (WHOLE, WHOLE), self.tile)
+
+    @property
+    def pass_key(self) -> object:
+        return replace(self, tile=(0, 0))
+
+    def alignment(self, dim: int) -> int:
+        return HADAMARD if self.hadamard is not None and dim == 0 else 1
+
+    def check(self, region: Region) -> None:
+        if self.hadamard is not None and (region.phase((HADAMARD, 1))[0] or len(region.rows) % HADAMARD):
+            raise ValueError(
+                f"the Hadamard transform mixes {HADAMARD} rows, got rows {region.rows}; cut and pad at multiples of it"
+            )
+
+    def amax(self, x: Tensor, region: Region) -> Amax:
+        return super().amax(self._transformed(x), region)
+
+    def encode(self, x: Tensor, region: Region, planes: Sequence[Plane]) -> None:
+        x = self._transformed(x)
+        outputs = {}
+        for plane in planes:
+            codec = plane.encoding.codec
+            side = "col" if is_columnwise(plane.encoding.fields[1]) else "row"
+            tensor_amax, tile_amax = plane.amax or (Codec.amax(codec, x, region)[0], None)
+            plane.stored[2].copy_(tensor_amax)
+            outputs |= {
+                f"{side}_tile": codec.tile,
+                f"{side}_tensor_amax": tensor_amax,
+                f"{side}_amax": tile_amax,
+                f"{side}_data": plane.stored[0],
+                f"{side}_scale": plane.field_view(1, region),
+            }
+        ops.quantize_nvfp4(
+            x,
+            phase=region.phase(LARGEST_TILE),
+            e4m3_max=self.e4m3_max,
+            four_over_six=self.four_over_six,
+            rng_state=_draw_rng_state(x) if self.stochastic else None,
+            **outputs,
+        )
+
+    def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, out: Tensor) -> None:
+        data, scale, amax = stored
+        grain = fields[1].grain
+        ops.dequantize_nvfp4(
+            data,
+            logical_view(fields[1], scale, region),
+            amax,
+            packed_dim=fields[0].inner_dim,
+            phase=region.phase(grain),
+            e4m3_max=self.e4m3_max,
+            out=out,
+        )
+
+    def decode(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, out: Tensor) -> None:
+        if self.hadamard is None:
+            return self.operand(stored, fields, region, out)
+        raise ValueError(
+            "values quantized after a Hadamard transform cannot be dequantized one by one: a GEMM undoes it by "
+            "transforming its other operand alike; dequantize the rowwise direction instead"
+        )
+
+    def _transformed(self, x: Tensor) -> Tensor:
+        if self.hadamard is None:
+            return x
+        rotated = torch.empty_like(x, dtype=torch.bfloat16)
+        ops.hadamard(x.to(torch.bfloat16), sign_mask=self.hadamard, out=rotated)
+        return rotated
+
+
+def _draw_rng_state(x: Tensor) -> Tensor:
+    """(seed, offset) of the next run of stochastic rounding, drawn from torch's generator on the device of `x`."""
+    return torch.randint(2**62, (2,), dtype=torch.int64, device=x.device)

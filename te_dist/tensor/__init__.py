@@ -1,0 +1,7 @@
+"""Quantized tensors: storages that own bytes, and tensors that stand for their values."""
+
+from te_dist.tensor import aten  # noqa: F401  (fills the op table)
+from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor, quantize
+from te_dist.tensor.storage import Amaxes, Cut, QuantizedStorage, empty, find_amaxes
+
+__all__ = ["OPS", "Amaxes", "Cut", "QuantizedStorage", "QuantizedTensor", "empty", "find_amaxes", "quantize"]

@@ -1,0 +1,307 @@
+"""The aten ops of a QuantizedTensor: those that move bytes, and the short lists of those that go through the values.
+
+Three groups. *Moving* ops work on buffers, by the format's declaration. *Reading* ops dequantize what they are given
+and return plain tensors: they exist so that ordinary code (a norm in a log line, an average of weights) runs. *Writing*
+ops compute in high precision and quantize the result back. Anything else raises with the op's name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from te_dist.formats import geometry
+from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
+from te_dist.tensor.storage import Cut, QuantizedStorage, empty
+
+aten = torch.ops.aten
+
+
+# -- moving ------------------------------------------------------------------------------------------------------
+
+
+@OPS.implements(aten.detach.default, aten.alias.default)
+def _alias(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    """Another view of the same storage."""
+    return args[0].like(args[0].storage, args[0].shape)
+
+
+@OPS.implements(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
+def _view(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    """Another nominal shape of the same storage; buffers describe the matrix and are left alone."""
+    tensor, size = args[:2]
+    return tensor.like(tensor.storage, torch.empty(tensor.shape, device="meta").view(size).shape)
+
+
+@OPS.implements(aten.squeeze.dim, aten.unsqueeze.default)
+def _same_matrix_view(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    """Another nominal shape of the same storage."""
+    return args[0].like(args[0].storage, func(torch.empty(args[0].shape, device="meta"), *args[1:]).shape)
+
+
+@OPS.implements(aten.as_strided.default)
+def _as_strided(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    """The identity only: same size, contiguous strides, no offset."""
+    tensor, size, stride, offset = (*args, None)[:4]
+    moving = [(s, t) for n, s, t in zip(size, stride, tensor.stride(), strict=False) if n > 1]
+    if tuple(size) != tuple(tensor.shape) or any(s != t for s, t in moving) or offset:
+        raise NotImplementedError(
+            f"as_strided of a quantized tensor is the identity only: got size {tuple(size)}, stride {tuple(stride)} "
+            f"of {tuple(tensor.shape)}; use view, slice or dequantize()"
+        )
+    return tensor.like(tensor.storage, tensor.shape)
+
+
+@OPS.implements(aten.clone.default, aten._pin_memory.default)
+def _each_buffer(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    """The same op on every buffer: nothing is shared with the original."""
+    kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
+    return args[0].like(args[0].storage.map(lambda b: func(b, *args[1:], **kwargs)), args[0].shape)
+
+
+@OPS.implements(aten._to_copy.default)
+def _to_copy(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    """Another device: every buffer moves. Another floating-point dtype: only the nominal dtype changes."""
+    tensor = args[0]
+    dtype, device = kwargs.get("dtype") or tensor.dtype, kwargs.get("device")
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        raise NotImplementedError(
+            f"a quantized tensor stands for floating-point values, got dtype {dtype}; call .dequantize().to({dtype})"
+        )
+    non_blocking = kwargs.get("non_blocking", False)
+    storage = tensor.storage.map(lambda b: b.to(device=device, non_blocking=non_blocking, copy=True))
+    storage.dtype = dtype
+    return tensor.like(storage, tensor.shape)
+
+
+@OPS.implements(aten.record_stream.default)
+def _record_stream(func: Any, args: Any, kwargs: Any) -> None:
+    """The same op on every buffer."""
+    for buffer in args[0].storage.buffers.values():
+        func(buffer, args[1])
+
+
+@OPS.implements(aten.is_pinned.default)
+def _is_pinned(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether every buffer is pinned."""
+    return all(buffer.is_pinned() for buffer in args[0].storage.buffers.values())
+
+
+@OPS.implements(aten.empty_like.default)
+def _empty_like(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    """Uninitialised buffers of the same fields, region and cut."""
+    tensor, old = args[0], args[0].storage
+    device, dtype = kwargs.get("device") or tensor.device, kwargs.get("dtype") or tensor.dtype
+    storage = empty(old.format, old.region, dtype=dtype, device=device, fields=old.fields)
+    storage.cut = old.cut
+    return tensor.like(storage, tensor.shape)
+
+
+@OPS.implements(aten.new_zeros.default)
+def _new_zeros(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """With other rows than this tensor's: a blank of that size, which becomes what is first copied into it."""
+    tensor, size = args[0], torch.Size(args[1])
+    if size[1:] != tensor.shape[1:] or kwargs.get("dtype") not in (None, tensor.dtype):
+        return torch.zeros(
+            size, dtype=kwargs.get("dtype") or tensor.dtype, device=kwargs.get("device") or tensor.device
+        )
+    return tensor.like(_blank(tensor, size), size)
+
+
+def _blank(tensor: QuantizedTensor, size: torch.Size) -> QuantizedStorage:
+    """The empty row shard at the end of `tensor`: what a rank holds that gets no rows."""
+    old = tensor.storage
+    blank = old.narrow(0, old.shape[0], 0)
+    being_cut = size[0] < tensor.shape[0] or old.cut is None
+    blank.cut = Cut(old.region, tensor.shape) if being_cut else old.cut
+    return blank
+
+
+def _is_blank(tensor: QuantizedTensor) -> bool:
+    return tensor.numel() != tensor.storage.shape[0] * tensor.storage.shape[1]
+
+
+@OPS.implements(aten.slice.Tensor)
+def _slice(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    """A part along the first or last dimension, with buffers of its own; the whole range is a view."""
+    tensor, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    dim = dim % tensor.dim()
+    start, end, _ = slice(start, end).indices(tensor.shape[dim])
+    if step == 1 and end - start == tensor.shape[dim]:
+        return tensor.like(tensor.storage, tensor.shape)
+    shape = [max(end - start, 0) if d == dim else n for d, n in enumerate(tensor.shape)]
+    if _is_blank(tensor) and dim == 0 and start == 0:
+        return tensor.like(tensor.storage, shape)
+    return tensor.like(_part(tensor, dim, start, shape[dim], step), shape)
+
+
+def _part(tensor: QuantizedTensor, dim: int, start: int, length: int, step: int = 1) -> QuantizedStorage:
+    columns = dim == tensor.dim() - 1 and tensor.shape[-1] == tensor.storage.shape[1]
+    if step != 1 or (not columns and dim != 0):
+        raise NotImplementedError(
+            f"a quantized tensor is cut along its first or last dimension, got dim {dim} of {tuple(tensor.shape)} "
+            f"with step {step}; call .dequantize() first"
+        )
+    if columns:
+        return tensor.storage.narrow(1, start, length)
+    unit = tensor.storage.shape[0] // tensor.shape[0]
+    return tensor.storage.narrow(0, start * unit, length * unit)
+
+
+@OPS.implements(aten.split.Tensor, aten.split_with_sizes.default)
+def _split(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
+    """Parts with buffers of their own; row parts know what they were cut from."""
+    tensor, sizes, dim = (*args, 0)[:3]
+    dim = kwargs.get("dim", dim) % tensor.dim()
+    total = tensor.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, total - at) for at in range(0, total, sizes)]
+    parts, start = [], 0
+    for length in sizes:
+        storage = _part(tensor, dim, start, length)
+        storage.cut = Cut(tensor.storage.region, tensor.shape) if dim == 0 else None
+        shape = [length if d == dim else n for d, n in enumerate(tensor.shape)]
+        parts.append(tensor.like(storage, shape))
+        start += length
+    return parts
+
+
+@OPS.implements(aten.select.int)
+def _select(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    """One member of a stacked tensor, with buffers of its own."""
+    tensor, dim, index = args
+    if tensor.dim() < 3 or dim % tensor.dim() != 0:
+        raise NotImplementedError(
+            f"select takes a member of a stacked quantized tensor (dim 0 of three or more), got dim {dim} of "
+            f"{tuple(tensor.shape)}; call .dequantize() first"
+        )
+    return tensor.like(_part(tensor, 0, index % tensor.shape[0], 1), tensor.shape[1:])
+
+
+@OPS.implements(aten.copy_.default)
+def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Same format and region: bytes. Otherwise the values: quantized into a quantized target, dequantized from one."""
+    dst, src = args[:2]
+    non_blocking = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
+    if not isinstance(dst, QuantizedTensor):
+        return dst.copy_(src.dequantize(), non_blocking=non_blocking)
+    if not isinstance(src, QuantizedTensor):
+        dst.quantize_(src.to(dst.device).expand(dst.shape))
+    elif src.format != dst.format:
+        dst.quantize_(src.dequantize())
+    elif _is_blank(dst):
+        dst.storage.adopt(src.storage)
+    elif src.storage.shape == dst.storage.shape and _same_tiles(src.storage, dst.storage):
+        dst.storage.copy_(src.storage, non_blocking=non_blocking)
+    else:
+        dst.quantize_(src.dequantize())
+    return dst
+
+
+def _same_tiles(a: QuantizedStorage, b: QuantizedStorage) -> bool:
+    """Whether both regions meet their tiles alike, so that bytes of one are bytes of the other."""
+    return all(a.region.phase(f.tile) == b.region.phase(f.tile) for f in a.format.fields)
+
+
+@OPS.implements(aten.zero_.default)
+def _zero_(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    """Quantizes zeros: every code is that of zero."""
+    tensor = args[0]
+    return tensor.quantize_(torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device))
+
+
+@OPS.implements(aten.equal.default)
+def _equal(func: Any, args: Any, kwargs: Any) -> bool:
+    """Two of one format: whether all unpadded bytes are equal. Otherwise whether the values are."""
+    a, b = args
+    if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and a.format == b.format):
+        return torch.equal(*tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, (a, b)))
+    if a.shape != b.shape or a.storage.region != b.storage.region:
+        return False
+    common = [f for f in a.storage.fields if f.name in b.storage.buffers]
+    wires = [[geometry.compact(f, t.storage.buffers[f.name], t.storage.region) for f in common] for t in (a, b)]
+    return all(torch.equal(x, y) for x, y in zip(*wires, strict=True))
+
+
+# -- reading: the result is a plain tensor -------------------------------------------------------------------------
+
+
+READING = (
+    "_foreach_norm.Scalar _local_scalar_dense.default _softmax.default abs.default add.Scalar add.Tensor "
+    "all.default all.dim allclose.default amax.default amin.default aminmax.default any.default any.dim "
+    "cat.default clamp.default cos.default div.Scalar div.Tensor embedding.default eq.Scalar eq.Tensor "
+    "exp.default expand.default fmod.Scalar ge.Scalar ge.Tensor gt.Scalar gt.Tensor hypot.default index.Tensor "
+    "index_select.default isfinite.default isinf.default isnan.default le.Scalar le.Tensor lerp.Scalar lerp.Tensor "
+    "linalg_vector_norm.default log.default lt.Scalar lt.Tensor max.default max.dim maximum.default mean.default "
+    "mean.dim min.default min.dim minimum.default mul.Scalar mul.Tensor ne.Scalar ne.Tensor "
+    "neg.default norm.Scalar norm.ScalarOpt_dim nonzero.default permute.default pow.Tensor_Scalar pow.Tensor_Tensor "
+    "prod.default reciprocal.default round.default rsqrt.default rsub.Scalar select_scatter.default sigmoid.default "
+    "sign.default sort.default sqrt.default square.default stack.default std.correction std.default sub.Scalar "
+    "sub.Tensor sum.default sum.dim_IntList tanh.default topk.default transpose.int unbind.int var.correction "
+    "var.default where.ScalarOther where.self histc.default cumsum.default native_layer_norm.default tril.default "
+    "triu.default flatten.using_ints repeat.default flip.default gather.default masked_select.default count_nonzero.default"
+).split()
+
+FRESH = "zeros_like.default ones_like.default full_like.default rand_like.default randn_like.default".split()
+
+WRITING = (
+    "normal_.default uniform_.default fill_.Scalar fill_.Tensor mul_.Scalar mul_.Tensor add_.Scalar add_.Tensor "
+    "sub_.Scalar sub_.Tensor div_.Scalar div_.Tensor lerp_.Scalar lerp_.Tensor clamp_.default clamp_min_.default "
+    "clamp_max_.default addcmul_.default addcdiv_.default erfinv_.default exponential_.default bernoulli_.float "
+    "masked_fill_.Scalar masked_fill_.Tensor neg_.default sqrt_.default nan_to_num_.default trunc_.default"
+).split()
+
+WRITING_LISTS = (
+    "_foreach_add_.List _foreach_add_.Scalar _foreach_mul_.Scalar _foreach_mul_.List _foreach_mul_.Tensor "
+    "_foreach_sub_.List _foreach_sub_.Scalar _foreach_div_.Scalar _foreach_div_.List _foreach_copy_.default "
+    "_foreach_lerp_.Scalar _foreach_lerp_.List _foreach_addcdiv_.Scalar _foreach_addcdiv_.ScalarList "
+    "_foreach_addcmul_.Scalar _foreach_zero_.default _foreach_clamp_min_.Scalar _foreach_clamp_max_.Scalar"
+).split()
+
+
+def _overloads(names: list[str]) -> list[Any]:
+    """Overloads of this torch; an op that a version does not have needs no handler there."""
+    found = []
+    for name in names:
+        packet, overload = name.split(".")
+        if overload in getattr(getattr(aten, packet, None), "overloads", list)():
+            found.append(getattr(getattr(aten, packet), overload))
+    return found
+
+
+def _plain(tree: Any) -> Any:
+    return tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, tree)
+
+
+@OPS.implements(*_overloads(READING))
+def _read(func: Any, args: Any, kwargs: Any) -> Any:
+    """On the dequantized values; the result is a plain tensor."""
+    return func(*_plain(args), **_plain(kwargs))
+
+
+@OPS.implements(*_overloads(FRESH))
+def _fresh(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """A new plain tensor of the nominal shape and dtype (optimizer state, gradients)."""
+    like = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
+    return func(like, *args[1:], **kwargs)
+
+
+@OPS.implements(*_overloads(WRITING))
+def _write(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """In high precision, the result quantized back into place."""
+    target, values = args[0], _plain(args[0])
+    func(values, *_plain(args[1:]), **_plain(kwargs))
+    return target.quantize_(values) if isinstance(target, QuantizedTensor) else target.copy_(values)
+
+
+@OPS.implements(*_overloads(WRITING_LISTS))
+def _write_lists(func: Any, args: Any, kwargs: Any) -> None:
+    """In high precision, every result of the list quantized back into place."""
+    values = _plain(args[0])
+    func(values, *_plain(args[1:]), **_plain(kwargs))
+    for target, value in zip(args[0], values, strict=True):
+        if isinstance(target, QuantizedTensor):
+            target.quantize_(value)

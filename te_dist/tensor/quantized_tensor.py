@@ -1,0 +1,140 @@
+"""QuantizedTensor: a `torch.Tensor` that stands for the values of a `QuantizedStorage`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_dist.formats import Direction, Format
+from te_dist.tensor import storage as storages
+from te_dist.tensor.storage import QuantizedStorage
+
+
+class QuantizedTensor(torch.Tensor):
+    """A quantized tensor of nominal shape and dtype.
+
+    The nominal shape lives on this wrapper only: views of it share one storage object and touch no buffer, so that
+    bytes which are gathered, freed and refilled in place are seen by all of them. Buffers can be read as attributes
+    by their field names.
+
+    Attributes:
+        storage: the buffers and their format.
+    """
+
+    storage: QuantizedStorage
+
+    @staticmethod
+    def __new__(
+        cls,
+        storage: QuantizedStorage,
+        shape: torch.Size | tuple[int, ...] | None = None,
+        *,
+        requires_grad: bool = False,
+    ) -> QuantizedTensor:
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            torch.Size(storage.shape if shape is None else shape),
+            dtype=storage.dtype,
+            device=storage.device,
+            requires_grad=requires_grad,
+        )
+
+    def __init__(
+        self,
+        storage: QuantizedStorage,
+        shape: torch.Size | tuple[int, ...] | None = None,
+        *,
+        requires_grad: bool = False,
+    ) -> None:
+        self.storage = storage
+
+    def like(self, storage: QuantizedStorage, shape: torch.Size | tuple[int, ...] | None = None) -> QuantizedTensor:
+        """Another tensor of this class around `storage`."""
+        return type(self)(storage, shape)
+
+    def __getattr__(self, name: str) -> Tensor:
+        storage = self.__dict__.get("storage")
+        if storage is not None and storage.buffers.get(name) is not None:
+            return storage.buffers[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def format(self) -> Format:
+        """The declared format."""
+        return self.storage.format
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """See `QuantizedStorage.update_usage`."""
+        self.storage.update_usage(rowwise_usage, columnwise_usage)
+
+    def dequantize(self, *, dtype: torch.dtype | None = None, direction: Direction | None = None) -> Tensor:
+        """Plain tensor of the same shape in `dtype` (default: the nominal one). Not differentiable."""
+        return self.storage.dequantize(dtype, direction).view(self.shape)
+
+    def quantize_(self, x: Tensor) -> QuantizedTensor:
+        """Quantizes `x`, of the same shape, into the buffers of this tensor."""
+        self.storage.quantize_(x)
+        return self
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        storage = self.storage
+        return list(storage.buffers), (type(self), storage.format, storage.region, storage.dtype, storage.cut)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: torch.Size, outer_stride: tuple[int, ...]
+    ) -> QuantizedTensor:
+        cls, format, region, dtype, cut = context
+        return cls(QuantizedStorage(format, dict(inner), region, dtype, cut), outer_size)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        fields = ", ".join(f"{n}: {str(b.dtype)[6:]}{list(b.shape)}" for n, b in self.storage.buffers.items())
+        return f"{type(self).__name__}({list(self.shape)}, {str(self.dtype)[6:]}, {self.device}, {{{fields}}})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return OPS.call(func, args, kwargs or {})
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+class OpTable:
+    """The aten ops a QuantizedTensor supports, filled by `tensor.aten`. Any other op raises with its name."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[Any, Any] = {}
+
+    def implements(self, *ops: Any) -> Any:
+        """Decorator: registers a handler `fn(func, args, kwargs)` for `ops`; an op can have one only."""
+
+        def register(fn: Any) -> Any:
+            for op in ops:
+                if op in self._handlers:
+                    raise ValueError(f"{op} is implemented twice; remove one handler")
+                self._handlers[op] = fn
+            return fn
+
+        return register
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        handler = self._handlers.get(func)
+        if handler is None:
+            raise NotImplementedError(
+                f"{func} is not defined on a quantized tensor. Call .dequantize() where a copy in high precision is "
+                f"meant; docs/tensor.md lists the supported ops"
+            )
+        return handler(func, args, kwargs)
+
+    def names(self) -> dict[str, str]:
+        """Name of every supported op -> first line of its handler's docstring."""
+        return {str(op): (fn.__doc__ or "").split("\n")[0] for op, fn in self._handlers.items()}
+
+
+OPS = OpTable()
+
+
+def quantize(x: Tensor, format: Format) -> QuantizedTensor:
+    """Quantizes a whole tensor of shape (..., K)."""
+    return QuantizedTensor(storages.quantize(x, format), x.shape)

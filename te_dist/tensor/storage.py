@@ -1,0 +1,317 @@
+"""QuantizedStorage: a format, the buffers it declares, and the region of the whole matrix they describe.
+
+Activations use it bare; parameters and public boundaries wrap it in a `QuantizedTensor`. Everything that moves its
+bytes is written here once and derived from the format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from te_dist import codecs
+from te_dist.codecs import Amax, Codec
+from te_dist.formats import Direction, Field, Format, Region, geometry
+
+Amaxes = Mapping[Codec, Amax]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a row shard was cut from: enough to say where every other shard lies.
+
+    Attributes:
+        region: rows and columns of the tensor before the cut.
+        shape: its nominal shape; its first dimension was cut.
+    """
+
+    region: Region
+    shape: torch.Size
+
+    @property
+    def unit(self) -> int:
+        """Matrix rows behind one index of the first dimension (more than one for stacked weights)."""
+        return len(self.region.rows) // self.shape[0] if self.shape[0] else 1
+
+    def parts(self, num_shards: int) -> tuple[Region, ...]:
+        """Region of every shard, in rank order."""
+        return self.region.chunk(num_shards, self.unit)
+
+
+class QuantizedStorage:
+    """A quantized matrix.
+
+    Attributes:
+        format: what is declared; constant for life.
+        buffers: stored tensor by field name. A direction is present when all its fields are; a derivable columnwise
+            direction may be absent and is rebuilt by `update_usage`.
+        region: rows and columns of the whole matrix that the buffers describe.
+        dtype: floating-point type of the values this stands for.
+        cut: what this was cut from as a row shard; None for a matrix that was not cut.
+        unsettled: values last written into a shard by their own amax, as long as the ranks that share a scale with
+            it have not agreed on one; None once they have.
+    """
+
+    __slots__ = ("__weakref__", "buffers", "cut", "dtype", "format", "region", "unsettled")
+
+    def __init__(
+        self,
+        format: Format,
+        buffers: dict[str, Tensor],
+        region: Region,
+        dtype: torch.dtype,
+        cut: Cut | None = None,
+    ) -> None:
+        self.format = format
+        self.buffers = buffers
+        self.region = region
+        self.dtype = dtype
+        self.cut = cut
+        self.unsettled: Tensor | None = None
+
+    # -- what is here -------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.buffers.values())).device
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, cols) of the logical matrix."""
+        return self.region.shape
+
+    @property
+    def directions(self) -> tuple[Direction, ...]:
+        """Directions whose fields are all present."""
+        return tuple(d for d in self.format.directions if self._has(d))
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """Fields that are present."""
+        return tuple(f for f in self.format.fields if f.name in self.buffers)
+
+    def get_usages(self) -> dict[str, bool]:
+        """{"rowwise": ..., "columnwise": ...}: which directions are present."""
+        return {d.value: d in self.directions for d in Direction}
+
+    def nbytes(self) -> int:
+        """Allocated bytes of all buffers, padding included."""
+        return sum(b.untyped_storage().nbytes() for b in self.buffers.values())
+
+    def _has(self, direction: Direction) -> bool:
+        return all(f.name in self.buffers for f in self.format[direction].fields)
+
+    # -- directions ---------------------------------------------------------------------------------------------
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Creates the directions asked for (True), frees those not wanted (False), leaves the others (None).
+
+        Raises:
+            RuntimeError: a direction is asked for that is neither present nor a relayout of what is.
+        """
+        wanted = {Direction.ROWWISE: rowwise_usage, Direction.COLUMNWISE: columnwise_usage}
+        for direction, usage in wanted.items():
+            if usage and direction not in self.directions:
+                self.derive(direction)
+        kept = {f.name for d in self.directions if wanted[d] is not False for f in self.format[d].fields}
+        if not kept:
+            raise RuntimeError("update_usage would leave no direction at all; keep rowwise or columnwise")
+        self.buffers = {name: b for name, b in self.buffers.items() if name in kept}
+
+    def derive(self, direction: Direction, out: Mapping[str, Tensor] | None = None) -> None:
+        """Adds `direction` as a relayout of the other one, into `out` (stored tensor by field name) where given."""
+        other = Direction.COLUMNWISE if direction is Direction.ROWWISE else Direction.ROWWISE
+        if not self.format.columnwise_is_derivable or not self._has(other):
+            raise RuntimeError(
+                f"the {direction.value} direction is not present and no relayout of what is: this format quantizes "
+                f"its directions independently. Present: {[d.value for d in self.directions]}; quantize it again"
+            )
+        for src, dst in zip(self.format[other].fields, self.format[direction].fields, strict=True):
+            if dst.name not in self.buffers or out is not None and dst.name in out:
+                target = None if out is None else out.get(dst.name)
+                self.buffers[dst.name] = geometry.relayout(src, dst, self.buffers[src.name], self.region, target)
+
+    def select(self, *directions: Direction) -> QuantizedStorage:
+        """The same buffers, seen as a format of `directions` only."""
+        part = self.format.select(*directions)
+        return QuantizedStorage(part, {f.name: self.buffers[f.name] for f in part.fields}, self.region, self.dtype)
+
+    # -- values -------------------------------------------------------------------------------------------------
+
+    def quantize_(self, x: Tensor, amaxes: Amaxes | None = None) -> None:
+        """Writes `x` (any shape of this many elements; fp32, bf16 or fp16) into every direction that is present.
+
+        Args:
+            amaxes: by codec, the amax grids to use instead of those of `x`: what ranks have agreed on.
+        """
+        matrix = _as_matrix(x, self.shape)
+        planes = []
+        for direction in self._independent_directions():
+            encoding = self.format[direction]
+            stored = tuple(self.buffers[f.name] for f in encoding.fields)
+            planes.append(codecs.Plane(encoding, stored, (amaxes or {}).get(encoding.codec)))
+        codecs.encode(matrix, self.region, planes)
+        self.unsettled = matrix.clone() if amaxes is None and self._may_share_scales() else None
+
+    def _may_share_scales(self) -> bool:
+        """Whether other shards can hold a part of a tile that this one holds a part of."""
+        tiles = (tile for d in self.format.directions for tile in self.format[d].codec.amax_tiles)
+        return self.cut is not None and any(tile[0] != 1 for tile in tiles)
+
+    def _independent_directions(self) -> tuple[Direction, ...]:
+        """Present directions, without one that stores the very fields of another."""
+        present = self.directions
+        same = len(present) == 2 and self.format.rowwise.fields == self.format.columnwise.fields
+        return present[:1] if same else present
+
+    def dequantize(self, dtype: torch.dtype | None = None, direction: Direction | None = None) -> Tensor:
+        """Values (rows, cols) in `dtype` (default: the nominal one), from `direction` (default: rowwise if present)."""
+        return self._decoded("decode", dtype, direction)
+
+    def operand(self, direction: Direction, dtype: torch.dtype) -> Tensor:
+        """What a GEMM along `direction` multiplies (rows, cols): the values, before any transform is undone."""
+        return self._decoded("operand", dtype, direction)
+
+    def _decoded(self, how: str, dtype: torch.dtype | None, direction: Direction | None) -> Tensor:
+        present = self.directions
+        direction = direction or present[0]
+        if direction not in present:
+            if not (self.format.columnwise_is_derivable and present):
+                raise RuntimeError(f"the {direction.value} direction is not present; present: {list(self.buffers)}")
+            direction = present[0]  # the same values, laid out the other way
+        encoding = self.format[direction]
+        out = torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
+        getattr(encoding.codec, how)([self.buffers[f.name] for f in encoding.fields], encoding.fields, self.region, out)
+        return out
+
+    # -- saving for backward ------------------------------------------------------------------------------------
+
+    def prepare_for_saving(self) -> tuple[list[Tensor], QuantizedStorage]:
+        """Takes the buffers out: (those that cannot be derived, this storage without buffers).
+
+        What `restore_from_saved` puts back is the canonical part; a derivable direction is rebuilt when it is read.
+        """
+        canonical = [f.name for f in self.format.canonical.fields]
+        names = canonical if all(name in self.buffers for name in canonical) else list(self.buffers)
+        tensors = [self.buffers[name] for name in names]
+        shell = QuantizedStorage(self.format, dict.fromkeys(names), self.region, self.dtype, self.cut)
+        self.buffers = {}
+        return tensors, shell
+
+    def restore_from_saved(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Inverse of `prepare_for_saving`, on the storage it returned; gives back the tensors that belong to others."""
+        names = list(self.buffers)
+        self.buffers = dict(zip(names, tensors, strict=False))
+        return list(tensors[len(names) :])
+
+    def clear(self) -> None:
+        """Drops all buffers."""
+        self.buffers = {}
+
+    # -- sharding -----------------------------------------------------------------------------------------------
+
+    def fsdp_buffer_fields(self) -> tuple[str, ...]:
+        """Names of the fields that cross the wire: canonical, and not equal on all shards already."""
+        return tuple(f.name for f in self.format.canonical.fields if not f.is_shared(0))
+
+    def fsdp_extract_buffers(self) -> tuple[tuple[Tensor, ...], Region]:
+        """(wire of each of `fsdp_buffer_fields`, the region they describe)."""
+        by_name = {f.name: f for f in self.format.fields}
+        names = self.fsdp_buffer_fields()
+        wires = tuple(geometry.compact(by_name[n], self.buffers[n], self.region).contiguous() for n in names)
+        return wires, self.region
+
+    def fsdp_assign_gathered(self, buffers: Sequence[Sequence[Tensor]], parts: Sequence[Region]) -> None:
+        """Fills this storage from the wires of its row shards: `buffers[rank]` as `fsdp_extract_buffers` gave them."""
+        by_name = {f.name: f for f in self.format.fields}
+        for index, name in enumerate(self.fsdp_buffer_fields()):
+            wires = [wires[index] for wires in buffers]
+            self.buffers[name] = geometry.assemble(by_name[name], wires, parts, self.region, self.buffers.get(name))
+        for direction in self.directions:
+            if any(f.name not in self.fsdp_buffer_fields() for f in self.format[direction].fields):
+                self._refresh(direction)
+
+    def _refresh(self, direction: Direction) -> None:
+        if direction is Direction.COLUMNWISE and self.format.columnwise_is_derivable:
+            row, col = self.format.rowwise.fields, self.format.columnwise.fields
+            self.derive(direction, {d.name: self.buffers[d.name] for s, d in zip(row, col, strict=True) if s != d})
+
+    def narrow(self, dim: int, start: int, length: int) -> QuantizedStorage:
+        """A storage of its own for `length` rows (dim 0) or columns (dim 1) from `start`."""
+        part = self.region.narrow(dim, start, length)
+        buffers = {f.name: geometry.narrow(f, self.buffers[f.name], self.region, part) for f in self.fields}
+        return QuantizedStorage(self.format, buffers, part, self.dtype)
+
+    def adopt(self, source: QuantizedStorage) -> None:
+        """Becomes a copy of `source`, of the same format, in place: every view of this storage sees it."""
+        self.buffers = {name: buffer.clone() for name, buffer in source.buffers.items()}
+        self.region, self.cut, self.unsettled = source.region, source.cut, source.unsettled
+
+    # -- buffers ------------------------------------------------------------------------------------------------
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> QuantizedStorage:
+        """A storage around `fn` of every buffer."""
+        buffers = {name: fn(buffer) for name, buffer in self.buffers.items()}
+        mapped = QuantizedStorage(self.format, buffers, self.region, self.dtype, self.cut)
+        mapped.unsettled = None if self.unsettled is None else fn(self.unsettled)
+        return mapped
+
+    def copy_(self, source: QuantizedStorage, *, non_blocking: bool = False) -> None:
+        """Takes over the bytes of `source`, of the same format and region; directions only this one has are derived."""
+        for field in self.fields:
+            if field.name in source.buffers:
+                self.buffers[field.name].copy_(source.buffers[field.name], non_blocking=non_blocking)
+        for direction in self.directions:
+            if direction not in source.directions:
+                self._refresh(direction)
+        self.unsettled = source.unsettled
+
+    def __repr__(self) -> str:
+        present = "+".join(d.value for d in self.directions) or "empty"
+        return f"QuantizedStorage({self.shape[0]}x{self.shape[1]}, {present}: {', '.join(self.buffers)})"
+
+
+def empty(
+    format: Format, region: Region, *, dtype: torch.dtype, device: torch.device | str, fields: Iterable[Field] = ()
+) -> QuantizedStorage:
+    """Uninitialised buffers (padding zero) for `fields` of `format`; for all of them where none are named."""
+    buffers = {f.name: geometry.empty(f, region, device=device) for f in fields or format.fields}
+    return QuantizedStorage(format, buffers, region, dtype)
+
+
+def quantize(
+    x: Tensor, format: Format, *, region: Region | None = None, amaxes: Amaxes | None = None
+) -> QuantizedStorage:
+    """Quantizes `x` of shape (..., K) as a matrix of its last dimension.
+
+    Args:
+        x: fp32, bf16 or fp16.
+        region: where the matrix lies in the whole it is a part of; the whole by default.
+        amaxes: by codec, the amax grids to use instead of those of `x`.
+
+    Raises:
+        ValueError: the format cannot hold a matrix of this region.
+    """
+    cols = x.shape[-1]
+    region = region or Region.whole(x.numel() // cols if cols else 0, cols)
+    for direction in format.directions:
+        format[direction].codec.check(region)
+    storage = empty(format, region, dtype=x.dtype, device=x.device)
+    storage.quantize_(x, amaxes)
+    return storage
+
+
+def find_amaxes(x: Tensor, format: Format, region: Region) -> dict[Codec, Amax]:
+    """By codec of `format`, the largest magnitudes of `x` that fix its scales."""
+    matrix = _as_matrix(x, region.shape)
+    distinct = {format[d].codec for d in format.directions}
+    return {codec: codec.amax(matrix, region) for codec in distinct if codec.amax_tiles}
+
+
+def _as_matrix(x: Tensor, shape: tuple[int, int]) -> Tensor:
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"cannot quantize {x.dtype}: convert to float32, bfloat16 or float16 first")
+    return x.detach().reshape(shape).contiguous()
