@@ -1,0 +1,253 @@
+"""What a job is: frozen dataclasses, checked when made. `config_file` fills them from TOML and the command line.
+
+Only values stand here: no mesh, device, tensor or process group. What depends on the number of ranks is checked in
+`layout`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from te_dist.launch.errors import require
+
+RecipeName = Literal[
+    "bf16", "float8_current", "float8_delayed", "float8_block", "mxfp8", "nvfp4", "hybrid_float8_mxfp8"
+]
+BYTE_ALPHABET = 256  # a byte-level vocabulary holds every byte, so any text can be encoded
+SPECIAL_TOKENS = 1  # end of text
+BUDGET = re.compile(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB)")
+
+
+def _at_least(section: str, config: object, minimum: float, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        key = f"{section}.{name}" if section else name
+        require(value >= minimum, key, got=value, wanted=f"at least {minimum}", remedy=f"raise {key}")
+
+
+def _fraction(section: str, config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(
+            0.0 <= value < 1.0,
+            f"{section}.{name}",
+            got=value,
+            wanted="a fraction from 0 to below 1",
+            remedy="change it",
+        )
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """How the ranks are laid out: `dp` times `tp` of them, tensor-parallel neighbours next to each other."""
+
+    dp: int | Literal["rest"] = "rest"
+    """Ranks that shard the parameters and share the batch; "rest" takes all that tp leaves."""
+    tp: int = 1
+    """Ranks that share each matrix multiplication."""
+
+    def __post_init__(self) -> None:
+        _at_least("mesh", self, 1, "tp")
+        if self.dp != "rest":
+            _at_least("mesh", self, 1, "dp")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the decoder."""
+
+    vocab_size: int = 2048
+    """Entries of the byte-pair vocabulary, trained on the text."""
+    hidden: int = 256
+    """Width of the residual stream."""
+    ffn: int = 768
+    """Width between the projections of the feed-forward part."""
+    layers: int = 4
+    """Decoder blocks."""
+    heads: int = 4
+    """Query heads; hidden / heads is the width of one."""
+    kv_heads: int = 2
+    """Key and value heads, each shared by heads / kv_heads query heads."""
+    rope_base: float = 10000.0
+    """Base of the rotary frequencies."""
+    norm_epsilon: float = 1e-5
+    """Added under the root of every RMS norm."""
+
+    def __post_init__(self) -> None:
+        _at_least("model", self, 1, "hidden", "ffn", "layers", "heads", "kv_heads", "rope_base")
+        _at_least("model", self, BYTE_ALPHABET + SPECIAL_TOKENS, "vocab_size")
+        _at_least("model", self, 0.0, "norm_epsilon")
+        require(
+            self.hidden % (2 * self.heads) == 0,
+            "model.hidden",
+            got=f"{self.hidden} over {self.heads} heads",
+            wanted="an even number of columns per head (rotary embedding turns pairs)",
+            remedy="change model.hidden or model.heads",
+        )
+        require(
+            self.heads % self.kv_heads == 0,
+            "model.kv_heads",
+            got=f"{self.kv_heads} for {self.heads} query heads",
+            wanted="a divisor of model.heads",
+            remedy="change model.kv_heads or model.heads",
+        )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which text is read and how it is cut."""
+
+    files: tuple[str, ...] = ("{stdlib}/**/*.py",)
+    """Paths or globs of UTF-8 text; {stdlib} stands for the standard library of the running interpreter."""
+    exclude: tuple[str, ...] = (
+        "{stdlib}/site-packages/*",
+        "{stdlib}/test/*",
+        "{stdlib}/*/test*/*",
+        "{stdlib}/idlelib/*",
+    )
+    """Shell patterns of paths to leave out (a star crosses slashes)."""
+    sequence_length: int = 256
+    """Tokens of one sequence."""
+    validation_fraction: float = 0.05
+    """Part of the files held out; which ones follows from their content alone."""
+
+    def __post_init__(self) -> None:
+        require(
+            len(self.files) > 0,
+            "data.files",
+            got="no entry",
+            wanted="paths or globs of text",
+            remedy="name one or more",
+        )
+        _at_least("data", self, 2, "sequence_length")
+        _fraction("data", self, "validation_fraction")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Length and batch of the run."""
+
+    steps: int = 200
+    """Optimizer steps of the whole run, resumed parts included."""
+    batch: int = 8
+    """Sequences of one step over all ranks; gradients accumulate where it exceeds dp x micro_batch."""
+    micro_batch: int = 4
+    """Sequences a rank runs forward and backward at a time."""
+    log_every: int = 10
+    """Steps between two looks at the loss; a loss that is not finite ends the job there."""
+
+    def __post_init__(self) -> None:
+        _at_least("train", self, 1, "steps", "batch", "micro_batch", "log_every")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Adam with decoupled weight decay, warm-up and cosine decay."""
+
+    learning_rate: float = 2e-3
+    """Peak, reached after warm-up."""
+    final_fraction: float = 0.1
+    """The last step's learning rate as a part of the peak."""
+    warmup_steps: int = 20
+    """Steps of linear warm-up."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    """Decoupled; matrices of the blocks and the head only."""
+    clip_norm: float = 1.0
+    """Upper limit of the gradient's norm over all parameters."""
+
+    def __post_init__(self) -> None:
+        _at_least("optimizer", self, 0, "warmup_steps", "weight_decay", "learning_rate", "epsilon")
+        _fraction("optimizer", self, "beta1", "beta2")
+        require(
+            self.clip_norm > 0.0,
+            "optimizer.clip_norm",
+            got=self.clip_norm,
+            wanted="a positive number",
+            remedy="use inf for no clipping",
+        )
+        require(
+            0.0 <= self.final_fraction <= 1.0,
+            "optimizer.final_fraction",
+            got=self.final_fraction,
+            wanted="a fraction from 0 to 1",
+            remedy="change it",
+        )
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Loss on the held-out files."""
+
+    every: int = 100
+    """Steps between two evaluations; the last step is always evaluated."""
+    sequences: int = 64
+    """Held-out sequences, spread evenly over the held-out text; fewer where there are fewer."""
+
+    def __post_init__(self) -> None:
+        _at_least("evaluation", self, 1, "every", "sequences")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When the state is written and where a run starts from."""
+
+    every: int = 100
+    """Steps between two checkpoints; the last step always writes one."""
+    keep: int = 2
+    """Newest checkpoints kept in the run directory."""
+    resume: str = "auto"
+    """"auto": the newest checkpoint of the run directory if there is one; "none": start anew; else a checkpoint."""
+
+    def __post_init__(self) -> None:
+        _at_least("checkpoint", self, 1, "every", "keep")
+        require(
+            self.resume != "",
+            "checkpoint.resume",
+            got="an empty text",
+            wanted='"auto", "none" or the path of a checkpoint',
+            remedy="name one of them",
+        )
+
+
+@dataclass(frozen=True)
+class Config:
+    """A training job."""
+
+    recipe: RecipeName = "bf16"
+    """Format of the weights and of the matrix multiplications."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    offload: Literal[False] | str = False
+    """Host memory for activations saved for backward, such as "2GiB"; false keeps them on the device."""
+    recompute: Literal[False, "full"] = False
+    """"full": a block's activations are computed again in backward instead of saved."""
+    seed: int = 0
+    """Of initialization, of the order of the text and of stochastic rounding."""
+    run_dir: str = "runs/default"
+    """Where everything the job writes lies; shared by all nodes."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """"auto": the GPU of the local rank where there is one."""
+    timeout_seconds: int = 600
+    """A collective that takes longer ends the job; preparation of the text may take ten times as long."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        _at_least("", self, 1, "timeout_seconds")
+        _at_least("", self, 0, "seed")
+        require(self.run_dir != "", "run_dir", got="an empty text", wanted="a directory", remedy="name one")
+        require(
+            self.offload is False or BUDGET.fullmatch(self.offload) is not None,
+            "offload",
+            got=repr(self.offload),
+            wanted='false or a size such as "2GiB" (KiB, MiB, GiB)',
+            remedy="write the budget with its unit",
+        )

@@ -1,0 +1,130 @@
+"""The tokenized text: a byte-pair vocabulary trained on it, and token files that every rank maps into memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from te_dist.launch import text
+from te_dist.launch.config import Config
+from te_dist.launch.errors import JobError
+from te_dist.launch.text import Source, Split
+from te_dist.launch.world import World
+
+END_OF_TEXT = "<|end of text|>"
+FILES_AT_ONCE = 64  # encoded together, in as many threads as there are cores
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokenized text.
+
+    Attributes:
+        digest: of the files, their split and the vocabulary; equal digests are equal tokens.
+        training: (num_tokens,) unsigned integers, files one after the other, each ended by `END_OF_TEXT`.
+        validation: (num_tokens,) of the files held out.
+        counts: (vocab_size,) int64, how often each token occurs in `training`.
+    """
+
+    digest: str
+    training: NDArray[np.unsignedinteger]
+    validation: NDArray[np.unsignedinteger]
+    counts: NDArray[np.int64]
+
+
+def prepare(world: World, config: Config) -> Corpus:
+    """Tokenizes the text on rank 0 unless the run directory holds it already, and opens it on every rank.
+
+    Raises:
+        JobError: on every rank alike, whichever rank met the reason.
+    """
+    folder = Path(world.share(lambda: str(_build(config))))
+    return world.agree(lambda: _open(folder))
+
+
+def _build(config: Config) -> Path:
+    """Writes the corpus beside its final place and renames it: what stands there is complete."""
+    split = text.split(config.data)
+    digest = _digest(split, config.model.vocab_size)
+    folder = Path(config.run_dir, "text", digest)
+    if folder.exists():
+        return folder
+    draft = folder.with_name(digest + ".draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir(parents=True)
+        tokenizer = _train(split.training, config.model.vocab_size)
+        tokenizer.save(str(draft / "tokenizer.json"))
+        dtype = np.dtype(np.uint16 if config.model.vocab_size <= np.iinfo(np.uint16).max + 1 else np.uint32)
+        counts = np.zeros(config.model.vocab_size, np.int64)
+        _write(draft / "training.bin", _encode(tokenizer, split.training), dtype, counts)
+        _write(draft / "validation.bin", _encode(tokenizer, split.validation), dtype, np.zeros_like(counts))
+        np.save(draft / "counts.npy", counts)
+        record = {"dtype": dtype.name, "validation": [str(source.path) for source in split.validation]}
+        (draft / "corpus.json").write_text(json.dumps(record, indent=2))
+        draft.rename(folder)
+    except OSError as error:
+        raise JobError(
+            f"run directory {config.run_dir}", got=error, wanted="a directory to write in", remedy="change run_dir"
+        ) from error
+    return folder
+
+
+def _open(folder: Path) -> Corpus:
+    try:
+        dtype = json.loads((folder / "corpus.json").read_text())["dtype"]
+        training, validation = (np.memmap(folder / f"{name}.bin", dtype, "r") for name in ("training", "validation"))
+        counts = np.load(folder / "counts.npy")
+    except (OSError, ValueError, KeyError) as error:
+        raise JobError(
+            f"tokenized text {folder}",
+            got=error,
+            wanted="what rank 0 wrote there",
+            remedy="let run_dir be a directory that all nodes share; if it is, delete that folder",
+        ) from error
+    return Corpus(folder.name, training, validation, counts)
+
+
+def _digest(split: Split, vocab_size: int) -> str:
+    names = [source.digest for side in (split.validation, split.training) for source in (*side, Source(Path(), "|"))]
+    seed = json.dumps([names, vocab_size, END_OF_TEXT, tokenizers.__version__])
+    return hashlib.sha256(seed.encode()).hexdigest()[:24]
+
+
+def _train(sources: Sequence[Source], vocab_size: int) -> Tokenizer:
+    """A byte-level byte-pair encoding: every text can be encoded, whatever the training files hold."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(map(text.read, sources), trainer)
+    return tokenizer
+
+
+def _encode(tokenizer: Tokenizer, sources: Sequence[Source]) -> Iterator[list[int]]:
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    for first in range(0, len(sources), FILES_AT_ONCE):
+        texts = [text.read(source) for source in sources[first : first + FILES_AT_ONCE]]
+        for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
+            yield [*encoding.ids, end]
+
+
+def _write(path: Path, files: Iterator[list[int]], dtype: np.dtype, counts: NDArray[np.int64]) -> None:
+    """Appends the tokens of each file and adds them to `counts`."""
+    with path.open("wb") as out:
+        for tokens in files:
+            counts += np.bincount(tokens, minlength=len(counts))
+            out.write(np.asarray(tokens, dtype).tobytes())

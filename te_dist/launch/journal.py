@@ -1,0 +1,119 @@
+"""What a run tells: a progress line, `metrics.jsonl`, a picture of the loss and a table at the end. Rank 0 only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+matplotlib.use("Agg")
+METRICS = "metrics.jsonl"
+PICTURE = "loss.png"
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+UNIT = 1024.0
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for human eyes: 1536 is "1.5 KiB"."""
+    for unit in UNITS[:-1]:
+        if num_bytes < UNIT:
+            return f"{num_bytes:.0f} {unit}" if unit == UNITS[0] else f"{num_bytes:.1f} {unit}"
+        num_bytes /= UNIT
+    return f"{num_bytes:.1f} {UNITS[-1]}"
+
+
+class Journal:
+    """The record of a run; on other ranks than 0 every method does nothing.
+
+    Attributes:
+        folder: run directory.
+    """
+
+    def __init__(self, folder: Path, steps: int, *, writes: bool) -> None:
+        self.folder = folder
+        self._writes = writes
+        self._console = Console(quiet=not writes)
+        self._bar = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=steps)
+
+    def __enter__(self) -> Journal:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def start(self, step: int) -> None:
+        """Drops metrics after `step`: those of an interrupted run that this one repeats."""
+        if not self._writes:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        kept = [record for record in self._records() if record["step"] <= step]
+        (self.folder / METRICS).write_text("".join(json.dumps(record) + "\n" for record in kept))
+        self._bar.update(self._task, completed=step)
+
+    def note(self, text: str) -> None:
+        """Prints a line."""
+        self._console.print(text, highlight=False)
+
+    def record(self, step: int, **values: Any) -> None:
+        """Appends a line to the metrics."""
+        if self._writes:
+            with (self.folder / METRICS).open("a") as out:
+                out.write(json.dumps({"step": step, **values}) + "\n")
+
+    def training(self, step: int, **values: float) -> None:
+        """Records a look at the training loss and shows it: as the bar's text, or as a line where there is no bar."""
+        self.record(step, **values)
+        text = (
+            f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s  "
+            f"{size(values['memory_bytes'])}  lr {values['learning_rate']:.2e}"
+        )
+        self._bar.update(self._task, completed=step, description=text)
+        if not self._console.is_terminal:
+            self.note(f"step {step}  {text}")
+
+    def draw(self, unigram: float) -> None:
+        """Draws the losses of `metrics.jsonl` so far, with the unigram model's loss as a line."""
+        if not self._writes:
+            return
+        records = list(self._records())
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes = figure.subplots()
+        for key, style in (("loss", "-"), ("validation_loss", "o-")):
+            points = [(record["step"], record[key]) for record in records if key in record]
+            axes.plot(*(zip(*points) if points else ((), ())), style, label=key.replace("_", " "))
+        axes.axhline(unigram, linestyle="--", color="gray", label="unigram model, validation")
+        axes.set(xlabel="step", ylabel="nats per token")
+        axes.legend()
+        axes.grid(alpha=0.3)
+        figure.savefig(self.folder / PICTURE, dpi=120)
+
+    def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+        """Prints a table; all columns but the first are figures."""
+        table = Table(title=title)
+        for index, column in enumerate(columns):
+            table.add_column(column, justify="right" if index else "left")
+        for row in rows:
+            table.add_row(*row)
+        self._console.print(table)
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        path = self.folder / METRICS
+        if path.exists():
+            with path.open() as lines:
+                yield from map(json.loads, lines)

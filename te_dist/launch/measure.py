@@ -1,0 +1,89 @@
+"""What a rank holds and what it receives, in bytes."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from te_dist._torch_private import TorchDispatchMode, is_traceable_wrapper_subclass
+from te_dist.launch.model import PARAMS_DTYPE
+
+KIBIBYTE = 1024  # unit of the operating system's figure
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Elements of all parameters over all ranks."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes of this rank's part of all parameters, scales and padding included."""
+    return sum(_bytes(parameter) for parameter in model.parameters())
+
+
+def plain_held_bytes(model: nn.Module) -> int:
+    """What `held_bytes` would be in bf16."""
+    return sum(_local(parameter).numel() for parameter in model.parameters()) * PARAMS_DTYPE.itemsize
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Most bytes in use so far: of the device's allocator, or of the process where the device is the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIBIBYTE
+
+
+class GatheredBytes(TorchDispatchMode):
+    """Counts the bytes of every all-gather inside the context, received by this rank and its own part included."""
+
+    total: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.c10d._allgather_base_.default:
+            self.total += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def plain_gathered_bytes(model: nn.Module, passes: int) -> int:
+    """What one step would gather in bf16: the blocks twice a pass, freed in between, the rest once.
+
+    Args:
+        passes: forward and backward passes of a step.
+    """
+    total = 0
+    for name, parameter in model.named_parameters():
+        if _along(parameter, "dp") > 1:
+            gathers = 2 if name.startswith("blocks.") else 1
+            total += gathers * parameter.numel() // _along(parameter, "tp")
+    return passes * total * PARAMS_DTYPE.itemsize
+
+
+def _along(parameter: Tensor, axis: str) -> int:
+    """Ranks of a mesh axis over which the parameter is cut; 1 where it is not."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or ()
+    cut = [not placement.is_replicate() and name == axis for placement, name in zip(parameter.placements, names)]
+    return next((mesh.size(dim) for dim, is_cut in enumerate(cut) if is_cut), 1)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _bytes(tensor: Tensor) -> int:
+    local = _local(tensor).detach()
+    if not is_traceable_wrapper_subclass(local):
+        return local.nbytes
+    return sum(_bytes(getattr(local, name)) for name in local.__tensor_flatten__()[0])

@@ -1,0 +1,134 @@
+"""From a plain decoder to a trained one: every call a job makes into te_dist's integrations is in this module.
+
+Reading order: the recipe, the mesh, the model in its formats and cut over the mesh, the optimizer, the context of a
+forward pass. A training script of one's own needs these five and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import te_dist as te
+from te_dist import fsdp2, offload, optim, recipe, recompute, tensor_parallel
+from te_dist.launch.config import Config, OptimizerConfig, RecipeName
+from te_dist.launch.layout import Layout
+from te_dist.launch.model import Block, Decoder
+
+RECIPES: dict[RecipeName, Callable[[], Any]] = {
+    "bf16": lambda: None,
+    "float8_current": recipe.Float8CurrentScaling,
+    "float8_delayed": recipe.DelayedScaling,
+    "float8_block": recipe.Float8BlockScaling,
+    "mxfp8": recipe.MXFP8BlockScaling,
+    "nvfp4": recipe.NVFP4BlockScaling,
+}
+
+# Of a block's projections: whether the ranks of the tp axis share its outputs (column) or its inputs (row).
+TENSOR_PARALLEL_PLAN = {
+    "attention.query": tensor_parallel.ColumnParallel,
+    "attention.key": tensor_parallel.ColumnParallel,
+    "attention.value": tensor_parallel.ColumnParallel,
+    "attention.out": tensor_parallel.RowParallel,
+    "feed_forward.gate": tensor_parallel.ColumnParallel,
+    "feed_forward.up": tensor_parallel.ColumnParallel,
+    "feed_forward.down": tensor_parallel.RowParallel,
+}
+
+
+def make_recipe(name: RecipeName) -> Any:
+    """The recipe of that name; None for bf16."""
+    return RECIPES[name]()
+
+
+def make_mesh(layout: Layout, device: torch.device, timeout_seconds: float) -> DeviceMesh:
+    """The mesh (dp, tp), neighbours along tp; groups made here, since a mesh's own would not know the timeout."""
+    ranks = torch.arange(layout.dp * layout.tp).view(layout.dp, layout.tp)
+    timeout = timedelta(seconds=timeout_seconds)
+    groups = [dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0] for lines in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("dp", "tp"))
+
+
+def build_model(config: Config, mesh: DeviceMesh, device: torch.device) -> Decoder:
+    """The decoder in the recipe's format, cut over the mesh and initialized alike for every mesh.
+
+    Blocks free their gathered parameters after forward and gather them again for backward; the root's embedding, norm
+    and head stay in between, since backward starts with them.
+    """
+    precision = make_recipe(config.recipe)
+    with te.quantized_model_init(enabled=precision is not None, recipe=precision), torch.device("meta"):
+        model = Decoder(config.model)
+    recomputes = config.recompute == "full"
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        if recomputes:
+            block.call = recompute.checkpoint
+        if mesh["tp"].size() > 1:
+            parallelize_module(block, mesh["tp"], {name: style() for name, style in TENSOR_PARALLEL_PLAN.items()})
+        fsdp2.fully_shard(block, mesh=mesh["dp"], recompute=recomputes)
+    if mesh["tp"].size() > 1:
+        parallelize_module(model, mesh["tp"], {"head": ColwiseParallel(output_layouts=Replicate())})
+    fsdp2.fully_shard(model, mesh=mesh["dp"])
+    fsdp2.materialize(model, device=device, seed=config.seed)
+    return model
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Adam over fp32 masters; matrices decay, the embedding and the norms do not."""
+    decays = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        decays[parameter.ndim > 1 and not name.startswith("embedding.")].append(parameter)
+    groups = [
+        {"params": decays[True], "weight_decay": config.weight_decay},
+        {"params": decays[False], "weight_decay": 0.0},
+    ]
+    return optim.FusedAdam(
+        groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon, master_weights=True
+    )
+
+
+class Precision:
+    """What surrounds each forward pass: the recipe's matrix multiplications and the budget of saved activations."""
+
+    def __init__(self, config: Config) -> None:
+        self._recipe = make_recipe(config.recipe)
+        self._budget = config.offload
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Enters the contexts the configuration asks for."""
+        with ExitStack() as stack:
+            stack.enter_context(te.autocast(enabled=self._recipe is not None, recipe=self._recipe))
+            if self._budget:
+                stack.enter_context(offload.activations(budget=self._budget))
+            yield
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
+    """Scales all gradients to a norm of at most `limit` and returns the norm before, a scalar on every rank.
+
+    With tp > 1 some parameters lie on the (dp, tp) mesh and some on (dp,): norms of different meshes do not combine as
+    DTensors, so each mesh's is made whole first.
+    """
+    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+    for parameter in with_gradient:
+        gradient = parameter.grad
+        by_mesh.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
+    norms = [_whole(nn.utils.get_total_norm(gradients)) for gradients in by_mesh.values()]
+    total = torch.stack(norms).norm()
+    nn.utils.clip_grads_with_norm_(with_gradient, limit, total)
+    return total
+
+
+def _whole(norm: Tensor) -> Tensor:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

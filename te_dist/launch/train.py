@@ -1,0 +1,111 @@
+"""Trains a decoder on text files, its weights in a quantized format, over as many ranks as `torchrun` starts.
+
+torchrun --standalone --nproc-per-node 2 -m te_dist.launch.train launch/configs/quickstart.toml --train.steps 100
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from te_dist.launch import checkpoints, config_file, corpus, layout, measure
+from te_dist.launch.config import Config
+from te_dist.launch.errors import JobError, require
+from te_dist.launch.journal import PICTURE, Journal, size
+from te_dist.launch.trainer import Trainer
+from te_dist.launch.world import PREPARATION, World, choose_device, lost_peer, open_process_group
+
+
+@record
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the job of a command line.
+
+    Args:
+        arguments: a TOML file, then overrides; `sys.argv` where not given.
+    """
+    world = World.meet()
+    try:
+        config = _agree_on_config(world, sys.argv[1:] if arguments is None else arguments)
+        run(world, config)
+    except JobError as error:
+        sys.exit(f"te_dist, rank {world.rank}: {error}")
+    except RuntimeError as error:
+        if not lost_peer(error):
+            raise
+        reason = str(error).splitlines()[0]
+        sys.exit(
+            f"te_dist, rank {world.rank}: another rank ended or stopped answering ({reason}); its own message "
+            'says why; resume with checkpoint.resume = "auto"'
+        )
+
+
+def run(world: World, config: Config) -> None:
+    """Trains as configured; the process group lives as long as this call.
+
+    Raises:
+        JobError: on every rank alike.
+    """
+    started = time.perf_counter()
+    world.set_timeout(PREPARATION * config.timeout_seconds)
+    plan = world.agree(lambda: layout.plan(config, world.size))
+    device = world.agree(lambda: choose_device(config.device))
+    start = world.agree(lambda: checkpoints.choose(config))
+    text = corpus.prepare(world, config)
+    open_process_group(world, device, config.timeout_seconds)
+    folder = Path(config.run_dir)
+    with Journal(folder, config.train.steps, writes=world.rank == 0) as journal:
+        trainer = world.agree(lambda: Trainer(config, plan, world, device, text))
+        if start is not None:
+            world.agree(lambda: trainer.restore(start))
+            journal.note(f"resumed from {start}")
+        journal.start(trainer.progress.step)
+        trainer.run(journal)
+    _report(journal, trainer)
+    journal.note(f"{time.perf_counter() - started:.0f} s; the loss is drawn in {folder / PICTURE}")
+    dist.destroy_process_group()
+
+
+def _agree_on_config(world: World, arguments: Sequence[str]) -> Config:
+    """Reads the configuration on every rank and makes sure that it is the same."""
+    config = world.agree(lambda: config_file.load(arguments))
+    theirs = world.share(lambda: config_file.dump(config))
+    world.agree(
+        lambda: require(
+            config_file.dump(config) == theirs,
+            f"configuration on rank {world.rank}",
+            got="other values than on rank 0",
+            wanted="one configuration for the job",
+            remedy="start every node with the same file and the same overrides",
+        )
+    )
+    return config
+
+
+def _report(journal: Journal, trainer: Trainer) -> None:
+    """The table at the end, each figure beside what bf16 would need."""
+    model, config = trainer.model, trainer.config
+    plain_gathered = measure.plain_gathered_bytes(model, trainer.layout.accumulate)
+    gathered = size(trainer.gathered_bytes) if trainer.gathered_bytes else "-"
+    journal.table(
+        f"{config.recipe}, dp {trainer.layout.dp} x tp {trainer.layout.tp}, step {trainer.progress.step}",
+        ("", "this run", "bf16"),
+        (
+            ("parameters", f"{measure.num_parameters(model):,}", f"{measure.num_parameters(model):,}"),
+            ("weights a rank holds", size(measure.held_bytes(model)), size(measure.plain_held_bytes(model))),
+            ("gathered in a step by a rank", gathered, size(plain_gathered)),
+        ),
+    )
+    journal.table(
+        "held-out text, nats per token",
+        ("", "loss"),
+        (("this run", f"{trainer.validation_loss:.4f}"), ("unigram model", f"{trainer.unigram:.4f}")),
+    )
+
+
+if __name__ == "__main__":
+    main()

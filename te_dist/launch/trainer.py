@@ -1,0 +1,201 @@
+"""The loop of a run: steps, looks at the loss, evaluations, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_dist.launch import checkpoints, measure, parallelize
+from te_dist.launch.batches import Share, TrainingOrder, Windows, validation_batches
+from te_dist.launch.checkpoints import Progress
+from te_dist.launch.config import Config
+from te_dist.launch.corpus import Corpus
+from te_dist.launch.errors import require
+from te_dist.launch.journal import Journal
+from te_dist.launch.layout import Layout
+from te_dist.launch.model import next_token_loss
+from te_dist.launch.schedule import learning_rate
+from te_dist.launch.unigram import unigram_loss
+from te_dist.launch.world import World
+
+
+class Meter:
+    """Loss and time since the last look. The loss stays on the device until then: a step waits for no copy.
+
+    Attributes:
+        loss: scalar, sum over the steps since the last look; None right after one.
+        gradient_norm: scalar, of the latest step, before clipping.
+        steps: since the last look.
+        started: seconds of a clock that evaluation and checkpoints stop.
+    """
+
+    loss: Tensor | None
+    gradient_norm: Tensor
+    steps: int
+    started: float
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins anew, now."""
+        self.loss = None
+        self.steps = 0
+        self.started = time.perf_counter()
+
+    def add(self, loss: Tensor, gradient_norm: Tensor) -> None:
+        """Takes in a step."""
+        self.loss = loss if self.loss is None else self.loss + loss
+        self.gradient_norm = gradient_norm
+        self.steps += 1
+
+
+class Trainer:
+    """A run on this rank.
+
+    Attributes:
+        progress: how far the run has come.
+        unigram: loss of the unigram model on the held-out sequences that are evaluated, in nats.
+        validation_loss: of the latest evaluation on the same sequences; NaN before one.
+        gathered_bytes: what this rank's all-gathers of one step deliver; 0 before the first step.
+    """
+
+    progress: Progress
+    unigram: float
+    validation_loss: float
+    gathered_bytes: int
+
+    def __init__(self, config: Config, layout: Layout, world: World, device: torch.device, corpus: Corpus) -> None:
+        self.config = config
+        self.layout = layout
+        self.world = world
+        self.device = device
+        mesh = parallelize.make_mesh(layout, device, config.timeout_seconds)
+        self.share = Share(mesh["dp"].get_local_rank(), layout.dp, config.train.micro_batch)
+        length = config.data.sequence_length
+        self.order = TrainingOrder(Windows(corpus.training, length, "training"), config.seed)
+        held_out = Windows(corpus.validation, length, "held-out")
+        self.held_out = validation_batches(held_out, config.evaluation.sequences, self.share)
+        self.unigram = self._mean(torch.tensor(unigram_loss(corpus.counts, self.held_out), device=device))
+        self.model = parallelize.build_model(config, mesh, device)
+        self.optimizer = parallelize.build_optimizer(self.model, config.optimizer)
+        self.precision = parallelize.Precision(config)
+        self.progress = Progress(step=0, position=0, text=corpus.digest)
+        self.validation_loss = math.nan
+        self.gathered_bytes = 0
+
+    def restore(self, path: Path) -> None:
+        """Goes on from a checkpoint."""
+        self.progress = checkpoints.load(path, self.config, self.progress.text, self.model, self.optimizer)
+
+    def run(self, journal: Journal) -> None:
+        """Trains up to the last step, then evaluates; returns early from nothing.
+
+        Raises:
+            JobError: on every rank, once the loss or the gradient's norm is no longer finite.
+        """
+        config, steps = self.config, self.config.train.steps
+        meter = Meter()
+        while self.progress.step < steps:
+            meter.add(*self._step())
+            step = self.progress.step
+            saves = step % config.checkpoint.every == 0 or step == steps
+            evaluates = step % config.evaluation.every == 0 or step == steps
+            # A checkpoint is never written past a loss nobody has looked at.
+            if step % config.train.log_every == 0 or saves or evaluates:
+                self._look(meter, journal)
+            if evaluates:
+                self._evaluate(journal)
+            if saves:
+                checkpoints.save(config, self.progress, self.model, self.optimizer, self.world)
+                journal.draw(self.unigram)
+            if saves or evaluates:
+                meter.reset()
+        if math.isnan(self.validation_loss):
+            self._evaluate(journal)
+
+    def _step(self) -> tuple[Tensor, Tensor]:
+        """One optimizer step; its loss, a mean over this rank's part of the batch, and the gradient's norm."""
+        config, progress = self.config, self.progress
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(progress.step, config.train.steps, config.optimizer)
+        self._seed_rounding()
+        micro_batches = self.order.micro_batches(progress.position, config.train.batch, self.share)
+        counter = measure.GatheredBytes()
+        losses = []
+        with nullcontext() if self.gathered_bytes else counter:
+            for index, batch in enumerate(micro_batches):
+                # Gradients are reduced over the ranks once, after the last micro batch.
+                self.model.set_requires_gradient_sync(index == len(micro_batches) - 1)
+                loss = self._loss(batch) / len(micro_batches)
+                loss.backward()
+                losses.append(loss.detach())
+        self.gathered_bytes = self.gathered_bytes or counter.total
+        norm = parallelize.clip_gradients(self.model.parameters(), config.optimizer.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.progress = Progress(progress.step + 1, progress.position + config.train.batch, progress.text)
+        return torch.stack(losses).sum(), norm
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        """Mean loss of a micro batch. batch: (n, length + 1) int64 on the host."""
+        tokens = batch.to(self.device, non_blocking=True)
+        with self.precision.forward():
+            logits = self.model(tokens[:, :-1])
+        return next_token_loss(logits, tokens[:, 1:])
+
+    def _seed_rounding(self) -> None:
+        """Makes stochastic rounding a function of the step: a restart needs no generator's state.
+
+        Ranks along tp hold copies of the same values and must round them alike.
+        """
+        seeds = np.random.SeedSequence([self.config.seed, self.progress.step, self.share.index])
+        torch.manual_seed(int(seeds.generate_state(1)[0]))
+
+    def _look(self, meter: Meter, journal: Journal) -> None:
+        """Brings the loss to the host: the one place where a run waits for the device."""
+        step, config = self.progress.step, self.config
+        assert meter.loss is not None
+        loss = self._mean(meter.loss / meter.steps)
+        norm = self._mean(meter.gradient_norm)
+        for name, value in (("loss", loss), ("gradient norm", norm)):
+            require(
+                math.isfinite(value),
+                f"{name} at step {step}",
+                got=value,
+                wanted="a finite number",
+                remedy="lower optimizer.learning_rate or raise optimizer.warmup_steps, and go on from the checkpoint of "
+                f"step {max((s for s in checkpoints.steps(config) if s < step), default=0)}",
+            )
+        tokens = meter.steps * config.train.batch * config.data.sequence_length
+        journal.training(
+            step,
+            loss=loss,
+            gradient_norm=norm,
+            learning_rate=self.optimizer.param_groups[0]["lr"],
+            tokens_per_second=tokens / (time.perf_counter() - meter.started),
+            memory_bytes=measure.memory_in_use(self.device),
+        )
+        meter.reset()
+
+    @torch.no_grad()
+    def _evaluate(self, journal: Journal) -> None:
+        self.model.eval()
+        losses = [self._loss(batch) for batch in self.held_out]
+        self.model.train()
+        self.validation_loss = self._mean(torch.stack(losses).mean())
+        journal.record(self.progress.step, validation_loss=self.validation_loss, unigram_loss=self.unigram)
+        journal.note(f"step {self.progress.step}  validation loss {self.validation_loss:.4f}")
+
+    def _mean(self, value: Tensor) -> float:
+        """Mean of a scalar over all ranks, the same on each; not finite as soon as one rank's is not."""
+        value = value.float()
+        dist.all_reduce(value)
+        return float(value) / self.world.size

@@ -1,0 +1,146 @@
+"""The ranks of a job: how they meet, how they agree before a collective, how they part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import count
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from te_dist.launch.errors import JobError, require
+
+T = TypeVar("T")
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
+PREPARATION = 10  # preparing the text may take this many times the collectives' timeout
+
+
+@dataclass
+class World:
+    """The ranks, before and beside the process group: they exchange words through the rendezvous store.
+
+    Attributes:
+        store: key-value store that all ranks reach.
+        rank: of this process.
+        size: number of ranks.
+    """
+
+    store: dist.Store
+    rank: int
+    size: int
+    _rounds: count[int] = field(default_factory=count)
+
+    @classmethod
+    def meet(cls) -> World:
+        """Meets the ranks that `torchrun` started; without `torchrun` this process is all there is."""
+        if not dist.is_torchelastic_launched():
+            return cls(dist.HashStore(), rank=0, size=1)
+        store, rank, size = next(iter(dist.rendezvous("env://")))
+        return cls(store, rank, size)
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long `agree` waits for the slowest rank."""
+        self.store.set_timeout(timedelta(seconds=seconds))
+
+    def agree(self, call: Callable[[], T]) -> T:
+        """Runs `call`; if it fails on any rank, every rank raises that rank's `JobError`.
+
+        Whatever may fail on one rank alone goes through here, so that no rank enters a collective that another one
+        never reaches. An error other than `JobError` is raised where it happened and reported on the others.
+        """
+        key = f"agree/{next(self._rounds)}"
+        failure: Exception | None = None
+        result = None
+        try:
+            result = call()
+        except Exception as error:
+            failure = error
+            text = str(error) if isinstance(error, JobError) else f"rank {self.rank}: {type(error).__name__}: {error}"
+            # The first word counts: ranks that fail alike fail with one message.
+            self.store.compare_set(f"{key}/failure", "", text)
+        if self.store.add(f"{key}/arrived", 1) == self.size:
+            self.store.set(f"{key}/complete", "yes")
+        self._wait(key)
+        if failure is not None and not isinstance(failure, JobError):
+            raise failure
+        if self.store.check([f"{key}/failure"]):
+            raise _Reported(self.store.get(f"{key}/failure").decode())
+        return result  # type: ignore[return-value]
+
+    def share(self, call: Callable[[], str]) -> str:
+        """Runs `call` on rank 0 and returns its text on every rank; its failure is every rank's."""
+        key = f"share/{next(self._rounds)}"
+
+        def publish() -> None:
+            if self.rank == 0:
+                self.store.set(key, json.dumps(call()))
+
+        self.agree(publish)
+        return json.loads(self.store.get(key))
+
+    def _wait(self, key: str) -> None:
+        try:
+            self.store.wait([f"{key}/complete"])
+        except dist.DistError as error:
+            raise JobError(
+                "meeting of all ranks",
+                got=f"{self.store.add(f'{key}/arrived', 0)} of {self.size} ranks in time",
+                wanted="all of them",
+                remedy="look for the first message of another rank; raise timeout_seconds if none had failed",
+            ) from error
+
+
+class _Reported(JobError):
+    """A `JobError` whose text came from another rank."""
+
+    def __init__(self, text: str) -> None:
+        Exception.__init__(self, text)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of this rank; "auto" is the local rank's GPU where there is one."""
+    available = torch.cuda.is_available()
+    require(
+        name != "cuda" or available,
+        "device",
+        got='"cuda" on a machine where torch finds no GPU',
+        wanted="a GPU",
+        remedy='set device = "cpu" or check the driver',
+    )
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    index = dist.get_node_local_rank(fallback_rank=0)
+    require(
+        index < torch.cuda.device_count(),
+        "local rank",
+        got=f"{index} with {torch.cuda.device_count()} GPUs visible",
+        wanted="a GPU for each process of a node",
+        remedy="lower --nproc-per-node",
+    )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def open_process_group(world: World, device: torch.device, timeout_seconds: float) -> None:
+    """Makes the default process group: gloo for the CPU, NCCL beside it where the job has GPUs."""
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=dist.PrefixStore("collectives", world.store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout_seconds),
+        device_id=device if on_gpu else None,
+    )
+
+
+def lost_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed because another rank is gone, not through a fault of this one."""
+    if isinstance(error, dist.DistError):
+        return True
+    # gloo raises plain RuntimeErrors.
+    return any(sign in str(error) for sign in LOST_PEER)
