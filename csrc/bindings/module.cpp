@@ -1,0 +1,161 @@
+// te_dist._C: the kernels as Python functions of tensors. Arguments are checked by the callers in te_dist/ops.
+#include <pybind11/stl.h>
+
+#include <tuple>
+#include <utility>
+
+#include "../cpu/assemble.h"
+#include "../cpu/dispatch.h"
+#include "tensor_ref.h"
+
+namespace py = pybind11;
+using namespace te_dist::cpu;
+using te_dist::TensorRef;
+
+namespace {
+
+using Pair = std::pair<int64_t, int64_t>;
+using Direction = std::tuple<Pair, TensorRef, TensorRef, TensorRef>;  // tile, amax, data, scale
+using NvFp4Direction = std::tuple<Pair, TensorRef, TensorRef, TensorRef, TensorRef>;  // ..., tensor amax
+
+// Below this many elements a second thread costs more than it saves.
+constexpr int64_t kParallelElements = 256 * 1024;
+
+int threads_for(int64_t elements, int threads) { return elements < kParallelElements ? 1 : threads; }
+
+Phase phase_of(Pair pair) { return {pair.first, pair.second}; }
+Tile tile_of(Pair pair) { return {pair.first, pair.second}; }
+
+Fp8 fp8_of(const std::string& name) {
+  if (name == "e4m3") return Fp8::kE4M3;
+  if (name == "e5m2") return Fp8::kE5M2;
+  throw py::value_error("fp8 is 'e4m3' or 'e5m2', got '" + name + "'");
+}
+
+FourOverSix four_over_six_of(const std::string& name) {
+  if (name == "none") return FourOverSix::kNone;
+  if (name == "mae") return FourOverSix::kMeanAbsolute;
+  if (name == "mse") return FourOverSix::kMeanSquare;
+  throw py::value_error("four_over_six is 'none', 'mae' or 'mse', got '" + name + "'");
+}
+
+template <class Scale>
+BlockOutput<Scale> block_output(const Pair& tile, const TensorRef& amax, const TensorRef& data, const TensorRef& scale) {
+  return {tile_of(tile), amax.plane<const float>(), data.pointer<uint8_t>(), scale.plane<Scale>()};
+}
+
+template <class Scale>
+BlockOutput<Scale> block_output(const Direction& direction) {
+  const auto& [tile, amax, data, scale] = direction;
+  return block_output<Scale>(tile, amax, data, scale);
+}
+
+void tile_amax(const TensorRef& x, Pair phase, Pair tile, const TensorRef& out, int threads) {
+  kernels().tile_amax({x.matrix(), phase_of(phase), tile_of(tile), out.pointer<float>()}, threads_for(x.numel(), threads));
+}
+
+void quantize_float8_tensor(const TensorRef& x, const TensorRef& scale, const std::string& fp8,
+                            const TensorRef& row_data, const TensorRef& col_data, int threads) {
+  kernels().quantize_float8_tensor({x.matrix(), *scale.pointer<float>(), fp8_of(fp8), row_data.pointer<uint8_t>(),
+                                    col_data.pointer<uint8_t>()},
+                                   threads_for(x.numel(), threads));
+}
+
+void quantize_float8_block(const TensorRef& x, Pair phase, const std::string& fp8, std::pair<bool, float> pow2_eps,
+                           const Direction& row, const Direction& col, int threads) {
+  kernels().quantize_float8_block({x.matrix(), phase_of(phase), fp8_of(fp8), pow2_eps.first, pow2_eps.second,
+                                   block_output<float>(row), block_output<float>(col)},
+                                  threads_for(x.numel(), threads));
+}
+
+void quantize_mxfp8(const TensorRef& x, Pair phase, const std::string& fp8, const Direction& row, const Direction& col,
+                    int threads) {
+  kernels().quantize_mxfp8(
+      {x.matrix(), phase_of(phase), fp8_of(fp8), block_output<uint8_t>(row), block_output<uint8_t>(col)},
+      threads_for(x.numel(), threads));
+}
+
+void quantize_nvfp4(const TensorRef& x, Pair phase, std::pair<int, std::string> e4m3_max_four_over_six,
+                    const NvFp4Direction& row, const NvFp4Direction& col, const TensorRef& rng_state, int threads) {
+  const auto& [row_tile, row_amax, row_data, row_scale, row_tensor_amax] = row;
+  const auto& [col_tile, col_amax, col_data, col_scale, col_tensor_amax] = col;
+  QuantizeNvFp4 op{};
+  op.x = x.matrix();
+  op.phase = phase_of(phase);
+  op.e4m3_max = e4m3_max_four_over_six.first;
+  op.four_over_six = four_over_six_of(e4m3_max_four_over_six.second);
+  op.row = block_output<uint8_t>(row_tile, row_amax, row_data, row_scale);
+  op.col = block_output<uint8_t>(col_tile, col_amax, col_data, col_scale);
+  op.row_tensor_amax = row_tensor_amax.plane<const float>();
+  op.col_tensor_amax = col_tensor_amax.plane<const float>();
+  op.rng_state = rng_state.pointer<const int64_t>();
+  kernels().quantize_nvfp4(op, threads_for(x.numel(), threads));
+}
+
+void hadamard(const TensorRef& x, int64_t sign_mask, const TensorRef& out, int threads) {
+  kernels().hadamard({x.matrix(), uint32_t(sign_mask), out.pointer<uint16_t>()}, threads_for(x.numel(), threads));
+}
+
+void dequantize_float8(const TensorRef& data, const TensorRef& scale, Pair tile, Pair phase, const std::string& fp8,
+                       const TensorRef& out, int threads) {
+  kernels().dequantize_float8({data.plane<const uint8_t>(), scale.plane<const float>(), tile_of(tile), phase_of(phase),
+                               fp8_of(fp8), out.matrix()},
+                              threads_for(out.numel(), threads));
+}
+
+void dequantize_mxfp8(const TensorRef& data, const TensorRef& scale, Pair grain, Pair phase, const std::string& fp8,
+                      const TensorRef& out, int threads) {
+  kernels().dequantize_mxfp8({data.plane<const uint8_t>(), scale.plane<const uint8_t>(), tile_of(grain),
+                              phase_of(phase), fp8_of(fp8), out.matrix()},
+                             threads_for(out.numel(), threads));
+}
+
+void dequantize_nvfp4(const TensorRef& data, const TensorRef& scale, const TensorRef& amax, Pair packed_dim_e4m3_max,
+                      Pair grain, Pair phase, const TensorRef& out, int threads) {
+  kernels().dequantize_nvfp4({data.pointer<const uint8_t>(), int(packed_dim_e4m3_max.first), scale.plane<const uint8_t>(),
+                              tile_of(grain), phase_of(phase), amax.plane<const float>(),
+                              int(packed_dim_e4m3_max.second), out.matrix()},
+                             threads_for(out.numel(), threads));
+}
+
+void transpose(const TensorRef& src, int bits, const TensorRef& out, int threads) {
+  const int64_t cols = bits == 4 ? 2 * src.shape[1] : src.shape[1];
+  kernels().transpose({src.data, out.data, bits, src.shape[0], cols}, threads_for(src.shape[0] * cols, threads));
+}
+
+void assemble(const std::vector<TensorRef>& wires, const std::vector<int64_t>& row_starts,
+              const std::vector<int64_t>& col_starts, const TensorRef& out, int threads) {
+  Assemble op{{}, out.data, out.stride[0] * out.itemsize};
+  for (size_t i = 0; i < wires.size(); ++i) {
+    const TensorRef& wire = wires[i];
+    if (!wire.numel()) continue;
+    op.parts.push_back({wire.data, wire.stride[0] * wire.itemsize, wire.shape[0], wire.shape[1] * wire.itemsize,
+                        row_starts[i], col_starts[i] * out.itemsize});
+  }
+  copy_parts(op, threads_for(out.numel(), threads));
+}
+
+template <class Function>
+void define(py::module_& module, const char* name, Function function) {
+  module.def(name, function, py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "Compiled CPU kernels of te_dist.";
+  module.def("simd_levels", &simd_levels, "Names of the SIMD levels this CPU can run, the slowest first.");
+  module.def("simd_level", &simd_level, "The level in use.");
+  module.def("set_simd_level", &set_simd_level, "Switches to another level; for tests and benchmarks.");
+  define(module, "tile_amax", &tile_amax);
+  define(module, "quantize_float8_tensor", &quantize_float8_tensor);
+  define(module, "quantize_float8_block", &quantize_float8_block);
+  define(module, "quantize_mxfp8", &quantize_mxfp8);
+  define(module, "quantize_nvfp4", &quantize_nvfp4);
+  define(module, "hadamard", &hadamard);
+  define(module, "dequantize_float8", &dequantize_float8);
+  define(module, "dequantize_mxfp8", &dequantize_mxfp8);
+  define(module, "dequantize_nvfp4", &dequantize_nvfp4);
+  define(module, "transpose", &transpose);
+  define(module, "assemble", &assemble);
+}

@@ -1,0 +1,111 @@
+// The kernels, and the table of them that is built once for every SIMD level.
+#pragma once
+
+#include "types.h"
+
+namespace te_dist::cpu {
+
+struct TileAmax {
+  Matrix x;
+  Phase phase;
+  Tile tile;
+  float* out;
+};
+
+struct QuantizeFloat8Tensor {
+  Matrix x;
+  float scale;
+  Fp8 fp8;
+  uint8_t* row_data;  // (rows, cols) or null
+  uint8_t* col_data;  // (cols, rows) or null
+};
+
+struct QuantizeFloat8Block {
+  Matrix x;
+  Phase phase;
+  Fp8 fp8;
+  bool pow2;
+  float eps;
+  BlockOutput<float> row;  // data (rows, cols)
+  BlockOutput<float> col;  // data (cols, rows)
+};
+
+struct QuantizeMxFp8 {
+  Matrix x;
+  Phase phase;
+  Fp8 fp8;
+  BlockOutput<uint8_t> row;  // data (rows, cols)
+  BlockOutput<uint8_t> col;  // data (rows, cols)
+};
+
+enum class FourOverSix { kNone, kMeanAbsolute, kMeanSquare };
+
+struct QuantizeNvFp4 {
+  Matrix x;
+  Phase phase;
+  int e4m3_max;
+  FourOverSix four_over_six;
+  BlockOutput<uint8_t> row;  // data (rows, cols / 2)
+  BlockOutput<uint8_t> col;  // data (cols, rows / 2)
+  Plane<const float> row_tensor_amax;  // row stride 0: one for the tensor
+  Plane<const float> col_tensor_amax;
+  const int64_t* rng_state;  // (seed, offset); null: to nearest even
+};
+
+struct Hadamard {
+  Matrix x;
+  uint32_t sign_mask;
+  uint16_t* out;
+};
+
+struct DequantizeFloat8 {
+  Plane<const uint8_t> data;
+  Plane<const float> scale;
+  Tile tile;
+  Phase phase;
+  Fp8 fp8;
+  Matrix out;
+};
+
+struct DequantizeMxFp8 {
+  Plane<const uint8_t> data;
+  Plane<const uint8_t> scale;
+  Tile grain;
+  Phase phase;
+  Fp8 fp8;
+  Matrix out;
+};
+
+struct DequantizeNvFp4 {
+  const uint8_t* data;  // (rows, cols / 2), or (cols, rows / 2) where packed along rows
+  int packed_dim;
+  Plane<const uint8_t> scale;
+  Tile grain;
+  Phase phase;
+  Plane<const float> amax;
+  int e4m3_max;
+  Matrix out;
+};
+
+struct Transpose {
+  const void* src;
+  void* out;
+  int bits;
+  int64_t rows;  // logical extents of `src`
+  int64_t cols;
+};
+
+struct Kernels {
+  void (*tile_amax)(const TileAmax&, int threads);
+  void (*quantize_float8_tensor)(const QuantizeFloat8Tensor&, int threads);
+  void (*quantize_float8_block)(const QuantizeFloat8Block&, int threads);
+  void (*quantize_mxfp8)(const QuantizeMxFp8&, int threads);
+  void (*quantize_nvfp4)(const QuantizeNvFp4&, int threads);
+  void (*hadamard)(const Hadamard&, int threads);
+  void (*dequantize_float8)(const DequantizeFloat8&, int threads);
+  void (*dequantize_mxfp8)(const DequantizeMxFp8&, int threads);
+  void (*dequantize_nvfp4)(const DequantizeNvFp4&, int threads);
+  void (*transpose)(const Transpose&, int threads);
+};
+
+}  // namespace te_dist::cpu

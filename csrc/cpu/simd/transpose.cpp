@@ -1,0 +1,64 @@
+// Transpose of a matrix, keyed by the bits of an element and by nothing else.
+#include "transpose.h"
+
+#include "kernels_of_level.h"
+#include "parallel.h"
+
+namespace te_dist::cpu::TE_DIST_ISA {
+namespace {
+
+constexpr int kBlock = 128;
+
+template <class Body>
+void for_each_block(const Transpose& op, int threads, const Body& body) {
+  const int64_t block_rows = (op.rows + kBlock - 1) / kBlock, block_cols = (op.cols + kBlock - 1) / kBlock;
+  parallel_for(block_rows * block_cols, threads, [&](int64_t index) {
+    const int64_t row = index / block_cols * kBlock, col = index % block_cols * kBlock;
+    const int rows = int(op.rows - row < kBlock ? op.rows - row : kBlock);
+    const int cols = int(op.cols - col < kBlock ? op.cols - col : kBlock);
+    body(row, col, rows, cols);
+  });
+}
+
+template <class T>
+void transpose_elements(const Transpose& op, int threads) {
+  const T* src = static_cast<const T*>(op.src);
+  T* out = static_cast<T*>(op.out);
+  for_each_block(op, threads, [&](int64_t row, int64_t col, int rows, int cols) {
+    transpose_block(src + row * op.cols + col, op.cols, rows, cols, out + col * op.rows + row, op.rows);
+  });
+}
+
+// Splits pairs of rows of packed pairs of columns into pairs of rows of even, and of odd, columns; both are then bytes.
+void transpose_nibbles(const Transpose& op, int threads) {
+  const uint8_t* src = static_cast<const uint8_t*>(op.src);
+  uint8_t* out = static_cast<uint8_t*>(op.out);
+  const int64_t src_stride = op.cols / 2, out_stride = op.rows / 2;
+  for_each_block(op, threads, [&](int64_t row, int64_t col, int rows, int cols) {
+    alignas(64) uint8_t even[kBlock / 2][kBlock / 2], odd[kBlock / 2][kBlock / 2];
+    for (int r = 0; r < rows / 2; ++r) {
+      const uint8_t* upper = src + (row + 2 * r) * src_stride + col / 2;
+      const uint8_t* lower = upper + src_stride;
+      for (int c = 0; c < cols / 2; ++c) {
+        even[r][c] = uint8_t((upper[c] & 0xF) | lower[c] << 4);
+        odd[r][c] = uint8_t(upper[c] >> 4 | (lower[c] & 0xF0));
+      }
+    }
+    uint8_t* target = out + col * out_stride + row / 2;
+    transpose_block(even[0], kBlock / 2, rows / 2, cols / 2, target, 2 * out_stride);
+    transpose_block(odd[0], kBlock / 2, rows / 2, cols / 2, target + out_stride, 2 * out_stride);
+  });
+}
+
+}  // namespace
+
+void transpose(const Transpose& op, int threads) {
+  switch (op.bits) {
+    case 4: return transpose_nibbles(op, threads);
+    case 8: return transpose_elements<uint8_t>(op, threads);
+    case 16: return transpose_elements<uint16_t>(op, threads);
+    default: return transpose_elements<uint32_t>(op, threads);
+  }
+}
+
+}  // namespace te_dist::cpu::TE_DIST_ISA

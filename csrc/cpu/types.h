@@ -1,0 +1,53 @@
+// Plain descriptions of the memory a kernel reads and writes. Kernels allocate nothing.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace te_dist::cpu {
+
+enum class DType { kFloat32, kBFloat16, kFloat16, kByte, kOther };
+enum class Fp8 { kE4M3, kE5M2 };
+
+// A contiguous matrix.
+struct Matrix {
+  void* data;
+  DType dtype;
+  int64_t rows;
+  int64_t cols;
+};
+
+// A 2-D strided view in logical (row, col) order; strides in elements.
+template <class T>
+struct Plane {
+  T* data = nullptr;
+  int64_t row_stride = 0;
+  int64_t col_stride = 0;
+
+  __attribute__((always_inline)) T& at(int64_t row, int64_t col) const {
+    return data[row * row_stride + col * col_stride];
+  }
+};
+
+// (row, col) offset of a matrix's first element inside its tile.
+struct Phase {
+  int64_t row;
+  int64_t col;
+};
+
+// Elements that share a value; 0 stands for the entire dimension.
+struct Tile {
+  int64_t rows;
+  int64_t cols;
+};
+
+// One direction of a block format. `amax` (on the tile grid) replaces what the kernel would find; `data` null: not wanted.
+template <class Scale>
+struct BlockOutput {
+  Tile tile{};
+  Plane<const float> amax{};
+  uint8_t* data = nullptr;
+  Plane<Scale> scale{};
+};
+
+}  // namespace te_dist::cpu
