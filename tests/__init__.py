@@ -1,1 +1,1 @@
-"""Tests of te_dist. They mirror the package; what several of them share is imported from `tests` or `te_dist.testing`."""
+"""Tests of te_dist. They mirror the package; what several share stands in `te_dist.testing`."""

@@ -17,7 +17,9 @@ def test_a_variable_is_read_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("variable", "text"), [(env.RANK, "-1"), (env.RANK, "two"), (env.UNMEASURED_KERNELS, "yes")], ids=str
+    ("variable", "text"),
+    [(env.RANK, "-1"), (env.RANK, "two"), (env.UNMEASURED_KERNELS, "yes")],
+    ids=["negative", "word", "no flag"],
 )
 def test_wrong_text_is_refused_with_name_value_and_remedy(
     variable: env.Variable, text: str, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,242 @@
+"""Worker processes for distributed tests, started once per world size and used by all tests of a session.
+
+    def all_reduced(rank, world, scale):            # at the top of the test module
+        x = torch.full((2,), float(rank), device=testing.device())
+        dist.all_reduce(x)
+        return x * scale
+
+    def test_all_reduce_sums():
+        assert [x.tolist() for x in pool(2).run(all_reduced, 3.0)] == [[3.0, 3.0]] * 2
+
+[Note: starting workers]
+Workers are forked from a server process that has imported torch and te_dist and done nothing else (no thread, no CUDA
+context), so the import is paid once per session and a new worker costs milliseconds. That is why every failure simply
+ends all ranks of its pool: the next call starts clean ones, and no half-done collective can reach another test.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from te_dist.testing.worker import Failure, Job, Setup, Success, serve
+
+TIMEOUT = 60.0  # seconds, of a call and of a collective
+GRACE = 3.0  # seconds for the other ranks to answer once one has failed
+
+_PRELOAD = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "pytest", "te_dist")
+
+
+class RankError(RuntimeError):
+    """A rank died, or did not finish in time."""
+
+
+@dataclass(frozen=True)
+class Death:
+    """A rank whose process ended during a call."""
+
+    exitcode: int | None
+    stacks: str
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A rank that was still running when the time was up."""
+
+    stacks: str
+
+
+Outcome = Success | Failure | Death | Hang
+
+
+@dataclass(frozen=True)
+class _Worker:
+    process: BaseProcess
+    connection: Connection
+    stack_path: Path
+
+
+class WorkerPool:
+    """`world` processes in one process group: gloo on "cpu", NCCL on "cuda" (rank i on GPU i)."""
+
+    def __init__(self, world: int, device_type: str = "cpu", *, timeout: float = TIMEOUT) -> None:
+        self.world = world
+        self.device_type = device_type
+        self.timeout = timeout
+        self._workers: list[_Worker] = []
+        self._folder: tempfile.TemporaryDirectory | None = None
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+        """Calls `fn(rank, world, *args)` on every rank, each from the same seed.
+
+        Args:
+            fn: module-level function. Inside, `testing.device()` and `testing.mesh(shape, names)` serve the rank.
+            args: picklable arguments, the same for all ranks; tensors travel by value.
+            timeout: seconds for this call, where the pool's own do not fit.
+
+        Returns:
+            What each rank returned, in rank order.
+
+        Raises:
+            RankError: a rank died or did not finish in time; the message tells which and shows its stacks.
+            Exception: whatever the first failing rank raised, with the ranks and tracebacks as notes.
+        """
+        limit = self.timeout if timeout is None else timeout
+        message = pickle.dumps(Job.of(fn, args))
+        if any(worker.connection.poll() for worker in self._workers):
+            self._kill()  # an idle worker has nothing to say: its end of the pipe was closed by its death
+        if not self._workers:
+            self._start()
+        for worker in self._workers:
+            _send(worker, message)
+        outcomes = self._collect(limit)
+        if all(isinstance(outcome, Success) for outcome in outcomes.values()):
+            return [outcomes[rank].result for rank in range(self.world)]
+        self._kill()
+        raise _error_of(outcomes, fn.__qualname__, limit)
+
+    def close(self) -> None:
+        """Asks all workers to leave. The next call starts new ones."""
+        for worker in self._workers:
+            _send(worker, b"")
+        deadline = time.monotonic() + GRACE
+        for worker in self._workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+        self._kill()
+
+    def _kill(self) -> None:
+        """Ends all workers, whatever they are doing."""
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.process.kill()
+            worker.process.join()
+            worker.connection.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _start(self) -> None:
+        """Forks the workers; they join their process group on their own."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*_PRELOAD, serve.__module__])
+        self._folder = tempfile.TemporaryDirectory(prefix="te_dist_pool_")
+        folder = Path(self._folder.name)
+        for rank in range(self.world):
+            stacks = folder / f"stacks_{rank}"
+            setup = Setup(rank, self.world, self.device_type, str(folder / "store"), str(stacks), self.timeout)
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(setup, theirs), name=f"rank {rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append(_Worker(process, ours, stacks))
+
+    def _collect(self, limit: float) -> dict[int, Outcome]:
+        """Outcomes by rank, in order of arrival. After a first failure the others have `GRACE` seconds left."""
+        outcomes: dict[int, Outcome] = {}
+        deadline = time.monotonic() + limit
+        pending = dict(enumerate(self._workers))
+        while pending and (remaining := deadline - time.monotonic()) > 0:
+            ready = wait([w.connection for w in pending.values()], remaining)
+            for rank in [rank for rank, worker in pending.items() if worker.connection in ready]:
+                outcomes[rank] = _receive(pending.pop(rank))
+                if not isinstance(outcomes[rank], Success):
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        return outcomes | {rank: Hang(_stacks_of(worker)) for rank, worker in pending.items()}
+
+
+_POOLS: dict[tuple[int, str], WorkerPool] = {}
+
+
+def pool(world: int, device_type: str = "cpu") -> WorkerPool:
+    """The session's pool of this world size and device type ("cpu" or "cuda")."""
+    return _POOLS.setdefault((world, device_type), WorkerPool(world, device_type))
+
+
+@atexit.register
+def close_pools() -> None:
+    """Ends the workers of all pools."""
+    for each in _POOLS.values():
+        each.close()
+
+
+def _send(worker: _Worker, message: bytes) -> None:
+    """Sends to a worker that may be dead already; its end is then found when its answer is awaited."""
+    try:
+        worker.connection.send_bytes(message)
+    except OSError:
+        return
+
+
+def _receive(worker: _Worker) -> Outcome:
+    """The answer that is ready, or the death of the worker: its end of the pipe closes with it."""
+    try:
+        return pickle.loads(worker.connection.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        worker.process.join(1.0)
+        return Death(worker.process.exitcode, worker.stack_path.read_text())
+
+
+def _stacks_of(worker: _Worker) -> str:
+    """Python stacks of a running worker, which writes them on SIGUSR1."""
+    os.kill(worker.process.pid, signal.SIGUSR1)
+    seen, deadline = "", time.monotonic() + 1.0
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        text = worker.stack_path.read_text()
+        if text and text == seen:
+            break
+        seen = text
+    return seen
+
+
+def _error_of(outcomes: dict[int, Outcome], name: str, limit: float) -> BaseException:
+    """What to raise. A death goes before an exception, since it makes other ranks raise; both before a hang."""
+    deaths = {rank: o for rank, o in outcomes.items() if isinstance(o, Death)}
+    failures = {rank: o for rank, o in outcomes.items() if isinstance(o, Failure)}
+    hangs = {rank: o for rank, o in outcomes.items() if isinstance(o, Hang)}
+    summary = f"{name} over {len(outcomes)} ranks: " + "; ".join(_describe(r, outcomes[r]) for r in sorted(outcomes))
+    if deaths:
+        rank = next(iter(deaths))
+        error = RankError(f"rank {rank} died ({_ending(deaths[rank])}) in {summary}")
+    elif failures:
+        rank = next(iter(failures))
+        error = failures[rank].exception
+        error.add_note(f"raised by rank {rank} first in {summary}")
+    else:
+        error = RankError(f"ranks {sorted(hangs)} did not finish within {limit:g} s in {summary}")
+    for rank, failure in failures.items():
+        error.add_note(f"rank {rank}:\n{failure.trace}")
+    for rank, outcome in (deaths | hangs).items():
+        error.add_note(f"stacks of rank {rank}:\n{outcome.stacks or '(none written)'}")
+    return error
+
+
+def _ending(death: Death) -> str:
+    """An exit code in words."""
+    if death.exitcode is not None and death.exitcode < 0:
+        return f"signal {signal.Signals(-death.exitcode).name}"
+    return f"exit code {death.exitcode}"
+
+
+def _describe(rank: int, outcome: Outcome) -> str:
+    """One rank's part of the summary."""
+    match outcome:
+        case Success():
+            return f"rank {rank} finished"
+        case Failure(exception):
+            return f"rank {rank} raised {type(exception).__name__}"
+        case Death():
+            return f"rank {rank} died ({_ending(outcome)})"
+        case Hang():
+            return f"rank {rank} was still running and was ended"
