@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import nn
 from torch._C import _disabled_torch_function_impl as disabled_torch_function
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -23,11 +25,26 @@ __all__ = [
     "Private",
     "TorchDispatchMode",
     "disabled_torch_function",
+    "in_backward",
     "is_traceable_wrapper_subclass",
+    "reshards_after_forward",
     "return_and_correct_aliasing",
 ]
 
 TESTED = ("2.11", "2.13")
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass; a recomputed forward pass is."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def reshards_after_forward(unit: nn.Module) -> bool:
+    """Whether an FSDP2 unit frees its parameters between forward and backward; settled at the first forward."""
+    groups = getattr(unit._get_fsdp_state(), "_fsdp_param_groups", None)  # several from torch 2.12 on
+    if groups is None:
+        groups = [unit._get_fsdp_state()._fsdp_param_group]
+    return all(group._reshard_after_forward for group in groups if group is not None)
 
 
 @dataclass(frozen=True)
@@ -76,6 +93,14 @@ IMPORTED = (
 )
 
 ATTRIBUTES = (
+    Private(
+        "torch._C._current_graph_task_id",
+        "tells a gather in backward from one in forward; FSDP2 does not hand the phase to its hooks",
+    ),
+    Private(
+        "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+        "whether a unit reshards after forward is settled at its first forward only; nothing public says",
+    ),
     Private(
         "torch.Tensor._make_wrapper_subclass",
         "the only constructor of a tensor without storage of its own",

@@ -6,6 +6,7 @@ which tiles it touches, also where a cut goes through one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 WHOLE = 0  # grain or tile entry: one value covers the entire dimension
@@ -87,3 +88,16 @@ class Region:
         size = -(-units // num_chunks) if units else 0
         starts = [min(i * size, units) for i in range(num_chunks + 1)]
         return tuple(self.narrow(0, a * unit, (b - a) * unit) for a, b in zip(starts, starts[1:], strict=False))
+
+
+@dataclass(frozen=True)
+class Partition:
+    """How a matrix is cut into a grid of parts: every distinct row span and every distinct column span."""
+
+    rows: tuple[Span, ...]
+    cols: tuple[Span, ...]
+
+    @staticmethod
+    def of(parts: Sequence[Region]) -> Partition:
+        """The partition whose parts have these regions."""
+        return Partition(tuple(dict.fromkeys(p.rows for p in parts)), tuple(dict.fromkeys(p.cols for p in parts)))

@@ -1,8 +1,6 @@
-"""The aten ops of a QuantizedTensor: those that move bytes, and the short lists of those that go through the values.
+"""The aten ops of a QuantizedTensor that move bytes: they work on buffers, by the format's declaration.
 
-Three groups. *Moving* ops work on buffers, by the format's declaration. *Reading* ops dequantize what they are given
-and return plain tensors: they exist so that ordinary code (a norm in a log line, an average of weights) runs. *Writing*
-ops compute in high precision and quantize the result back. Anything else raises with the op's name.
+`tensor.aten_values` has the others, which go through the values. An op in neither raises with its name.
 """
 
 from __future__ import annotations
@@ -18,9 +16,6 @@ from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
 from te_dist.tensor.storage import Cut, QuantizedStorage, empty
 
 aten = torch.ops.aten
-
-
-# -- moving ------------------------------------------------------------------------------------------------------
 
 
 @OPS.implements(aten.detach.default, aten.alias.default)
@@ -206,13 +201,6 @@ def _same_tiles(a: QuantizedStorage, b: QuantizedStorage) -> bool:
     return all(a.region.phase(f.tile) == b.region.phase(f.tile) for f in a.format.fields)
 
 
-@OPS.implements(aten.zero_.default)
-def _zero_(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
-    """Quantizes zeros: every code is that of zero."""
-    tensor = args[0]
-    return tensor.quantize_(torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device))
-
-
 @OPS.implements(aten.equal.default)
 def _equal(func: Any, args: Any, kwargs: Any) -> bool:
     """Two of one format: whether all unpadded bytes are equal. Otherwise whether the values are."""
@@ -224,84 +212,3 @@ def _equal(func: Any, args: Any, kwargs: Any) -> bool:
     common = [f for f in a.storage.fields if f.name in b.storage.buffers]
     wires = [[geometry.compact(f, t.storage.buffers[f.name], t.storage.region) for f in common] for t in (a, b)]
     return all(torch.equal(x, y) for x, y in zip(*wires, strict=True))
-
-
-# -- reading: the result is a plain tensor -------------------------------------------------------------------------
-
-
-READING = (
-    "_foreach_norm.Scalar _local_scalar_dense.default _softmax.default abs.default add.Scalar add.Tensor "
-    "all.default all.dim allclose.default amax.default amin.default aminmax.default any.default any.dim "
-    "cat.default clamp.default cos.default div.Scalar div.Tensor embedding.default eq.Scalar eq.Tensor "
-    "exp.default expand.default fmod.Scalar ge.Scalar ge.Tensor gt.Scalar gt.Tensor hypot.default index.Tensor "
-    "index_select.default isfinite.default isinf.default isnan.default le.Scalar le.Tensor lerp.Scalar lerp.Tensor "
-    "linalg_vector_norm.default log.default lt.Scalar lt.Tensor max.default max.dim maximum.default mean.default "
-    "mean.dim min.default min.dim minimum.default mul.Scalar mul.Tensor ne.Scalar ne.Tensor "
-    "neg.default norm.Scalar norm.ScalarOpt_dim nonzero.default permute.default pow.Tensor_Scalar pow.Tensor_Tensor "
-    "prod.default reciprocal.default round.default rsqrt.default rsub.Scalar select_scatter.default sigmoid.default "
-    "sign.default sort.default sqrt.default square.default stack.default std.correction std.default sub.Scalar "
-    "sub.Tensor sum.default sum.dim_IntList tanh.default topk.default transpose.int unbind.int var.correction "
-    "var.default where.ScalarOther where.self histc.default cumsum.default native_layer_norm.default tril.default "
-    "triu.default flatten.using_ints repeat.default flip.default gather.default masked_select.default count_nonzero.default"
-).split()
-
-FRESH = "zeros_like.default ones_like.default full_like.default rand_like.default randn_like.default".split()
-
-WRITING = (
-    "normal_.default uniform_.default fill_.Scalar fill_.Tensor mul_.Scalar mul_.Tensor add_.Scalar add_.Tensor "
-    "sub_.Scalar sub_.Tensor div_.Scalar div_.Tensor lerp_.Scalar lerp_.Tensor clamp_.default clamp_min_.default "
-    "clamp_max_.default addcmul_.default addcdiv_.default erfinv_.default exponential_.default bernoulli_.float "
-    "masked_fill_.Scalar masked_fill_.Tensor neg_.default sqrt_.default nan_to_num_.default trunc_.default"
-).split()
-
-WRITING_LISTS = (
-    "_foreach_add_.List _foreach_add_.Scalar _foreach_mul_.Scalar _foreach_mul_.List _foreach_mul_.Tensor "
-    "_foreach_sub_.List _foreach_sub_.Scalar _foreach_div_.Scalar _foreach_div_.List _foreach_copy_.default "
-    "_foreach_lerp_.Scalar _foreach_lerp_.List _foreach_addcdiv_.Scalar _foreach_addcdiv_.ScalarList "
-    "_foreach_addcmul_.Scalar _foreach_zero_.default _foreach_clamp_min_.Scalar _foreach_clamp_max_.Scalar"
-).split()
-
-
-def _overloads(names: list[str]) -> list[Any]:
-    """Overloads of this torch; an op that a version does not have needs no handler there."""
-    found = []
-    for name in names:
-        packet, overload = name.split(".")
-        if overload in getattr(getattr(aten, packet, None), "overloads", list)():
-            found.append(getattr(getattr(aten, packet), overload))
-    return found
-
-
-def _plain(tree: Any) -> Any:
-    return tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, tree)
-
-
-@OPS.implements(*_overloads(READING))
-def _read(func: Any, args: Any, kwargs: Any) -> Any:
-    """On the dequantized values; the result is a plain tensor."""
-    return func(*_plain(args), **_plain(kwargs))
-
-
-@OPS.implements(*_overloads(FRESH))
-def _fresh(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """A new plain tensor of the nominal shape and dtype (optimizer state, gradients)."""
-    like = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
-    return func(like, *args[1:], **kwargs)
-
-
-@OPS.implements(*_overloads(WRITING))
-def _write(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """In high precision, the result quantized back into place."""
-    target, values = args[0], _plain(args[0])
-    func(values, *_plain(args[1:]), **_plain(kwargs))
-    return target.quantize_(values) if isinstance(target, QuantizedTensor) else target.copy_(values)
-
-
-@OPS.implements(*_overloads(WRITING_LISTS))
-def _write_lists(func: Any, args: Any, kwargs: Any) -> None:
-    """In high precision, every result of the list quantized back into place."""
-    values = _plain(args[0])
-    func(values, *_plain(args[1:]), **_plain(kwargs))
-    for target, value in zip(args[0], values, strict=True):
-        if isinstance(target, QuantizedTensor):
-            target.quantize_(value)

@@ -53,9 +53,10 @@ class QuantizedStorage:
         cut: what this was cut from as a row shard; None for a matrix that was not cut.
         unsettled: values last written into a shard by their own amax, as long as the ranks that share a scale with
             it have not agreed on one; None once they have.
+        initial: (rows, cols) on the CPU, the values that initialization quantized, where they were asked to be kept.
     """
 
-    __slots__ = ("__weakref__", "buffers", "cut", "dtype", "format", "region", "unsettled")
+    __slots__ = ("__weakref__", "buffers", "cut", "dtype", "format", "initial", "region", "unsettled")
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class QuantizedStorage:
         self.dtype = dtype
         self.cut = cut
         self.unsettled: Tensor | None = None
+        self.initial: Tensor | None = None
 
     # -- what is here -------------------------------------------------------------------------------------------
 
@@ -243,12 +245,16 @@ class QuantizedStorage:
         """A storage of its own for `length` rows (dim 0) or columns (dim 1) from `start`."""
         part = self.region.narrow(dim, start, length)
         buffers = {f.name: geometry.narrow(f, self.buffers[f.name], self.region, part) for f in self.fields}
-        return QuantizedStorage(self.format, buffers, part, self.dtype)
+        narrowed = QuantizedStorage(self.format, buffers, part, self.dtype)
+        if self.initial is not None:
+            narrowed.initial = self.initial.narrow(dim, start, length).clone()
+        return narrowed
 
     def adopt(self, source: QuantizedStorage) -> None:
         """Becomes a copy of `source`, of the same format, in place: every view of this storage sees it."""
         self.buffers = {name: buffer.clone() for name, buffer in source.buffers.items()}
-        self.region, self.cut, self.unsettled = source.region, source.cut, source.unsettled
+        self.region, self.cut = source.region, source.cut
+        self.unsettled, self.initial = source.unsettled, source.initial
 
     # -- buffers ------------------------------------------------------------------------------------------------
 
@@ -257,6 +263,7 @@ class QuantizedStorage:
         buffers = {name: fn(buffer) for name, buffer in self.buffers.items()}
         mapped = QuantizedStorage(self.format, buffers, self.region, self.dtype, self.cut)
         mapped.unsettled = None if self.unsettled is None else fn(self.unsettled)
+        mapped.initial = self.initial
         return mapped
 
     def copy_(self, source: QuantizedStorage, *, non_blocking: bool = False) -> None:

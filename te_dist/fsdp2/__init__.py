@@ -1,0 +1,17 @@
+"""FSDP2 over quantized parameters: sharded by rows, gathered in their own format."""
+
+from te_dist.fsdp2.api import fully_shard, settle
+from te_dist.fsdp2.materialize import materialize
+from te_dist.fsdp2.parameter import QuantizedParameter
+from te_dist.fsdp2.plan import GatherPlan, GatherPolicy, Phase, plan_gather
+
+__all__ = [
+    "GatherPlan",
+    "GatherPolicy",
+    "Phase",
+    "QuantizedParameter",
+    "fully_shard",
+    "materialize",
+    "plan_gather",
+    "settle",
+]

@@ -1,0 +1,118 @@
+"""Initialization that does not depend on how a model is sharded.
+
+Each parameter is initialized whole, one at a time, from a generator seeded by (seed, name); its scales are those of
+the whole; then it is cut. On one kind of device the result is bit for bit the same for every mesh and world size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from te_dist.formats import Region
+from te_dist.fsdp2.parameter import QuantizedParameter
+from te_dist.tensor import placement
+from te_dist.tensor import storage as storages
+from te_dist.tensor.placement import local_tensor
+from te_dist.tensor.storage import QuantizedStorage
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, *, device: torch.device | str, seed: int) -> None:
+    """Allocates all parameters and buffers of `model` on `device` and initializes them.
+
+    A module that has `init_parameter(name, tensor)` fills each whole tensor in turn; any other one is asked for
+    `reset_parameters()`, with its own parameters whole in place. Not collective.
+
+    Args:
+        model: on meta or anywhere, sharded or not; every parameter is initialized anew.
+        device: where parameters go.
+        seed: any integer; equal seeds give equal models.
+
+    Raises:
+        ValueError: a module has parameters or buffers and no way to initialize them.
+    """
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        model.to_empty(device=device)
+    done: set[int] = set()
+    for prefix, module in model.named_modules():
+        own = {n: p for n, p in module.named_parameters(recurse=False) if id(p) not in done}
+        done |= {id(p) for p in own.values()}
+        if own or any(True for _ in module.buffers(recurse=False)):
+            _initialize(module, prefix, own, seed)
+
+
+def _initialize(module: nn.Module, prefix: str, own: dict[str, nn.Parameter], seed: int) -> None:
+    if hasattr(module, "init_parameter"):
+        for name, param in own.items():
+            whole = _whole(param)
+            with _seeded(seed, f"{prefix}.{name}", whole.device):
+                module.init_parameter(name, whole)
+            _place(param, whole)
+    if hasattr(module, "init_parameter") and not any(True for _ in module.buffers(recurse=False)):
+        return
+    if not hasattr(module, "reset_parameters"):
+        raise ValueError(
+            f"{prefix or 'the root module'} ({type(module).__name__}) has {sorted(own) or 'buffers'} and neither "
+            "init_parameter nor reset_parameters; give it a reset_parameters() that initializes them"
+        )
+    with _whole_in_place(module, own) as wholes, _seeded(seed, prefix, _device(module)):
+        module.reset_parameters()
+    for name, param in own.items():
+        _place(param, wholes[name])
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next(t.device for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+
+
+def _whole(param: nn.Parameter) -> Tensor:
+    return torch.empty(param.shape, dtype=param.dtype, device=param.device)
+
+
+@contextmanager
+def _whole_in_place(module: nn.Module, own: dict[str, nn.Parameter]) -> Iterator[dict[str, Tensor]]:
+    """Plain parameters of whole size in the place of the module's own."""
+    wholes = {name: _whole(param) for name, param in own.items()}
+    try:
+        module._parameters.update({n: nn.Parameter(w, requires_grad=False) for n, w in wholes.items()})
+        yield wholes
+    finally:
+        module._parameters.update(own)
+
+
+@contextmanager
+def _seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
+    """torch's generators, seeded by (seed, name) and put back afterwards."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    devices = [device] if device.type != "cpu" else []
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        yield
+
+
+def _place(param: Any, whole: Tensor) -> None:
+    """Cuts `whole` and puts this rank's part into `param`, quantized as the whole is."""
+    local = local_tensor(param)
+    if not isinstance(local, QuantizedParameter):
+        local.copy_(placement.local_part(whole, param) if isinstance(param, DTensor) else whole)
+        return
+    quantized = storages.quantize(whole, local.format)
+    if local.keep_initial:
+        quantized.initial = whole.to("cpu", copy=True).view(quantized.shape)
+    part = _cut_out(quantized, local.storage.region)
+    local.storage.copy_(part)
+    local.storage.initial = part.initial
+
+
+def _cut_out(whole: QuantizedStorage, region: Region) -> QuantizedStorage:
+    if region == whole.region:
+        return whole
+    rows = whole.narrow(0, region.rows.start, len(region.rows))
+    return rows.narrow(1, region.cols.start, len(region.cols))

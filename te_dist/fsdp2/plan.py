@@ -1,0 +1,178 @@
+"""What FSDP2 sends for a quantized parameter, and what the gathered parameter offers. Pure functions of declarations.
+
+FSDP2 allocates its gather buffers once, from the first gather: the number, the size and the dtype of what a rank sends
+must be the same in every phase. Two planes of a direction each may therefore share buffers only where their sizes are
+equal; where they are not, both are packed into one buffer of the larger size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from te_dist.formats import Direction, Field, Format, Region, geometry
+
+_ALIGNMENT = 16  # bytes at which packed fields start, so that they can be viewed in their dtype
+
+ROW, COLUMN = (Direction.ROWWISE,), (Direction.COLUMNWISE,)
+BOTH = tuple(Direction)
+
+
+class Phase(Enum):
+    """When a gather happens."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"  # recomputation of a forward pass included
+
+
+@dataclass(frozen=True)
+class GatherPolicy:
+    """Which GEMM directions the unsharded parameter serves after the gather of each phase.
+
+    Attributes:
+        forward, backward: the directions.
+    """
+
+    forward: tuple[Direction, ...] = BOTH
+    backward: tuple[Direction, ...] = BOTH
+
+    @classmethod
+    def of(cls, *, reshard_after_forward: bool, recompute: bool) -> GatherPolicy:
+        """What is needed when the wrap says how the parameter is used."""
+        if not reshard_after_forward:  # one gather serves both phases
+            return cls()
+        return cls(ROW, BOTH if recompute else COLUMN)
+
+    @classmethod
+    def unknown(cls, format: Format) -> GatherPolicy:
+        """What is sent when nothing is known of the wrap: enough for every use.
+
+        A derivable format needs no columnwise plane in forward: it can be had from the rowwise one at any time.
+        """
+        return cls(ROW, BOTH) if format.columnwise_is_derivable else cls()
+
+    def directions(self, phase: Phase) -> tuple[Direction, ...]:
+        return self.forward if phase is Phase.FORWARD else self.backward
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One buffer that every rank hands to FSDP2.
+
+    Attributes:
+        fields: what it holds, one after the other.
+        offsets: byte at which each field starts.
+        nbytes: its size on every rank: that of the largest shard.
+    """
+
+    fields: tuple[Field, ...]
+    offsets: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """One gather of one parameter.
+
+    Attributes:
+        wires: the buffers sent.
+        present: directions of the unsharded parameter afterwards.
+        parts: region of every shard, in rank order.
+        whole: region they were cut from.
+        phase: when.
+    """
+
+    wires: tuple[Wire, ...]
+    present: tuple[Direction, ...]
+    parts: tuple[Region, ...]
+    whole: Region
+    phase: Phase
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that each rank sends."""
+        return sum(wire.nbytes for wire in self.wires)
+
+    def pack(self, buffers: dict[str, Tensor], region: Region) -> tuple[Tensor, ...]:
+        """Wires of a shard: 1-D uint8 tensors of the declared sizes, zero where a shard is smaller than the largest."""
+        return tuple(_pack(wire, buffers, region) for wire in self.wires)
+
+    def wire_of(self, field: Field) -> int:
+        """Index of the wire that carries `field`."""
+        return next(i for i, wire in enumerate(self.wires) if field in wire.fields)
+
+    def unpack(self, outputs: Sequence[Tensor], field: Field) -> list[Tensor]:
+        """From the gathered wires, the compact tensor of `field` of every part (views)."""
+        index = self.wire_of(field)
+        wire = self.wires[index]
+        start = wire.offsets[wire.fields.index(field)]
+        gathered = outputs[index].view(len(self.parts), wire.nbytes)
+        return [_view(field, gathered[rank, start:], part) for rank, part in enumerate(self.parts)]
+
+    def concatenated(self, outputs: Sequence[Tensor], field: Field) -> Tensor | None:
+        """The stored tensor of `field`, where the gathered wire already is it (a view); None where it is not."""
+        for output, wire in zip(outputs, self.wires, strict=False):
+            if wire.fields == (field,) and geometry.is_concatenation(field, self.parts, self.whole):
+                return _view(field, output, self.whole)
+        return None
+
+
+@lru_cache(maxsize=8192)
+def plan_gather(
+    format: Format, parts: tuple[Region, ...], whole: Region, policy: GatherPolicy, phase: Phase
+) -> GatherPlan:
+    """The fewest bytes that serve `policy`, under FSDP2's fixed buffers."""
+    sent = {p: _sent_fields(format, policy.directions(p)) for p in Phase}
+    sizes = {p: [_widest(f, parts) for f in sent[p]] for p in Phase}
+    if sizes[Phase.FORWARD] == sizes[Phase.BACKWARD]:
+        wires = tuple(Wire((f,), (0,), n) for f, n in zip(sent[phase], sizes[phase], strict=True))
+    else:
+        layouts = {p: _layout(sizes[p]) for p in Phase}
+        offsets, _ = layouts[phase]
+        wires = (Wire(sent[phase], offsets, max(total for _, total in layouts.values())),)
+    needed = tuple(d for d in policy.directions(phase) if d in format) or format.directions
+    if format.columnwise_is_derivable and Direction.COLUMNWISE in needed:
+        needed = BOTH  # columnwise is derived from rowwise, which is here anyway
+    return GatherPlan(wires, needed, parts, whole, phase)
+
+
+def _sent_fields(format: Format, needed: Sequence[Direction]) -> tuple[Field, ...]:
+    """Fields that must cross the wire so that `needed` can be served; shared ones are on every rank already."""
+    available = tuple(d for d in needed if d in format) or format.directions
+    part = format.canonical if format.columnwise_is_derivable else format.select(*available)
+    return tuple(f for f in part.fields if not f.is_shared(0))
+
+
+def _widest(field: Field, parts: Sequence[Region]) -> int:
+    return max(field.compact_bytes(part) for part in parts)
+
+
+def _layout(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    offsets, total = [], 0
+    for size in sizes:
+        offsets.append(total)
+        total += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return tuple(offsets), total
+
+
+def _pack(wire: Wire, buffers: dict[str, Tensor], region: Region) -> Tensor:
+    if len(wire.fields) == 1:
+        field = wire.fields[0]
+        stored = geometry.compact(field, buffers[field.name], region)
+        if stored.is_contiguous() and stored.nbytes == wire.nbytes:
+            return stored.reshape(-1).view(torch.uint8)
+    device = buffers[wire.fields[0].name].device
+    packed = torch.zeros(wire.nbytes, dtype=torch.uint8, device=device)
+    for field, start in zip(wire.fields, wire.offsets, strict=True):
+        _view(field, packed[start:], region).copy_(geometry.compact(field, buffers[field.name], region))
+    return packed
+
+
+def _view(field: Field, flat: Tensor, region: Region) -> Tensor:
+    """The first bytes of `flat` (1-D uint8) as the compact tensor of `field`."""
+    return flat[: field.compact_bytes(region)].view(field.dtype).view(field.compact_shape(region))

@@ -1,0 +1,1 @@
+"""Where scales come from: agreement between ranks, and histories of past amaxes."""

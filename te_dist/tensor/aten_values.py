@@ -1,0 +1,94 @@
+"""The aten ops of a QuantizedTensor that go through its values, by explicit lists.
+
+*Reading* ops dequantize what they are given and return plain tensors: they exist so that ordinary code (a norm in a
+log line, an average of weights) runs. *Fresh* ops make plain tensors of the nominal shape. *Writing* ops compute in
+high precision and quantize the result back. Products of matrices are in no list: they belong to the modules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
+
+aten = torch.ops.aten
+
+READING = """
+_foreach_norm.Scalar _local_scalar_dense.default _softmax.default abs.default add.Scalar add.Tensor all.default all.dim
+allclose.default amax.default amin.default aminmax.default any.default any.dim cat.default clamp.default
+count_nonzero.default cumsum.default div.Scalar div.Tensor embedding.default eq.Scalar eq.Tensor exp.default
+expand.default flip.default gather.default ge.Scalar ge.Tensor gt.Scalar gt.Tensor histc.default index.Tensor
+index_select.default isfinite.default isinf.default isnan.default le.Scalar le.Tensor lerp.Scalar lerp.Tensor
+linalg_vector_norm.default log.default lt.Scalar lt.Tensor masked_select.default max.default max.dim maximum.default
+mean.default mean.dim min.default min.dim minimum.default mul.Scalar mul.Tensor ne.Scalar ne.Tensor neg.default
+nonzero.default norm.Scalar norm.ScalarOpt_dim permute.default pow.Tensor_Scalar pow.Tensor_Tensor prod.default
+reciprocal.default repeat.default round.default rsqrt.default rsub.Scalar sigmoid.default sign.default sort.default
+sqrt.default square.default stack.default std.correction std.default sub.Scalar sub.Tensor sum.default
+sum.dim_IntList tanh.default topk.default transpose.int tril.default triu.default unbind.int var.correction
+var.default where.ScalarOther where.self
+""".split()  # noqa: SIM905
+
+FRESH = "full_like.default ones_like.default rand_like.default randn_like.default zeros_like.default".split()  # noqa: SIM905
+
+WRITING = """
+add_.Scalar add_.Tensor addcdiv_.default addcmul_.default bernoulli_.float clamp_.default clamp_max_.default
+clamp_min_.default div_.Scalar div_.Tensor erfinv_.default exponential_.default fill_.Scalar fill_.Tensor lerp_.Scalar
+lerp_.Tensor masked_fill_.Scalar masked_fill_.Tensor mul_.Scalar mul_.Tensor nan_to_num_.default neg_.default
+normal_.default sqrt_.default sub_.Scalar sub_.Tensor trunc_.default uniform_.default zero_.default
+""".split()  # noqa: SIM905
+
+WRITING_LISTS = """
+_foreach_add_.List _foreach_add_.Scalar _foreach_addcdiv_.Scalar _foreach_addcdiv_.ScalarList _foreach_addcmul_.Scalar
+_foreach_clamp_max_.Scalar _foreach_clamp_min_.Scalar _foreach_copy_.default _foreach_div_.List _foreach_div_.Scalar
+_foreach_lerp_.List _foreach_lerp_.Scalar _foreach_mul_.List _foreach_mul_.Scalar _foreach_mul_.Tensor
+_foreach_sub_.List _foreach_sub_.Scalar _foreach_zero_.default
+""".split()  # noqa: SIM905
+
+
+def _overloads(names: list[str]) -> list[Any]:
+    """Overloads of this torch; an op that a version does not have needs no handler there."""
+    found = []
+    for name in names:
+        packet, overload = name.split(".")
+        if overload in getattr(getattr(aten, packet, None), "overloads", list)():
+            found.append(getattr(getattr(aten, packet), overload))
+    return found
+
+
+def _plain(tree: Any) -> Any:
+    return tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, tree)
+
+
+@OPS.implements(*_overloads(READING))
+def _read(func: Any, args: Any, kwargs: Any) -> Any:
+    """On the dequantized values; the result is a plain tensor."""
+    return func(*_plain(args), **_plain(kwargs))
+
+
+@OPS.implements(*_overloads(FRESH))
+def _fresh(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """A new plain tensor of the nominal shape and dtype (optimizer state, gradients)."""
+    like = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
+    return func(like, *args[1:], **kwargs)
+
+
+@OPS.implements(*_overloads(WRITING))
+def _write(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """In high precision, the result quantized back into place."""
+    target, values = args[0], _plain(args[0])
+    func(values, *_plain(args[1:]), **_plain(kwargs))
+    return target.quantize_(values) if isinstance(target, QuantizedTensor) else target.copy_(values)
+
+
+@OPS.implements(*_overloads(WRITING_LISTS))
+def _write_lists(func: Any, args: Any, kwargs: Any) -> None:
+    """In high precision, every result of the list quantized back into place."""
+    values = _plain(args[0])
+    func(values, *_plain(args[1:]), **_plain(kwargs))
+    for target, value in zip(args[0], values, strict=True):
+        if isinstance(target, QuantizedTensor):
+            target.quantize_(value)

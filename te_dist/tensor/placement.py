@@ -1,0 +1,71 @@
+"""Where the parts of a DTensor lie: which rows and columns of the whole every rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from te_dist.formats import Partition, Region, Span
+
+
+def local_tensor(param: Any) -> Any:
+    """What this rank holds of a parameter, without an autograd edge."""
+    return param._local_tensor if isinstance(param, DTensor) else param
+
+
+def cuts(placements: Sequence[Placement]) -> tuple[tuple[int, int], ...]:
+    """(mesh dimension, tensor dimension) of every cut, outermost first.
+
+    FSDP2 cuts what tensor parallelism left on a rank, and marks this by a strided placement: plain ones come first.
+    """
+    sharded = [(i, p) for i, p in enumerate(placements) if hasattr(p, "dim")]
+    plain = [(i, p.dim) for i, p in sharded if type(p) is Shard]
+    return tuple(plain + [(i, p.dim) for i, p in sharded if type(p) is not Shard])
+
+
+def local_part(whole: Tensor, like: DTensor) -> Tensor:
+    """The part of a plain tensor that this rank holds of `like`: a view."""
+    mesh = like.device_mesh
+    for mesh_dim, dim in cuts(like.placements):
+        chunks = torch.chunk(whole, mesh.size(mesh_dim), dim)
+        rank = mesh.get_local_rank(mesh_dim)
+        whole = chunks[rank] if rank < len(chunks) else whole.narrow(dim, whole.shape[dim], 0)
+    return whole
+
+
+def partition(param: DTensor) -> Partition:
+    """How all ranks together cut the matrix behind `param`."""
+    shape = param.shape
+    unit = shape[:-1].numel() // shape[0] if shape[0] else 1
+    regions = [Region(Span(0, shape[0] * unit), Span(0, shape[-1]))]
+    for mesh_dim, dim in cuts(param.placements):
+        size = param.device_mesh.size(mesh_dim)
+        regions = [part for region in regions for part in _cut(region, dim % len(shape), size, unit, len(shape))]
+    return Partition.of(regions)
+
+
+def groups(param: DTensor) -> tuple[dist.ProcessGroup, ...]:
+    """Process groups over which the parts of `param` are spread."""
+    return tuple(param.device_mesh.get_group(mesh_dim) for mesh_dim, _ in cuts(param.placements))
+
+
+def group_key(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[object, ...]:
+    """Equal for parameters whose parts are spread over the same groups."""
+    return (mesh, tuple(mesh_dim for mesh_dim, _ in cuts(placements)))
+
+
+def _cut(region: Region, dim: int, size: int, unit: int, num_dims: int) -> tuple[Region, ...]:
+    if dim == 0:
+        return region.chunk(size, unit)
+    if dim != num_dims - 1:
+        raise NotImplementedError(
+            f"a quantized parameter is cut along its first or last dimension, got dim {dim} of {num_dims}"
+        )
+    flipped = Region(region.cols, region.rows).chunk(size)
+    return tuple(Region(part.cols, part.rows) for part in flipped)
