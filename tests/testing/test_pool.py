@@ -14,6 +14,8 @@ import torch.distributed as dist
 from te_dist import testing
 from te_dist.testing import RankError, WorkerPool, assert_bitwise, pool
 
+pytestmark = pytest.mark.distributed
+
 
 @dataclass(frozen=True)
 class Point:

@@ -1,0 +1,64 @@
+# Everything from a fresh clone: `make train`, `make test`. Each target makes what it needs and reuses what is there.
+#
+#   make train CONFIG=launch/configs/quickstart.toml NPROC=2 ARGS="..."
+#   make test ARGS="-k mxfp8"
+#
+# Needs Python >= 3.11, g++ and make; the network only until everything is installed.
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VENV   ?= .venv
+CONFIG ?= launch/configs/quickstart.toml
+NPROC  ?= 2
+JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 8 ? n : 8 )))
+ARGS   ?=
+
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --disable-pip-version-check
+SOURCES := CMakeLists.txt $(shell find csrc -type f)
+REQUIREMENTS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); extras = p["project"]["optional-dependencies"]; \
+	print(*p["build-system"]["requires"], *p["project"]["dependencies"], *extras["train"], *extras["dev"], sep="\n")
+
+# Threads multiply processes: tests and trainers run one thread per process unless told otherwise.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: build train test lint docs clean distclean
+.DELETE_ON_ERROR:
+
+build: $(VENV)/.built
+
+# An environment with torch: the interpreter's own where it has one.
+$(VENV)/.torch:
+	$(PYTHON) .ci/venv.py $(VENV) "$(TORCH)"
+	@touch $@
+
+$(VENV)/.required: pyproject.toml $(VENV)/.torch
+	$(RUN) -c '$(REQUIREMENTS)' > $(VENV)/requirements.txt
+	$(PIP) install --quiet --requirement $(VENV)/requirements.txt cmake ninja
+	@touch $@
+
+# Editable: Python changes are seen at once; a change in csrc compiles again, without the network.
+$(VENV)/.built: $(SOURCES) $(VENV)/.required
+	$(PIP) install --quiet --no-build-isolation --no-deps --editable .
+	@touch $@
+
+train: build
+	$(RUN) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) -m te_dist.launch.train $(CONFIG) $(ARGS)
+
+test: build
+	$(RUN) -m pytest --numprocesses $(JOBS) --dist loadgroup $(ARGS)
+
+lint: build
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m pyright
+
+docs: build
+	$(RUN) docs/generate.py
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis $(VENV)/.built
+	find te_dist tests -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

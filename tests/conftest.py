@@ -1,0 +1,64 @@
+"""What every test gets: markers, xdist groups, and the fixtures that run one test on gloo and again on NCCL.
+
+Tests of one xdist group run in one process, one after the other. `distributed` tests are grouped because their
+workers already fill the cores, and because each pytest process that uses a pool pays for its start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+from te_dist.testing import WorkerPool, pool
+
+CORES_PER_GROUP = 4
+ROOT = Path(__file__).parent
+
+hypothesis.settings.register_profile("te_dist", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("te_dist")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "distributed: runs in worker processes of te_dist.testing.pool")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    num_gpus = torch.cuda.device_count()
+    for item in items:
+        if "distributed" in item.path.relative_to(ROOT).parts[:-1]:
+            item.add_marker(pytest.mark.distributed)
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.xdist_group("gpu"))
+            if num_gpus == 0:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        elif item.get_closest_marker("distributed"):
+            item.add_marker(pytest.mark.xdist_group(f"distributed-{_group_of(item.path)}"))
+
+
+def _group_of(path: Path) -> int:
+    """A number by file, so that machines with many cores run several distributed files at a time."""
+    num_groups = max(1, (os.cpu_count() or 1) // CORES_PER_GROUP)
+    return sum(path.name.encode()) % num_groups
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device_type(request: pytest.FixtureRequest) -> str:
+    """Runs the test on gloo, and on NCCL where there are GPUs."""
+    return request.param
+
+
+@pytest.fixture
+def ranks(device_type: str) -> Callable[[int], WorkerPool]:
+    """`ranks(world)` is the worker pool of that size; the test is skipped where there are too few GPUs."""
+
+    def of(world: int) -> WorkerPool:
+        if device_type == "cuda" and torch.cuda.device_count() < world:
+            pytest.skip(f"needs {world} GPUs, this machine has {torch.cuda.device_count()}")
+        return pool(world, device_type)
+
+    return of
