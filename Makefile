@@ -29,7 +29,7 @@ build: $(VENV)/.built
 
 # An environment with torch: the interpreter's own where it has one.
 $(VENV)/.torch:
-	$(PYTHON) .ci/venv.py $(VENV) "$(TORCH)"
+	$(PYTHON) .ci/environment.py $(VENV) "$(TORCH)"
 	@touch $@
 
 $(VENV)/.required: pyproject.toml $(VENV)/.torch
