@@ -26,6 +26,11 @@ int threads_for(int64_t elements, int threads) { return elements < kParallelElem
 Phase phase_of(Pair pair) { return {pair.first, pair.second}; }
 Tile tile_of(Pair pair) { return {pair.first, pair.second}; }
 
+// An offset counts modulo the tile; it means nothing where a tile is the entire dimension.
+Phase phase_in(Pair tile, Pair phase) {
+  return {tile.first ? phase.first % tile.first : 0, tile.second ? phase.second % tile.second : 0};
+}
+
 Fp8 fp8_of(const std::string& name) {
   if (name == "e4m3") return Fp8::kE4M3;
   if (name == "e5m2") return Fp8::kE5M2;
@@ -51,7 +56,8 @@ BlockOutput<Scale> block_output(const Direction& direction) {
 }
 
 void tile_amax(const TensorRef& x, Pair phase, Pair tile, const TensorRef& out, int threads) {
-  kernels().tile_amax({x.matrix(), phase_of(phase), tile_of(tile), out.pointer<float>()}, threads_for(x.numel(), threads));
+  kernels().tile_amax({x.matrix(), phase_in(tile, phase), tile_of(tile), out.pointer<float>()},
+                      threads_for(x.numel(), threads));
 }
 
 void quantize_float8_tensor(const TensorRef& x, const TensorRef& scale, const std::string& fp8,
@@ -98,7 +104,7 @@ void hadamard(const TensorRef& x, int64_t sign_mask, const TensorRef& out, int t
 
 void dequantize_float8(const TensorRef& data, const TensorRef& scale, Pair tile, Pair phase, const std::string& fp8,
                        const TensorRef& out, int threads) {
-  kernels().dequantize_float8({data.plane<const uint8_t>(), scale.plane<const float>(), tile_of(tile), phase_of(phase),
+  kernels().dequantize_float8({data.plane<const uint8_t>(), scale.plane<const float>(), tile_of(tile), phase_in(tile, phase),
                                fp8_of(fp8), out.matrix()},
                               threads_for(out.numel(), threads));
 }
@@ -106,14 +112,14 @@ void dequantize_float8(const TensorRef& data, const TensorRef& scale, Pair tile,
 void dequantize_mxfp8(const TensorRef& data, const TensorRef& scale, Pair grain, Pair phase, const std::string& fp8,
                       const TensorRef& out, int threads) {
   kernels().dequantize_mxfp8({data.plane<const uint8_t>(), scale.plane<const uint8_t>(), tile_of(grain),
-                              phase_of(phase), fp8_of(fp8), out.matrix()},
+                              phase_in(grain, phase), fp8_of(fp8), out.matrix()},
                              threads_for(out.numel(), threads));
 }
 
 void dequantize_nvfp4(const TensorRef& data, const TensorRef& scale, const TensorRef& amax, Pair packed_dim_e4m3_max,
                       Pair grain, Pair phase, const TensorRef& out, int threads) {
   kernels().dequantize_nvfp4({data.pointer<const uint8_t>(), int(packed_dim_e4m3_max.first), scale.plane<const uint8_t>(),
-                              tile_of(grain), phase_of(phase), amax.plane<const float>(),
+                              tile_of(grain), phase_in(grain, phase), amax.plane<const float>(),
                               int(packed_dim_e4m3_max.second), out.matrix()},
                              threads_for(out.numel(), threads));
 }

@@ -61,41 +61,59 @@ TileWindow tile_window(const Tiles& tiles, const Window& w, int tile) {
   return {top, left, bottom - top, right - left};
 }
 
-// Error of a tile under one scale byte, summed in fp32 row after row.
-float candidate_error(const Values& values, const TileWindow& t, FourOverSix norm, uint32_t code, float multiplier,
-                      float tensor_amax, float e4m3_max) {
-  const float block_scale = E4M3::decode(code);
-  float sum = 0.0f;
+// One of the two ways to scale a tile.
+struct Candidate {
+  uint32_t code;
+  float multiplier, block_scale, tensor_amax, e4m3_max;
+  FourOverSix norm;
+};
+
+// Error of a tile under one scale byte, in fp32: every row from left to right, then rows of a square folded in halves. A
+// run along rows is summed from top to bottom. This order is part of the definition.
+float candidate_error(const Values& values, const Tiles& tiles, const TileWindow& t, const Candidate& candidate) {
+  float rows[kTile] = {};
   for (int r = t.row; r < t.row + t.rows; ++r) {
     for (int c = t.col; c < t.col + t.cols; ++c) {
       const float value = values.values[r][c];
-      const float error =
-          nvfp4_decode_error(E2M1::encode(value * multiplier), block_scale, tensor_amax, e4m3_max, value);
-      sum += norm == FourOverSix::kMeanSquare ? error * error : float_of(bits_of(error) & kMagnitudeMask);
+      const float error = nvfp4_decode_error(E2M1::encode(value * candidate.multiplier), candidate.block_scale,
+                                             candidate.tensor_amax, candidate.e4m3_max, value);
+      const bool squared = candidate.norm == FourOverSix::kMeanSquare;
+      rows[r] += squared ? error * error : float_of(bits_of(error) & kMagnitudeMask);
     }
   }
-  return sum;
+  if (tiles.tile_rows == 1) return rows[t.row];
+  if (tiles.tile_cols == 1) {
+    float sum = rows[0];
+    for (int r = 1; r < kTile; ++r) sum += rows[r];
+    return sum;
+  }
+  for (int half = kTile / 2; half > 0; half /= 2) {
+    for (int r = 0; r < half; ++r) rows[r] += rows[r + half];
+  }
+  return rows[0];
 }
 
 // For every tile, whether its largest value becomes 6 or 4: whichever loses less; 6 where they tie.
 void find_scales_four_over_six(const Tiles& tiles, const Window& w, const Values& values, const QuantizeNvFp4& op,
                                const float* amax, TileScales& scales) {
-  const float e4m3_max = float(op.e4m3_max);
   for (int i = 0; i < tiles.count; ++i) {
     const TileWindow t = tile_window(tiles, w, i);
     const int row = row_of_tile(tiles, w, i);
+    Candidate candidates[2];
     float errors[2];
-    uint32_t codes[2];
-    float multipliers[2];
-    for (int candidate = 0; candidate < 2; ++candidate) {
-      codes[candidate] = nvfp4_four_over_six_code(amax[i], scales.tensor_scale[row], candidate ? 1.5f : 1.0f);
-      multipliers[candidate] = nvfp4_block_multiplier(codes[candidate], scales.tensor_scale[row]);
-      errors[candidate] = candidate_error(values, t, op.four_over_six, codes[candidate], multipliers[candidate],
-                                          scales.tensor_amax[row], e4m3_max);
+    for (int c = 0; c < 2; ++c) {
+      Candidate& candidate = candidates[c];
+      candidate.code = nvfp4_four_over_six_code(amax[i], scales.tensor_scale[row], c ? 1.5f : 1.0f);
+      candidate.multiplier = nvfp4_block_multiplier(candidate.code, scales.tensor_scale[row]);
+      candidate.block_scale = E4M3::decode(candidate.code);
+      candidate.tensor_amax = scales.tensor_amax[row];
+      candidate.e4m3_max = float(op.e4m3_max);
+      candidate.norm = op.four_over_six;
+      errors[c] = candidate_error(values, tiles, t, candidate);
     }
-    const int chosen = errors[1] < errors[0];
-    scales.codes[i] = uint8_t(codes[chosen]);
-    scales.multipliers[i] = multipliers[chosen];
+    const Candidate& chosen = candidates[errors[1] < errors[0]];
+    scales.codes[i] = uint8_t(chosen.code);
+    scales.multipliers[i] = chosen.multiplier;
   }
 }
 

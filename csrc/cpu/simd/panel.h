@@ -23,9 +23,10 @@ struct PanelGrid {
   int64_t rows, cols;              // of the matrix
   int64_t panel_rows, panel_cols;  // number of panels
 
+  // Tiles are kRows long, so that a phase counts modulo kRows.
   PanelGrid(const Matrix& x, Phase phase_)
-      : phase{phase_.row, phase_.col}, rows(x.rows), cols(x.cols), panel_rows((phase_.row + x.rows + kRows - 1) / kRows),
-        panel_cols((phase_.col + x.cols + kCols - 1) / kCols) {}
+      : phase{phase_.row % kRows, phase_.col % kRows}, rows(x.rows), cols(x.cols),
+        panel_rows((phase.row + x.rows + kRows - 1) / kRows), panel_cols((phase.col + x.cols + kCols - 1) / kCols) {}
 
   int64_t count() const { return rows && cols ? panel_rows * panel_cols : 0; }
 

@@ -1,0 +1,30 @@
+"""Ops on plain tensors: `torch.library` schemas over the compiled kernels, one file per op.
+
+All outputs are arguments. A tile grid is anchored at the whole matrix; `phase` says where in a tile an input starts.
+"""
+
+from te_dist.ops.assemble import assemble
+from te_dist.ops.dequantize_float8 import dequantize_float8
+from te_dist.ops.dequantize_mxfp8 import dequantize_mxfp8
+from te_dist.ops.dequantize_nvfp4 import dequantize_nvfp4
+from te_dist.ops.hadamard import hadamard
+from te_dist.ops.quantize_float8_block import quantize_float8_block
+from te_dist.ops.quantize_float8_tensor import quantize_float8_tensor
+from te_dist.ops.quantize_mxfp8 import quantize_mxfp8
+from te_dist.ops.quantize_nvfp4 import quantize_nvfp4
+from te_dist.ops.tile_amax import tile_amax
+from te_dist.ops.transpose import transpose
+
+__all__ = [
+    "assemble",
+    "dequantize_float8",
+    "dequantize_mxfp8",
+    "dequantize_nvfp4",
+    "hadamard",
+    "quantize_float8_block",
+    "quantize_float8_tensor",
+    "quantize_mxfp8",
+    "quantize_nvfp4",
+    "tile_amax",
+    "transpose",
+]

@@ -1,0 +1,65 @@
+"""Argument checks of the op wrappers. Kernels trust their arguments, so everything that could go wrong stops here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from te_dist.formats import WHOLE
+from te_dist.formats.region import Pair
+
+HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
+FP8 = ("e4m3", "e5m2")
+
+
+def tiles_touched(length: int, phase: int, tile: int) -> int:
+    """Tiles that `length` elements touch, the first of which lies `phase` elements behind the start of its tile."""
+    if tile == WHOLE:
+        return 1
+    return (phase % tile + length - 1) // tile + 1 if length else 0
+
+
+def grid_shape(shape: Sequence[int], phase: Pair, tile: Pair) -> tuple[int, int]:
+    """Extents of the grid of `tile`s over a matrix of `shape`."""
+    return tiles_touched(shape[0], phase[0], tile[0]), tiles_touched(shape[1], phase[1], tile[1])
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}: got {value!r}; choose one of {', '.join(map(repr, choices))}")
+
+
+def check_matrix(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype] = HIGH_PRECISION) -> None:
+    """A contiguous 2-D tensor of one of `dtypes`."""
+    check_dtype(name, tensor, dtypes)
+    if tensor.dim() != 2:
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, wanted 2 dimensions; flatten the leading ones")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: got strides {tensor.stride()}, wanted a contiguous matrix; call .contiguous()")
+
+
+def check_dtype(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(f"{name}: got {tensor.dtype}, wanted {wanted}; convert or view it as such")
+
+
+def check_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(
+            f"{name}: got shape {tuple(tensor.shape)}, wanted {tuple(shape)}; allocate it as its field declares"
+        )
+
+
+def check_plane(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
+    """A strided 2-D view in logical (row, col) order."""
+    check_dtype(name, tensor, (dtype,))
+    check_shape(name, tensor, shape)
+
+
+def check_output(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
+    """A contiguous matrix of exactly this dtype and shape."""
+    check_matrix(name, tensor, (dtype,))
+    check_shape(name, tensor, shape)

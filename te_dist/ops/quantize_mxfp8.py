@@ -1,0 +1,46 @@
+"""MXFP8: FP8 with a power-of-two scale byte for a run of values or a square of them."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from te_dist import _C
+from te_dist.formats.region import Pair
+from te_dist.ops._checks import FP8, check_choice, check_matrix
+from te_dist.ops._library import register
+from te_dist.ops._planes import Planes, Wanted, check_direction, flat
+
+TILE = 32
+
+
+def quantize_mxfp8(x: Tensor, *, phase: Pair, fp8: str, **planes: Unpack[Planes]) -> None:
+    """Finds the exponent of every tile, stores it and casts; both directions in one pass over `x`.
+
+    Args:
+        x: (rows, cols), fp32, bf16 or fp16.
+        phase: offset of its first element inside the first 32 x 32 tile.
+        fp8: "e4m3" or "e5m2".
+        planes: tiles (1, 32), (32, 1) or (32, 32); data (rows, cols) in both directions; row_scale u8 (rows, tiles
+            along cols), col_scale u8 (tiles along rows, cols): a square's exponent is repeated.
+    """
+    check_matrix("x", x)
+    check_choice("fp8", fp8, FP8)
+    rows, cols = x.shape
+    check_direction(planes, Wanted("row", TILE, (rows, cols), torch.uint8, False), x, phase)
+    check_direction(planes, Wanted("col", TILE, (rows, cols), torch.uint8, False), x, phase)
+    torch.ops.te_dist.quantize_mxfp8(x, phase, fp8, *flat(planes, "row"), *flat(planes, "col"))
+
+
+def _cpu(x: Tensor, phase: list[int], fp8: str, *planes: object) -> None:
+    _C.quantize_mxfp8(x, phase, fp8, planes[:4], planes[4:], torch.get_num_threads())
+
+
+register(
+    "quantize_mxfp8(Tensor x, int[] phase, str fp8, "
+    "int[] row_tile, Tensor? row_amax, Tensor(a!)? row_data, Tensor(b!)? row_scale, "
+    "int[] col_tile, Tensor? col_amax, Tensor(c!)? col_data, Tensor(d!)? col_scale) -> ()",
+    _cpu,
+)

@@ -1,0 +1,97 @@
+"""NVFP4: 4-bit codes with an e4m3 scale byte for a run of values or a square of them, below an fp32 amax."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from te_dist import _C
+from te_dist.formats.region import Pair
+from te_dist.ops._checks import check_choice, check_dtype, check_matrix, check_plane, check_shape
+from te_dist.ops._library import register
+from te_dist.ops._planes import Planes, Wanted, check_direction, flat
+
+TILE = 16
+E4M3_MAX = (448, 256)
+FOUR_OVER_SIX = ("none", "mae", "mse")
+
+
+class NvFp4Planes(Planes, total=False):
+    """*_tensor_amax: f32 (1, 1); in the row direction also (rows, 1), one for each row."""
+
+    row_tensor_amax: Tensor | None
+    col_tensor_amax: Tensor | None
+
+
+def quantize_nvfp4(
+    x: Tensor,
+    *,
+    phase: Pair,
+    e4m3_max: int,
+    four_over_six: str,
+    rng_state: Tensor | None,
+    **planes: Unpack[NvFp4Planes],
+) -> None:
+    """Finds the scale byte of every tile, stores it and casts; both directions in one pass over `x`.
+
+    Args:
+        x: (rows, cols), fp32, bf16 or fp16.
+        phase: offset of its first element inside the first 16 x 16 tile.
+        e4m3_max: largest scale byte, 448 or 256.
+        four_over_six: "none", or the error by which the largest value of a tile becomes 6 or 4: "mae", "mse".
+        rng_state: int64 (2,), seed and offset of the stream for stochastic rounding; None rounds to nearest even.
+        planes: tiles (1, 16), (16, 1) or (16, 16); row_data (rows, cols / 2), col_data (cols, rows / 2); row_scale u8
+            (rows, tiles along cols), col_scale u8 (tiles along rows, cols): a square's byte is repeated.
+    """
+    check_matrix("x", x)
+    check_choice("e4m3_max", e4m3_max, E4M3_MAX)
+    check_choice("four_over_six", four_over_six, FOUR_OVER_SIX)
+    if rng_state is not None:
+        check_dtype("rng_state", rng_state, (torch.int64,))
+        check_shape("rng_state", rng_state, (2,))
+    rows, cols = x.shape
+    if planes.get("row_data") is not None:
+        _check_even("row_data", "columns", cols, phase[1])
+        _check_tensor_amax(planes, "row", ((1, 1), (rows, 1)))
+    if planes.get("col_data") is not None:
+        _check_even("col_data", "rows", rows, phase[0])
+        _check_tensor_amax(planes, "col", ((1, 1),))
+    check_direction(planes, Wanted("row", TILE, (rows, cols // 2), torch.uint8, False), x, phase)
+    check_direction(planes, Wanted("col", TILE, (cols, rows // 2), torch.uint8, False), x, phase)
+    row, col = (
+        (tile, planes.get(f"{s}_tensor_amax"), *rest) for s in ("row", "col") for tile, *rest in (flat(planes, s),)
+    )
+    torch.ops.te_dist.quantize_nvfp4(x, phase, e4m3_max, four_over_six, *row, *col, rng_state)
+
+
+def _check_even(name: str, what: str, extent: int, phase: int) -> None:
+    if extent % 2 or phase % 2:
+        raise ValueError(
+            f"{name}: got {extent} {what} from offset {phase}, wanted even numbers, as two share a byte; "
+            "cut and pad at pairs"
+        )
+
+
+def _check_tensor_amax(planes: NvFp4Planes, side: str, shapes: tuple[Pair, ...]) -> None:
+    amax = planes.get(f"{side}_tensor_amax")
+    if amax is None:
+        raise ValueError(f"{side}_tensor_amax: got None beside {side}_data; pass the amax of the whole tensor")
+    shape = shapes[-1] if tuple(amax.shape) == shapes[-1] else shapes[0]
+    check_plane(f"{side}_tensor_amax", amax, torch.float32, shape)
+
+
+def _cpu(x: Tensor, phase: list[int], e4m3_max: int, four_over_six: str, *rest: object) -> None:
+    *planes, rng_state = rest
+    row, col = planes[:5], planes[5:]
+    _C.quantize_nvfp4(x, phase, (e4m3_max, four_over_six), row, col, rng_state, torch.get_num_threads())
+
+
+register(
+    "quantize_nvfp4(Tensor x, int[] phase, int e4m3_max, str four_over_six, "
+    "int[] row_tile, Tensor? row_tensor_amax, Tensor? row_amax, Tensor(a!)? row_data, Tensor(b!)? row_scale, "
+    "int[] col_tile, Tensor? col_tensor_amax, Tensor? col_amax, Tensor(c!)? col_data, Tensor(d!)? col_scale, "
+    "Tensor? rng_state) -> ()",
+    _cpu,
+)

@@ -1,0 +1,32 @@
+"""Largest magnitude of every tile."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from te_dist import _C
+from te_dist.formats.region import Pair
+from te_dist.ops._checks import check_matrix, check_output, grid_shape
+from te_dist.ops._library import register
+
+
+def tile_amax(x: Tensor, *, phase: Pair, tile: Pair, out: Tensor) -> None:
+    """Writes the largest magnitude of each tile of `x`; NaN is ignored, a tile without values has 0.
+
+    Args:
+        x: (rows, cols), fp32, bf16 or fp16.
+        phase: offset of its first element inside the first tile.
+        tile: (rows, cols) of a tile; WHOLE for an entire dimension.
+        out: f32, (tiles along rows, tiles along cols).
+    """
+    check_matrix("x", x)
+    check_output("out", out, torch.float32, grid_shape(x.shape, phase, tile))
+    torch.ops.te_dist.tile_amax(x, phase, tile, out)
+
+
+def _cpu(x: Tensor, phase: list[int], tile: list[int], out: Tensor) -> None:
+    _C.tile_amax(x, phase, tile, out, torch.get_num_threads())
+
+
+register("tile_amax(Tensor x, int[] phase, int[] tile, Tensor(a!) out) -> ()", _cpu)
