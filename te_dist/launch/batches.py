@@ -63,9 +63,8 @@ class TrainingOrder:
         """The windows at positions `position` to `position + count`, across the end of an epoch if it lies there."""
         positions = np.arange(position, position + count)
         epochs, places = np.divmod(positions, self._windows.count)
-        return np.array(
-            [_permutation(self._windows.count, self._seed, int(epoch))[place] for epoch, place in zip(epochs, places)]
-        )
+        orders = {epoch: _permutation(self._windows.count, self._seed, epoch) for epoch in np.unique(epochs).tolist()}
+        return np.array([orders[epoch][place] for epoch, place in zip(epochs.tolist(), places, strict=True)])
 
     def micro_batches(self, position: int, batch: int, share: Share) -> list[Tensor]:
         """What a rank runs in the step at `position`: int64 (micro_batch, length + 1) each.

@@ -130,8 +130,8 @@ def _override(defaults: Config, overrides: list[str]) -> Config:
     except SystemExit as exit_:
         if not exit_.code:
             raise
-        lines = (line.strip("│╭╮╰╯─ \n") for line in complaint.getvalue().splitlines())
-        text = " ".join(line for line in lines if line)
+        lines = [line.strip("│╭╮╰╯─ ") for line in complaint.getvalue().splitlines()]
+        text = " ".join(line for line in lines[1:] if line and not line.startswith("For full helptext"))
         raise JobError(
             "command line", got=text, wanted="keys and values as --help lists them", remedy="correct the option"
         ) from None

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from te_dist.launch import text
 from te_dist.launch.config import Config
@@ -104,6 +104,7 @@ def _train(sources: Sequence[Source], vocab_size: int) -> Tokenizer:
     """A byte-level byte-pair encoding: every text can be encoded, whatever the training files hold."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],

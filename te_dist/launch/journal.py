@@ -96,7 +96,7 @@ class Journal:
         axes = figure.subplots()
         for key, style in (("loss", "-"), ("validation_loss", "o-")):
             points = [(record["step"], record[key]) for record in records if key in record]
-            axes.plot(*(zip(*points) if points else ((), ())), style, label=key.replace("_", " "))
+            axes.plot([step for step, _ in points], [loss for _, loss in points], style, label=key.replace("_", " "))
         axes.axhline(unigram, linestyle="--", color="gray", label="unigram model, validation")
         axes.set(xlabel="step", ylabel="nats per token")
         axes.legend()

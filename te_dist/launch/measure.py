@@ -73,9 +73,8 @@ def _along(parameter: Tensor, axis: str) -> int:
     if not isinstance(parameter, DTensor):
         return 1
     mesh = parameter.device_mesh
-    names = mesh.mesh_dim_names or ()
-    cut = [not placement.is_replicate() and name == axis for placement, name in zip(parameter.placements, names)]
-    return next((mesh.size(dim) for dim, is_cut in enumerate(cut) if is_cut), 1)
+    dim = (mesh.mesh_dim_names or ()).index(axis) if axis in (mesh.mesh_dim_names or ()) else None
+    return 1 if dim is None or parameter.placements[dim].is_replicate() else mesh.size(dim)
 
 
 def _local(parameter: Tensor) -> Tensor:

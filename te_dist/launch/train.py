@@ -33,14 +33,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = _agree_on_config(world, sys.argv[1:] if arguments is None else arguments)
         run(world, config)
     except JobError as error:
-        sys.exit(f"te_dist, rank {world.rank}: {error}")
+        print(f"te_dist, rank {world.rank}: {error}", file=sys.stderr, flush=True)
+        world.part()
+        sys.exit(1)
     except RuntimeError as error:
         if not lost_peer(error):
             raise
-        reason = str(error).splitlines()[0]
         sys.exit(
-            f"te_dist, rank {world.rank}: another rank ended or stopped answering ({reason}); its own message "
-            'says why; resume with checkpoint.resume = "auto"'
+            f"te_dist, rank {world.rank}: another rank ended or stopped answering ({str(error).splitlines()[0]}); its "
+            'own message or the launcher\'s summary says why; remedy: start again with checkpoint.resume = "auto"'
         )
 
 

@@ -171,8 +171,8 @@ class Trainer:
                 f"{name} at step {step}",
                 got=value,
                 wanted="a finite number",
-                remedy="lower optimizer.learning_rate or raise optimizer.warmup_steps, and go on from the checkpoint of "
-                f"step {max((s for s in checkpoints.steps(config) if s < step), default=0)}",
+                remedy=f"lower optimizer.learning_rate or raise optimizer.warmup_steps and go on from step "
+                f"{max(checkpoints.steps(config), default=0)}",
             )
         tokens = meter.steps * config.train.batch * config.data.sequence_length
         journal.training(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
@@ -16,6 +17,7 @@ from te_dist.launch.errors import JobError, require
 
 T = TypeVar("T")
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
+PARTING = timedelta(seconds=5)
 PREPARATION = 10  # preparing the text may take this many times the collectives' timeout
 
 
@@ -81,6 +83,13 @@ class World:
 
         self.agree(publish)
         return json.loads(self.store.get(key))
+
+    def part(self) -> None:
+        """Waits a moment for ranks that end with the same message: `torchrun` stops them all as soon as one is gone."""
+        if self.store.add("parting", 1) == self.size:
+            self.store.set("parted", "yes")
+        with suppress(dist.DistError):
+            self.store.wait(["parted"], PARTING)
 
     def _wait(self, key: str) -> None:
         try:

@@ -1,0 +1,110 @@
+"""Whole jobs under torchrun: what they leave behind, how they resume, how they end."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+import pytest
+
+from te_dist.launch.journal import METRICS
+
+TWO_RANKS = ("--standalone", "--nproc-per-node", "2")
+RECIPE = "float8_block"
+
+
+@pytest.fixture(scope="module")
+def unbroken(tiny_job: Callable, launcher):
+    """A job that ran to its end on two ranks, and its output."""
+    job = tiny_job(RECIPE)
+    code, output = launcher.run(*TWO_RANKS, *job.command())
+    assert code == 0, output
+    return job, output
+
+
+def messages(output: str) -> list[str]:
+    """What the ranks said at their end, without their numbers."""
+    return re.findall(r"^te_dist, rank \d: (.*)$", output, re.MULTILINE)
+
+
+def test_a_job_leaves_metrics_picture_checkpoints_and_a_table(unbroken) -> None:
+    job, output = unbroken
+    assert list(job.metrics("loss")) == list(range(1, 9))
+    assert list(job.metrics("validation_loss")) == [4, 8]
+    assert job.metrics("loss")[8] < job.metrics("loss")[1]
+    assert (job.run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (job.run_dir / "checkpoints").iterdir()) == ["step-00000004", "step-00000008"]
+    for word in ("parameters", "weights a rank holds", "gathered in a step by a rank", "unigram model", "bf16"):
+        assert word in output, output
+
+
+def test_a_job_that_lost_a_rank_ends_and_resumes_to_the_bit(unbroken, tiny_job: Callable, launcher) -> None:
+    job = tiny_job(RECIPE)
+    process = launcher.start(*TWO_RANKS, *job.command("--checkpoint.every", "2"))
+    kill_a_rank_after(job, 3, process.pid)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "SIGKILL" in output
+    assert all("another rank ended or stopped answering" in message for message in messages(output)), output
+    code, output = launcher.run(*TWO_RANKS, *job.command("--checkpoint.every", "2"))
+    assert code == 0, output
+    assert "resumed from" in output
+    assert job.metrics("loss") == unbroken[0].metrics("loss")
+    assert job.metrics("validation_loss") == unbroken[0].metrics("validation_loss")
+
+
+def test_two_agents_on_two_nodes_run_one_job(unbroken, tiny_job: Callable, launcher) -> None:
+    job = tiny_job(RECIPE)
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    agent = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--local-addr", "localhost")
+    rendezvous = ("--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "two-nodes")
+    agents = [launcher.start(*agent, *rendezvous, *job.command()) for _ in range(2)]
+    outputs = [process.communicate(timeout=120)[0] for process in agents]
+    assert [process.returncode for process in agents] == [0, 0], outputs
+    assert sum("unigram model" in output for output in outputs) == 1
+    assert job.metrics("loss") == unbroken[0].metrics("loss")
+
+
+def test_a_loss_that_is_not_finite_ends_all_ranks_with_one_message(tiny_job: Callable, launcher) -> None:
+    job = tiny_job()
+    code, output = launcher.run(*TWO_RANKS, *job.command("--optimizer.learning-rate", "inf"))
+    assert code != 0
+    said = messages(output)
+    assert len(said) == 2, output
+    assert said[0] == said[1]
+    assert re.match(r"(loss|gradient norm) at step 2: got nan; wanted a finite number; remedy: lower", said[0])
+    assert not (job.run_dir / "checkpoints").exists()
+
+
+def test_a_wrong_key_ends_all_ranks_with_one_message_and_no_traceback_of_theirs(tiny_job: Callable, launcher) -> None:
+    job = tiny_job()
+    job.path.write_text(job.path.read_text().replace("log_every", "log_evry"))
+    code, output = launcher.run(*TWO_RANKS, *job.command())
+    assert code != 0
+    said = messages(output)
+    assert len(said) == 2, output
+    assert said[0] == said[1]
+    assert said[0].startswith("train.log_evry: got an unknown key; wanted one of steps, ")
+    assert "te_dist/launch" not in output
+
+
+def kill_a_rank_after(job, step: int, launcher_pid: int) -> None:
+    """Kills a worker of a running job once the metrics show `step`."""
+    deadline = time.monotonic() + 60
+    while not (job.run_dir / METRICS).exists() or max(job.metrics("loss"), default=0) < step:
+        assert time.monotonic() < deadline, "the job never came that far"
+        time.sleep(0.02)
+    with open(f"/proc/{launcher_pid}/task/{launcher_pid}/children") as children:
+        os.kill(int(children.read().split()[-1]), signal.SIGKILL)
+
+
+def test_losses_start_at_the_logarithm_of_the_vocabulary(unbroken) -> None:
+    job, _ = unbroken
+    assert job.metrics("loss")[1] == pytest.approx(math.log(320), abs=0.7)
