@@ -1,0 +1,204 @@
+"""`activations`: saved-tensor hooks that park what autograd saves in host memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from te_dist._torch_private import is_traceable_wrapper_subclass
+from te_dist.offload.copies import copies_of
+from te_dist.offload.host import parse_bytes
+from te_dist.offload.saved import ParkedView, Rebuild, buffers_of, outlives_backward, take_apart
+from te_dist.offload.unit import Extent, Kept, Statistics, Unit, version_of
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is parked.
+
+    Attributes:
+        budget: host bytes at most, of all contexts of this process together; None for no bound.
+        min_bytes: smaller saved tensors stay.
+        window: device bytes at most that are held for copies on their way, in either direction.
+    """
+
+    budget: int | None
+    min_bytes: int
+    window: int
+
+
+@dataclass(frozen=True)
+class Parked:
+    """A saved tensor in host memory: what the graph holds in its place."""
+
+    leaves: tuple[ParkedView | Tensor, ...]
+    rebuild: Rebuild
+
+
+@dataclass(frozen=True)
+class Stayed:
+    """A saved tensor that stays where it is, and how often it had been written when it was saved."""
+
+    tensor: Tensor
+    version: int
+
+
+class Session:
+    """The hooks of one context and what they have parked.
+
+    Attributes:
+        statistics: what was moved so far.
+    """
+
+    def __init__(self, policy: Policy, device: torch.device) -> None:
+        self.statistics = Statistics()
+        self._policy, self._device = policy, device
+        self._copies = copies_of(device)
+        self._units: weakref.WeakKeyDictionary[object, list[weakref.ref[Unit]]] = weakref.WeakKeyDictionary()
+        self._leaving: deque[weakref.ref[Unit]] = deque()
+        self._latest: Unit | None = None
+
+    def pack(self, tensor: Tensor) -> Parked | Stayed:
+        """What the graph shall hold for `tensor`."""
+        kept = self._why_kept(tensor)
+        if kept is None:
+            leaves, rebuild = take_apart(tensor)
+            if self._has_room(leaves):
+                return Parked(tuple(self._park(leaf) for leaf in leaves), rebuild)
+            kept = Kept.BUDGET
+        self.statistics.kept[kept] += 1
+        # NOTE: the tensor itself would close a cycle with its own node, where that node saves its output.
+        return Stayed(tensor if tensor.grad_fn is None else tensor.detach(), version_of(tensor))
+
+    def unpack(self, saved: Parked | Stayed) -> Tensor:
+        """The tensor that was saved."""
+        if isinstance(saved, Stayed):
+            if version_of(saved.tensor) != saved.version:
+                raise RuntimeError(
+                    f"a tensor saved for backward, of shape {tuple(saved.tensor.shape)}, was modified in place since: "
+                    f"it is at version {version_of(saved.tensor)}, saved was {saved.version}; modify a clone of it"
+                )
+            return saved.tensor
+        units = [leaf.unit for leaf in saved.leaves if isinstance(leaf, ParkedView)]
+        leaves = [leaf.restore() if isinstance(leaf, ParkedView) else leaf for leaf in saved.leaves]
+        if self._copies.looks_ahead:
+            self._prefetch(units)
+        return saved.rebuild(leaves)
+
+    def _why_kept(self, tensor: Tensor) -> Kept | None:
+        if outlives_backward(tensor):
+            return Kept.PARAMETER
+        buffers = buffers_of(tensor)
+        if not all(_is_plain(b) and b.device == self._device for b in buffers):
+            return Kept.FOREIGN
+        # What lies in a storage that was parked is had for nothing, and would keep it on the device.
+        new = [b for b in buffers if b.numel() and self._find(b) is None]
+        parked = len(new) < len([b for b in buffers if b.numel()])
+        if not parked and sum(len(Extent.of(b)) for b in new) < max(self._policy.min_bytes, 1):
+            return Kept.SMALL
+        return None
+
+    def _has_room(self, leaves: Sequence[Tensor]) -> bool:
+        if self._policy.budget is None:
+            return True
+        extents = {
+            (id(leaf.untyped_storage()), Extent.of(leaf)) for leaf in leaves if leaf.numel() and not self._find(leaf)
+        }
+        return self._copies.pool.live + sum(len(extent) for _, extent in extents) <= self._policy.budget
+
+    def _park(self, leaf: Tensor) -> ParkedView | Tensor:
+        if not leaf.numel():
+            return leaf
+        unit = self._find(leaf)
+        if unit is None:
+            unit = Unit(leaf.detach(), Extent.of(leaf), self._copies, self.statistics)
+            unit.before = None if self._latest is None else weakref.ref(self._latest)
+            self._latest = unit
+            self._units.setdefault(leaf.untyped_storage(), []).append(weakref.ref(unit))
+            self._leaving.append(weakref.ref(unit))
+            self._let_go()
+        return ParkedView(unit, leaf)
+
+    def _find(self, leaf: Tensor) -> Unit | None:
+        """The unit in which the bytes of `leaf`, as they are now, are parked already."""
+        extent = Extent.of(leaf)
+        for reference in self._units.get(leaf.untyped_storage(), ()):
+            unit = reference()
+            if unit is not None and unit.holds(extent, version_of(leaf)):
+                return unit
+        return None
+
+    def _let_go(self) -> None:
+        """Drops the oldest sources, until those that are left fit into the window."""
+        held = [unit for r in self._leaving if (unit := r()) is not None and unit.source is not None]
+        total = sum(len(unit.extent) for unit in held)
+        window = self._policy.window if self._copies.looks_ahead else 0
+        while held and total > window:
+            unit = held.pop(0)
+            total -= len(unit.extent)
+            unit.let_go()
+        self._leaving = deque(weakref.ref(unit) for unit in held)
+
+    def _prefetch(self, units: Sequence[Unit]) -> None:
+        """Starts copying back what was parked before `units`, up to the window."""
+        ahead, unit = 0, units[0] if units else None
+        while unit is not None and ahead < self._policy.window:
+            unit = unit.before() if unit.before is not None else None
+            if unit is not None:
+                unit.prefetch()
+                ahead += len(unit.extent)
+
+
+@contextmanager
+def activations(
+    budget: int | str | None = None,
+    *,
+    min_bytes: int | str = "1MiB",
+    window: int | str = "256MiB",
+    device: torch.device | str | None = None,
+) -> Iterator[Statistics]:
+    """Parks what autograd saves inside this block in host memory until backward asks for it.
+
+    Quantized tensors are parked as their canonical fields and rebuilt; plain tensors as they are; tensors that lie in
+    one storage are copied once. Parameters and views of them, small tensors, and what exceeds the budget stay. Results
+    are bit for bit those without it.
+
+    Args:
+        budget: host bytes at most, of all such blocks of this process together, as a number or as text ("16GiB").
+            None: no bound.
+        min_bytes: saved tensors of fewer bytes stay.
+        window: device bytes at most that are held for copies on their way, in either direction (GPU only).
+        device: whose tensors are parked; the current accelerator by default, the CPU where there is none.
+
+    Yields:
+        Statistics of the block, kept up to date through backward.
+    """
+    session = Session(policy(budget, min_bytes, window), offloaded_device(device))
+    with torch.autograd.graph.saved_tensors_hooks(session.pack, session.unpack):
+        yield session.statistics
+
+
+def policy(budget: int | str | None, min_bytes: int | str, window: int | str) -> Policy:
+    """A policy from sizes as users write them."""
+    return Policy(None if budget is None else parse_bytes(budget), parse_bytes(min_bytes), parse_bytes(window))
+
+
+def offloaded_device(device: torch.device | str | None) -> torch.device:
+    """`device` with its index; the current accelerator where none is named, the CPU where there is none."""
+    if device is None:
+        device = torch.accelerator.current_accelerator() or "cpu"
+    return torch.empty(0, device=device).device
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        tensor.layout == torch.strided
+        and not is_traceable_wrapper_subclass(tensor)
+        and not (tensor.is_conj() or tensor.is_neg())
+    )

@@ -1,0 +1,128 @@
+"""Saved tensors as what is parked of them: their buffers, and how to put them together again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_dist._torch_private import is_traceable_wrapper_subclass
+from te_dist.offload.unit import Unit
+from te_dist.tensor import QuantizedStorage, QuantizedTensor
+
+Rebuild = Callable[[Sequence[Tensor]], Tensor]
+
+_STEPS = 8  # views of views that are followed back to a parameter
+_MARKED: weakref.WeakSet[Any] = weakref.WeakSet()  # untyped storages that are never parked
+
+
+class ParkedView:
+    """One buffer of a saved tensor: a strided view into a parked unit."""
+
+    __slots__ = ("_dtype", "_offset", "_size", "_stride", "unit")
+
+    def __init__(self, unit: Unit, tensor: Tensor) -> None:
+        self.unit = unit
+        self._dtype, self._size, self._stride = tensor.dtype, tensor.shape, tensor.stride()
+        self._offset = tensor.storage_offset()
+
+    def restore(self) -> Tensor:
+        """The buffer, on its device again."""
+        storage, start = self.unit.fetch()
+        out = torch.empty(0, dtype=self._dtype, device=storage.device)
+        return out.set_(storage, self._offset - start // self._dtype.itemsize, self._size, self._stride)
+
+
+def mark_not_offload(*tensors: Tensor) -> None:
+    """Excludes tensors, and all that share their memory, from offloading: for what outlives backward anyway.
+
+    Parameters and views of them are found without it. A frozen parameter of a DTensor read through `to_local()`, or a
+    table that every layer saves, is not.
+    """
+    for tensor in tensors:
+        for leaf in buffers_of(tensor):
+            _MARKED.add(leaf.untyped_storage())
+
+
+def buffers_of(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that `tensor` is made of; itself, where it is one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    return [leaf for name in tensor.__tensor_flatten__()[0] for leaf in buffers_of(getattr(tensor, name))]
+
+
+def take_apart(tensor: Tensor) -> tuple[list[Tensor], Rebuild]:
+    """The buffers to park, and what makes an equal tensor of equal buffers. Neither holds on to `tensor`.
+
+    A quantized tensor is parked as its canonical fields: a direction that can be derived is derived again.
+    """
+    if isinstance(tensor, QuantizedTensor):
+        return _take_apart_quantized(tensor)
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor], lambda leaves: leaves[0]
+    names, context = tensor.__tensor_flatten__()
+    kind, size, stride = type(tensor), tensor.shape, tensor.stride()
+    apart = [take_apart(getattr(tensor, name)) for name in names]
+    inner = [(name, len(leaves), put_together) for name, (leaves, put_together) in zip(names, apart, strict=True)]
+
+    def rebuild(leaves: Sequence[Tensor]) -> Tensor:
+        tensors, at = {}, 0
+        for name, length, put_together in inner:
+            tensors[name], at = put_together(leaves[at : at + length]), at + length
+        return kind.__tensor_unflatten__(tensors, context, size, stride)
+
+    return [leaf for leaves, _ in apart for leaf in leaves], rebuild
+
+
+def _take_apart_quantized(tensor: QuantizedTensor) -> tuple[list[Tensor], Rebuild]:
+    kind, shape, old = type(tensor), tensor.shape, tensor.storage
+    present = old.directions
+    copy = QuantizedStorage(old.format, dict(old.buffers), old.region, old.dtype, old.cut)
+    leaves, shell = copy.prepare_for_saving()
+
+    def rebuild(leaves: Sequence[Tensor]) -> Tensor:
+        storage = QuantizedStorage(shell.format, dict(shell.buffers), shell.region, shell.dtype, shell.cut)
+        storage.restore_from_saved(leaves)
+        for direction in present:
+            if direction not in storage.directions:
+                storage.derive(direction)
+        return kind(storage, shape)
+
+    return leaves, rebuild
+
+
+def outlives_backward(tensor: Tensor) -> bool:
+    """Whether `tensor` is a parameter, a leaf of the graph, marked, or a view of one of these.
+
+    A weight that FSDP2 can shard is told by its hooks, also where it is no `nn.Parameter` (a part of a DTensor).
+    """
+    base = tensor._base
+    if any(isinstance(t, nn.Parameter) or hasattr(t, "fsdp_pre_all_gather") for t in (tensor, base) if t is not None):
+        return True
+    if any(t.requires_grad and t.is_leaf for t in (tensor, base) if t is not None):
+        return True
+    buffers = buffers_of(tensor)
+    if any(leaf.untyped_storage() in _MARKED for leaf in buffers):
+        return True
+    leaf = _leaf_behind(tensor) if base is not None or is_traceable_wrapper_subclass(tensor) else None
+    if leaf is None:
+        return False
+    owned = {id(b.untyped_storage()) for b in buffers_of(leaf)}
+    return any(id(b.untyped_storage()) in owned for b in buffers)
+
+
+def _leaf_behind(tensor: Tensor) -> Tensor | None:
+    """The leaf that `tensor` was made of alone, by a few ops of one input; None where there is no such leaf."""
+    node = tensor.grad_fn
+    for _ in range(_STEPS):
+        inputs = [n for n, _ in node.next_functions if n is not None] if node is not None else []
+        if len(inputs) != 1:
+            return None
+        (node,) = inputs
+        leaf = getattr(node, "variable", None)  # what AccumulateGrad accumulates into
+        if leaf is not None:
+            return leaf
+    return None
