@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Starts a job on several nodes: run the same line on every node. The first host name is the meeting point.
+#
+#     NODES=2 HEAD=node-0 launch/torchrun_nodes.sh launch/configs/llama_8gpu.toml --run-dir /shared/runs/llama
+set -euo pipefail
+
+exec torchrun \
+    --nnodes "${NODES:?number of nodes}" \
+    --nproc-per-node "${PROCESSES:-gpu}" \
+    --rdzv-backend c10d \
+    --rdzv-endpoint "${HEAD:?host name of the first node}:${PORT:-29500}" \
+    --rdzv-id "${JOB:-te_dist}" \
+    --max-restarts "${RESTARTS:-0}" \
+    -m te_dist.launch.train "$@"
