@@ -13,6 +13,7 @@ the bytes.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,13 +71,17 @@ class UnshardedStorage(QuantizedStorage):
         self.home = home
         self.owned: dict[str, Tensor] = {}
 
+    def allocate(self, fields: Iterable[Field]) -> None:
+        """Makes the owned buffers of every field that any gather will need: FSDP2 is told of them once."""
+        for field in fields:
+            self._owned(field)
+
     def fill(self, plan: GatherPlan, outputs: tuple[Tensor, ...], shard: dict[str, Tensor]) -> None:
         """Takes over gathered wires; fields that were not sent come from `shard`, by name, or are derived."""
         live = {f.name for d in plan.present for f in self.format[d].fields}
-        sent = {f.name for wire in plan.wires for f in wire.fields}
         self.buffers = {}
         for field in self.format.fields:
-            if field.name in sent:
+            if plan.sends(field):
                 self.buffers[field.name] = self._gathered(field, plan, outputs, shard)
             elif field.name in live and field.name in shard and not self._is_derived(field):
                 self.buffers[field.name] = self._owned(field).copy_(shard[field.name])
@@ -139,18 +144,21 @@ class QuantizedParameter(QuantizedTensor):
             quantize_parts([(storage, storage.unsettled, Partition.of(parts))], [mesh.get_group()])
         phase = Phase.BACKWARD if _torch_private.in_backward() else Phase.FORWARD
         policy = self.wrap.settled_policy() if self.wrap else GatherPolicy.unknown(storage.format)
-        plan = plan_gather(storage.format, parts, cut.region, policy, phase)
-        return plan.pack(storage.buffers, storage.region), (plan, storage.buffers, cut.shape)
+        plans = {p: plan_gather(storage.format, parts, cut.region, policy, p) for p in Phase}
+        return plans[phase].pack(storage.buffers, storage.region), (plans, phase, storage.buffers, cut.shape)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[QuantizedParameter, tuple[Tensor, ...]] | None:
         """The unsharded parameter and the buffers FSDP2 has to manage; later, `out` refilled in place."""
-        plan, shard, shape = metadata
-        if len(plan.parts) > 1 and outputs[0].numel() == plan.wires[0].nbytes:
-            plan = replace(plan, parts=(plan.whole,))  # one row, replicated: nothing was gathered
+        plans, phase, shard, shape = metadata
+        if len(plans[phase].parts) > 1 and outputs[0].numel() == plans[phase].wires[0].nbytes:
+            plans = {p: replace(plan, parts=(plan.whole,)) for p, plan in plans.items()}  # one row, replicated
+        plan = plans[phase]
         if out is None:
             storage = UnshardedStorage(self.format, plan.whole, param_dtype, outputs[0].device)
+            owned = set().union(*(p.owned(self.format, len(outputs)) for p in plans.values()))
+            storage.allocate(f for f in self.format.fields if f in owned)
             storage.fill(plan, outputs, shard)
             return QuantizedParameter(storage, shape), tuple(storage.owned.values())
         local = getattr(out, "_local_tensor", out)  # a DTensor under tensor parallelism

@@ -116,10 +116,22 @@ class GatherPlan:
 
     def concatenated(self, outputs: Sequence[Tensor], field: Field) -> Tensor | None:
         """The stored tensor of `field`, where the gathered wire already is it (a view); None where it is not."""
-        for output, wire in zip(outputs, self.wires, strict=False):
-            if wire.fields == (field,) and geometry.is_concatenation(field, self.parts, self.whole):
-                return _view(field, output, self.whole)
-        return None
+        return _view(field, outputs[self.wire_of(field)], self.whole) if self.is_zero_copy(field) else None
+
+    def is_zero_copy(self, field: Field) -> bool:
+        """Whether the gathered wire of `field` is its stored tensor."""
+        alone = self.wires[self.wire_of(field)].fields == (field,)
+        return alone and geometry.is_concatenation(field, self.parts, self.whole)
+
+    def sends(self, field: Field) -> bool:
+        """Whether `field` crosses the wire."""
+        return any(field in wire.fields for wire in self.wires)
+
+    def owned(self, format: Format, num_outputs: int) -> set[Field]:
+        """Fields of the unsharded parameter that are no views of `num_outputs` gathered wires."""
+        live = {f for d in self.present for f in format[d].fields}
+        views = {f for f in live if self.sends(f) and self.wire_of(f) < num_outputs and self.is_zero_copy(f)}
+        return live - views
 
 
 @lru_cache(maxsize=8192)

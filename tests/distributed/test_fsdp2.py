@@ -1,0 +1,196 @@
+"""Quantized parameters under FSDP2: what modules see is the quantized whole, and nothing of it stays."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from te_dist import fsdp2, optim
+from te_dist.tensor import storage as storages
+from te_dist.testing import StorageTracker, assert_bitwise, mesh, pool
+from tests.distributed.probe import FORMATS, Layer, assert_seen, fits, random_matrix
+
+COLS = 160  # a ragged tile of 128; a multiple of 32 and 16
+
+
+def masters_of(layer: Layer, optimizer: optim.FusedAdam) -> torch.Tensor:
+    return optimizer.state[layer.weight]["master_param"].full_tensor()
+
+
+def assert_directions(layer: Layer) -> None:
+    """Forward holds the rowwise fields alone; backward the columnwise ones, beside rowwise where those are derived."""
+    format = layer.weight._local_tensor.format
+    row = {f.name for f in format.rowwise.fields}
+    col = {f.name for f in format.columnwise.fields} if format.columnwise else row
+    assert layer.seen_in_forward.keys() == row
+    assert layer.seen_in_backward.keys() == (row | col if format.columnwise_is_derivable else col)
+
+
+def assert_nothing_unsharded(tracker: StorageTracker, besides: list[torch.Tensor], smallest: int) -> None:
+    """No storage of an unsharded parameter is allocated; gloo's threads may drop theirs a moment after the wait."""
+    deadline = time.monotonic() + 5
+    while True:
+        unsharded = [a for a in tracker.alive(besides=besides) if a.nbytes >= smallest]
+        if not unsharded or time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    assert not unsharded, f"unsharded bytes are alive after backward: {[str(a) for a in unsharded]}"
+
+
+def train_and_compare(rank: int, world: int, name: str, rows: int, how: str) -> None:
+    """Three optimizer steps; every unsharded weight against the gathered masters, quantized whole."""
+    masters = [random_matrix(rows, COLS, seed) for seed in (0, 1)]
+    layers = [Layer(FORMATS[name], master) for master in masters]
+    data_mesh = mesh((world,), ("dp",))
+    reshard = how != "kept"
+    for layer in layers:
+        if how == "torch":
+            torch_fully_shard(layer, mesh=data_mesh)
+        else:
+            fsdp2.fully_shard(layer, mesh=data_mesh, reshard_after_forward=reshard, recompute=how == "recompute")
+    optimizer = optim.FusedAdam([layer.weight for layer in layers], lr=0.05)
+    for step in range(3):
+        x = random_matrix(8, COLS, 100 * step + rank).requires_grad_()
+        with StorageTracker() as tracker:
+            y = [layer(x) for layer in layers]
+            sum((each**2).mean() for each in y).backward()
+        for layer, master in zip(layers, masters, strict=True):
+            assert_seen(layer, master, backward=False)
+            assert_seen(layer, master, backward=True)
+            if how == "ours":
+                assert_directions(layer)
+        shards = [t for layer in layers for t in (layer.weight.grad._local_tensor, layer.weight._local_tensor)]
+        kept = [x.grad, *y, *shards]
+        seen = [w for layer in layers for d in (layer.seen_in_forward, layer.seen_in_backward) for w in d.values()]
+        if how != "recompute":
+            del y
+            assert_nothing_unsharded(tracker, [*kept, *seen], rows * COLS // 4)
+        optimizer.step()
+        optimizer.zero_grad()
+        masters = [masters_of(layer, optimizer) for layer in layers]
+        assert not any(layer.weight._local_tensor.storage.unsettled is not None for layer in layers)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("world", "rows"), [(1, 384), (2, 328), (3, 328), (4, 384)])
+def test_unsharded_weight_is_the_quantized_whole(world: int, rows: int, name: str) -> None:
+    if not fits(FORMATS[name], rows, world):
+        rows = 384
+    pool(world).run(train_and_compare, name, rows, "ours")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("how", ["torch", "kept", "recompute"])
+def test_every_way_to_wrap(how: str, name: str) -> None:
+    pool(2).run(train_and_compare, name, 352, how)
+
+
+@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.alignment(0) == 1])
+def test_fewer_rows_than_ranks(name: str) -> None:
+    pool(4).run(train_and_compare, name, 2, "ours")
+    pool(2).run(train_and_compare, name, 1, "torch")
+
+
+def wrap_misaligned(rank: int, world: int, name: str) -> str:
+    layer = Layer(FORMATS[name], random_matrix(16 * 7, COLS, 0))
+    with pytest.raises(ValueError, match="inside a stored byte") as error:
+        fsdp2.fully_shard(layer, mesh=mesh((world,), ("dp",)))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["nvfp4_1d_hadamard"])
+def test_a_cut_inside_a_stored_byte_is_refused_on_every_rank(name: str) -> None:
+    first, *others = pool(3).run(wrap_misaligned, name)
+    assert all(other == first for other in others)
+
+
+def write_and_compare(rank: int, world: int, name: str, settle: bool) -> None:
+    """High-precision values written shard by shard end as the quantized whole."""
+    rows = 336
+    layer = Layer(FORMATS[name], random_matrix(rows, COLS, 0))
+    fsdp2.fully_shard(layer, mesh=mesh((world,), ("dp",)))
+    whole = random_matrix(rows, COLS, 5)
+    start = layer.weight._local_tensor.storage.region.rows
+    layer.weight._local_tensor.copy_(whole[start.start : start.stop])
+    if settle:
+        fsdp2.settle(layer)
+        assert layer.weight._local_tensor.storage.unsettled is None
+    layer(random_matrix(4, COLS, rank))
+    assert_seen(layer, whole, backward=False)
+
+
+@pytest.mark.parametrize("settle", [True, False], ids=["settled", "at the gather"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_written_into_shards_agree_on_their_scales(name: str, settle: bool) -> None:
+    pool(3).run(write_and_compare, name, settle)
+
+
+def late_change(rank: int, world: int) -> str:
+    layer = Layer(FORMATS["mxfp8_1d"], random_matrix(64, COLS, 0))
+    fsdp2.fully_shard(layer, mesh=mesh((world,), ("dp",)), reshard_after_forward=True)
+    layer(random_matrix(4, COLS, 1).requires_grad_()).sum().backward()
+    layer.set_reshard_after_forward(False)
+    with pytest.raises(RuntimeError, match="before the first forward") as error:
+        layer(random_matrix(4, COLS, 1))
+    return str(error.value)
+
+
+def test_a_late_set_reshard_after_forward_raises_on_every_rank() -> None:
+    first, second = pool(2).run(late_change)
+    assert first == second
+
+
+class Stacked(nn.Module):
+    """A [members, rows, cols] weight."""
+
+    def __init__(self, format, values):
+        super().__init__()
+        self.weight = nn.Parameter(fsdp2.QuantizedParameter(storages.quantize(values, format), values.shape))
+
+    def forward(self, x):
+        return torch.einsum("tk,enk->etn", x, self.weight.dequantize().float())
+
+
+def shard_stacked(rank: int, world: int, name: str) -> None:
+    values = random_matrix(6 * 40, COLS, 3).view(6, 40, COLS)
+    module = Stacked(FORMATS[name], values)
+    want = module.weight.dequantize()
+    fsdp2.fully_shard(module, mesh=mesh((world,), ("dp",)))
+    assert module.weight._local_tensor.shape == (6 // world, 40, COLS)
+    module.unshard()
+    assert_bitwise(module.weight.dequantize(), want, "stacked weight")
+    module.reshard()
+
+
+@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if 80 % f.alignment(0) == 0])
+def test_stacked_weights_are_cut_by_members(name: str) -> None:
+    pool(3).run(shard_stacked, name)
+
+
+def count_reductions(rank: int, world: int) -> list[int]:
+    """All-reduces of one optimizer step over several layers with per-tensor scales and cut tiles."""
+    names = ["float8_tensorwise", "float8_block_2d", "nvfp4_2d", "high_precision"]
+    layers = [Layer(FORMATS[n], random_matrix(200, COLS, i)) for i, n in enumerate(names)]
+    for layer in layers:
+        fsdp2.fully_shard(layer, mesh=mesh((world,), ("dp",)))
+    optimizer = optim.FusedAdam([layer.weight for layer in layers], lr=0.1)
+    calls = []
+    original = dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: (calls.append(args[0].numel()), original(*args, **kwargs))[1]
+    try:
+        for layer in layers:
+            layer(random_matrix(4, COLS, rank)).sum().backward()
+        optimizer.step()
+    finally:
+        dist.all_reduce = original
+    return calls
+
+
+def test_one_reduction_a_step() -> None:
+    for calls in pool(2).run(count_reductions):
+        assert len(calls) == 1, calls
