@@ -1,0 +1,84 @@
+"""Reading a checkpoint of one format into a model of another, by way of high-precision values that were saved too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from te_dist.checkpoints import model_state, optimizer_state
+from te_dist.checkpoints.manifest import Manifest
+from te_dist.checkpoints.store import WholeReader
+from te_dist.tensor import QuantizedTensor
+from te_dist.tensor import storage as storages
+from te_dist.tensor.placement import local_part, local_tensor
+
+
+def compare(named: dict[str, Tensor], manifest: Manifest) -> tuple[dict[str, str], list[str]]:
+    """By name of each tensor to convert, the key of its saved high-precision values; and why others cannot be read."""
+    sources: dict[str, str] = {}
+    problems: list[str] = []
+    for name, tensor in named.items():
+        saved, wanted = manifest.model.get(name), model_state.describe(tensor)
+        if saved is None:
+            problems.append(f"{name} is not in it; build the model that was saved")
+        elif saved["shape"] != wanted["shape"]:
+            problems.append(f"{name} has shape {saved['shape']} in it, wanted {wanted['shape']}")
+        elif not _same_bytes(saved, wanted):
+            source = _source(name, manifest)
+            if source is not None:
+                sources[name] = source
+            else:
+                problems.append(_no_source(name, saved, wanted))
+    return sources, problems
+
+
+def convert(where: Path, sources: dict[Tensor, str]) -> None:
+    """Fills each tensor from the whole of its high-precision values, one tensor at a time; not collective.
+
+    The bytes are those of the whole quantized at once, so they do not depend on how the tensor is cut.
+    """
+    if not sources:
+        return
+    reader = WholeReader(where)
+    for tensor, key in sources.items():
+        _fill(tensor, reader.read(key).to(tensor.device))
+
+
+def _fill(tensor: Tensor, whole: Tensor) -> None:
+    local = local_tensor(tensor)
+    if not isinstance(local, QuantizedTensor):
+        local.copy_(local_part(whole, tensor) if isinstance(tensor, DTensor) else whole)
+        return
+    region = local.storage.region
+    quantized = storages.quantize(whole, local.format)
+    rows = quantized.narrow(0, region.rows.start, len(region.rows))
+    local.storage.copy_(rows.narrow(1, region.cols.start, len(region.cols)))
+
+
+def _same_bytes(saved: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    """Whether saved bytes can be taken as they are; the nominal dtype of quantized values is no matter of bytes."""
+    if "format" in saved or "format" in wanted:
+        return saved.get("format") == wanted.get("format")
+    return saved["dtype"] == wanted["dtype"]
+
+
+def _source(name: str, manifest: Manifest) -> str | None:
+    """Key of the saved high-precision values of a tensor, None where there are none."""
+    states = manifest.optimizer["params"] if manifest.optimizer else {}
+    if optimizer_state.MASTER in states.get(name, {}).get("state", {}):
+        return f"optimizer.state.{name}.{optimizer_state.MASTER}"
+    saved = manifest.model[name]
+    is_plain = "format" not in saved and getattr(torch, saved["dtype"]).is_floating_point
+    return f"model.{name}" if is_plain else None
+
+
+def _no_source(name: str, saved: dict[str, Any], wanted: dict[str, Any]) -> str:
+    return (
+        f"{name} is saved as {model_state.format_name(saved)}, wanted {model_state.format_name(wanted)}, and no "
+        "high-precision values of it are saved to make the one from the other; load it into a model of the saved "
+        "format, or save it with an optimizer that keeps masters (te_dist.optim.FusedAdam)"
+    )

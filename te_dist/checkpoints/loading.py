@@ -1,0 +1,107 @@
+"""Reading checkpoints: everything is checked before anything is written into the model."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from te_dist.checkpoints import conversion, folder, model_state, optimizer_state, store
+from te_dist.checkpoints import extra as extras
+from te_dist.checkpoints.errors import CheckpointError, Ranks, listed
+from te_dist.checkpoints.manifest import Manifest
+
+
+@dataclass
+class _Plan:
+    """What is read into what.
+
+    Attributes:
+        where: directory of the checkpoint.
+        named: tensors of the model.
+        converted: by name of a tensor whose format is another one, the key of its high-precision values.
+        states: by parameter, the optimizer state to be filled.
+        extra: tensors of the user, to be filled, by reference.
+        unexpected: saved names that this rank has no use for.
+    """
+
+    where: Path
+    manifest: Manifest
+    named: dict[str, Tensor]
+    converted: dict[str, str]
+    states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    unexpected: set[str] = field(default_factory=set)
+
+    @property
+    def read_directly(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.named.items() if name not in self.converted}
+
+    def targets(self) -> store.Tree:
+        """What DCP fills in place."""
+        return store.tree(
+            model=model_state.all_parts(self.read_directly),
+            state=optimizer_state.state_parts(self.states, self.named),
+            extra=self.extra,
+        )
+
+
+@torch.no_grad()
+def load(path: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
+    """Reads a checkpoint, written by any number of processes, into model and optimizer. Every rank calls it.
+
+    Bytes of quantized parameters are those that were saved. Where the model wants another format than was saved, its
+    bytes are made from saved high-precision values (masters of the optimizer, or a plain parameter), and an error
+    raised where there are none.
+
+    Args:
+        path: a checkpoint, the same on every rank.
+        model: as it will be trained: sharded, not on the meta device; its present values do not matter.
+        optimizer: of the class that was saved; None leaves saved optimizer state where it is.
+
+    Returns:
+        What was saved as `extra`.
+
+    Raises:
+        CheckpointError: the checkpoint is not there, damaged, or of another model; on every rank alike, and before
+            anything was changed.
+    """
+    ranks = Ranks.all()
+    plan = ranks.together(lambda: _plan(Path(path), model, optimizer))
+    unexpected = set.intersection(*ranks.gather(plan.unexpected))
+    if unexpected:
+        raise CheckpointError(
+            f"cannot load {path}: it holds what the model and its optimizer have not: {listed(sorted(unexpected))}; "
+            "build the model that was saved"
+        )
+    ranks.together(lambda: plan.manifest.verify(plan.where, ranks.rank, ranks.size))
+    store.read(plan.where, plan.targets(), ranks)
+    conversion.convert(plan.where, {plan.named[name]: key for name, key in plan.converted.items()})
+    model_state.finish_reading(plan.named)
+    if optimizer is not None and plan.manifest.optimizer is not None:
+        optimizer_state.install(optimizer, plan.states, plan.manifest.optimizer)
+    return extras.join(plan.manifest.extra, plan.extra)
+
+
+def _plan(path: Path, model: nn.Module, optimizer: Optimizer | None) -> _Plan:
+    where = folder.resolve(path)
+    manifest = Manifest.read(where)
+    named = model_state.named_tensors(model)
+    model_state.check_quantized(named)
+    converted, problems = conversion.compare(named, manifest)
+    if optimizer is not None:
+        problems += optimizer_state.mismatches(optimizer, named, manifest.optimizer)
+    if problems:
+        raise CheckpointError(f"cannot load {path}: {listed(problems)}")
+    plan = _Plan(where, manifest, named, converted, extra=extras.allocate(manifest.extra))
+    plan.unexpected = set(manifest.model) - set(named)
+    if optimizer is not None and manifest.optimizer is not None:
+        plan.states = optimizer_state.allocate(optimizer, named, manifest.optimizer)
+        missing = optimizer_state.unexpected(optimizer, named, manifest.optimizer)
+        plan.unexpected |= {f"optimizer state of {name}" for name in missing}
+    return plan

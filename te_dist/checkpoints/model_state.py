@@ -1,0 +1,163 @@
+"""The parameters and buffers of a model: their names, what a manifest says of them, what DCP is handed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from te_dist.checkpoints.errors import CheckpointError, listed
+from te_dist.checkpoints.part import Part
+from te_dist.formats import Format, Region
+from te_dist.tensor import QuantizedStorage, QuantizedTensor
+from te_dist.tensor.placement import local_tensor
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch.compile and checkpoint_wrapper put into names
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers, the objects themselves, by the names the author of the model gave them.
+
+    Raises:
+        CheckpointError: a module keeps state that is no tensor, or a tensor is nowhere yet (meta).
+    """
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    # NOTE: FSDP2 reshards in a hook of `state_dict`; `named_parameters` would show unsharded parameters.
+    state = model.state_dict(keep_vars=True)
+    named = {".".join(p for p in name.split(".") if p not in WRAPPERS): value for name, value in state.items()}
+    other = [f"{name} ({type(value).__name__})" for name, value in named.items() if not isinstance(value, Tensor)]
+    if other:
+        raise CheckpointError(f"state of modules that is no tensor: {listed(other)}; hand it over as `extra`")
+    meta = [name for name, value in named.items() if value.is_meta]
+    if meta:
+        raise CheckpointError(f"tensors on the meta device: {listed(meta)}; call fsdp2.materialize or to_empty first")
+    return {name: value for name, value in named.items() if _is_here(value)}
+
+
+def _is_here(tensor: Tensor) -> bool:
+    """Whether this rank belongs to the mesh of the tensor."""
+    return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
+
+
+def describe(tensor: Tensor) -> dict[str, Any]:
+    """What a manifest says of a whole tensor; equal on all ranks."""
+    described: dict[str, Any] = {"shape": list(tensor.shape), "dtype": str(tensor.dtype)[6:]}
+    local = local_tensor(tensor)
+    if isinstance(local, QuantizedTensor):
+        described["format"] = describe_format(local.format)
+    return described
+
+
+def describe_format(format: Format) -> dict[str, Any]:
+    """The canonical part of a format: what must be equal for the bytes of one tensor to be those of another.
+
+    Padding is left out: it is not saved.
+    """
+    format = format.canonical
+    return {
+        direction.value: {
+            "codec": repr(format[direction].codec),
+            "fields": {
+                f.name: f"{str(f.dtype)[6:]}, grain {f.grain}, tile {f.tile}, {f.order}, pack {f.pack}"
+                for f in format[direction].fields
+            },
+        }
+        for direction in format.directions
+    }
+
+
+def format_name(described: dict[str, Any]) -> str:
+    """A format, or the dtype of a plain tensor, in a message."""
+    if "format" not in described:
+        return described["dtype"]
+    return " and ".join(f"{direction} {each['codec']}" for direction, each in described["format"].items())
+
+
+def parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """What DCP writes and reads for one tensor, by key; reading fills the tensor in place.
+
+    A plain tensor keeps its name. The fields of a quantized one become siblings of it: `layer.weight_row_data`. They
+    are no children, `layer.weight.row_data`, because torch's helpers would look for an attribute of the weight.
+    """
+    local = local_tensor(tensor)
+    if not isinstance(local, QuantizedTensor):
+        return {name: tensor.detach()}
+    whole = whole_region(tensor)
+    return {f"{name}_{f.name}": Part.of_field(f, local.storage, whole) for f in local.format.canonical.fields}
+
+
+def all_parts(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`parts` of every tensor.
+
+    Raises:
+        CheckpointError: a field of one tensor would have the name of another tensor.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in named.items():
+        own = parts(name, tensor)
+        taken = [key for key in own if key in found or (key in named and key != name)]
+        if taken:
+            raise CheckpointError(f"{name} would be saved as {taken[0]}, which is the name of another; rename that one")
+        found |= own
+    return found
+
+
+def whole_region(tensor: Tensor) -> Region:
+    """The matrix behind a quantized tensor, before any cut."""
+    cols = tensor.shape[-1]
+    return Region.whole(tensor.numel() // cols if cols else 0, cols)
+
+
+def check_quantized(named: dict[str, Tensor]) -> None:
+    """Raises CheckpointError where the bytes of a shard are not, or cannot be placed as, those of the whole."""
+    problems: list[str] = []
+    for name, tensor in named.items():
+        local = local_tensor(tensor)
+        if isinstance(local, QuantizedTensor):
+            problems += [f"{name} {problem}" for problem in _misplaced(tensor, local.storage)]
+    if problems:
+        raise CheckpointError(listed(problems))
+
+
+def check_settled(named: dict[str, Tensor]) -> None:
+    """Raises CheckpointError where shards of one tensor have not agreed on the scales they share."""
+    unsettled = [name for name, storage in _storages(named) if storage.unsettled is not None]
+    if unsettled:
+        raise CheckpointError(
+            f"{listed(unsettled)}: high-precision values were written into shards, each by its own scales; "
+            "call fsdp2.settle(model) before saving, so that all shards share those of the whole"
+        )
+
+
+def finish_reading(named: dict[str, Tensor]) -> None:
+    """Rebuilds what is derived from the bytes that were read, and forgets the values these replace."""
+    for _, storage in _storages(named):
+        storage.copy_(storage.select(*storage.format.canonical.directions))
+        storage.initial = None
+
+
+def _storages(named: dict[str, Tensor]) -> Iterable[tuple[str, QuantizedStorage]]:
+    for name, tensor in named.items():
+        local = local_tensor(tensor)
+        if isinstance(local, QuantizedTensor):
+            yield name, local.storage
+
+
+def _misplaced(tensor: Tensor, storage: QuantizedStorage) -> list[str]:
+    """What is wrong with a shard: fields that are not there, or a region other than the mesh says."""
+    missing = [f.name for f in storage.format.canonical.fields if f.name not in storage.buffers]
+    if missing:
+        return [f"has no {', '.join(missing)}, got {list(storage.buffers)}; call update_usage(rowwise_usage=True)"]
+    wanted = whole_region(tensor)
+    if isinstance(tensor, DTensor) and all(storage.region.shape):
+        (chunk,) = tensor.__create_chunk_list__()
+        unit = wanted.shape[0] // tensor.shape[0] if tensor.dim() > 1 else 1
+        origin = (chunk.offsets[0] * unit, chunk.offsets[-1]) if tensor.dim() > 1 else (0, chunk.offsets[0])
+        wanted = wanted.narrow(0, origin[0], storage.shape[0]).narrow(1, origin[1], storage.shape[1])
+    if wanted != storage.region and all(storage.region.shape):
+        return [f"is said to be {storage.region}, but by shape and mesh it is {wanted}; cut it from the whole tensor"]
+    return []

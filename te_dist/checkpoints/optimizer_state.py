@@ -1,0 +1,195 @@
+"""The state of an optimizer: by parameter name, sharded as the parameters are.
+
+[Note: Why not torch's helpers]
+`get_optimizer_state_dict` and `set_optimizer_state_dict` make a missing state by a step with zero gradients, which
+quantizes every weight anew, and `Optimizer.load_state_dict` casts state to the dtype of its parameter, which would make
+bf16 of fp32 moments. So state is described, allocated and filled here, for any optimizer that keeps a dictionary of
+tensors and plain values for each parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from te_dist.checkpoints import extra
+from te_dist.checkpoints.errors import CheckpointError
+from te_dist.tensor import QuantizedTensor
+from te_dist.tensor.placement import local_tensor
+
+MASTER = "master_param"  # fp32 values of a parameter, as te_dist.optim keeps them
+
+Named = dict[str, Tensor]
+
+
+def describe(optimizer: Optimizer, named: Named) -> dict[str, Any]:
+    """What a manifest says of an optimizer: its class, its groups, and each parameter's group and state.
+
+    Raises:
+        CheckpointError: a parameter is none of the model, or its state cannot be saved.
+    """
+    groups = [{k: _value(v, k) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    params = {}
+    for name, index, param in _params(optimizer, named):
+        state = optimizer.state.get(param, {})
+        params[name] = {"group": index, "state": {k: _describe(v, f"{name}: {k}", param) for k, v in state.items()}}
+    return {"class": _class_name(optimizer), "groups": groups, "params": params}
+
+
+def tensors(optimizer: Optimizer, named: Named) -> dict[str, dict[str, Tensor]]:
+    """By parameter and key, the tensors of the state."""
+    found = {}
+    for name, _, param in _params(optimizer, named):
+        state = optimizer.state.get(param, {})
+        found[name] = {k: v.detach() for k, v in state.items() if isinstance(v, Tensor)}
+    return {name: state for name, state in found.items() if state}
+
+
+def mismatches(optimizer: Optimizer, named: Named, saved: dict[str, Any] | None) -> list[str]:
+    """Why a saved optimizer cannot be read into this one; empty where it can."""
+    if saved is None:
+        return ["it holds no optimizer state; load without optimizer=, or save with it"]
+    if saved["class"] != _class_name(optimizer):
+        return [f"it holds state of {saved['class']}, wanted {_class_name(optimizer)}; use the same optimizer"]
+    if len(saved["groups"]) != len(optimizer.param_groups):
+        return [f"it holds {len(saved['groups'])} parameter groups, wanted {len(optimizer.param_groups)}"]
+    problems = []
+    for name, index, param in _params(optimizer, named):
+        entry = saved["params"].get(name)
+        if entry is None:
+            problems.append(f"{name} is not in the saved optimizer")
+        elif entry["group"] != index:
+            problems.append(f"{name} is in group {entry['group']} of the saved optimizer, in group {index} of this one")
+        else:
+            problems += _state_mismatches(name, param, optimizer.state.get(param, {}), entry["state"])
+    return problems
+
+
+def unexpected(optimizer: Optimizer, named: Named, saved: dict[str, Any]) -> set[str]:
+    """Parameters of a saved optimizer that this one, on this rank, does not have."""
+    return set(saved["params"]) - {name for name, _, _ in _params(optimizer, named)}
+
+
+def allocate(optimizer: Optimizer, named: Named, saved: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
+    """By parameter, the state to be filled: tensors that are there already are used again."""
+    return {
+        param: {
+            key: _allocate(param, optimizer.state.get(param, {}).get(key), described, optimizer.param_groups[index])
+            for key, described in saved["params"][name]["state"].items()
+        }
+        for name, index, param in _params(optimizer, named)
+    }
+
+
+def install(optimizer: Optimizer, states: dict[Tensor, dict[str, Any]], saved: dict[str, Any]) -> None:
+    """Puts filled state and the saved hyperparameters into the optimizer."""
+    for param, state in states.items():
+        if state:
+            optimizer.state[param] = state
+        else:
+            optimizer.state.pop(param, None)
+    for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
+        for key, value in extra.join(values, {}).items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+
+
+def state_parts(states: dict[Tensor, dict[str, Any]], named: Named) -> dict[str, dict[str, Tensor]]:
+    """Tensors of `allocate`, as `tensors` names them."""
+    names = _names(named)
+    found = {names[id(p)]: {k: v for k, v in s.items() if isinstance(v, Tensor)} for p, s in states.items()}
+    return {name: state for name, state in found.items() if state}
+
+
+def _names(named: Named) -> dict[int, str]:
+    """Name by identity; the first one of a tied parameter."""
+    return {id(tensor): name for name, tensor in reversed(named.items())}
+
+
+def _params(optimizer: Optimizer, named: Named) -> Iterator[tuple[str, int, Tensor]]:
+    """(name, index of its group, parameter) of all parameters."""
+    names = _names(named)
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in names:
+                raise CheckpointError(
+                    f"group {index} of the optimizer holds a parameter of shape {tuple(param.shape)} that is none of "
+                    "the model; build the optimizer from model.parameters(), after sharding the model"
+                )
+            yield names[id(param)], index, param
+
+
+def _value(value: Any, key: str) -> Any:
+    """A hyperparameter for JSON; a tensor of one element (`capturable`) becomes a number."""
+    if isinstance(value, Tensor):
+        return value.item()
+    tree, held = extra.split(value)
+    if held:
+        raise CheckpointError(f"optimizer group: {key} holds tensors; only numbers, text and their lists can be saved")
+    return tree
+
+
+def _describe(value: Any, what: str, param: Tensor) -> dict[str, Any]:
+    if not isinstance(value, Tensor):
+        return {"value": _value(value, what)}
+    if isinstance(local_tensor(value), QuantizedTensor):
+        raise CheckpointError(f"{what}: optimizer state that is quantized cannot be saved; keep it in high precision")
+    if isinstance(param, DTensor) and not isinstance(value, DTensor) and value.dim():
+        raise CheckpointError(
+            f"{what} is a plain tensor of shape {tuple(value.shape)} while its parameter is sharded: where its parts "
+            "belong is not known; keep it as a DTensor"
+        )
+    return {
+        "shape": list(value.shape),
+        "dtype": str(value.dtype)[6:],
+        "beside_parameter": value.device == param.device,
+    }
+
+
+def _state_mismatches(name: str, param: Tensor, here: dict[str, Any], saved: dict[str, Any]) -> list[str]:
+    if here and saved and set(here) != set(saved):
+        return [f"{name} has optimizer state {sorted(saved)}, wanted {sorted(here)}; use the same options"]
+    return [
+        f"{name}: {key} has shape {described['shape']} and is not there yet, so where its parts belong is not known; "
+        "make one step with the optimizer before loading"
+        for key, described in saved.items()
+        if described.get("shape") and described["shape"] != list(param.shape) and not _fits(here.get(key), described)
+    ]
+
+
+def _fits(value: Any, described: dict[str, Any]) -> bool:
+    """Whether a saved tensor can be read into `value`."""
+    return (
+        isinstance(value, Tensor)
+        and list(value.shape) == described["shape"]
+        and str(value.dtype)[6:] == described["dtype"]
+    )
+
+
+def _allocate(param: Tensor, here: Any, described: dict[str, Any], group: dict[str, Any]) -> Any:
+    if "value" in described:
+        return extra.join(described["value"], {})
+    if _fits(here, described):
+        return here
+    dtype = getattr(torch, described["dtype"])
+    if described["shape"] != list(param.shape) or not param.dim():
+        # NOTE: torch's optimizers keep `step` on the CPU unless their kernels read it.
+        beside = described["beside_parameter"] or group.get("capturable") or group.get("fused")
+        return torch.empty(described["shape"], dtype=dtype, device=param.device if beside else "cpu")
+    if not isinstance(param, DTensor):
+        return torch.empty(param.shape, dtype=dtype, device=param.device)
+    local = torch.empty(local_tensor(param).shape, dtype=dtype, device=param.device)
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+
+
+def _class_name(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"

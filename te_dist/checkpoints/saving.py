@@ -1,0 +1,187 @@
+"""Writing checkpoints, at once or in the background."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from te_dist.checkpoints import extra as extras
+from te_dist.checkpoints import folder, model_state, optimizer_state, store
+from te_dist.checkpoints.errors import CheckpointError, Ranks
+from te_dist.checkpoints.manifest import Manifest, checksum, versions
+from te_dist.checkpoints.part import Part
+
+
+@dataclass
+class _Snapshot:
+    """What this rank contributes: tensors, and what the manifest says of them."""
+
+    tensors: store.Tree
+    manifest: Manifest
+
+
+def save(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a checkpoint. Every rank calls it, with the same path on a file system that all of them see.
+
+    Args:
+        path: a directory that appears once the checkpoint is complete; a checkpoint that is there is replaced.
+        model: parameters and persistent buffers are saved; quantized ones as their bytes.
+        optimizer: any that keeps a dictionary of tensors and plain values for each parameter.
+        extra: step, position in the data, generator states: values for JSON and plain tensors, those of rank 0.
+
+    Raises:
+        CheckpointError: nothing was written under `path`; on every rank alike.
+    """
+    ranks = Ranks.all()
+    snapshot = ranks.together(lambda: _snapshot(model, optimizer, extra, ranks.rank))
+    _write(Path(path), snapshot, ranks)
+
+
+def async_save(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Future[None]:
+    """`save` that returns once everything is copied to the CPU, and writes in a thread of its own.
+
+    Training may go on at once. Wait for the future before the next save and before the process ends: what the writing
+    raises is raised by its `result()`. The first call is collective beyond `save`: it makes a gloo group.
+    """
+    ranks = Ranks.all()
+    if ranks.group is not None:
+        ranks = Ranks(_background_group(ranks.group))
+    snapshot = ranks.together(lambda: _on_cpu(_snapshot(model, optimizer, extra, ranks.rank)))
+    return _in_thread(lambda: _write(Path(path), snapshot, ranks))
+
+
+def _snapshot(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, rank: int) -> _Snapshot:
+    named = model_state.named_tensors(model)
+    model_state.check_quantized(named)
+    model_state.check_settled(named)
+    tree, held = extras.split(dict(extra or {}))
+    tensors = store.tree(
+        model=model_state.all_parts(named),
+        state={} if optimizer is None else optimizer_state.tensors(optimizer, named),
+        extra=held if rank == 0 else {},
+    )
+    return _Snapshot(
+        tensors,
+        Manifest(
+            model={name: model_state.describe(tensor) for name, tensor in named.items()},
+            optimizer=None if optimizer is None else optimizer_state.describe(optimizer, named),
+            extra=tree,
+        ),
+    )
+
+
+def _write(path: Path, snapshot: _Snapshot, ranks: Ranks) -> None:
+    is_first = ranks.rank == 0
+    manifest = _merged(snapshot.manifest, ranks)
+    where = folder.temporary(path)
+    ranks.together(lambda: folder.begin(path) if is_first else None)
+    store.write(where, snapshot.tensors, ranks)
+    own = ranks.together(lambda: _checksums(where, ranks.rank))
+    manifest.files = {name: entry for files in ranks.gather(own) for name, entry in files.items()}
+    ranks.together(lambda: _complete(path, manifest) if is_first else None)
+
+
+def _complete(path: Path, manifest: Manifest) -> None:
+    where = folder.temporary(path)
+    unseen = [name for name in manifest.files if not (where / name).is_file()]
+    if unseen:
+        raise CheckpointError(
+            f"cannot save {path}: rank 0 does not see {unseen[0]}, which another rank wrote; "
+            "save to a file system that all ranks share"
+        )
+    manifest.write(where)
+    folder.publish(path)
+
+
+def _checksums(where: Path, rank: int) -> dict[str, list[int]]:
+    """[bytes, crc32] of the files that this rank wrote."""
+    own = [p for p in where.iterdir() if p.name.startswith(f"__{rank}_") or (rank == 0 and p.name == ".metadata")]
+    return {p.name: [p.stat().st_size, checksum(p)] for p in own}
+
+
+def _merged(manifest: Manifest, ranks: Ranks) -> Manifest:
+    """The manifest of all ranks, which hold different parameters under pipeline parallelism. Collective."""
+    own = (manifest.model, manifest.optimizer)
+    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+    model, optimizer = own
+    if len(set(ranks.gather(digest))) > 1:
+        all_of = ranks.gather(own)
+        model = _union([theirs for theirs, _ in all_of], "the model")
+        optimizers = [theirs for _, theirs in all_of if theirs is not None]
+        if optimizers:
+            optimizer = optimizers[0] | {"params": _union([o["params"] for o in optimizers], "the optimizer")}
+    (first, *_) = ranks.gather(manifest.extra if ranks.rank == 0 else None)
+    return Manifest(model, optimizer, first, versions=versions(), world_size=ranks.size)
+
+
+def _union(described: list[dict[str, Any]], what: str) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for each in described:
+        for name, entry in each.items():
+            if merged.setdefault(name, entry) != entry:
+                raise CheckpointError(
+                    f"ranks do not agree on {name} of {what}: got {entry} and {merged[name]}; "
+                    "build the same model and optimizer on every rank"
+                )
+    return merged
+
+
+def _on_cpu(snapshot: _Snapshot) -> _Snapshot:
+    return _Snapshot(_copied(snapshot.tensors), snapshot.manifest)
+
+
+def _copied(tree: Any) -> Any:
+    """Every tensor of a nested dictionary in CPU memory of its own."""
+    if isinstance(tree, dict):
+        return {key: _copied(value) for key, value in tree.items()}
+    if isinstance(tree, DTensor):
+        tree = Part.of_dtensor(tree)
+    return tree.copied_to_cpu() if isinstance(tree, Part) else _plain_copy(tree)
+
+
+def _plain_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _in_thread(work: Callable[[], None]) -> Future[None]:
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="te_dist.checkpoints.async_save").start()
+    return future
+
+
+@functools.lru_cache(maxsize=1)
+def _background_group(_: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of all ranks for writing only, so that its collectives never meet those of training."""
+    return dist.new_group(backend="gloo")

@@ -1,0 +1,73 @@
+"""The calls into torch.distributed.checkpoint, and the keys under which tensors are stored."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from te_dist.checkpoints.errors import CheckpointError, Ranks
+
+Tree = dict[str, Any]  # nested dictionaries of tensors; DCP joins keys by dots
+
+
+def tree(*, model: dict[str, Tensor], state: dict[str, dict[str, Tensor]], extra: dict[str, Tensor]) -> Tree:
+    """Where tensors lie in a checkpoint: `model.<name>`, `optimizer.state.<name>.<key>`, `extra.<reference>`."""
+    whole = {"model": model, "optimizer": {"state": state} if state else {}, "extra": extra}
+    # NOTE: DCP would pickle a dictionary that is empty.
+    return {key: part for key, part in whole.items() if part}
+
+
+def write(where: Path, tensors: Tree, ranks: Ranks) -> None:
+    """Writes this rank's parts of `tensors` into the directory `where`. Collective."""
+    with _translated(f"cannot save into {where}", ranks):
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(where, sync_files=True), process_group=ranks.group)
+
+
+def read(where: Path, tensors: Tree, ranks: Ranks) -> None:
+    """Fills `tensors` in place from the directory `where`. Collective."""
+    with _translated(f"reading {where} failed half-way, the model may be loaded in part", ranks):
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(where), process_group=ranks.group)
+
+
+class WholeReader(dcp.FileSystemReader):
+    """Reads whole tensors, in this process alone; what the checkpoint says of itself is read once."""
+
+    def __init__(self, where: Path) -> None:
+        super().__init__(where)
+        self._metadata = super().read_metadata()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        return self._metadata
+
+    def read(self, key: str) -> Tensor:
+        """The whole of a saved tensor, on the CPU."""
+        saved = self._metadata.state_dict_metadata[key]
+        target = {key: torch.empty(saved.size, dtype=saved.properties.dtype)}
+        with _translated(f"reading {key} of {self.path} failed", Ranks(None)):
+            dcp.load(target, storage_reader=self, no_dist=True)
+        return target[key]
+
+
+@contextmanager
+def _translated(what: str, ranks: Ranks) -> Iterator[None]:
+    """DCP's errors, which it raises on all ranks, as ours; and no warning that one process is one process."""
+    with ExitStack() as stack:
+        if ranks.group is None:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            yield
+        except dcp.CheckpointException as error:
+            raise CheckpointError(f"{what}: {_reasons(error)}") from error
+
+
+def _reasons(error: dcp.CheckpointException) -> str:
+    """What each rank says, without its stack."""
+    return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items())
