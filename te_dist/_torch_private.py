@@ -7,6 +7,7 @@ place. Each entry says why there is no public way, and which members and paramet
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
     return_and_correct_aliasing,
 )
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "ATTRIBUTES",
@@ -24,11 +26,14 @@ __all__ = [
     "TESTED",
     "Private",
     "TorchDispatchMode",
+    "call_when_backward_ends",
     "disabled_torch_function",
     "in_backward",
     "is_traceable_wrapper_subclass",
     "reshards_after_forward",
     "return_and_correct_aliasing",
+    "tree_leaves",
+    "tree_map_only",
 ]
 
 TESTED = ("2.11", "2.13")
@@ -37,6 +42,11 @@ TESTED = ("2.11", "2.13")
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass; a recomputed forward pass is."""
     return torch._C._current_graph_task_id() != -1
+
+
+def call_when_backward_ends(callback: Callable[[], None]) -> None:
+    """Runs `callback` at the end of the backward pass that this thread is inside of."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def reshards_after_forward(unit: nn.Module) -> bool:
@@ -90,6 +100,18 @@ IMPORTED = (
         name="return_and_correct_aliasing",
         parameters=("func", "args", "kwargs", "out"),
     ),
+    Private(
+        "torch.utils._pytree.tree_leaves",
+        "finds the tensors in the arguments of an op; torch has no public tree functions",
+        name="tree_leaves",
+        parameters=("tree", "is_leaf"),
+    ),
+    Private(
+        "torch.utils._pytree.tree_map_only",
+        "replaces the tensors in the arguments of an op; torch has no public tree functions",
+        name="tree_map_only",
+        parameters=("type_or_types_or_pred", "func", "tree"),
+    ),
 )
 
 ATTRIBUTES = (
@@ -108,5 +130,17 @@ ATTRIBUTES = (
     Private(
         "torch.distributed.tensor.DTensor._local_tensor",
         "the local shard without the autograd edge that `to_local` adds; FSDP2 reads hooks on it",
+    ),
+    Private(
+        "torch.autograd.Variable._execution_engine.queue_callback",
+        "the end of a backward pass, when all of its amaxes are known; hooks of tensors see single gradients only",
+    ),
+    Private(
+        "torch.nn.Module._apply",
+        "keeps fp32 scales fp32 under `model.bfloat16()`; the public conversions give a module no say",
+    ),
+    Private(
+        "torch._foreach_copy_",
+        "copies many tensors in a fixed number of kernels; torch.optim uses it so",
     ),
 )

@@ -17,10 +17,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from te_dist._torch_private import TorchDispatchMode, is_traceable_wrapper_subclass
+from te_dist._torch_private import TorchDispatchMode, is_traceable_wrapper_subclass, tree_leaves
 
 
 @dataclass(frozen=True)
