@@ -62,15 +62,11 @@ def imports_go_down(modules: Sequence[Module]) -> Iterator[Violation]:
             yield module.violation(1, f"{module.package} has no tier; give it one in tests/house/imports.py")
             continue
         for imported in module.imports:
-            parts = imported.path.split(".")
-            if parts[0] != "te_dist" or len(parts) < 2 or parts[1] == module.package:
-                continue
-            tier = _tier_of(parts[1])
-            if tier is None or tier >= own:
-                lower = "a package for tests" if parts[1] == TESTING else "not in a lower tier"
-                text = (
-                    f"{module.package} imports {parts[1]}, which is {lower}; pass it as an argument, or move the code"
-                )
+            root, _, below = imported.path.partition(".")
+            target = below.split(".")[0]
+            if root == "te_dist" and target != module.package and not _is_below(target, own):
+                why = "is for tests only" if target == TESTING else "is in no lower tier"
+                text = f"{module.package} imports {imported.path}, which {why}; pass it as an argument, or move code"
                 yield module.violation(imported.line, text)
 
 
