@@ -6,11 +6,11 @@ import bisect
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-SLAB = 64 << 20  # bytes; a power of two, because torch rounds pinned allocations up to one
 ALIGNMENT = 512  # bytes at which ranges start, as the allocators of devices have it
 
 Range = tuple[int, int, int]  # (slab, first byte, end)
@@ -40,7 +40,7 @@ class Block:
         pieces: 1-D uint8 host tensors that hold them, one after the other.
     """
 
-    __slots__ = ("_pool", "_ranges", "nbytes", "pieces")
+    __slots__ = ("__weakref__", "_pool", "_ranges", "nbytes", "pieces")
 
     def __init__(self, pool: HostPool, ranges: list[Range], nbytes: int) -> None:
         self._pool, self._ranges, self.nbytes = pool, ranges, nbytes
@@ -55,10 +55,13 @@ class HostPool:
     """Slabs of host memory with one list of free ranges. A block may be pieced together, so nothing fragments.
 
     Attributes:
+        slab: bytes of one; a power of two, because torch rounds pinned allocations up to one.
         pinned: whether slabs are page-locked, so that a device copies to and from them on its own.
         before_reuse: called before bytes that were given back are handed out again.
         returned: (ranges, bytes) of dropped blocks that are not yet sorted in.
     """
+
+    slab: ClassVar[int] = 64 << 20
 
     def __init__(self, *, pinned: bool, before_reuse: Callable[[], None] = lambda: None) -> None:
         self.pinned = pinned
@@ -77,7 +80,7 @@ class HostPool:
     @property
     def reserved(self) -> int:
         """Bytes of all slabs."""
-        return len(self._slabs) * SLAB
+        return len(self._slabs) * self.slab
 
     def take(self, nbytes: int) -> Block:
         """Hands out `nbytes`, from free ranges first."""
@@ -92,8 +95,8 @@ class HostPool:
     def _ranges(self, wanted: int) -> Iterator[Range]:
         while wanted:
             if not self._free:
-                self._slabs.append(torch.empty(SLAB, dtype=torch.uint8, device="cpu", pin_memory=self.pinned))
-                self._free.append((len(self._slabs) - 1, 0, SLAB))
+                self._slabs.append(torch.empty(self.slab, dtype=torch.uint8, device="cpu", pin_memory=self.pinned))
+                self._free.append((len(self._slabs) - 1, 0, self.slab))
             slab, start, stop = self._free.pop()
             used = min(stop - start, wanted)
             wanted -= used

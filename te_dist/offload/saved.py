@@ -51,7 +51,7 @@ def buffers_of(tensor: Tensor) -> list[Tensor]:
     """The plain tensors that `tensor` is made of; itself, where it is one."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
-    return [leaf for name in tensor.__tensor_flatten__()[0] for leaf in buffers_of(getattr(tensor, name))]
+    return [leaf for inner in _inner(tensor).values() for leaf in buffers_of(inner)]
 
 
 def take_apart(tensor: Tensor) -> tuple[list[Tensor], Rebuild]:
@@ -65,16 +65,23 @@ def take_apart(tensor: Tensor) -> tuple[list[Tensor], Rebuild]:
         return [tensor], lambda leaves: leaves[0]
     names, context = tensor.__tensor_flatten__()
     kind, size, stride = type(tensor), tensor.shape, tensor.stride()
-    apart = [take_apart(getattr(tensor, name)) for name in names]
-    inner = [(name, len(leaves), put_together) for name, (leaves, put_together) in zip(names, apart, strict=True)]
+    apart = {name: take_apart(inner) for name, inner in _inner(tensor).items()}
+    others = {name: getattr(tensor, name) for name in names if name not in apart}
+    plan = [(name, len(leaves), put_together) for name, (leaves, put_together) in apart.items()]
 
     def rebuild(leaves: Sequence[Tensor]) -> Tensor:
-        tensors, at = {}, 0
-        for name, length, put_together in inner:
-            tensors[name], at = put_together(leaves[at : at + length]), at + length
-        return kind.__tensor_unflatten__(tensors, context, size, stride)
+        inner, at = dict(others), 0
+        for name, length, put_together in plan:
+            inner[name], at = put_together(leaves[at : at + length]), at + length
+        return kind.__tensor_unflatten__(inner, context, size, stride)
 
-    return [leaf for leaves, _ in apart for leaf in leaves], rebuild
+    return [leaf for leaves, _ in apart.values() for leaf in leaves], rebuild
+
+
+def _inner(tensor: Tensor) -> dict[str, Tensor]:
+    """Inner tensors of a wrapper by name; what a wrapper names beside them (a mesh) is left out."""
+    named = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+    return {name: inner for name, inner in named.items() if isinstance(inner, Tensor)}
 
 
 def _take_apart_quantized(tensor: QuantizedTensor) -> tuple[list[Tensor], Rebuild]:
@@ -98,12 +105,15 @@ def outlives_backward(tensor: Tensor) -> bool:
     """Whether `tensor` is a parameter, a leaf of the graph, marked, or a view of one of these.
 
     A weight that FSDP2 can shard is told by its hooks, also where it is no `nn.Parameter` (a part of a DTensor).
+    Parameters are marked as they are met, so that later views which nothing links to them are known by their memory.
     """
     base = tensor._base
-    if any(isinstance(t, nn.Parameter) or hasattr(t, "fsdp_pre_all_gather") for t in (tensor, base) if t is not None):
-        return True
-    if any(t.requires_grad and t.is_leaf for t in (tensor, base) if t is not None):
-        return True
+    for known in (tensor,) if base is None else (tensor, base):
+        if isinstance(known, nn.Parameter):
+            mark_not_offload(known)
+            return True
+        if hasattr(known, "fsdp_pre_all_gather") or (known.requires_grad and known.is_leaf):
+            return True
     buffers = buffers_of(tensor)
     if any(leaf.untyped_storage() in _MARKED for leaf in buffers):
         return True

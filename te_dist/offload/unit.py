@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from te_dist.offload.copies import Copies
-from te_dist.offload.host import ALIGNMENT
+from te_dist.offload.host import ALIGNMENT, Block
 
 
 class Kept(Enum):
@@ -74,7 +74,8 @@ class Unit:
     """Parked bytes of one storage.
 
     A unit is *leaving* while `source` is held: its copy to the host may be running, and the bytes can be had from the
-    source itself. It is *parked* once the source is let go, and *back* while anything holds what `fetch` returned.
+    source itself. It is *parked* once the source is let go, and *back* from its first use in backward on: then its
+    host bytes are given up, and the device holds it until the last saved tensor in it is dropped.
 
     Attributes:
         extent: which bytes of the original storage.
@@ -88,15 +89,14 @@ class Unit:
         self.before: weakref.ref[Unit] | None = None
         self._copies, self._statistics = copies, statistics
         self._version = version_of(source)
-        self._block = copies.pool.take(len(extent))
-        self._parked = copies.out(_bytes(source, extent), self._block)
-        self._arriving: tuple[Tensor, object] | None = None
-        self._back: weakref.ref[UntypedStorage] | None = None
-        self._spoiled = False
+        self._is_spoiled = False
+        self._block: Block | None = copies.pool.take(len(extent))
+        self._copied = copies.out(_bytes(source, extent), self._block)  # the latest copy, in either direction
+        self._back: Tensor | None = None
         statistics.parked += len(extent)
         statistics.live += len(extent)
         statistics.peak = max(statistics.peak, statistics.live)
-        weakref.finalize(self, statistics.left, len(extent)).atexit = False
+        weakref.finalize(self._block, statistics.left, len(extent)).atexit = False
 
     def holds(self, extent: Extent, version: int) -> bool:
         """Whether the bytes of `extent` of a tensor at `version` are among those parked."""
@@ -105,42 +105,34 @@ class Unit:
     def let_go(self) -> None:
         """Drops the source, after the copy of it in the order of the current stream."""
         if self.source is not None:
-            self._parked.wait()
+            self._copied.wait()
             self._check()
             self.source = None
 
     def prefetch(self) -> None:
         """Starts the copy back."""
-        if self.source is None and self._arriving is None and not self._is_back():
-            self._arriving = self._copies.back(self._block, self._parked)
+        if self.source is None and self._back is None:
+            self._back, self._copied = self._copies.back(self._block, self._copied)
+            self._block = None
             self._statistics.restored += len(self.extent)
 
     def fetch(self) -> tuple[UntypedStorage, int]:
         """A storage with the bytes in it, and the byte of the original storage at which it starts."""
         if self.source is not None:
             self._check()
-        if self._spoiled:
+        if self._is_spoiled:
             raise RuntimeError(
                 "a tensor saved for backward was modified in place while it was being copied to the host; save a copy "
                 "of it, or modify a clone"
             )
         if self.source is not None:
             return self.source.untyped_storage(), 0
-        storage = self._back() if self._back is not None else None
-        if storage is None:
-            self.prefetch()
-            target, done = self._arriving
-            done.wait()
-            self._arriving = None
-            storage = target.untyped_storage()
-            self._back = weakref.ref(storage)
-        return storage, self.extent.start
-
-    def _is_back(self) -> bool:
-        return self._back is not None and self._back() is not None
+        self.prefetch()
+        self._copied.wait()
+        return self._back.untyped_storage(), self.extent.start
 
     def _check(self) -> None:
-        self._spoiled = self._spoiled or version_of(self.source) != self._version
+        self._is_spoiled = self._is_spoiled or version_of(self.source) != self._version
 
 
 def version_of(tensor: Tensor) -> int:
