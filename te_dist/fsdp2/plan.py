@@ -120,8 +120,9 @@ class GatherPlan:
 
     def is_zero_copy(self, field: Field) -> bool:
         """Whether the gathered wire of `field` is its stored tensor."""
-        alone = self.wires[self.wire_of(field)].fields == (field,)
-        return alone and geometry.is_concatenation(field, self.parts, self.whole)
+        wire = self.wires[self.wire_of(field)]
+        fills = wire.fields == (field,) and wire.nbytes == _widest(field, self.parts)
+        return fills and geometry.is_concatenation(field, self.parts, self.whole)
 
     def sends(self, field: Field) -> bool:
         """Whether `field` crosses the wire."""

@@ -95,15 +95,13 @@ def _empty_like(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     return tensor.like(storage, tensor.shape)
 
 
-@OPS.implements(aten.new_zeros.default)
-def _new_zeros(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """With other rows than this tensor's: a blank of that size, which becomes what is first copied into it."""
+@OPS.implements(aten.new_zeros.default, aten.new_empty.default)
+def _new(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Rows like this tensor's: a blank of that size, which becomes what is first copied into it. Else a plain tensor."""
     tensor, size = args[0], torch.Size(args[1])
-    if size[1:] != tensor.shape[1:] or kwargs.get("dtype") not in (None, tensor.dtype):
-        return torch.zeros(
-            size, dtype=kwargs.get("dtype") or tensor.dtype, device=kwargs.get("device") or tensor.device
-        )
-    return tensor.like(_blank(tensor, size), size)
+    if size[1:] == tensor.shape[1:] and kwargs.get("dtype") in (None, tensor.dtype):
+        return tensor.like(_blank(tensor, size), size)
+    return func(torch.empty(0, dtype=tensor.dtype, device=tensor.device), size, **kwargs)
 
 
 def _blank(tensor: QuantizedTensor, size: torch.Size) -> QuantizedStorage:

@@ -10,6 +10,7 @@ from te_dist.formats import Direction, Format, Region, geometry
 from te_dist.fsdp2 import QuantizedParameter
 from te_dist.tensor import QuantizedStorage, QuantizedTensor
 from te_dist.tensor import storage as storages
+from te_dist.tensor.placement import local_tensor
 from te_dist.testing import assert_bitwise
 
 
@@ -77,9 +78,9 @@ def fits(format: Format, rows: int, world: int) -> bool:
 
 def assert_seen(layer: Layer, master: Tensor, *, backward: bool) -> None:
     """The unsharded weight is bit for bit the whole master, quantized."""
-    want = wires(storages.quantize(master, layer.weight._local_tensor.format))
+    format = local_tensor(layer.weight).format
+    want = wires(storages.quantize(master, format))
     seen = layer.seen_in_backward if backward else layer.seen_in_forward
-    format = layer.weight._local_tensor.format
     needed = Direction.COLUMNWISE if backward and Direction.COLUMNWISE in format else Direction.ROWWISE
     readable = [needed, Direction.ROWWISE] if format.columnwise_is_derivable else [needed]
     present = [d for d in readable if {f.name for f in format[d].fields} <= seen.keys()]

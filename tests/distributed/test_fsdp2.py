@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from te_dist import fsdp2, optim
 from te_dist.tensor import storage as storages
+from te_dist.tensor.placement import local_tensor
 from te_dist.testing import StorageTracker, assert_bitwise, mesh, pool
 from tests.distributed.probe import FORMATS, Layer, assert_seen, fits, random_matrix
 
@@ -24,7 +25,7 @@ def masters_of(layer: Layer, optimizer: optim.FusedAdam) -> torch.Tensor:
 
 def assert_directions(layer: Layer) -> None:
     """Forward holds the rowwise fields alone; backward the columnwise ones, beside rowwise where those are derived."""
-    format = layer.weight._local_tensor.format
+    format = local_tensor(layer.weight).format
     row = {f.name for f in format.rowwise.fields}
     col = {f.name for f in format.columnwise.fields} if format.columnwise else row
     assert layer.seen_in_forward.keys() == row
