@@ -6,10 +6,9 @@ forward pass. A training script of one's own needs these five and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,18 +18,29 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import te_dist as te
-from te_dist import fsdp2, offload, optim, recipe, recompute, tensor_parallel
+from te_dist import fsdp2, offload, optim, quantizers, recipe, recompute, tensor_parallel
 from te_dist.launch.config import Config, OptimizerConfig, RecipeName
 from te_dist.launch.layout import Layout
 from te_dist.launch.model import Block, Decoder
 
-RECIPES: dict[RecipeName, Callable[[], Any]] = {
-    "bf16": lambda: None,
-    "float8_current": recipe.Float8CurrentScaling,
-    "float8_delayed": recipe.DelayedScaling,
-    "float8_block": recipe.Float8BlockScaling,
-    "mxfp8": recipe.MXFP8BlockScaling,
-    "nvfp4": recipe.NVFP4BlockScaling,
+
+def float8_forward_mxfp8_backward(role: recipe.QuantizerRole) -> quantizers.Quantizer:
+    """A hybrid: the forward multiplication by one scale per tensor, both of backward by MXFP8's scales."""
+    if role.tensor_type == "grad_output":
+        return quantizers.MXFP8Quantizer()
+    return quantizers.HybridQuantizer(
+        rowwise_quantizer=quantizers.Float8CurrentScalingQuantizer(), columnwise_quantizer=quantizers.MXFP8Quantizer()
+    )
+
+
+RECIPES: dict[RecipeName, recipe.Recipe | None] = {
+    "bf16": None,
+    "float8_current": recipe.Float8CurrentScaling(),
+    "float8_delayed": recipe.DelayedScaling(),
+    "float8_block": recipe.Float8BlockScaling(),
+    "mxfp8": recipe.MXFP8BlockScaling(),
+    "nvfp4": recipe.NVFP4BlockScaling(),
+    "hybrid_float8_mxfp8": recipe.CustomRecipe(float8_forward_mxfp8_backward),
 }
 
 # Of a block's projections: whether the ranks of the tp axis share its outputs (column) or its inputs (row).
@@ -43,11 +53,6 @@ TENSOR_PARALLEL_PLAN = {
     "feed_forward.up": tensor_parallel.ColumnParallel,
     "feed_forward.down": tensor_parallel.RowParallel,
 }
-
-
-def make_recipe(name: RecipeName) -> Any:
-    """The recipe of that name; None for bf16."""
-    return RECIPES[name]()
 
 
 def make_mesh(layout: Layout, device: torch.device, timeout_seconds: float) -> DeviceMesh:
@@ -64,7 +69,7 @@ def build_model(config: Config, mesh: DeviceMesh, device: torch.device) -> Decod
     Blocks free their gathered parameters after forward and gather them again for backward; the root's embedding, norm
     and head stay in between, since backward starts with them.
     """
-    precision = make_recipe(config.recipe)
+    precision = RECIPES[config.recipe]
     with te.quantized_model_init(enabled=precision is not None, recipe=precision), torch.device("meta"):
         model = Decoder(config.model)
     recomputes = config.recompute == "full"
@@ -100,14 +105,17 @@ class Precision:
     """What surrounds each forward pass: the recipe's matrix multiplications and the budget of saved activations."""
 
     def __init__(self, config: Config) -> None:
-        self._recipe = make_recipe(config.recipe)
+        self._recipe = RECIPES[config.recipe]
         self._budget = config.offload
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Enters the contexts the configuration asks for."""
         with ExitStack() as stack:
-            stack.enter_context(te.autocast(enabled=self._recipe is not None, recipe=self._recipe))
+            group = dist.group.WORLD  # whose ranks share the scales of delayed scaling
+            stack.enter_context(
+                te.autocast(enabled=self._recipe is not None, recipe=self._recipe, amax_reduction_group=group)
+            )
             if self._budget:
                 stack.enter_context(offload.activations(budget=self._budget))
             yield

@@ -9,11 +9,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from te_dist.launch import checkpoints, config_file, corpus, layout, measure
+from te_dist.checkpoints import CheckpointError
+from te_dist.launch import config_file, corpus, layout, measure, progress
 from te_dist.launch.config import Config
 from te_dist.launch.errors import JobError, require
 from te_dist.launch.journal import PICTURE, Journal, size
@@ -32,16 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         config = _agree_on_config(world, sys.argv[1:] if arguments is None else arguments)
         run(world, config)
-    except JobError as error:
-        print(f"te_dist, rank {world.rank}: {error}", file=sys.stderr, flush=True)
-        world.part()
-        sys.exit(1)
+    except (JobError, CheckpointError) as error:
+        _end(world, str(error))
     except RuntimeError as error:
         if not lost_peer(error):
             raise
-        sys.exit(
-            f"te_dist, rank {world.rank}: another rank ended or stopped answering ({str(error).splitlines()[0]}); its "
-            'own message or the launcher\'s summary says why; remedy: start again with checkpoint.resume = "auto"'
+        _end(
+            world,
+            f"another rank ended or stopped answering ({str(error).splitlines()[0]}); its own message or the summary of "
+            'the launcher says why; remedy: start again with checkpoint.resume = "auto"',
         )
 
 
@@ -55,20 +56,28 @@ def run(world: World, config: Config) -> None:
     world.set_timeout(PREPARATION * config.timeout_seconds)
     plan = world.agree(lambda: layout.plan(config, world.size))
     device = world.agree(lambda: choose_device(config.device))
-    start = world.agree(lambda: checkpoints.choose(config))
+    start = world.agree(lambda: progress.choose(config))
     text = corpus.prepare(world, config)
     open_process_group(world, device, config.timeout_seconds)
     folder = Path(config.run_dir)
     with Journal(folder, config.train.steps, writes=world.rank == 0) as journal:
         trainer = world.agree(lambda: Trainer(config, plan, world, device, text))
         if start is not None:
-            world.agree(lambda: trainer.restore(start))
+            trainer.restore(start)
             journal.note(f"resumed from {start}")
         journal.start(trainer.progress.step)
         trainer.run(journal)
     _report(journal, trainer)
     journal.note(f"{time.perf_counter() - started:.0f} s; the loss is drawn in {folder / PICTURE}")
     dist.destroy_process_group()
+
+
+def _end(world: World, reason: str) -> NoReturn:
+    """Ends this rank. One write: the lines of several ranks must not run into each other."""
+    sys.stderr.write(f"te_dist, rank {world.rank}: {reason}\n")
+    sys.stderr.flush()
+    world.part()
+    sys.exit(1)
 
 
 def _agree_on_config(world: World, arguments: Sequence[str]) -> Config:

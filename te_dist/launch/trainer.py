@@ -12,15 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from te_dist.launch import checkpoints, measure, parallelize
+from te_dist import checkpoints
+from te_dist.launch import measure, parallelize, progress
 from te_dist.launch.batches import Share, TrainingOrder, Windows, validation_batches
-from te_dist.launch.checkpoints import Progress
 from te_dist.launch.config import Config
 from te_dist.launch.corpus import Corpus
 from te_dist.launch.errors import require
 from te_dist.launch.journal import Journal
 from te_dist.launch.layout import Layout
 from te_dist.launch.model import next_token_loss
+from te_dist.launch.progress import Progress
 from te_dist.launch.schedule import learning_rate
 from te_dist.launch.unigram import unigram_loss
 from te_dist.launch.world import World
@@ -93,7 +94,7 @@ class Trainer:
 
     def restore(self, path: Path) -> None:
         """Goes on from a checkpoint."""
-        self.progress = checkpoints.load(path, self.config, self.progress.text, self.model, self.optimizer)
+        self.progress = progress.load(path, self.config, self.progress.text, self.model, self.optimizer)
 
     def run(self, journal: Journal) -> None:
         """Trains up to the last step, then evaluates; returns early from nothing.
@@ -114,8 +115,7 @@ class Trainer:
             if evaluates:
                 self._evaluate(journal)
             if saves:
-                checkpoints.save(config, self.progress, self.model, self.optimizer, self.world)
-                journal.draw(self.unigram)
+                self._save(journal)
             if saves or evaluates:
                 meter.reset()
         if math.isnan(self.validation_loss):
@@ -123,11 +123,11 @@ class Trainer:
 
     def _step(self) -> tuple[Tensor, Tensor]:
         """One optimizer step; its loss, a mean over this rank's part of the batch, and the gradient's norm."""
-        config, progress = self.config, self.progress
+        config, now = self.config, self.progress
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(progress.step, config.train.steps, config.optimizer)
+            group["lr"] = learning_rate(now.step, config.train.steps, config.optimizer)
         self._seed_rounding()
-        micro_batches = self.order.micro_batches(progress.position, config.train.batch, self.share)
+        micro_batches = self.order.micro_batches(now.position, config.train.batch, self.share)
         counter = measure.GatheredBytes()
         losses = []
         with nullcontext() if self.gathered_bytes else counter:
@@ -141,7 +141,7 @@ class Trainer:
         norm = parallelize.clip_gradients(self.model.parameters(), config.optimizer.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.progress = Progress(progress.step + 1, progress.position + config.train.batch, progress.text)
+        self.progress = Progress(now.step + 1, now.position + config.train.batch, now.text)
         return torch.stack(losses).sum(), norm
 
     def _loss(self, batch: Tensor) -> Tensor:
@@ -171,8 +171,8 @@ class Trainer:
                 f"{name} at step {step}",
                 got=value,
                 wanted="a finite number",
-                remedy=f"lower optimizer.learning_rate or raise optimizer.warmup_steps and go on from step "
-                f"{max(checkpoints.steps(config), default=0)}",
+                remedy="lower optimizer.learning_rate or raise optimizer.warmup_steps; the newest checkpoint is "
+                f"{checkpoints.latest(progress.folder(config))}",
             )
         tokens = meter.steps * config.train.batch * config.data.sequence_length
         journal.training(
@@ -193,6 +193,12 @@ class Trainer:
         self.validation_loss = self._mean(torch.stack(losses).mean())
         journal.record(self.progress.step, validation_loss=self.validation_loss, unigram_loss=self.unigram)
         journal.note(f"step {self.progress.step}  validation loss {self.validation_loss:.4f}")
+
+    def _save(self, journal: Journal) -> None:
+        progress.save(self.config, self.progress, self.model, self.optimizer)
+        if self.world.rank == 0:
+            checkpoints.prune(progress.folder(self.config), self.config.checkpoint.keep)
+        journal.draw(self.unigram)
 
     def _mean(self, value: Tensor) -> float:
         """Mean of a scalar over all ranks, the same on each; not finite as soon as one rank's is not."""

@@ -86,9 +86,9 @@ class World:
 
     def part(self) -> None:
         """Waits a moment for ranks that end with the same message: `torchrun` stops them all as soon as one is gone."""
-        if self.store.add("parting", 1) == self.size:
-            self.store.set("parted", "yes")
         with suppress(dist.DistError):
+            if self.store.add("parting", 1) == self.size:
+                self.store.set("parted", "yes")
             self.store.wait(["parted"], PARTING)
 
     def _wait(self, key: str) -> None:

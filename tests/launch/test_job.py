@@ -38,7 +38,7 @@ def test_a_job_leaves_metrics_picture_checkpoints_and_a_table(unbroken) -> None:
     assert list(job.metrics("validation_loss")) == [4, 8]
     assert job.metrics("loss")[8] < job.metrics("loss")[1]
     assert (job.run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in (job.run_dir / "checkpoints").iterdir()) == ["step-00000004", "step-00000008"]
+    assert sorted(path.name for path in (job.run_dir / "checkpoints").iterdir()) == ["step_00000004", "step_00000008"]
     for word in ("parameters", "weights a rank holds", "gathered in a step by a rank", "unigram model", "bf16"):
         assert word in output, output
 

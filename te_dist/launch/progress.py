@@ -1,0 +1,115 @@
+"""How far a run has come, and the checkpoints that say so."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from te_dist import checkpoints
+from te_dist.launch.config import Config
+from te_dist.launch.errors import require
+
+
+@dataclass(frozen=True)
+class Progress:
+    """All that a restart needs beside the weights and the optimizer.
+
+    Attributes:
+        step: optimizer steps done.
+        position: sequences that all ranks together have seen.
+        text: digest of the corpus they were taken from.
+    """
+
+    step: int
+    position: int
+    text: str
+
+
+def folder(config: Config) -> Path:
+    """Where a run keeps its checkpoints."""
+    return Path(config.run_dir, "checkpoints")
+
+
+def choose(config: Config) -> Path | None:
+    """The checkpoint the run starts from, None for a new run.
+
+    Raises:
+        JobError: a named checkpoint does not exist, or a new run would mix its checkpoints with those of another.
+    """
+    resume, newest = config.checkpoint.resume, checkpoints.latest(folder(config))
+    if resume == "auto":
+        return newest
+    if resume == "none":
+        require(
+            newest is None,
+            "checkpoint.resume",
+            got=f'"none" while there is {newest}',
+            wanted="a run directory without checkpoints",
+            remedy='set another run_dir, or resume = "auto" to go on',
+        )
+        return None
+    require(
+        Path(resume).is_dir(),
+        "checkpoint.resume",
+        got=f"{resume!r}, which is no directory",
+        wanted='"auto", "none" or a checkpoint',
+        remedy=f"the newest one of the run directory is {newest}" if newest else "check the path",
+    )
+    return Path(resume)
+
+
+def save(config: Config, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+    """Writes a checkpoint and returns its path. Called by every rank.
+
+    Raises:
+        CheckpointError: on every rank alike.
+    """
+    path = folder(config) / f"step_{progress.step:08d}"
+    extra = {"progress": asdict(progress), "settings": _settings(config)}
+    checkpoints.save(path, model=model, optimizer=optimizer, extra=extra)
+    return path
+
+
+def load(path: Path, config: Config, text: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    """Reads a checkpoint into model and optimizer. Called by every rank.
+
+    Args:
+        text: digest of this run's corpus.
+
+    Raises:
+        CheckpointError: it is damaged or of another model; on every rank alike.
+        JobError: the next step would not be the one that the run which wrote it would have made.
+    """
+    extra = checkpoints.load(path, model=model, optimizer=optimizer)
+    require(
+        "progress" in extra and "settings" in extra,
+        f"checkpoint {path}",
+        got="one that another program wrote",
+        wanted="a checkpoint of this job",
+        remedy='choose another one, or resume = "none"',
+    )
+    progress = Progress(**extra["progress"])
+    theirs = {"text": progress.text, **extra["settings"]}
+    for key, wanted in {"text": text, **_settings(config)}.items():
+        require(
+            theirs.get(key) == wanted,
+            f"checkpoint {path}: {key}",
+            got=f"{theirs.get(key)!r} in the checkpoint",
+            wanted=f"{wanted!r}, as this run is configured",
+            remedy="restore it, or start anew in another run_dir",
+        )
+    return progress
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """What no parameter's shape tells and yet decides the next step."""
+    return {
+        "data.sequence_length": config.data.sequence_length,
+        "seed": config.seed,
+        "model.heads": config.model.heads,
+        "model.rope_base": config.model.rope_base,
+    }
