@@ -20,9 +20,9 @@ TIERS = (
     {"catalog", "tensor"},
     {"quantizers"},
     {"scaling"},
-    INTEGRATIONS,
     {"recipe"},
     {"context"},
+    INTEGRATIONS,
     {"nn"},
     {"convert", "launch"},
 )
@@ -31,6 +31,7 @@ TESTING = "testing"
 # Packages that work for every format and so may name none.
 FORMAT_BLIND = {"formats", "tensor", *INTEGRATIONS}
 FORMAT_NAME = re.compile(r"(?<![a-z])(mxfp8|nvfp4|fp8|fp4|float8|float4|e4m3|e5m2|e8m0|e2m1|hadamard)", re.IGNORECASE)
+KNOW_FORMATS = ("te_dist.catalog", "te_dist.quantizers", "te_dist.recipe")
 # `path` and why it may name formats all the same.
 NAMES_FORMATS: dict[str, str] = {}
 
@@ -155,13 +156,13 @@ def _names_defined_in(modules: Sequence[Module]) -> set[str]:
 
 
 def integrations_name_no_format(modules: Sequence[Module]) -> Iterator[Violation]:
-    """Packages that serve every format neither spell the name of one nor import codecs' classes or the catalog."""
+    """Packages that serve every format neither spell the name of one nor import the modules that do."""
     for module in modules:
         if module.package not in FORMAT_BLIND or module.path in NAMES_FORMATS:
             continue
         for imported in module.imports:
-            if imported.path.startswith("te_dist.catalog"):
-                text = "imports the catalog; take the format from the tensor, or as an argument"
+            if imported.path.startswith(KNOW_FORMATS):
+                text = f"imports {imported.path}; take the format from the tensor, or as an argument"
                 yield module.violation(imported.line, text)
         for line, word in _spelled_formats(module):
             text = f"{word!r} names a format; derive what is needed from Format, Field or Codec, or move it to codecs/"
