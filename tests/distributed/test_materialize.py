@@ -1,0 +1,132 @@
+"""Initialization of sharded models: bit for bit the same for every number of ranks, and the quantized whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from te_dist import fsdp2
+from te_dist.catalog import FORMATS
+from te_dist.formats import Format, Region
+from te_dist.fsdp2 import QuantizedParameter
+from te_dist.tensor import empty
+from te_dist.tensor import storage as storages
+from te_dist.tensor.placement import local_tensor
+from te_dist.testing import assert_bitwise, mesh, pool
+from tests.distributed.probe import wires
+
+ROWS, COLS = 336, 160
+
+
+class Projection(nn.Module):
+    """A quantized weight on meta, which knows how to fill a whole one."""
+
+    def __init__(self, format: Format, keep_initial: bool = False) -> None:
+        super().__init__()
+        storage = empty(format, Region.whole(ROWS, COLS), dtype=torch.bfloat16, device="meta")
+        weight = QuantizedParameter(storage)
+        weight.keep_initial = keep_initial
+        self.weight = nn.Parameter(weight)
+
+    def init_parameter(self, name: str, tensor: Tensor) -> None:
+        nn.init.normal_(tensor, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.dequantize().t()
+
+
+class Model(nn.Module):
+    """Quantized and plain parameters, and a buffer that reset_parameters makes."""
+
+    def __init__(self, format: Format) -> None:
+        super().__init__()
+        self.first = Projection(format)
+        self.norm = nn.LayerNorm(ROWS, device="meta", dtype=torch.bfloat16)
+        self.second = Projection(format, keep_initial=True)
+
+
+def make(name: str) -> Model:
+    return Model(FORMATS[name])
+
+
+def materialize_and_gather(rank: int, world: int, name: str) -> dict[str, Tensor]:
+    model = make(name)
+    for module in (model.first, model.norm, model.second):
+        fsdp2.fully_shard(module, mesh=mesh((world,), ("dp",)), reshard_after_forward=False)
+    fsdp2.materialize(model, device="cpu", seed=7)
+    assert all(local_tensor(p).storage.unsettled is None for p in (model.first.weight, model.second.weight))
+    initial = local_tensor(model.second.weight).get_high_precision_init_val()
+    rows = local_tensor(model.second.weight).storage.region.rows
+    result = {f"initial.{rows.start}": initial}
+    assert local_tensor(model.first.weight).get_high_precision_init_val() is None
+    for prefix in ("first", "second"):
+        unit = getattr(model, prefix)
+        unit.unshard()
+        result |= {f"{prefix}.{field}": wire for field, wire in wires(unit.weight).items()}
+    return result
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_number_of_ranks_gives_the_same_model(name: str) -> None:
+    alone = make(name)
+    fsdp2.materialize(alone, device="cpu", seed=7)
+    whole = {f"{p}.{f}": w for p in ("first", "second") for f, w in wires(getattr(alone, p).weight).items()}
+    initial = alone.second.weight.get_high_precision_init_val()
+    for world in (2, 3):
+        if ROWS // world % FORMATS[name].alignment(0):
+            continue
+        for result in pool(world).run(materialize_and_gather, name):
+            for key, got in result.items():
+                prefix, field = key.split(".")
+                want = initial[int(field) : int(field) + len(got)] if prefix == "initial" else whole[key]
+                assert_bitwise(got, want, f"{key} on {world} ranks")
+
+
+def test_seed_and_name_decide() -> None:
+    models = {seed: make("float8_block_2d") for seed in (0, 1)}
+    for seed, model in models.items():
+        fsdp2.materialize(model, device="cpu", seed=seed)
+    assert not torch.equal(models[0].first.weight, models[1].first.weight)
+    assert not torch.equal(models[0].first.weight, models[0].second.weight)
+
+
+def test_the_generators_of_the_caller_are_left_alone() -> None:
+    torch.manual_seed(3)
+    want = torch.randn(4)
+    torch.manual_seed(3)
+    fsdp2.materialize(make("mxfp8_1d"), device="cpu", seed=0)
+    assert_bitwise(torch.randn(4), want, "draws after materialize")
+
+
+def test_a_module_without_initialization_is_named() -> None:
+    model = nn.Sequential(nn.Identity())
+    model[0].weight = nn.Parameter(torch.empty(3, device="meta"))
+    with pytest.raises(ValueError, match=r"0 \(Identity\).*reset_parameters"):
+        fsdp2.materialize(model, device="cpu", seed=0)
+
+
+def initialize_as_torch_does(rank: int, world: int, name: str) -> None:
+    """to_empty and an in-place init of the shards: rank-local values, one set of scales."""
+    layer = Projection(FORMATS[name])
+    fsdp2.fully_shard(layer, mesh=mesh((world,), ("dp",)), reshard_after_forward=False)
+    layer.to_empty(device="cpu")
+    nn.init.normal_(layer.weight)
+    written = local_tensor(layer.weight).storage.unsettled
+    assert (written is not None) == any(
+        t[0] != 1 for d in FORMATS[name].directions for t in FORMATS[name][d].codec.amax_tiles
+    )
+    fsdp2.settle(layer)
+    layer(torch.zeros(1, COLS, dtype=torch.bfloat16))
+    if written is None:
+        return
+    everyone = [torch.empty_like(written) for _ in range(world)]
+    torch.distributed.all_gather(everyone, written)
+    want = wires(storages.quantize(torch.cat(everyone), FORMATS[name]))
+    for field, wire in wires(layer.weight).items():
+        assert_bitwise(wire, want[field], field)
+
+
+@pytest.mark.parametrize("name", ["float8_tensorwise", "float8_block_2d", "mxfp8_1d", "nvfp4_2d", "high_precision"])
+def test_initialization_as_torch_does_it(name: str) -> None:
+    pool(2).run(initialize_as_torch_does, name)
