@@ -186,9 +186,14 @@ def test_e8m0_rounds_up(amax, expected):
 
 
 def test_e8m0_of_e5m2():
-    amax = torch.tensor([57344.0, 57345.0, 1.0, FLT_MAX])
-    # FLT_MAX / 57344 = 2^128 / (1.75 * 2^15), a little above 2^112
+    # 57344 and the f32 after it; 1; FLT_MAX / 57344 = 2^128 / (1.75 * 2^15), a little above 2^112
+    amax = f32(0x47600000, 0x47600001, 0x3F800000, 0x7F7FFFFF)
     assert reference.e8m0_from_amax(amax, "e5m2").tolist() == [127, 128, 112, 240]
+
+
+def test_e8m0_of_values_beyond_what_an_amax_reaches():
+    v = f32(0x7F000000, 0x7F000001, 0x7E800000, 0x7E800001, 0x00400000, 0x00400001, 0x00800000, 0x00800001)
+    assert reference.e8m0_ceil(v).tolist() == [254, 254, 253, 254, 0, 1, 1, 2]
 
 
 def test_powers_of_e8m0():

@@ -77,6 +77,46 @@ def test_a_block_by_hand():
     assert decoded.tolist() == [[6.0, -3.0, 0.0, 1.0, 0.0, 4.0, 2.0, 6.0], [0.0] * 8]
 
 
+# block amax, tensor amax, e4m3_max, block scale by each of the two formulas: a division by six is not their difference
+SCALE_FORMULAS = [
+    (2.953125, 3.9375, 448, 123, 122),
+    (4.875, 13.0, 448, 115, 114),
+    (2.265625, 2.5, 256, 119, 118),
+    (1.4765625, 4.5, 256, 107, 106),
+]
+
+
+@pytest.mark.parametrize("amax, tensor_amax, e4m3_max, reciprocal, division", SCALE_FORMULAS)
+def test_the_block_scale_multiplies_by_a_reciprocal_and_four_over_six_divides(
+    amax, tensor_amax, e4m3_max, reciprocal, division
+):
+    rule = {"e4m3_max": e4m3_max, "rng_state": None}
+    x, tensor_amax = torch.tensor([[amax]]), torch.tensor([[tensor_amax]])
+    _, scale = reference.encode_nvfp4(x, (1, 16), tensor_amax=tensor_amax, four_over_six="none", **rule)
+    assert scale.item() == reciprocal
+    f = np.float32
+    gain = f(f(6 * e4m3_max) / f(tensor_amax.item()))
+    base = f(f(f(amax) / f(6)) * gain)
+    assert reference.float8_cast(torch.tensor([base]), "e4m3").item() == division
+    _, scale = reference.encode_nvfp4(x, (1, 16), tensor_amax=tensor_amax, four_over_six="mae", **rule)
+    map_to_four = reference.float8_cast(torch.tensor([f(base * f(1.5))]), "e4m3").item()
+    assert scale.item() in (division, map_to_four)
+
+
+def test_decoding_multiplies_in_the_order_of_the_definition():
+    generator = torch.Generator().manual_seed(9)
+    codes = torch.randint(0, 16, (40, 48), generator=generator, dtype=torch.uint8)
+    scale = torch.randint(1, 127, (40, 3), generator=generator, dtype=torch.uint8)
+    amax = torch.rand(40, 1, generator=generator)
+    decoded = reference.decode_nvfp4(codes, scale, amax, (1, 16), (0, 0), e4m3_max=448)
+    f = np.float32
+    for r, c in np.ndindex(40, 48):
+        block = f(reference.float8_decode(scale[r, c // 16], "e4m3").item())
+        multiplier = f(f(block * f(amax[r].item())) * f(1 / 2688))
+        value = f(E2M1[codes[r, c] & 7]) * (-1 if codes[r, c] & 8 else 1)
+        assert decoded[r, c].item() == f(value * multiplier)
+
+
 def test_the_largest_block_of_a_tensor_has_the_largest_scale():
     x = torch.tensor([[1.0, 0.5, -0.25], [0.125, 0.0625, 0.0]])
     codes, scale = reference.encode_nvfp4(x, (1, 16), **PLAIN)
@@ -191,6 +231,35 @@ def test_four_over_six_agrees_with_a_scalar_witness(tile, e4m3_max, error):
         assert np.array_equal(codes[inside].numpy(), expected_codes), (i, j)
         picks.add(picked)
     assert picks == {False, True}
+
+
+# The two errors of these rows are so near that another order of operations picks the other one: (error, row)
+NEAR_TIES = [
+    ("mae", [-1.2720458507537842, 3.8161375522613525, 1.0176366567611694]),
+    ("mae", [-2.5440917015075684, -2.035273313522339, -3.307319164276123]),
+    ("mae", [-2.035273313522339, 2.7985007762908936, -0.7632274627685547, -3.8161375522613525]),
+    ("mae", [-3.5617282390594482, 0.5088183283805847, -3.0529098510742188, 0.25440916419029236]),
+    ("mse", [-3.307319164276123, -1.5264549255371094, 1.2720458507537842, -1.0176366567611694]),
+]
+
+
+@pytest.mark.parametrize("error, row", NEAR_TIES)
+def test_near_ties_are_decided_by_the_order_of_operations(error, row):
+    x, amax = torch.tensor([row]), torch.tensor([[7.1234567]])
+    rule = {"e4m3_max": 256, "four_over_six": error, "rng_state": None}
+    codes, scale = reference.encode_nvfp4(x, (1, 16), tensor_amax=amax, **rule)
+    expected_codes, expected_scale, _ = scalar_block(x.numpy(), np.float32(amax.item()), rule)
+    assert scale.item() == expected_scale
+    assert codes.tolist() == expected_codes.tolist()
+
+
+@pytest.mark.parametrize("tile", [(1, 16), (16, 1), (16, 16)])
+def test_errors_are_summed_in_the_order_of_the_definition(tile):
+    generator = torch.Generator().manual_seed(8)
+    terms = torch.rand(3, tile[0], 2, tile[1], generator=generator) * torch.rand(3, 1, 2, 1, generator=generator) * 100
+    total = reference.tile_sum(terms)
+    for i, j in np.ndindex(3, 2):
+        assert total[i, j].item() == scalar_sum(terms[i, :, j].numpy())
 
 
 def test_a_rule_that_contradicts_itself_is_refused():

@@ -15,12 +15,13 @@ from te_dist.codecs.reference.float8 import (
 from te_dist.codecs.reference.hadamard import hadamard
 from te_dist.codecs.reference.mxfp8 import (
     decode_mxfp8,
+    e8m0_ceil,
     e8m0_decode,
     e8m0_from_amax,
     e8m0_reciprocal,
     encode_mxfp8,
 )
-from te_dist.codecs.reference.nvfp4 import decode_nvfp4, encode_nvfp4, tensor_scale
+from te_dist.codecs.reference.nvfp4 import decode_nvfp4, encode_nvfp4, tensor_scale, tile_sum
 from te_dist.codecs.reference.philox import philox4x32, philox_bytes
 from te_dist.codecs.reference.tiles import spread, tile_amax, tiles
 
@@ -30,6 +31,7 @@ __all__ = [
     "decode_nvfp4",
     "e2m1_cast",
     "e2m1_decode",
+    "e8m0_ceil",
     "e8m0_decode",
     "e8m0_from_amax",
     "e8m0_reciprocal",
@@ -47,5 +49,6 @@ __all__ = [
     "spread",
     "tensor_scale",
     "tile_amax",
+    "tile_sum",
     "tiles",
 ]

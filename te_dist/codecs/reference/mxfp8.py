@@ -18,8 +18,12 @@ _NAN_BITS = 0x7FFFFFFF
 
 
 def e8m0_from_amax(amax: Tensor, fp8: Fp8) -> Tensor:
-    """The e8m0 byte (u8) of `amax` (f32): amax over the largest FP8 value, rounded up to a power of two."""
-    v = amax * from_bits(_RECIPROCAL_MAX_BITS[fp8])
+    """The e8m0 byte (u8) for data of magnitude `amax` (f32): that of amax over the largest FP8 value."""
+    return e8m0_ceil(amax * from_bits(_RECIPROCAL_MAX_BITS[fp8]))
+
+
+def e8m0_ceil(v: Tensor) -> Tensor:
+    """The e8m0 byte (u8) of `v` (f32 >= 0) rounded up to a power of two. 0 is byte 0, infinity 254, NaN 255."""
     bits = v.contiguous().view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     fits_byte_0 = (exponent == 0) & (mantissa <= _TWO_TO_MINUS_127_BITS)

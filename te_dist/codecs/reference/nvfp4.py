@@ -93,13 +93,13 @@ def _pick(
 ) -> tuple[Tensor, Tensor]:
     """Of (codes, scale, differences) mapped to 6 and mapped to 4, for every tile the one that errs less; a tie is 6."""
     (codes6, scale6, _), (codes4, scale4, _) = choices
-    error6, error4 = (_tile_sum(tiles(d.abs() if error == "mae" else d * d, tile, phase)) for *_, d in choices)
+    error6, error4 = (tile_sum(tiles(d.abs() if error == "mae" else d * d, tile, phase)) for *_, d in choices)
     to_four = error4 < error6
     codes = torch.where(spread(to_four, codes6.shape, tile, phase), codes4, codes6)
     return codes, torch.where(to_four, scale4, scale6)
 
 
-def _tile_sum(terms: Tensor) -> Tensor:
+def tile_sum(terms: Tensor) -> Tensor:
     """Sum over tiles, (grid_m, tile_m, grid_k, tile_k) to (grid_m, grid_k), f32, in the order that defines the bytes.
 
     One element after the other along a tile of one row or one column. In a square tile every row is summed so, left to

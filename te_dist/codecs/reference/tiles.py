@@ -16,12 +16,12 @@ def tiles(x: Tensor, tile: Pair, phase: Pair = (0, 0)) -> Tensor:
     """`x` (m, k) as (grid_m, tile_m, grid_k, tile_k), every element at its place in its tile, zeros outside `x`."""
     shape: list[int] = []
     margins: list[int] = []
-    for length, extent, offset in zip(x.shape, tile, phase, strict=True):
-        count = len(Span(offset, length).blocks(extent))
-        extent, offset = (max(length, 1), 0) if extent == WHOLE else (extent, offset % extent)
+    for length, block, start in zip(x.shape, tile, phase, strict=True):
+        count = len(Span(start, length).blocks(block))
+        extent, before = (max(length, 1), 0) if block == WHOLE else (block, start % block * (count > 0))
         shape += [count, extent]
         # functional.pad names the last dimension first
-        margins = [offset * (count > 0), max(count * extent - offset - length, 0), *margins]
+        margins = [before, count * extent - before - length, *margins]
     return functional.pad(x, margins).reshape(shape)
 
 
