@@ -51,7 +51,7 @@ test: build
 lint: build
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	$(RUN) -m pyright
+	$(RUN) -m pyright --pythonpath $(RUN)
 
 docs: build
 	$(RUN) docs/generate.py

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -44,10 +46,15 @@ def _assert_inner_bitwise(got: Tensor, want: Tensor, name: str) -> None:
     """`assert_bitwise` for wrapper subclasses, by their inner tensors."""
     assert type(got) is type(want), f"{name}: got a {type(got).__name__}, want a {type(want).__name__}"
     assert got.shape == want.shape, f"{name}: got shape {tuple(got.shape)}, want {tuple(want.shape)}"
-    got_names, want_names = got.__tensor_flatten__()[0], want.__tensor_flatten__()[0]
+    got_names, want_names = inner_names(got), inner_names(want)
     assert got_names == want_names, f"{name}: got inner tensors {got_names}, want {want_names}"
     for inner in got_names:
         assert_bitwise(getattr(got, inner), getattr(want, inner), f"{name}.{inner}")
+
+
+def inner_names(tensor: Any) -> list[str]:
+    """Attributes of a wrapper subclass that hold its inner tensors."""
+    return tensor.__tensor_flatten__()[0]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

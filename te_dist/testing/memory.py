@@ -20,6 +20,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils.weak import WeakIdKeyDictionary
 
 from te_dist._torch_private import TorchDispatchMode, is_traceable_wrapper_subclass, tree_leaves
+from te_dist.testing.asserts import inner_names
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def allocated_bytes(tensors: Iterable[Tensor | None]) -> int:
 def _storages_of(tensor: Tensor) -> Iterator[UntypedStorage]:
     """Storages of one tensor."""
     if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
+        for name in inner_names(tensor):
             yield from _storages_of(getattr(tensor, name))
     else:
         yield tensor.untyped_storage()

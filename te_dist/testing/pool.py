@@ -101,8 +101,9 @@ class WorkerPool:
         for worker in self._workers:
             _send(worker, message)
         outcomes = self._collect(limit)
-        if all(isinstance(outcome, Success) for outcome in outcomes.values()):
-            return [outcomes[rank].result for rank in range(self.world)]
+        successes = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Success)}
+        if len(successes) == self.world:
+            return [successes[rank].result for rank in range(self.world)]
         self._kill()
         raise _error_of(outcomes, fn.__qualname__, limit)
 
@@ -189,6 +190,7 @@ def _receive(worker: _Worker) -> Outcome:
 
 def _stacks_of(worker: _Worker) -> str:
     """Python stacks of a running worker, which writes them on SIGUSR1."""
+    assert worker.process.pid is not None
     os.kill(worker.process.pid, signal.SIGUSR1)
     seen, deadline = "", time.monotonic() + 1.0
     while time.monotonic() < deadline:

@@ -64,7 +64,7 @@ class Job:
     def call(self, rank: int, world: int) -> Any:
         """Runs the function in this process."""
         sys.path[:] = self.search_path
-        fn = functools.reduce(getattr, self.function.split("."), _load(self.module, self.file))
+        fn: Any = functools.reduce(getattr, self.function.split("."), _load(self.module, self.file))
         return fn(rank, world, *pickle.loads(self.arguments))
 
 
@@ -124,7 +124,7 @@ def _join(setup: Setup) -> None:
         torch.cuda.set_device(setup.rank)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=dist.FileStore(setup.store_path, setup.world),
+        store=dist.FileStore(setup.store_path, setup.world),  # pyright: ignore[reportPrivateImportUsage]
         rank=setup.rank,
         world_size=setup.world,
         timeout=timedelta(seconds=setup.timeout),
@@ -164,6 +164,7 @@ def _load(name: str, file: str) -> ModuleType:
     if found is not None and found.origin == file:
         return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
