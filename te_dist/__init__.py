@@ -1,0 +1,50 @@
+"""Quantized tensors (FP8, MXFP8, NVFP4) as first-class citizens of PyTorch's distributed stack."""
+
+import torch  # noqa: F401  (its libraries are loaded before those of te_dist._C)
+
+from te_dist import checkpoints, codecs, formats, fsdp2, nn, offload, optim, quantizers, recipe, recompute
+from te_dist.context import autocast, quantized_model_init
+from te_dist.nn import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm, prepare
+from te_dist.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    HybridQuantizedTensor,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
+from te_dist.recompute import checkpoint
+from te_dist.tensor import QuantizedTensor
+
+__all__ = [
+    "Float8BlockQuantizer",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "HybridQuantizedTensor",
+    "HybridQuantizer",
+    "IdentityQuantizer",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "MXFP8Quantizer",
+    "NVFP4Quantizer",
+    "QuantizedTensor",
+    "RMSNorm",
+    "autocast",
+    "checkpoint",
+    "checkpoints",
+    "codecs",
+    "formats",
+    "fsdp2",
+    "nn",
+    "offload",
+    "optim",
+    "prepare",
+    "quantized_model_init",
+    "quantizers",
+    "recipe",
+    "recompute",
+]

@@ -1,0 +1,45 @@
+"""LayerNormLinear: a norm and the linear map behind it, as one module."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+from torch import Tensor, nn
+
+from te_dist.nn.norms import NormedModule
+from te_dist.nn.options import LayerNormLinearOptions, read
+from te_dist.nn.site import LinearSite
+
+
+class LayerNormLinear(NormedModule):
+    """`y = norm(x) weight^T + bias`. See `NormedModule` for the norm and `Linear` for the rest.
+
+    Attributes:
+        weight: (out_features, in_features), plain or quantized.
+        bias: (out_features,) or None.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool = True, **options: Unpack[LayerNormLinearOptions]
+    ) -> None:
+        """See `LayerNormLinearOptions` for the keywords; raises as `Linear` does."""
+        options = read(dict(options), LayerNormLinearOptions, "LayerNormLinear")
+        super().__init__(in_features, options)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.return_bias: bool = options.get("return_bias", False)
+        self.gemm = LinearSite(in_features, out_features, name=self.name)
+        self._add_linear(self.gemm, ("weight", "bias" if bias else None), options.get("init_method"))
+
+    def forward(self, inp: Tensor) -> Any:
+        """(..., out_features) of `inp` (..., in_features); a tuple with `return_bias`, `return_layernorm_output`."""
+        normalized = self._normalize(inp)
+        if self.return_bias:
+            return self._output(self.gemm(normalized, self.weight), self.bias, normalized=normalized)
+        return self._output(self.gemm(normalized, self.weight, self.bias), normalized=normalized)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.normalization}"

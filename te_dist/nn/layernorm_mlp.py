@@ -1,0 +1,58 @@
+"""LayerNormMLP: a norm, a linear map, an activation and a linear map, as one module."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+from torch import Tensor, nn
+
+from te_dist.nn import activations
+from te_dist.nn.norms import NormedModule
+from te_dist.nn.options import LayerNormMLPOptions, read
+from te_dist.nn.site import LinearSite
+
+
+class LayerNormMLP(NormedModule):
+    """`y = f(norm(x) fc1_weight^T + fc1_bias) fc2_weight^T + fc2_bias`.
+
+    Attributes:
+        fc1_weight: (ffn_hidden_size, hidden_size), of twice as many rows with a gated activation.
+        fc1_bias: as many as its rows, or None.
+        fc2_weight: (hidden_size, ffn_hidden_size).
+        fc2_bias: (hidden_size,) or None.
+    """
+
+    fc1_weight: nn.Parameter
+    fc1_bias: nn.Parameter | None
+    fc2_weight: nn.Parameter
+    fc2_bias: nn.Parameter | None
+
+    def __init__(
+        self, hidden_size: int, ffn_hidden_size: int, *, bias: bool = True, **options: Unpack[LayerNormMLPOptions]
+    ) -> None:
+        """See `LayerNormMLPOptions` for the keywords; raises as `Linear` does, and for an unknown activation."""
+        options = read(dict(options), LayerNormMLPOptions, "LayerNormMLP")
+        super().__init__(hidden_size, options)
+        self.hidden_size = hidden_size
+        self.ffn_hidden_size = ffn_hidden_size
+        self.return_bias: bool = options.get("return_bias", False)
+        self.activation = options.get("activation", "gelu")
+        width = ffn_hidden_size * (2 if activations.find(self.activation).is_gated else 1)
+        prefix = f"{self.name}." if self.name else ""
+        self.fc1 = LinearSite(hidden_size, width, name=f"{prefix}fc1")
+        self.fc2 = LinearSite(ffn_hidden_size, hidden_size, name=f"{prefix}fc2")
+        first = options.get("init_method")
+        self._add_linear(self.fc1, ("fc1_weight", "fc1_bias" if bias else None), first)
+        second = options.get("output_layer_init_method") or first
+        self._add_linear(self.fc2, ("fc2_weight", "fc2_bias" if bias else None), second)
+
+    def forward(self, inp: Tensor) -> Any:
+        """(..., hidden_size) of `inp` of that shape; a tuple with `return_bias`, `return_layernorm_output`."""
+        normalized = self._normalize(inp)
+        hidden = activations.find(self.activation)(self.fc1(normalized, self.fc1_weight, self.fc1_bias))
+        if self.return_bias:
+            return self._output(self.fc2(hidden, self.fc2_weight), self.fc2_bias, normalized=normalized)
+        return self._output(self.fc2(hidden, self.fc2_weight, self.fc2_bias), normalized=normalized)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, {self.ffn_hidden_size}, {self.activation}, {self.normalization}"

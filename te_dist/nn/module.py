@@ -1,0 +1,100 @@
+"""Base of modules whose weights are quantized when made: parameters, and how they are initialized."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_dist.context import current_model_init
+from te_dist.formats import Region
+from te_dist.fsdp2.parameter import QuantizedParameter
+from te_dist.nn.options import InitMethod
+from te_dist.nn.site import LinearSite
+from te_dist.tensor import storage as storages
+from te_dist.tensor.placement import local_tensor
+
+
+class QuantizedModule(nn.Module):
+    """A module of linear maps.
+
+    A weight made inside of `quantized_model_init` is a `QuantizedParameter` from birth, also on the meta device, so
+    that nothing that wraps the module later has to replace it. It holds what cannot be derived: a columnwise direction
+    that is a relayout of the rowwise one is made by those who read it.
+
+    Attributes:
+        params_dtype: nominal dtype of the parameters.
+        name: for messages and for the roles that a `CustomRecipe` sees.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.params_dtype: torch.dtype = options.get("params_dtype") or torch.get_default_dtype()
+        self.name: str = options.get("name") or ""
+        self._device = options.get("device")
+        self._fillers: dict[str, Callable[[Tensor], Any]] = {}  # by name of a parameter, what initializes it
+
+    @torch.no_grad()
+    def init_parameter(self, name: str, tensor: Tensor) -> None:
+        """Fills `tensor`, plain and whole, with initial values of the parameter `name`."""
+        self._fillers[name](tensor)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initializes all parameters in place; of sharded ones each rank its own part, as in torch.
+
+        The values then depend on how the model is sharded, and scales that ranks share have to be agreed on
+        (`fsdp2.settle`); `fsdp2.materialize` has neither drawback.
+        """
+        for name, param in self.named_parameters(recurse=False):
+            local = local_tensor(param)
+            values = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+            self.init_parameter(name, values)
+            if not local.is_meta:
+                local.copy_(values)
+                if isinstance(local, QuantizedParameter) and local.keep_initial:
+                    local.storage.initial = values.cpu().view(local.storage.shape)
+
+    def _add_linear(self, site: LinearSite, names: tuple[str, str | None], init_method: InitMethod | None) -> None:
+        """Registers the parameters of a linear map under `names` (weight, bias)."""
+        weight, bias = names
+        uniform = partial(_uniform, bound=1 / math.sqrt(site.in_features) if site.in_features else 0.0)
+        self._fillers[weight] = init_method or uniform
+        self.register_parameter(weight, self._make_weight(site, weight))
+        if bias is None:
+            self.register_parameter(weight.replace("weight", "bias"), None)
+        else:
+            self._add_plain(bias, site.out_features, uniform if init_method is None else nn.init.zeros_)
+
+    def _add_plain(self, name: str, size: int, filler: Callable[[Tensor], Any]) -> None:
+        """Registers a vector in high precision."""
+        self._fillers[name] = filler
+        param = nn.Parameter(torch.empty(size, dtype=self.params_dtype, device=self._device))
+        self.init_parameter(name, param.data)
+        self.register_parameter(name, param)
+
+    def _make_weight(self, site: LinearSite, name: str) -> nn.Parameter:
+        """(out_features, in_features), initialized; quantized where `quantized_model_init` says so."""
+        shape, init = (site.out_features, site.in_features), current_model_init()
+        plain = torch.empty(shape, dtype=self.params_dtype, device=self._device)
+        self.init_parameter(name, plain)
+        if init.recipe is None:
+            return nn.Parameter(plain)
+        format = site.weight_format(init.recipe, plain)
+        storage = storages.empty(
+            format, Region.whole(*shape), dtype=plain.dtype, device=plain.device, fields=format.canonical.fields
+        )
+        if not plain.is_meta:
+            storage.quantize_(plain)
+            storage.initial = plain.cpu() if init.keeps_initial else None
+        weight = QuantizedParameter(storage, shape)
+        weight.keep_initial = init.keeps_initial
+        return nn.Parameter(weight)
+
+
+def _uniform(tensor: Tensor, bound: float) -> None:
+    nn.init.uniform_(tensor, -bound, bound)

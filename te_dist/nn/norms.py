@@ -1,0 +1,123 @@
+"""Normalization, alone and in front of a linear map."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from te_dist.nn.module import QuantizedModule
+from te_dist.nn.options import InitMethod
+
+Kind = Literal["LayerNorm", "RMSNorm"]
+
+
+def normalize(x: Tensor, kind: Kind, *, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """`x` (..., K) normalized along its last dimension, in its dtype.
+
+    Args:
+        kind: "LayerNorm" (mean and deviation, with `bias`) or "RMSNorm" (root mean square).
+        weight: (K,), as it multiplies; `bias` (K,) or None.
+    """
+    weight = weight.to(x.dtype)
+    if kind == "RMSNorm":
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.layer_norm(x, weight.shape, weight, None if bias is None else bias.to(x.dtype), eps)
+
+
+def _as_multiplied(weight: Tensor, *, zero_centered: bool) -> Tensor:
+    """The weight of a norm as it multiplies; one that is stored less one is raised in fp32."""
+    weight = weight.to_local() if isinstance(weight, DTensor) else weight
+    return weight.float() + 1.0 if zero_centered else weight
+
+
+class _Norm(nn.Module):
+    """A norm of its own. See `normalize`."""
+
+    kind: Kind
+
+    def __init__(
+        self,
+        normalized_shape: int,
+        eps: float = 1e-5,
+        *,
+        zero_centered_gamma: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        self.weight = nn.Parameter(torch.empty(normalized_shape, dtype=params_dtype, device=device))
+        has_bias = self.kind == "LayerNorm"
+        self.register_parameter("bias", nn.Parameter(torch.empty_like(self.weight)) if has_bias else None)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def init_parameter(self, name: str, tensor: Tensor) -> None:
+        """Fills `tensor` with initial values of `name`."""
+        tensor.fill_(1.0 if name == "weight" and not self.zero_centered_gamma else 0.0)
+
+    def reset_parameters(self) -> None:
+        """Starts as a plain norm."""
+        for name, param in self.named_parameters(recurse=False):
+            self.init_parameter(name, param)
+
+    def forward(self, inp: Tensor) -> Tensor:
+        """(..., normalized_shape) -> the same."""
+        weight = _as_multiplied(self.weight, zero_centered=self.zero_centered_gamma)
+        bias = self.bias.to_local() if isinstance(self.bias, DTensor) else self.bias
+        return normalize(inp, self.kind, weight=weight, bias=bias, eps=self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+class LayerNorm(_Norm):
+    """Subtracts the mean of each row, divides by its deviation, then scales and shifts the columns."""
+
+    kind = "LayerNorm"
+
+
+class RMSNorm(_Norm):
+    """Divides each row by its root mean square, then scales the columns."""
+
+    kind = "RMSNorm"
+
+
+class NormedModule(QuantizedModule):
+    """A module that normalizes its input before the first linear map.
+
+    Attributes:
+        layer_norm_weight: (features,).
+        layer_norm_bias: (features,), with normalization="LayerNorm"; None with "RMSNorm".
+    """
+
+    def __init__(self, features: int, options: dict[str, Any]) -> None:
+        super().__init__(options)
+        self.normalization: Kind = options.get("normalization", "LayerNorm")
+        if self.normalization not in ("LayerNorm", "RMSNorm"):
+            raise ValueError(f'normalization is "LayerNorm" or "RMSNorm", got {self.normalization!r}')
+        self.eps: float = options.get("eps", 1e-5)
+        self.zero_centered_gamma: bool = options.get("zero_centered_gamma", False)
+        self.return_layernorm_output: bool = options.get("return_layernorm_output", False)
+        start: InitMethod = nn.init.zeros_ if self.zero_centered_gamma else nn.init.ones_
+        self._add_plain("layer_norm_weight", features, start)
+        if self.normalization == "LayerNorm":
+            self._add_plain("layer_norm_bias", features, nn.init.zeros_)
+        else:
+            self.register_parameter("layer_norm_bias", None)
+
+    def _normalize(self, inp: Tensor) -> Tensor:
+        weight = _as_multiplied(self.layer_norm_weight, zero_centered=self.zero_centered_gamma)
+        bias = self.layer_norm_bias
+        bias = bias.to_local() if isinstance(bias, DTensor) else bias
+        return normalize(inp, self.normalization, weight=weight, bias=bias, eps=self.eps)
+
+    def _output(self, *values: Tensor | None, normalized: Tensor) -> Any:
+        """The values asked for: a tuple where there are several."""
+        values = (*values, normalized) if self.return_layernorm_output else values
+        return values if len(values) > 1 else values[0]

@@ -1,0 +1,115 @@
+"""Keywords of the modules' constructors, under TransformerEngine's names; those that are not here say where to go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypedDict
+
+import torch
+from torch import Tensor
+
+InitMethod = Callable[[Tensor], Any]
+
+
+class ModuleOptions(TypedDict, total=False):
+    """What every module takes.
+
+    params_dtype: nominal dtype of the parameters, and dtype of their gradients; torch's default dtype by default.
+    device: where they are made; torch's default device by default.
+    init_method: fills a weight in place, biases start at zero; by default both start as `torch.nn.Linear` does.
+    name: of this module, for error messages and for the roles a `CustomRecipe` sees.
+    """
+
+    params_dtype: torch.dtype | None
+    device: torch.device | str | None
+    init_method: InitMethod | None
+    name: str | None
+
+
+class LinearOptions(ModuleOptions, total=False):
+    """Further keywords of `Linear`.
+
+    return_bias: leave the bias to the caller: `forward` returns (output without it, bias).
+    """
+
+    return_bias: bool
+
+
+class NormOptions(TypedDict, total=False):
+    """Keywords of a module that normalizes first.
+
+    eps: added under the root.
+    normalization: "LayerNorm" or "RMSNorm".
+    zero_centered_gamma: the norm's weight is stored less one and starts at zero.
+    return_layernorm_output: `forward` returns (output, normalized input).
+    """
+
+    eps: float
+    normalization: Literal["LayerNorm", "RMSNorm"]
+    zero_centered_gamma: bool
+    return_layernorm_output: bool
+
+
+class LayerNormLinearOptions(NormOptions, LinearOptions, total=False):
+    """Keywords of `LayerNormLinear`."""
+
+
+class LayerNormMLPOptions(NormOptions, LinearOptions, total=False):
+    """Keywords of `LayerNormMLP`.
+
+    activation: a name of `te_dist.nn.activations`.
+    output_layer_init_method: fills the second weight; `init_method` by default.
+    """
+
+    activation: str
+    output_layer_init_method: InitMethod | None
+
+
+_PARALLEL = "apply a style of te_dist.tensor_parallel to the finished module"
+_FUSED_WGRAD = "gradients are returned to autograd in params_dtype, so that FSDP2 and DTensor see them"
+_OVERLAP = "te_dist has no userbuffers: collectives are torch's own"
+
+# Keywords of TransformerEngine that te_dist does not take -> (the value that asks for nothing, what to do instead).
+REFUSED: dict[str, tuple[Any, str]] = {
+    "sequence_parallel": (False, _PARALLEL),
+    "tp_group": (None, _PARALLEL),
+    "tp_size": (1, _PARALLEL),
+    "parallel_mode": (None, _PARALLEL),
+    "set_parallel_mode": (False, _PARALLEL),
+    "get_rng_state_tracker": (None, "fsdp2.materialize initializes alike on every mesh"),
+    "rng_tracker_name": (None, "fsdp2.materialize initializes alike on every mesh"),
+    "parameters_split": (None, "make one Linear for each part"),
+    "fuse_wgrad_accumulation": (False, _FUSED_WGRAD),
+    "delay_wgrad_compute": (False, _FUSED_WGRAD),
+    "return_layernorm_output_gathered": (False, _PARALLEL),
+    "symmetric_ar_type": (None, _OVERLAP),
+    "ub_overlap_ag": (False, _OVERLAP),
+    "ub_overlap_rs": (False, _OVERLAP),
+    "ub_overlap_rs_dgrad": (False, _OVERLAP),
+    "ub_bulk_dgrad": (False, _OVERLAP),
+    "ub_bulk_wgrad": (False, _OVERLAP),
+    "ub_name": (None, _OVERLAP),
+    "save_original_input": (False, "wrap the layer in te_dist.checkpoint to recompute instead of saving"),
+    "checkpoint": (False, "wrap the layer in te_dist.checkpoint"),
+    "activation_params": (None, "te_dist's activations have no parameters"),
+    "seq_length": (None, "shapes are taken from the input"),
+    "micro_batch_size": (None, "shapes are taken from the input"),
+}
+
+
+def read(options: dict[str, Any], known: type, module: str) -> dict[str, Any]:
+    """`options` that a TypedDict `known` names.
+
+    Raises:
+        ValueError: a keyword of TransformerEngine that te_dist does not take, unless it asks for nothing.
+        TypeError: any other keyword.
+    """
+    taken = {}
+    for name, value in options.items():
+        if name in known.__annotations__:
+            taken[name] = value
+        elif name not in REFUSED:
+            raise TypeError(f"{module} takes no keyword {name!r}; it takes {sorted(known.__annotations__)}")
+        elif value != REFUSED[name][0]:
+            raise ValueError(f"{module}: {name}={value!r} is not supported: {REFUSED[name][1]}")
+    return taken

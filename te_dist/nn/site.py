@@ -1,0 +1,160 @@
+"""Where a linear map meets the recipe: the plan it computes by, and the histories it keeps for delayed scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from te_dist.codecs import gemm
+from te_dist.context import current_autocast
+from te_dist.formats import Direction, Format
+from te_dist.nn.products import Plan, linear
+from te_dist.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, Quantizer
+from te_dist.recipe import QuantizerRole, Recipe
+from te_dist.scaling.delayed import DelayedScalingState
+from te_dist.scaling.history import DelayedScalingRequest
+from te_dist.tensor import QuantizedTensor
+
+ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
+Answers = Mapping[str, Quantizer | DelayedScalingRequest]
+_WEIGHT_ONLY = Plan(IdentityQuantizer(), IdentityQuantizer(), IdentityQuantizer())
+
+
+class LinearSite(nn.Module):
+    """One linear map of a module. Holds no weights: those are the module's own, under the names its users know.
+
+    Attributes:
+        name: for messages and for the roles that a `CustomRecipe` sees.
+        in_features: K, columns of the weight.
+        out_features: N, rows of the whole weight.
+        scaling: histories and scales of delayed scaling; None until a recipe asks for them.
+    """
+
+    scaling: DelayedScalingState | None
+
+    def __init__(self, in_features: int, out_features: int, *, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.in_features = in_features
+        self.out_features = out_features
+        self.register_module("scaling", None)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """(..., N) in the dtype of `x` (torch.autocast's inside of it).
+
+        Inside of `autocast` all three products are computed by its recipe; a quantized weight is used in its own
+        format. Outside, a plain weight gives a plain linear map, and a quantized weight stands for its values, which
+        are multiplied with plain inputs and gradients.
+
+        Args:
+            x: (..., K), plain or quantized.
+            weight: (N, K), plain or quantized, or a DTensor of either, of which the local part is used.
+            bias: (N,) or None.
+        """
+        weight, bias = (t.to_local() if isinstance(t, DTensor) else t for t in (weight, bias))
+        kind = weight.device.type
+        if torch.is_autocast_enabled(kind) and not isinstance(x, QuantizedTensor):
+            x = x.to(torch.get_autocast_dtype(kind))
+        recipe = current_autocast().recipe
+        if recipe is not None:
+            return linear(x, weight, bias, plan=self._plan(recipe, x, weight))
+        if isinstance(weight, QuantizedTensor) or isinstance(x, QuantizedTensor):
+            return linear(x, weight, bias, plan=_WEIGHT_ONLY)
+        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    def prepare(self, recipe: Recipe, device: torch.device) -> Answers:
+        """Makes what this map keeps under `recipe` and checks that `device` can compute it; the answers by role."""
+        answers = _answers(recipe, self.name)
+        if device.type != "meta":
+            _check(recipe, (self.name, self.in_features, self.out_features), device.type)
+        requests = {kind: answer for kind, answer in answers.items() if isinstance(answer, DelayedScalingRequest)}
+        if requests and self.scaling is None:
+            self.scaling = DelayedScalingState(requests, device=device)
+        elif requests and self.scaling.requests != requests:
+            raise ValueError(
+                f"{self.name} keeps histories for {self.scaling.requests}, the recipe asks for {requests}; use one "
+                "delayed recipe throughout, or set .scaling to None to start anew"
+            )
+        return answers
+
+    def weight_format(self, recipe: Recipe, weight: Tensor) -> Format:
+        """The format of a parameter with the values of `weight`.
+
+        Raises:
+            ValueError: the weight's columnwise direction would have to be requantized from the rowwise one, which
+                those who update shards do not do.
+        """
+        quantizer = self.prepare(recipe, weight.device)["weight"]
+        if getattr(quantizer, "columnwise_source", "original") != "original":
+            raise ValueError(
+                f'{self.name}: a quantized parameter is updated from its masters, columnwise_source="original"; '
+                "leave its weight plain (quantized_model_init(enabled=False)) to quantize it by rowwise values"
+            )
+        return quantizer.format(weight.dtype)
+
+    def _plan(self, recipe: Recipe, x: Tensor, weight: Tensor) -> Plan:
+        answers = dict(self.prepare(recipe, weight.device))
+        stateful = any(isinstance(answer, DelayedScalingRequest) for answer in answers.values())
+        records = stateful and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        if stateful:
+            answers |= self.scaling.quantizers(current_autocast().amax_reduction_group, records=records)
+        return Plan(**answers, moves_histories=records)
+
+
+def prepare(model: nn.Module, recipe: Recipe) -> None:
+    """Makes what the modules of `model` keep under `recipe` (histories of delayed scaling) before their first pass.
+
+    Modules made in `quantized_model_init` with that recipe have it. Others need this before a checkpoint is loaded.
+    """
+    for module in model.modules():
+        sites = {name: site for name, site in module.named_children() if isinstance(site, LinearSite)}
+        for site in sites.values():
+            site.prepare(recipe, next(module.parameters(recurse=False)).device)
+
+
+@lru_cache(maxsize=1024)
+def _answers(recipe: Recipe, name: str) -> Answers:
+    """By role, what `recipe` answers for a linear map of this name."""
+    roles = ("input", "weight", "grad_output")
+    answers = {kind: recipe.quantizer(QuantizerRole("linear", kind, name)) for kind in roles}
+    if isinstance(answers["weight"], DelayedScalingRequest):
+        raise ValueError(f"{name}: weights have no history; answer with a Float8CurrentScalingQuantizer for them")
+    return answers
+
+
+@lru_cache(maxsize=4096)
+def _check(recipe: Recipe, place: tuple[str, int, int], device: str) -> None:
+    """Raises where a map of `place` (name, K, N) cannot be computed by `recipe` on this type of device."""
+    name, in_features, out_features = place
+    formats = {
+        kind: (answer if isinstance(answer, Quantizer) else _stateless(answer)).declare(torch.bfloat16)
+        for kind, answer in _answers(recipe, name).items()
+    }
+    extents = [
+        (in_features, "in_features", formats["input"].alignment(1), formats["weight"].alignment(1)),
+        (out_features, "out_features", formats["grad_output"].alignment(1), formats["weight"].alignment(0)),
+    ]
+    for extent, what, *alignments in extents:
+        if any(extent % alignment for alignment in alignments):
+            raise ValueError(
+                f"{name or 'Linear'}: {what}={extent} does not fit {recipe}: it stores multiples of {max(alignments)}; "
+                f"change {what}, or leave this module out of the recipe"
+            )
+    row, col = ROWWISE, COLUMNWISE
+    for a, a_way, b, b_way in (
+        ("input", row, "weight", row),
+        ("grad_output", row, "weight", col),
+        ("grad_output", col, "input", col),
+    ):
+        if a_way in formats[a] and b_way in formats[b]:
+            gemm.find(formats[a][a_way].codec, formats[b][b_way].codec, device)
+
+
+def _stateless(request: DelayedScalingRequest) -> Quantizer:
+    """A quantizer of the format that `request` leads to."""
+    return Float8CurrentScalingQuantizer(request.fp8)

@@ -1,0 +1,184 @@
+"""What every quantizer does; subclasses say into which format.
+
+A quantizer is a description: it holds no buffers. The two that hold something live, a scale kept between steps or a
+process group to agree with, are made where these are known and never put on a recipe.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, Literal, TypedDict, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_dist.formats import Direction, Encoding, Format, Region
+from te_dist.tensor import QuantizedStorage, QuantizedTensor, empty, find_amaxes
+
+Fp8Type = torch.dtype | Literal["e4m3", "e5m2"]
+_FP8_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", "e4m3": "e4m3", "e5m2": "e5m2"}
+
+
+class Usages(TypedDict, total=False):
+    """Keywords of `Quantizer.set_usage`."""
+
+    rowwise: bool | None
+    columnwise: bool | None
+
+
+@dataclass
+class Quantizer:
+    """Base of all quantizers.
+
+    Attributes:
+        rowwise: whether `quantize` writes the rowwise direction.
+        columnwise: whether it writes the columnwise one.
+    """
+
+    rowwise: bool = field(default=True, kw_only=True)
+    columnwise: bool = field(default=True, kw_only=True)
+
+    def declare(self, dtype: torch.dtype) -> Format:
+        """Every direction this quantizer can write for a tensor of `dtype`, whatever its usages."""
+        raise NotImplementedError
+
+    def format(self, dtype: torch.dtype = torch.bfloat16) -> Format:
+        """The format of what `quantize` returns for a tensor of `dtype`."""
+        declared = self.declare(dtype)
+        return declared.select(*(d for d in declared.directions if self.get_usages()[d.value]))
+
+    def quantize(
+        self, tensor: Tensor, *, out: QuantizedTensor | None = None, dtype: torch.dtype | None = None
+    ) -> QuantizedTensor:
+        """Quantizes `tensor` of shape (..., K), into `out` where given. The gradient passes through unchanged.
+
+        Args:
+            dtype: nominal dtype of the result; that of `tensor` by default.
+        """
+        if out is not None:
+            return self.update_quantized(tensor, out)
+        return _StraightThrough.apply(tensor, self, dtype or tensor.dtype)
+
+    __call__ = quantize
+
+    def encode(self, x: Tensor, *directions: Direction) -> QuantizedStorage:
+        """Quantizes `x` of shape (..., K) in `directions` only (default: the usages), in as few passes as can be."""
+        format = self.declare(x.dtype).select(*directions) if directions else self.format(x.dtype)
+        region = region_of(x.shape)
+        for direction in format.directions:
+            format[direction].codec.check(region)
+        storage = empty(format, region, dtype=x.dtype, device=x.device)
+        self.write(x, storage)
+        return storage
+
+    def update_quantized(self, src: Tensor, dst: QuantizedTensor) -> QuantizedTensor:
+        """Quantizes `src` into the buffers that `dst` has."""
+        self.write(src, dst.storage)
+        return dst
+
+    def write(self, x: Tensor, storage: QuantizedStorage) -> None:
+        """Quantizes `x` into every direction that `storage` has."""
+        storage.quantize_(x)
+
+    def make_empty(
+        self,
+        shape: torch.Size | tuple[int, ...],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> QuantizedTensor:
+        """A tensor of uninitialised buffers (padding zero); on torch's default device where none is given."""
+        device = torch.get_default_device() if device is None else device
+        return QuantizedTensor(empty(self.format(dtype), region_of(shape), dtype=dtype, device=device), shape)
+
+    def set_usage(self, **usages: Unpack[Usages]) -> None:
+        """Changes what later calls write (None: leave it); no tensor that exists is touched."""
+        for name, usage in usages.items():
+            if name not in self.get_usages():
+                raise ValueError(f"set_usage takes rowwise and columnwise, got {name!r}")
+            if usage is not None:
+                setattr(self, name, usage)
+
+    def get_usages(self) -> dict[str, bool]:
+        """{"rowwise": ..., "columnwise": ...}."""
+        return {"rowwise": self.rowwise, "columnwise": self.columnwise}
+
+    def copy(self) -> Quantizer:
+        """Another quantizer of equal settings; scales and groups are shared."""
+        return copy.copy(self)
+
+    def is_quantizable(self, tensor: Tensor) -> bool:
+        """Whether `tensor` can be quantized as it is, without padding."""
+        format, (rows, cols) = self.format(tensor.dtype), region_of(tensor.shape).shape
+        return rows % format.alignment(0) == 0 and cols % format.alignment(1) == 0
+
+
+@dataclass
+class AgreeingQuantizer(Quantizer):
+    """A quantizer of formats with one amax, which may cover the tensors of all ranks of a group.
+
+    Attributes:
+        with_amax_reduction: take the largest amax of the group: `encode` is collective then.
+        amax_reduction_group: None is the default group.
+    """
+
+    with_amax_reduction: bool = field(default=False, kw_only=True)
+    amax_reduction_group: dist.ProcessGroup | None = field(default=None, kw_only=True)
+
+    def write(self, x: Tensor, storage: QuantizedStorage) -> None:
+        if not self.with_amax_reduction:
+            return super().write(x, storage)
+        amaxes = find_amaxes(x, storage.format, storage.region)
+        of_tensor = [grids[0].view(-1) for grids in amaxes.values()]
+        together = torch.cat(of_tensor)
+        dist.all_reduce(together, dist.ReduceOp.MAX, group=self.amax_reduction_group)
+        for amax, agreed in zip(of_tensor, together.split([a.numel() for a in of_tensor]), strict=True):
+            amax.copy_(agreed)
+        storage.quantize_(x, amaxes)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Quantization whose gradient is that of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> QuantizedTensor:
+        storage = quantizer.encode(tensor)
+        storage.dtype, ctx.dtype = dtype, tensor.dtype
+        return QuantizedTensor(storage, tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.to(ctx.dtype), None, None
+
+
+def region_of(shape: torch.Size | tuple[int, ...]) -> Region:
+    """The whole matrix behind a tensor of this shape: leading dimensions flattened."""
+    *lead, cols = shape
+    return Region.whole(torch.Size(lead).numel(), cols)
+
+
+def fp8_name(dtype: Fp8Type) -> str:
+    """ "e4m3" or "e5m2"."""
+    if dtype not in _FP8_NAMES:
+        raise ValueError(f"fp8_dtype is torch.float8_e4m3fn or torch.float8_e5m2, got {dtype!r}")
+    return _FP8_NAMES[dtype]
+
+
+@cache
+def declared(make: Callable[..., Format], *args: Any, **kwargs: Any) -> Format:
+    """`make(*args, **kwargs)`, made once."""
+    return make(*args, **kwargs)
+
+
+@cache
+def with_eps(format: Format, eps: float) -> Format:
+    """`format` whose amaxes are at least `eps`."""
+
+    def raised(encoding: Encoding) -> Encoding:
+        return replace(encoding, codec=replace(encoding.codec, eps=eps))  # type: ignore[type-var]
+
+    return Format(**{direction.value: raised(format[direction]) for direction in format.directions})

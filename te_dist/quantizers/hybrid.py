@@ -1,0 +1,71 @@
+"""Quantizers of hybrids: rowwise in one format, columnwise in another, either of which may be high precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from te_dist import catalog
+from te_dist.formats import Direction, Format
+from te_dist.quantizers.base import Quantizer, declared
+from te_dist.tensor import QuantizedStorage, QuantizedTensor, empty
+
+HybridQuantizedTensor = QuantizedTensor  # a hybrid is a format like any other; there is one class of tensors
+
+
+@dataclass
+class IdentityQuantizer(Quantizer):
+    """Values as they are, held in `dtype` (default: that of the tensor)."""
+
+    dtype: torch.dtype | None = field(default=None, kw_only=True)
+
+    def declare(self, dtype: torch.dtype) -> Format:
+        return declared(catalog.high_precision, self.dtype or dtype)
+
+
+@dataclass(kw_only=True)
+class HybridQuantizer(Quantizer):
+    """The rowwise direction of one quantizer beside the columnwise direction of another.
+
+    Attributes:
+        rowwise_quantizer: writes the rowwise direction.
+        columnwise_quantizer: writes the columnwise direction.
+        columnwise_source: what the latter is given: the tensor, or the values that the rowwise direction stands for,
+            so that backward sees the errors of forward.
+    """
+
+    rowwise_quantizer: Quantizer
+    columnwise_quantizer: Quantizer
+    columnwise_source: Literal["original", "rowwise_dequantized"] = "original"
+
+    def __post_init__(self) -> None:
+        if self.rowwise_quantizer is self.columnwise_quantizer:
+            raise ValueError("rowwise_quantizer and columnwise_quantizer are one object: pass a .copy() of it as one")
+        if self.columnwise_source not in ("original", "rowwise_dequantized"):
+            raise ValueError(
+                f'columnwise_source is "original" or "rowwise_dequantized", got {self.columnwise_source!r}'
+            )
+
+    def declare(self, dtype: torch.dtype) -> Format:
+        return declared(catalog.hybrid, self.rowwise_quantizer.declare(dtype), self.columnwise_quantizer.declare(dtype))
+
+    def write(self, x: Tensor, storage: QuantizedStorage) -> None:
+        for direction in storage.directions:
+            part = storage.select(direction)
+            if direction is Direction.ROWWISE:
+                self.rowwise_quantizer.write(x, part)
+            else:
+                self.columnwise_quantizer.write(self._columnwise_values(x, storage), part)
+
+    def _columnwise_values(self, x: Tensor, storage: QuantizedStorage) -> Tensor:
+        if self.columnwise_source == "original":
+            return x
+        if Direction.ROWWISE in storage.directions:
+            return storage.dequantize(x.dtype, Direction.ROWWISE)
+        format = self.rowwise_quantizer.declare(x.dtype).select(Direction.ROWWISE)
+        rowwise = empty(format, storage.region, dtype=x.dtype, device=x.device)
+        self.rowwise_quantizer.write(x, rowwise)
+        return rowwise.dequantize()

@@ -1,0 +1,60 @@
+"""Quantizers of FP8 with one scale for the tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from te_dist import catalog, codecs
+from te_dist.formats import Format
+from te_dist.quantizers.base import AgreeingQuantizer, Fp8Type, Quantizer, declared, fp8_name, with_eps
+from te_dist.tensor import QuantizedStorage
+
+
+@dataclass
+class Float8Quantizer(Quantizer):
+    """A scale that is known beforehand, as delayed scaling keeps it.
+
+    Attributes:
+        scale: f32, one element; values are multiplied by it.
+        amax: f32, one element, raised to the largest magnitude of what is quantized; None to leave that unrecorded.
+        fp8_dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
+    """
+
+    scale: Tensor
+    amax: Tensor | None
+    fp8_dtype: Fp8Type = torch.float8_e4m3fn
+
+    def declare(self, dtype: torch.dtype) -> Format:
+        return declared(catalog.float8_tensorwise, fp8=fp8_name(self.fp8_dtype))
+
+    def write(self, x: Tensor, storage: QuantizedStorage) -> None:
+        matrix = x.detach().reshape(storage.shape).contiguous()
+        encodings = [storage.format[direction] for direction in storage.directions]
+        codec = encodings[0].codec
+        if self.amax is not None:
+            (found,) = codec.amax(matrix, storage.region)
+            torch.maximum(self.amax, found.view_as(self.amax), out=self.amax)
+        planes = [codecs.Plane(e, tuple(storage.buffers[f.name] for f in e.fields)) for e in encodings]
+        codec.encode_scaled(matrix, self.scale, planes)
+
+
+@dataclass
+class Float8CurrentScalingQuantizer(AgreeingQuantizer):
+    """A scale found from the tensor itself.
+
+    Attributes:
+        fp8_dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
+        force_pow_2_scales: round the scale down to a power of two.
+        amax_epsilon: lower bound of the amax.
+    """
+
+    fp8_dtype: Fp8Type = torch.float8_e4m3fn
+    force_pow_2_scales: bool = field(default=False, kw_only=True)
+    amax_epsilon: float = field(default=0.0, kw_only=True)
+
+    def declare(self, dtype: torch.dtype) -> Format:
+        format = declared(catalog.float8_tensorwise, fp8=fp8_name(self.fp8_dtype), pow2=self.force_pow_2_scales)
+        return with_eps(format, self.amax_epsilon)

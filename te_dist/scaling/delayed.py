@@ -1,0 +1,123 @@
+"""Delayed scaling's state: amax histories as ordinary module buffers, brought up to date once per backward pass.
+
+[Note: When histories move]
+Forward quantizes inputs, backward quantizes gradients, each by the scale of the step before, and both leave their amax
+in row 0 of the history. When backward ends, all states that took part move on together: one reduction of all amaxes
+per process group, one update of all scales. Forward passes that backward runs again (activation checkpointing) thus
+see the scales of the first time. A backward pass inside another one (reentrant checkpointing) would move histories too
+early: use the non-reentrant kind. Passes without gradients leave no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from te_dist import _torch_private
+from te_dist.quantizers import Float8Quantizer
+from te_dist.scaling.history import DelayedScalingRequest, next_history, next_scale
+
+
+class DelayedScalingState(nn.Module):
+    """Scales and amax histories of the tensors of one module that asked for delayed scaling.
+
+    Attributes:
+        requests: by name of a tensor ("input", "grad_output"), what it asked for; columns of the buffers in order.
+    """
+
+    scale: Tensor  # f32 (n,)
+    amax_history: Tensor  # f32 (length, n), see `next_history`
+
+    def __init__(self, requests: Mapping[str, DelayedScalingRequest], *, device: torch.device | str) -> None:
+        super().__init__()
+        self.requests = dict(requests)
+        lengths = {r.amax_history_len for r in requests.values()}
+        rules = {(r.amax_compute_algo, r.reduce_amax) for r in requests.values()}
+        if len(lengths) != 1 or len(rules) != 1:
+            raise ValueError(
+                f"tensors of one module need one history length, algorithm and reduction, got {list(requests.values())}"
+            )
+        (length,) = lengths
+        self.register_buffer("scale", torch.empty(len(requests), dtype=torch.float32, device=device))
+        self.register_buffer("amax_history", torch.empty(length, len(requests), dtype=torch.float32, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Scales of 1 and empty histories."""
+        self.scale.fill_(1.0)
+        self.amax_history.zero_()
+
+    def quantizers(self, group: dist.ProcessGroup | None, *, records: bool) -> dict[str, Float8Quantizer]:
+        """By name, quantizers that use the present scales.
+
+        Args:
+            group: ranks that take the largest amax of all, None for this rank alone.
+            records: whether amaxes are kept and the histories move when backward ends.
+        """
+        if records:
+            _recording[self] = group if next(iter(self.requests.values())).reduce_amax else None
+        return {
+            name: Float8Quantizer(
+                self.scale[i : i + 1], self.amax_history[0, i : i + 1] if records else None, request.fp8
+            )
+            for i, (name, request) in enumerate(self.requests.items())
+        }
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Moves the buffers; `bfloat16()` and the like leave them in fp32, whose range and precision scales need."""
+        # NOTE: conversions ask whether a tensor is floating-point; the same bits as integers are moved only.
+        return super()._apply(lambda t: fn(t.view(torch.int32)).view(torch.float32), recurse)
+
+
+# States that have amaxes of the running step, in the order of their first use, which is the same on every rank.
+_recording: dict[DelayedScalingState, dist.ProcessGroup | None] = {}
+
+
+def update_when_backward_ends() -> None:
+    """Called in backward: all recording states move on when it ends."""
+    _torch_private.call_when_backward_ends(update)
+
+
+@torch.no_grad()
+def update() -> None:
+    """Moves all recording states one step on. Collective over each group they were given."""
+    by_group: dict[dist.ProcessGroup | None, list[DelayedScalingState]] = {}
+    for state, group in _recording.items():
+        by_group.setdefault(group, []).append(state)
+    _recording.clear()
+    for group, states in by_group.items():
+        if group is not None and dist.get_world_size(group) > 1:
+            _reduce([state.amax_history[0] for state in states], group)
+        for together in _alike(states):
+            _move_on(together)
+
+
+def _reduce(amaxes: list[Tensor], group: dist.ProcessGroup) -> None:
+    together = torch.cat(amaxes)
+    dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
+    torch._foreach_copy_(amaxes, list(together.split([a.numel() for a in amaxes])))
+
+
+def _alike(states: Iterable[DelayedScalingState]) -> Iterable[list[DelayedScalingState]]:
+    """States whose histories can be updated as one: equal length, algorithm and device."""
+    groups: dict[object, list[DelayedScalingState]] = {}
+    for state in states:
+        algo = next(iter(state.requests.values())).amax_compute_algo
+        groups.setdefault((len(state.amax_history), algo, state.scale.device), []).append(state)
+    return groups.values()
+
+
+def _move_on(states: list[DelayedScalingState]) -> None:
+    """One update of all histories laid side by side: the number of kernels does not depend on that of states."""
+    requests = [request for state in states for request in state.requests.values()]
+    sizes = [len(state.requests) for state in states]
+    history = torch.cat([state.amax_history for state in states], dim=1)
+    scale = torch.cat([state.scale for state in states])
+    scaled_max = torch.tensor([r.scaled_max for r in requests], dtype=torch.float32).to(scale.device, non_blocking=True)
+    scale = next_scale(history, scale, scaled_max, algo=requests[0].amax_compute_algo)
+    torch._foreach_copy_([s.scale for s in states], list(scale.split(sizes)))
+    torch._foreach_copy_([s.amax_history for s in states], list(next_history(history).split(sizes, dim=1)))
