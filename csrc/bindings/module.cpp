@@ -16,7 +16,7 @@ namespace {
 
 using Pair = std::pair<int64_t, int64_t>;
 using Direction = std::tuple<Pair, TensorRef, TensorRef, TensorRef>;  // tile, amax, data, scale
-using NvFp4Direction = std::tuple<Pair, TensorRef, TensorRef, TensorRef, TensorRef>;  // ..., tensor amax
+using NvFp4Direction = std::tuple<Pair, TensorRef, TensorRef, TensorRef, TensorRef>;  // tile, tensor amax, amax, ...
 
 // Below this many elements a second thread costs more than it saves.
 constexpr int64_t kParallelElements = 256 * 1024;
@@ -83,8 +83,8 @@ void quantize_mxfp8(const TensorRef& x, Pair phase, const std::string& fp8, cons
 
 void quantize_nvfp4(const TensorRef& x, Pair phase, std::pair<int, std::string> e4m3_max_four_over_six,
                     const NvFp4Direction& row, const NvFp4Direction& col, const TensorRef& rng_state, int threads) {
-  const auto& [row_tile, row_amax, row_data, row_scale, row_tensor_amax] = row;
-  const auto& [col_tile, col_amax, col_data, col_scale, col_tensor_amax] = col;
+  const auto& [row_tile, row_tensor_amax, row_amax, row_data, row_scale] = row;
+  const auto& [col_tile, col_tensor_amax, col_amax, col_data, col_scale] = col;
   QuantizeNvFp4 op{};
   op.x = x.matrix();
   op.phase = phase_of(phase);
