@@ -1,0 +1,54 @@
+"""Ops that only move values: transpose and assemble, against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from te_dist import ops
+from te_dist.testing import assert_bitwise
+from tests.codecs.kernel_inputs import every_level, pack
+
+DTYPES = {8: torch.uint8, 16: torch.bfloat16, 32: torch.float32}
+SHAPES = [(1, 1), (16, 64), (64, 16), (128, 128), (130, 70), (7, 333), (1, 400), (300, 257), (0, 4), (4, 0)]
+
+
+@pytest.mark.parametrize("bits", [8, 16, 32])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_transpose(shape, bits):
+    src = torch.randint(-(2**15), 2**15, shape).to(DTYPES[bits])
+    for level in every_level():
+        out = torch.zeros(shape[::-1], dtype=DTYPES[bits])
+        ops.transpose(src, bits=bits, out=out)
+        assert_bitwise(out, src.t(), f"{bits} bits, {level}")
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (16, 64), (130, 70), (6, 334), (256, 512), (0, 4)])
+def test_transpose_of_packed_values(shape):
+    codes = torch.randint(0, 16, shape, dtype=torch.uint8)
+    for level in every_level():
+        out = torch.zeros(shape[1], shape[0] // 2, dtype=torch.uint8)
+        ops.transpose(pack(codes), bits=4, out=out)
+        assert_bitwise(out, pack(codes.t()), level)
+
+
+def test_transposing_twice_is_the_identity():
+    src = torch.randn(700, 1030)  # large enough for threads
+    once, twice = torch.empty(1030, 700), torch.empty(700, 1030)
+    ops.transpose(src, bits=32, out=once)
+    ops.transpose(once, bits=32, out=twice)
+    assert_bitwise(twice, src, "twice transposed")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.bool])
+def test_assembled_parts_make_the_matrix_they_were_cut_from(dtype):
+    whole = torch.randint(0, 2, (90, 70)).to(dtype)
+    cuts = [(0, 40, 0, 70), (40, 90, 0, 30), (40, 90, 30, 70), (90, 90, 0, 70)]
+    wires = [whole[r0:r1, c0:c1] for r0, r1, c0, c1 in cuts]
+    starts = dict(row_starts=[c[0] for c in cuts], col_starts=[c[2] for c in cuts])
+    out = torch.zeros(90, 80, dtype=dtype)[:, :70]
+    ops.assemble(wires, **starts, out=out)
+    assert_bitwise(out, whole, "assembled")
+    out.zero_()
+    ops.assemble([wire.contiguous() for wire in wires], **starts, out=out)
+    assert_bitwise(out, whole, "assembled from contiguous parts")

@@ -1,0 +1,87 @@
+"""What every op promises besides its bytes: registration, messages, work under tracing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from te_dist import _C, ops
+
+U8, F32, BF16 = torch.uint8, torch.float32, torch.bfloat16
+BLOCK_RULE = dict(phase=(0, 0), fp8="e4m3", pow2=True, eps=0.0)
+
+
+@pytest.mark.parametrize("name", ops.__all__)
+def test_every_op_is_defined_for_cpu_and_cuda(name):
+    overload = getattr(torch.ops.te_dist, name).default
+    assert overload._schema.is_mutable
+    assert not overload._schema.returns
+    assert overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CPU)
+    assert overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CUDA)
+
+
+def test_an_op_without_a_cuda_kernel_says_so():
+    on_cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    with pytest.raises(NotImplementedError, match="te_dist::transpose has no CUDA kernel"):
+        torch.ops.te_dist.transpose.default.redispatch(on_cuda, empty(4, 4), 8, empty(4, 4))
+
+
+def test_wrappers_run_on_fake_tensors():
+    with FakeTensorMode():
+        x, data, scale = torch.empty(256, 256, dtype=BF16), torch.empty(256, 256, dtype=U8), torch.empty(256, 2)
+        ops.quantize_float8_block(x, **BLOCK_RULE, row_tile=(1, 128), row_data=data, row_scale=scale)
+        ops.dequantize_float8(data, scale, tile=(1, 128), phase=(0, 0), fp8="e4m3", out=x)
+
+
+def test_a_compiled_function_may_quantize():
+    def quantize(x, data, scale):
+        ops.quantize_float8_block(x, **BLOCK_RULE, row_tile=(1, 128), row_data=data, row_scale=scale)
+        return data.float().sum()
+
+    x = torch.randn(64, 256, dtype=BF16)
+    eager, traced = ((torch.zeros(64, 256, dtype=U8), torch.zeros(64, 2)) for _ in range(2))
+    quantize(x, *eager)
+    torch.compile(quantize, backend="aot_eager", fullgraph=True)(x, *traced)
+    assert torch.equal(eager[0], traced[0])
+    assert torch.equal(eager[1], traced[1])
+
+
+def empty(*shape: int, dtype: torch.dtype = U8) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+X = empty(256, 256, dtype=BF16)
+RUNS = dict(row_tile=(1, 128), row_data=empty(256, 256), row_scale=empty(256, 2, dtype=F32))
+NVFP4_RULE = dict(phase=(0, 0), e4m3_max=448, four_over_six="none", rng_state=None)
+REFUSED = [
+    (lambda: ops.tile_amax(X.double(), phase=(0, 0), tile=(0, 0), out=empty(1, 1, dtype=F32)), "x: got torch.float64"),
+    (lambda: ops.tile_amax(X.t()[:5], phase=(0, 0), tile=(0, 0), out=empty(1, 1, dtype=F32)), "contiguous"),
+    (lambda: ops.tile_amax(X, phase=(0, 0), tile=(1, 128), out=empty(256, 3, dtype=F32)), r"out: .*wanted \(256, 2\)"),
+    (lambda: ops.quantize_float8_block(X, **BLOCK_RULE | {"fp8": "e3m4"}, **RUNS), "fp8: got 'e3m4'"),
+    (lambda: ops.quantize_float8_block(X, **BLOCK_RULE, **RUNS | {"row_tile": (1, 64)}), r"row_tile: got \(1, 64\)"),
+    (lambda: ops.quantize_float8_block(X, **BLOCK_RULE, **RUNS | {"row_scale": None}), "row_scale: got None"),
+    (lambda: ops.quantize_float8_block(X, **BLOCK_RULE, **RUNS | {"row_data": empty(256, 128)}), "row_data: got shape"),
+    (lambda: ops.quantize_float8_block(X, **BLOCK_RULE, **RUNS | {"row_amax": empty(1, 1, dtype=F32)}), "row_amax"),
+    (lambda: ops.quantize_nvfp4(empty(3, 4, dtype=F32), **NVFP4_RULE, col_data=empty(4, 1)), "share a byte"),
+    (lambda: ops.quantize_nvfp4(X, **NVFP4_RULE, row_data=empty(256, 128)), "row_tensor_amax: got None"),
+    (lambda: ops.hadamard(X[:8], sign_mask=0, out=X[:8].clone()), "multiple of 16"),
+    (lambda: ops.transpose(empty(3, 4), bits=4, out=empty(8, 1)), "even number"),
+    (lambda: ops.transpose(X, bits=8, out=X.clone()), "src: got torch.bfloat16"),
+    (lambda: ops.assemble([empty(3, 4)], row_starts=[2], col_starts=[0], out=empty(4, 4)), r"wires\[0\].*inside"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_wrong_arguments_are_refused_by_name(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_an_unknown_simd_level_is_refused():
+    with pytest.raises(ValueError, match="no SIMD level 'mmx'"):
+        _C.set_simd_level("mmx")
+
+
+def test_the_fastest_level_is_in_use():
+    assert _C.simd_level() == _C.simd_levels()[-1]
