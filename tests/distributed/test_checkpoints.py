@@ -1,0 +1,290 @@
+"""Checkpoints: the bytes that were saved, on any number of processes, of every format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from te_dist import checkpoints, fsdp2, optim
+from te_dist.checkpoints.part import Part
+from te_dist.formats import Region, geometry
+from te_dist.tensor import QuantizedTensor
+from te_dist.tensor import storage as storages
+from te_dist.tensor.placement import local_tensor
+from te_dist.testing import assert_bitwise, device
+from tests.distributed.checkpoint_zoo import (
+    COLS,
+    FORMATS,
+    Layout,
+    assert_plain,
+    assert_storage,
+    assert_weights,
+    data_parallel,
+    random_matrix,
+    rows_of,
+    whole_of,
+    zoo,
+)
+
+TP = Layout((2, 2), ("dp", "tp"))
+HSDP = Layout((2, 2), ("replicate", "shard"))
+
+
+def save_zoo(rank: int, world: int, path: Path, layout: Layout) -> None:
+    checkpoints.save(path, model=zoo(1, layout))
+
+
+def load_zoo(rank: int, world: int, path: Path, layout: Layout) -> None:
+    model = zoo(2, layout)
+    for layer in model.weights.values():
+        local_tensor(layer.weight).storage.unsettled = torch.zeros(1)  # what loading has to forget
+        local_tensor(layer.weight).storage.initial = torch.zeros(1)
+    assert checkpoints.load(path, model=model) == {}
+    assert_weights(model, 1)
+    assert_plain(model, zoo(1, names=()))
+
+
+# -- any number of processes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (data_parallel(2), data_parallel(1)),
+        (data_parallel(2), data_parallel(3)),
+        (data_parallel(2), data_parallel(4)),
+        (data_parallel(3), data_parallel(2)),
+        (TP, data_parallel(3)),
+        (data_parallel(3), TP),
+        (TP, TP),
+        (HSDP, data_parallel(3)),
+        (data_parallel(2), HSDP),
+    ],
+    ids=str,
+)
+def test_bytes_are_the_same_on_any_mesh(ranks, tmp_path: Path, saved: Layout, loaded: Layout) -> None:
+    ranks(saved.world).run(save_zoo, tmp_path / "c", saved)
+    ranks(loaded.world).run(load_zoo, tmp_path / "c", loaded)
+
+
+def test_one_process_without_a_process_group(ranks, tmp_path: Path) -> None:
+    ranks(2).run(save_zoo, tmp_path / "c", data_parallel(2))
+    model = zoo(2)
+    checkpoints.load(tmp_path / "c", model=model)
+    assert_weights(model, 1)  # among the fields are derived ones
+    assert_plain(model, zoo(1, names=()))
+    checkpoints.save(tmp_path / "d", model=model)
+    ranks(3).run(load_zoo, tmp_path / "d", data_parallel(3))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("sizes", [(1, 327), (100, 100, 128), (127, 0, 1, 200)], ids=str)
+def test_every_value_is_written_once_whatever_the_cuts(name: str, sizes: tuple[int, ...]) -> None:
+    """Parts of uneven row cuts, and of one column cut: what they write tiles each field exactly."""
+    unit = FORMATS[name].alignment(0)
+    rows, whole = sum(sizes) * unit, Region.whole(sum(sizes) * unit, COLS)
+    storage = storages.quantize(random_matrix(rows, COLS, 0), FORMATS[name])
+    starts = [sum(sizes[:i]) * unit for i in range(len(sizes))]
+    shards = [
+        storage.narrow(0, start, size * unit).narrow(1, left, width)
+        for start, size in zip(starts, sizes, strict=True)
+        for left, width in ((0, 70), (70, 90))
+    ]
+    for field in FORMATS[name].canonical.fields:
+        written = torch.zeros(field.compact_shape(whole), dtype=torch.int)
+        values = torch.empty(field.compact_shape(whole), dtype=field.dtype)
+        offers = {i.index: (i, p) for s in shards for p in [Part.of_field(field, s, whole)] for i in _items(p)}
+        for item, part in offers.values():  # DCP takes one of several offers at the same place
+            place = tuple(slice(o, o + n) for o, n in zip(item.index.offset, item.tensor_data.chunk.sizes, strict=True))
+            written[place] += 1
+            values[place] = part.__get_tensor_shard__(item.index)
+        assert (written == 1).all(), f"{field.name}: values written {written.unique().tolist()} times"
+        assert_bitwise(values, geometry.compact(field, storage.buffers[field.name], whole), field.name)
+
+
+def _items(part: Part) -> list:
+    return part.__create_write_items__("key", part)
+
+
+# -- what is on the disk -------------------------------------------------------------------------------------------
+
+
+def test_files_hold_plain_tensors_under_sibling_names(ranks, tmp_path: Path) -> None:
+    """Every field can be read by torch alone, as the whole unpadded field."""
+    ranks(2).run(save_zoo, tmp_path / "c", data_parallel(2))
+    saved = dcp.FileSystemReader(tmp_path / "c").read_metadata().state_dict_metadata
+    assert all(isinstance(entry, TensorStorageMetadata) for entry in saved.values())
+    for name, format in FORMATS.items():
+        whole = whole_of(name, 1)
+        state = {
+            f"model.weights.{name}.weight_{f.name}": torch.empty(f.compact_shape(whole.region), dtype=f.dtype)
+            for f in format.canonical.fields
+        }
+        assert {key for key in saved if key.startswith(f"model.weights.{name}.")} == state.keys()
+        dcp.load(state, checkpoint_id=tmp_path / "c", no_dist=True)
+        for field, got in zip(format.canonical.fields, state.values(), strict=True):
+            assert_bitwise(got, geometry.compact(field, whole.buffers[field.name], whole.region), field.name)
+
+
+def test_replicas_write_once(ranks, tmp_path: Path) -> None:
+    ranks(2).run(save_zoo, tmp_path / "two", data_parallel(2))
+    ranks(4).run(save_zoo, tmp_path / "four", HSDP)
+    two, four = (written_places(tmp_path / name) for name in ("two", "four"))
+    assert two == four
+
+
+def written_places(path: Path) -> dict[str, list]:
+    """Offsets and sizes of all that was written, by key."""
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return {key: sorted((tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks) for key, entry in saved.items()}
+
+
+# -- optimizers ----------------------------------------------------------------------------------------------------
+
+TRAINED = tuple(name for name in FORMATS if name != "nvfp4_row_scaled")
+
+
+def make_optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
+    plain = [p for n, p in model.named_parameters() if "weights" not in n]
+    if kind == "AdamW":
+        return torch.optim.AdamW([{"params": plain[:1], "betas": (0.5, 0.9)}, {"params": plain[1:]}], lr=0.125)
+    weights = [p for n, p in model.named_parameters() if "weights" in n]
+    return optim.FusedAdam([{"params": plain, "weight_decay": 0.0}, {"params": weights}], lr=0.125, weight_decay=0.25)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int) -> None:
+    for step in range(first, first + steps):
+        model(random_matrix(4, COLS, step).to(device())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Local copies of all parameters' fields and all optimizer state of this rank."""
+    found = {}
+    for name, param in model.named_parameters():
+        local = local_tensor(param)
+        fields = local.storage.buffers if isinstance(local, QuantizedTensor) else {"": local}
+        found |= {f"{name}.{k}": v.detach().cpu().clone() for k, v in fields.items()}
+        state = optimizer.state.get(param, {})
+        found |= {f"{name}.{k}": local_tensor(v).detach().cpu().clone() for k, v in state.items()}
+    return found
+
+
+def train_save_train(rank: int, world: int, path: Path, kind: str) -> dict[str, torch.Tensor]:
+    model = zoo(1, data_parallel(world), TRAINED)
+    optimizer = make_optimizer(model, kind)
+    train(model, optimizer, 0, 2)
+    optimizer.param_groups[1]["lr"] = 0.1  # a schedule was at work
+    checkpoints.save(path, model=model, optimizer=optimizer, extra={"step": 2})
+    train(model, optimizer, 2, 2)
+    return everything(model, optimizer)
+
+
+def load_train(rank: int, world: int, path: Path, kind: str, used: bool) -> dict[str, torch.Tensor]:
+    model = zoo(2, data_parallel(world), TRAINED)
+    optimizer = make_optimizer(model, kind)
+    if used:
+        train(model, optimizer, 0, 1)
+    extra = checkpoints.load(path, model=model, optimizer=optimizer)
+    train(model, optimizer, extra["step"], 2)
+    return everything(model, optimizer)
+
+
+@pytest.mark.parametrize("kind", ["FusedAdam", "AdamW"])
+def test_training_resumes_exactly(ranks, tmp_path: Path, kind: str) -> None:
+    want = ranks(2).run(train_save_train, tmp_path / "c", kind)
+    for used in (False, True):
+        for of_rank, expected in zip(ranks(2).run(load_train, tmp_path / "c", kind, used), want, strict=True):
+            assert of_rank.keys() == expected.keys()
+            for name, tensor in of_rank.items():
+                assert_bitwise(tensor, expected[name], name)
+
+
+def save_trained(rank: int, world: int, path: Path) -> dict[str, torch.Tensor]:
+    model = zoo(1, data_parallel(world), TRAINED)
+    optimizer = make_optimizer(model, "FusedAdam")
+    train(model, optimizer, 0, 1)
+    checkpoints.save(path, model=model, optimizer=optimizer)
+    return whole_state(model, optimizer)
+
+
+def load_trained(rank: int, world: int, path: Path) -> dict[str, torch.Tensor]:
+    model = zoo(2, data_parallel(world), TRAINED)
+    optimizer = make_optimizer(model, "FusedAdam")
+    checkpoints.load(path, model=model, optimizer=optimizer)
+    return whole_state(model, optimizer)
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return {
+        f"{name}.{key}": value.full_tensor().cpu() if value.dim() else value.cpu()
+        for name, param in model.named_parameters()
+        for key, value in optimizer.state[param].items()
+    }
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_optimizer_state_is_the_same_on_any_number_of_processes(ranks, tmp_path: Path, world: int) -> None:
+    want = ranks(2).run(save_trained, tmp_path / "c")[0]
+    got = ranks(world).run(load_trained, tmp_path / "c")[0]
+    assert got.keys() == want.keys()
+    for name, tensor in got.items():
+        assert_bitwise(tensor, want[name], name)
+
+
+# -- another format ------------------------------------------------------------------------------------------------
+
+
+class One(nn.Module):
+    """A single weight of any format, or plain."""
+
+    def __init__(self, weight: torch.Tensor, name: str | None) -> None:
+        super().__init__()
+        if name is not None:
+            weight = fsdp2.QuantizedParameter(storages.quantize(weight, FORMATS[name]))
+        self.weight = nn.Parameter(weight)
+
+
+def one(seed: int, world: int, name: str | None) -> One:
+    weight = random_matrix(rows_of(FORMATS["float8_block_2d"]), COLS, seed).to(device())
+    return fsdp2.fully_shard(One(weight, name), mesh=data_parallel(world).mesh())
+
+
+def save_one(rank: int, world: int, path: Path, name: str | None, masters: bool) -> torch.Tensor | None:
+    model = one(1, world, name)
+    optimizer = optim.FusedAdam(model.parameters()) if masters else None
+    if optimizer is not None:
+        optimizer.initialize_state(model.weight)
+        master = optimizer.state[model.weight]["master_param"]
+        master._local_tensor.add_(0.125)  # so that weights made from masters differ from any other
+    checkpoints.save(path, model=model, optimizer=optimizer)
+    return master.full_tensor().cpu() if masters else None
+
+
+def load_one(rank: int, world: int, path: Path, name: str | None, whole: torch.Tensor) -> None:
+    model = one(2, world, name)
+    checkpoints.load(path, model=model)
+    if name is None:
+        assert_bitwise(model.weight.full_tensor().detach().cpu(), whole, "plain weight")
+    else:
+        storage = local_tensor(model.weight).storage
+        assert_storage(storage, storages.quantize(whole, FORMATS[name]), name)
+
+
+@pytest.mark.parametrize("wanted", [n for n, f in FORMATS.items() if f.alignment(0) <= 2 and n != "float8_block_2d"])
+def test_another_format_is_made_from_masters(ranks, tmp_path: Path, wanted: str) -> None:
+    whole = ranks(2).run(save_one, tmp_path / "c", "float8_block_2d", True)[0]
+    ranks(3).run(load_one, tmp_path / "c", wanted, whole)
+
+
+def test_plain_weights_and_quantized_ones_become_each_other(ranks, tmp_path: Path) -> None:
+    ranks(2).run(save_one, tmp_path / "plain", None, False)
+    ranks(3).run(load_one, tmp_path / "plain", "mxfp8_2d", random_matrix(rows_of(FORMATS["mxfp8_2d"]), COLS, 1))
+    whole = ranks(2).run(save_one, tmp_path / "quantized", "mxfp8_2d", True)[0]
+    ranks(3).run(load_one, tmp_path / "quantized", None, whole)
