@@ -10,6 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from te_dist import env
+from te_dist.catalog import FORMATS
+from te_dist.formats import WHOLE, Field, Format, Region
+from te_dist.fsdp2 import GatherPolicy, Phase, plan_gather
 
 FOLDER = Path(__file__).parent
 HEADER = "<!-- Written by docs/generate.py; change the code it comes from. -->\n\n"
@@ -25,7 +28,66 @@ def environment() -> str:
     return "\n".join(("# Environment variables", "", "| name | default | meaning |", "|---|---|---|", *rows, ""))
 
 
-PAGES: dict[str, Callable[[], str]] = {"environment.md": environment}
+def formats() -> str:
+    """What every format stores, and what FSDP2 sends of it."""
+    lines = ["# Formats", "", *FORMATS_INTRODUCTION.splitlines(), ""]
+    lines += ["| format | columnwise from rowwise | rows cut at | bits stored | bits sent: forward | backward |"]
+    lines += ["|---|---|---|---|---|---|"]
+    lines += [_format_row(name, format) for name, format in FORMATS.items()]
+    for name, format in FORMATS.items():
+        lines += ["", f"## {name}", "", *_codec_lines(format), ""]
+        lines += ["| field | direction | dtype | one value covers | constant on | order | packed | padded to |"]
+        lines += ["|---|---|---|---|---|---|---|---|"]
+        lines += [_field_row(format, field) for field in format.fields]
+    return "\n".join((*lines, ""))
+
+
+FORMATS_INTRODUCTION = """\
+A quantized tensor is a logical matrix of M rows and K columns. A format says, for each of the two directions a GEMM can
+read it in, which tensors are stored; [vocabulary](vocabulary.md) defines the words. Whether the columnwise direction
+is a relayout of the rowwise one follows from the declaration: then only rowwise fields are sharded, sent and saved.
+
+Bits are per value of a 4096 x 4096 matrix: stored with both directions in place; sent by FSDP2 over four ranks when a
+parameter is resharded after forward and not recomputed."""
+
+
+def _format_row(name: str, format: Format) -> str:
+    region = Region.whole(4096, 4096)
+    parts = region.chunk(4)
+    policy = GatherPolicy.of(reshard_after_forward=True, recompute=False)
+    sent = [plan_gather(format, parts, region, policy, phase).nbytes * 8 * 4 / 4096**2 for phase in Phase]
+    derived = "yes" if format.columnwise_is_derivable else "no" if format.columnwise else "has none"
+    stored = format.allocated_bytes(region) * 8 / 4096**2
+    cells = (f"[{name}](#{name})", derived, f"multiples of {format.alignment(0)}" if format.alignment(0) > 1 else "any")
+    return "| " + " | ".join((*cells, f"{stored:.3f}", *(f"{bits:.3f}" for bits in sent))) + " |"
+
+
+def _codec_lines(format: Format) -> list[str]:
+    codecs = {repr(format[d].codec): d.value for d in reversed(format.directions)}
+    if len(codecs) == 1:
+        return [f"Codec: `{next(iter(codecs))}`."]
+    return [" ".join(f"{direction.capitalize()} codec: `{codec}`." for codec, direction in reversed(codecs.items()))]
+
+
+def _field_row(format: Format, field: Field) -> str:
+    directions = " and ".join(d.value for d in format.directions if field in format[d].fields)
+    order = "rows outermost" if field.order == "mk" else "columns outermost"
+    packed = f"{field.pack} a byte" if field.pack > 1 else ""
+    padded = f"{field.pad[0]} x {field.pad[1]}" if field.pad != (1, 1) else ""
+    dtype = str(field.dtype).removeprefix("torch.")
+    tile = "" if field.tile == field.grain else _block(field.tile)
+    cells = (f"`{field.name}`", directions, dtype, _block(field.grain), tile, order, packed, padded)
+    return "| " + " | ".join(cells) + " |"
+
+
+def _block(block: tuple[int, int]) -> str:
+    if block == (WHOLE, WHOLE):
+        return "the tensor"
+    rows, cols = (f"{n}" if n != WHOLE else "all" for n in block)
+    return "one value" if block == (1, 1) else f"{rows} x {cols}"
+
+
+PAGES: dict[str, Callable[[], str]] = {"environment.md": environment, "formats.md": formats}
 
 
 def outdated() -> list[str]:

@@ -172,9 +172,10 @@ class Format:
         return self.select(Direction.ROWWISE) if self.columnwise_is_derivable else self
 
     def alignment(self, dim: int) -> int:
-        """Logical `dim` may be cut only at multiples of this (1 for almost every format)."""
-        codecs = (self[d].codec for d in self.directions)
-        return math.lcm(*(f.alignment(dim) for f in self.fields), *(codec.alignment(dim) for codec in codecs))
+        """Logical `dim` may be cut only at multiples of this (1 for almost every format); parts hold canonical fields."""
+        part = self.canonical
+        codecs = (part[d].codec for d in part.directions)
+        return math.lcm(*(f.alignment(dim) for f in part.fields), *(codec.alignment(dim) for codec in codecs))
 
     def compact_bytes(self, region: Region) -> int:
         """Bytes of all fields of `region`, unpadded."""

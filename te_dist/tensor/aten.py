@@ -97,9 +97,13 @@ def _empty_like(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
 
 @OPS.implements(aten.new_zeros.default, aten.new_empty.default)
 def _new(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Rows like this tensor's: a blank of that size, which becomes what is first copied into it. Else a plain tensor."""
+    """Rows like this tensor's: a blank of that size, which becomes what is first copied into it. Else a plain tensor.
+
+    `new_empty` of rows is plain too: it is asked for as scratch space (by initializers), `new_zeros` as a shard.
+    """
     tensor, size = args[0], torch.Size(args[1])
-    if size[1:] == tensor.shape[1:] and kwargs.get("dtype") in (None, tensor.dtype):
+    is_scratch = func is aten.new_empty.default and size.numel() > 0
+    if size[1:] == tensor.shape[1:] and kwargs.get("dtype") in (None, tensor.dtype) and not is_scratch:
         return tensor.like(_blank(tensor, size), size)
     return func(torch.empty(0, dtype=tensor.dtype, device=tensor.device), size, **kwargs)
 

@@ -61,6 +61,23 @@ class QuantizedTensor(torch.Tensor):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
+    def data(self) -> QuantizedTensor:  # type: ignore[override]
+        """A view without autograd history. Assigning takes over another quantized tensor, or quantizes values."""
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if isinstance(value, QuantizedTensor):
+            torch.Tensor.data.__set__(self, value)
+            self.storage = value.storage
+        elif value.shape == self.shape:
+            self.quantize_(value.to(self.device))
+        else:
+            raise ValueError(
+                f"cannot assign values of shape {tuple(value.shape)} to a quantized tensor of {tuple(self.shape)}"
+            )
+
+    @property
     def format(self) -> Format:
         """The declared format."""
         return self.storage.format

@@ -242,9 +242,11 @@ class QuantizedStorage:
             self.derive(direction, {d.name: self.buffers[d.name] for s, d in zip(row, col, strict=True) if s != d})
 
     def narrow(self, dim: int, start: int, length: int) -> QuantizedStorage:
-        """A storage of its own for `length` rows (dim 0) or columns (dim 1) from `start`."""
+        """A storage of its own for `length` rows (dim 0) or columns (dim 1) from `start`: canonical fields only."""
         part = self.region.narrow(dim, start, length)
-        buffers = {f.name: geometry.narrow(f, self.buffers[f.name], self.region, part) for f in self.fields}
+        canonical = self.format.canonical.fields
+        fields = canonical if all(f.name in self.buffers for f in canonical) else self.fields
+        buffers = {f.name: geometry.narrow(f, self.buffers[f.name], self.region, part) for f in fields}
         narrowed = QuantizedStorage(self.format, buffers, part, self.dtype)
         if self.initial is not None:
             narrowed.initial = self.initial.narrow(dim, start, length).clone()

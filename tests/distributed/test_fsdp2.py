@@ -94,7 +94,8 @@ def test_every_way_to_wrap(how: str, name: str) -> None:
 @pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.alignment(0) == 1])
 def test_fewer_rows_than_ranks(name: str) -> None:
     pool(4).run(train_and_compare, name, 2, "ours")
-    pool(2).run(train_and_compare, name, 1, "torch")
+    if all(f.pack == 1 for f in FORMATS[name].fields):
+        pool(2).run(train_and_compare, name, 1, "torch")
 
 
 def wrap_misaligned(rank: int, world: int, name: str) -> str:
