@@ -92,7 +92,12 @@ CASES = [
         "def f(a, b, c, d): ...",
         "def f(a, b, c, *, d): ...\ndef _g(a, b, c, d): ...\nclass A:\n    def f(self, a, b, c): ...",
     ),
-    (shape.options_are_keywords, "te_dist/a.py", "def f(a, b, c=1): ...", "def f(a, b=1, *, c=1): ..."),
+    (
+        shape.options_are_keywords,
+        "te_dist/a.py",
+        "def f(a, b, c=1): ...",
+        "def f(a, b=1, *, c=1): ...\nclass A(Codec):\n    def encode(self, a, b, c, d): ...",
+    ),
     (
         shape.bools_come_alone,
         "te_dist/a.py",

@@ -76,6 +76,24 @@ def _signatures(modules: Sequence[Module]) -> Iterator[tuple[Module, Function]]:
             yield module, function
 
 
+def _classes_of(modules: Sequence[Module]) -> dict[str, ast.ClassDef]:
+    """All classes of the tree by name."""
+    return {node.name: node for module in modules for node in module.nodes if isinstance(node, ast.ClassDef)}
+
+
+def _overridden(function: Function, classes: dict[str, ast.ClassDef]) -> list[ast.FunctionDef]:
+    """Definitions of the method in base classes that stand in the tree."""
+    found = []
+    pending = [last_name(base) for base in function.owner.bases] if function.owner is not None else []
+    while pending:
+        base = classes.get(pending.pop())
+        if base is not None:
+            members = [member for member in base.body if isinstance(member, ast.FunctionDef)]
+            found += [member for member in members if member.name == function.node.name]
+            pending += [last_name(further) for further in base.bases]
+    return found
+
+
 def files_are_short(modules: Sequence[Module]) -> Iterator[Violation]:
     """No file over 500 lines."""
     sizes = [(module.path, module.text.count("\n")) for module in modules]
@@ -113,7 +131,10 @@ def parameters_are_few(modules: Sequence[Module]) -> Iterator[Violation]:
 
 def options_are_keywords(modules: Sequence[Module]) -> Iterator[Violation]:
     """Public functions take up to three operands by position; options, that is defaults, after the second by name."""
+    classes = _classes_of(modules)
     for module, function in _signatures(modules):
+        if function.node.name != "__init__" and _overridden(function, classes):
+            continue
         is_operator = function.node.name.startswith("__") and function.node.name != "__init__"
         num_operands = len(function.positional) - len(function.node.args.defaults)
         first_named = min(MAX_OPERANDS, max(MAX_POSITIONAL_OPTIONS, num_operands))
@@ -144,7 +165,7 @@ def everything_public_is_documented(modules: Sequence[Module]) -> Iterator[Viola
 
     One-statement methods may go without, and overrides of what a base class of te_dist documents.
     """
-    classes = {node.name: node for module in modules for node in module.nodes if isinstance(node, ast.ClassDef)}
+    classes = _classes_of(modules)
     for module in modules:
         if ast.get_docstring(module.tree) is None and module.text.strip():
             yield module.violation(1, "the module has no docstring; say in one line what it is for")
@@ -157,25 +178,11 @@ def everything_public_is_documented(modules: Sequence[Module]) -> Iterator[Viola
             node = function.node
             is_simple = function.owner is not None and len(node.body) == 1
             is_known = node.name in FOREIGN_SIGNATURES or node.name == "__init__" or "overload" in function.decorators
-            documented = ast.get_docstring(node) is not None or _is_documented_above(function, classes)
+            documented = any(ast.get_docstring(each) for each in (node, *_overridden(function, classes)))
             if function.is_public and not (is_simple or is_known or documented):
                 yield module.violation(
                     node.lineno, f"{function.qualname} has no docstring; say in one line what it does"
                 )
-
-
-def _is_documented_above(function: Function, classes: dict[str, ast.ClassDef]) -> bool:
-    """Whether a base class in the tree documents the method."""
-    pending = [last_name(base) for base in function.owner.bases] if function.owner is not None else []
-    while pending:
-        base = classes.get(pending.pop())
-        if base is None:
-            continue
-        for member in base.body:
-            if isinstance(member, ast.FunctionDef) and member.name == function.node.name and ast.get_docstring(member):
-                return True
-        pending += [last_name(further) for further in base.bases]
-    return False
 
 
 def no_code_is_commented_out(modules: Sequence[Module]) -> Iterator[Violation]:
