@@ -117,6 +117,7 @@ def _train(sources: Sequence[Source], vocab_size: int) -> Tokenizer:
 
 def _encode(tokenizer: Tokenizer, sources: Sequence[Source]) -> Iterator[list[int]]:
     end = tokenizer.token_to_id(END_OF_TEXT)
+    assert end is not None
     for first in range(0, len(sources), FILES_AT_ONCE):
         texts = [text.read(source) for source in sources[first : first + FILES_AT_ONCE]]
         for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):

@@ -44,24 +44,14 @@ def rotate(x: Tensor, table: Rotary) -> Tensor:
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(x.dtype)
 
 
-class RMSNorm(nn.Module):
+def projection(num_in: int, num_out: int) -> te.Linear:
+    """A linear map without bias, multiplied in the formats of the recipe."""
+    return te.Linear(num_in, num_out, bias=False, params_dtype=PARAMS_DTYPE)
+
+
+def norm(config: ModelConfig) -> nn.RMSNorm:
     """Divides each row by its root mean square and scales the columns."""
-
-    weight: nn.Parameter  # (hidden,)
-
-    def __init__(self, hidden: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden, dtype=PARAMS_DTYPE))
-        self.epsilon = epsilon
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Starts as a plain norm."""
-        nn.init.ones_(self.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (..., hidden)."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+    return nn.RMSNorm(config.hidden, config.norm_epsilon, dtype=PARAMS_DTYPE)
 
 
 class Attention(nn.Module):
@@ -70,14 +60,14 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.width = config.hidden // config.heads
-        self.query = te.Linear(config.hidden, config.hidden)
-        self.key = te.Linear(config.hidden, config.kv_heads * self.width)
-        self.value = te.Linear(config.hidden, config.kv_heads * self.width)
-        self.out = te.Linear(config.hidden, config.hidden)
+        self.query = projection(config.hidden, config.hidden)
+        self.key = projection(config.hidden, config.kv_heads * self.width)
+        self.value = projection(config.hidden, config.kv_heads * self.width)
+        self.out = projection(config.hidden, config.hidden)
 
     def forward(self, x: Tensor, table: Rotary) -> Tensor:
         """x: (B, S, hidden). The number of heads follows from the projections: tensor parallelism leaves a part."""
-        query, key, value = (self._heads(projection(x)) for projection in (self.query, self.key, self.value))
+        query, key, value = (self._heads(linear(x)) for linear in (self.query, self.key, self.value))
         mixed = F.scaled_dot_product_attention(
             rotate(query, table), rotate(key, table), value, is_causal=True, enable_gqa=True
         )
@@ -92,9 +82,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate = te.Linear(config.hidden, config.ffn)
-        self.up = te.Linear(config.hidden, config.ffn)
-        self.down = te.Linear(config.ffn, config.hidden)
+        self.gate = projection(config.hidden, config.ffn)
+        self.up = projection(config.hidden, config.ffn)
+        self.down = projection(config.ffn, config.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, S, hidden)."""
@@ -109,9 +99,9 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.call = call
-        self.attention_norm = RMSNorm(config.hidden, config.norm_epsilon)
+        self.attention_norm = norm(config)
         self.attention = Attention(config)
-        self.feed_forward_norm = RMSNorm(config.hidden, config.norm_epsilon)
+        self.feed_forward_norm = norm(config)
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, table: Rotary) -> Tensor:
@@ -131,7 +121,7 @@ class Decoder(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden, dtype=PARAMS_DTYPE)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = RMSNorm(config.hidden, config.norm_epsilon)
+        self.norm = norm(config)
         self.head = nn.Linear(config.hidden, config.vocab_size, bias=False, dtype=PARAMS_DTYPE)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -59,8 +59,15 @@ def make_mesh(layout: Layout, device: torch.device, timeout_seconds: float) -> D
     """The mesh (dp, tp), neighbours along tp; groups made here, since a mesh's own would not know the timeout."""
     ranks = torch.arange(layout.dp * layout.tp).view(layout.dp, layout.tp)
     timeout = timedelta(seconds=timeout_seconds)
-    groups = [dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0] for lines in (ranks.T, ranks)]
+    groups = [_group_of_this_rank(lines, timeout) for lines in (ranks.T, ranks)]
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("dp", "tp"))
+
+
+def _group_of_this_rank(lines: Tensor, timeout: timedelta) -> dist.ProcessGroup:
+    """Makes a group of each row of ranks. Called by every rank."""
+    group, _ = dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def build_model(config: Config, mesh: DeviceMesh, device: torch.device) -> Decoder:
@@ -129,8 +136,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
     """
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
-    for parameter in with_gradient:
-        gradient = parameter.grad
+    for gradient in (parameter.grad for parameter in with_gradient):
+        assert gradient is not None
         by_mesh.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
     norms = [_whole(nn.utils.get_total_norm(gradients)) for gradients in by_mesh.values()]
     total = torch.stack(norms).norm()

@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         _end(
             world,
-            f"another rank ended or stopped answering ({str(error).splitlines()[0]}); its own message or the summary of "
-            'the launcher says why; remedy: start again with checkpoint.resume = "auto"',
+            f"another rank ended or stopped answering ({str(error).splitlines()[0]}); its own message or the "
+            'launcher\'s summary says why; remedy: start again with checkpoint.resume = "auto"',
         )
 
 

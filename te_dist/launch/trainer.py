@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from te_dist import checkpoints
 from te_dist.launch import measure, parallelize, progress
@@ -130,6 +131,7 @@ class Trainer:
         micro_batches = self.order.micro_batches(now.position, config.train.batch, self.share)
         counter = measure.GatheredBytes()
         losses = []
+        assert isinstance(self.model, FSDPModule)
         with nullcontext() if self.gathered_bytes else counter:
             for index, batch in enumerate(micro_batches):
                 # Gradients are reduced over the ranks once, after the last micro batch.

@@ -1,5 +1,8 @@
 """The ranks of a job: how they meet, how they agree before a collective, how they part."""
 
+# torch documents its stores but lists them nowhere:
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import json
@@ -12,7 +15,9 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, rendezvous
 
+from te_dist import env
 from te_dist.launch.errors import JobError, require
 
 T = TypeVar("T")
@@ -31,7 +36,7 @@ class World:
         size: number of ranks.
     """
 
-    store: dist.Store
+    store: Store
     rank: int
     size: int
     _rounds: count[int] = field(default_factory=count)
@@ -40,8 +45,8 @@ class World:
     def meet(cls) -> World:
         """Meets the ranks that `torchrun` started; without `torchrun` this process is all there is."""
         if not dist.is_torchelastic_launched():
-            return cls(dist.HashStore(), rank=0, size=1)
-        store, rank, size = next(iter(dist.rendezvous("env://")))
+            return cls(HashStore(), rank=0, size=1)
+        store, rank, size = next(iter(rendezvous("env://")))
         return cls(store, rank, size)
 
     def set_timeout(self, seconds: float) -> None:
@@ -122,7 +127,7 @@ def choose_device(name: str) -> torch.device:
     )
     if name == "cpu" or not available:
         return torch.device("cpu")
-    index = dist.get_node_local_rank(fallback_rank=0)
+    index = env.LOCAL_RANK.get()
     require(
         index < torch.cuda.device_count(),
         "local rank",
@@ -139,7 +144,7 @@ def open_process_group(world: World, device: torch.device, timeout_seconds: floa
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=dist.PrefixStore("collectives", world.store),
+        store=PrefixStore("collectives", world.store),
         rank=world.rank,
         world_size=world.size,
         timeout=timedelta(seconds=timeout_seconds),
