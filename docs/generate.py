@@ -12,7 +12,7 @@ from pathlib import Path
 from te_dist import env
 from te_dist.catalog import FORMATS
 from te_dist.formats import WHOLE, Field, Format, Region
-from te_dist.fsdp2 import GatherPolicy, Phase, plan_gather
+from te_dist.fsdp2 import RESHARDED, Phase, plan_gather
 
 FOLDER = Path(__file__).parent
 HEADER = "<!-- Written by docs/generate.py; change the code it comes from. -->\n\n"
@@ -54,8 +54,9 @@ parameter is resharded after forward and not recomputed."""
 def _format_row(name: str, format: Format) -> str:
     region = Region.whole(4096, 4096)
     parts = region.chunk(4)
-    policy = GatherPolicy.of(reshard_after_forward=True, recompute=False)
-    sent = [plan_gather(format, parts, region, policy, phase).nbytes * 8 * 4 / 4096**2 for phase in Phase]
+    sent = [
+        plan_gather(format, parts, region, policy=RESHARDED, phase=phase).nbytes * 8 * 4 / 4096**2 for phase in Phase
+    ]
     derived = "yes" if format.columnwise_is_derivable else "no" if format.columnwise else "has none"
     stored = format.allocated_bytes(region) * 8 / 4096**2
     cells = (f"[{name}](#{name})", derived, f"multiples of {format.alignment(0)}" if format.alignment(0) > 1 else "any")

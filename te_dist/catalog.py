@@ -18,11 +18,13 @@ U8, F32 = torch.uint8, torch.float32
 Dims = Literal[1, 2]  # 1: tiles are runs along the contraction; 2: square tiles, the same in both directions
 
 
-def float8_tensorwise(*, fp8: str = "e4m3", pow2: bool = False, transposed_columnwise: bool = False) -> Format:
+def float8_tensorwise(
+    *, fp8: str = "e4m3", pow2: bool = False, columnwise: Literal["same", "transposed"] = "same"
+) -> Format:
     """FP8 with one scale. Hopper's GEMM reads a transposed copy columnwise; others read the rowwise data both ways."""
     codec = Tensorwise(fp8, pow2)
     data = Field("qdata", U8)
-    data_t = Field("qdata_t", U8, order="km") if transposed_columnwise else data
+    data_t = Field("qdata_t", U8, order="km") if columnwise == "transposed" else data
     scale = Field("scale_inv", F32, (WHOLE, WHOLE))
     return Format(Encoding(codec, (data, scale)), Encoding(codec, (data_t, scale)))
 
@@ -103,7 +105,7 @@ def _catalog() -> dict[str, Format]:
     block_1d, block_2d = float8_block(1), float8_block(2)
     return {
         "float8_tensorwise": float8_tensorwise(),
-        "float8_tensorwise_tn": float8_tensorwise(transposed_columnwise=True),
+        "float8_tensorwise_tn": float8_tensorwise(columnwise="transposed"),
         "float8_tensorwise_e5m2": float8_tensorwise(fp8="e5m2", pow2=True),
         "float8_block_1d": block_1d,
         "float8_block_2d": block_2d,

@@ -65,13 +65,13 @@ class Codec:
         """Quantizes `x` (rows, cols; fp32, bf16 or fp16; contiguous) into one or two planes of equal `pass_key`."""
         raise NotImplementedError
 
-    def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, out: Tensor) -> None:
+    def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, *, out: Tensor) -> None:
         """Writes what a GEMM reads from this encoding into `out` (rows, cols; fp32, bf16 or fp16)."""
         raise NotImplementedError
 
-    def decode(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, out: Tensor) -> None:
+    def decode(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, *, out: Tensor) -> None:
         """Writes the values that this encoding stands for into `out`; `operand`, with any transform undone."""
-        self.operand(stored, fields, region, out)
+        self.operand(stored, fields, region, out=out)
 
 
 def logical_view(field: Field, stored: Tensor, region: Region) -> Tensor:

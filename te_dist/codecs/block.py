@@ -54,6 +54,6 @@ class Block(Codec):
             x, phase=region.phase(LARGEST_TILE), fp8=self.fp8, pow2=self.pow2, eps=self.eps, **outputs
         )
 
-    def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, out: Tensor) -> None:
+    def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, *, out: Tensor) -> None:
         data, scale = (logical_view(f, s, region) for f, s in zip(fields, stored, strict=True))
         ops.dequantize_float8(data, scale, tile=self.tile, phase=region.phase(self.tile), fp8=self.fp8, out=out)

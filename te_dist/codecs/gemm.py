@@ -48,7 +48,7 @@ class Operand:
     def values(self, dtype: torch.dtype) -> Tensor:
         """(kept, summed) values in `dtype`: what is multiplied, any transform left in."""
         out = torch.empty(self.region.shape, dtype=dtype, device=self.device)
-        self.encoding.codec.operand(self.stored, self.encoding.fields, self.region, out)
+        self.encoding.codec.operand(self.stored, self.encoding.fields, self.region, out=out)
         return out if self.sums_over == 1 else out.t()
 
 

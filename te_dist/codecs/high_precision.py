@@ -22,5 +22,5 @@ class HighPrecision(Codec):
         for plane in planes:
             plane.field_view(0, region).copy_(x)
 
-    def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, out: Tensor) -> None:
+    def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, *, out: Tensor) -> None:
         out.copy_(stored[0] if fields[0].order == "mk" else stored[0].t())

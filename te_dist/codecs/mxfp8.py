@@ -47,7 +47,7 @@ class MxFp8(Codec):
             }
         ops.quantize_mxfp8(x, phase=region.phase(LARGEST_TILE), fp8=self.fp8, **outputs)
 
-    def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, out: Tensor) -> None:
+    def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, *, out: Tensor) -> None:
         data, scale = (logical_view(f, s, region) for f, s in zip(fields, stored, strict=True))
         grain = fields[1].grain
         ops.dequantize_mxfp8(data, scale, grain=grain, phase=region.phase(grain), fp8=self.fp8, out=out)

@@ -93,7 +93,7 @@ class NvFp4(Codec):
             **outputs,
         )
 
-    def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, out: Tensor) -> None:
+    def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, *, out: Tensor) -> None:
         data, scale, amax = stored
         grain = fields[1].grain
         ops.dequantize_nvfp4(
@@ -106,9 +106,9 @@ class NvFp4(Codec):
             out=out,
         )
 
-    def decode(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, out: Tensor) -> None:
+    def decode(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, *, out: Tensor) -> None:
         if self.hadamard is None:
-            return self.operand(stored, fields, region, out)
+            return self.operand(stored, fields, region, out=out)
         raise ValueError(
             "values quantized after a Hadamard transform cannot be dequantized one by one: a GEMM undoes it by "
             "transforming its other operand alike; dequantize the rowwise direction instead"

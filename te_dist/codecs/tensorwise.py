@@ -45,6 +45,6 @@ class Tensorwise(Codec):
         for plane in planes:
             plane.stored[1].copy_(scale.reciprocal().reshape(1, 1))
 
-    def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, out: Tensor) -> None:
+    def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, *, out: Tensor) -> None:
         data = logical_view(fields[0], stored[0], region)
         ops.dequantize_float8(data, stored[1], tile=(WHOLE, WHOLE), phase=(0, 0), fp8=self.fp8, out=out)

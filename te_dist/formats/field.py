@@ -139,6 +139,7 @@ class Format:
 
     @cached_property
     def directions(self) -> tuple[Direction, ...]:
+        """The directions that are declared."""
         present = {Direction.ROWWISE: self.rowwise, Direction.COLUMNWISE: self.columnwise}
         return tuple(direction for direction, encoding in present.items() if encoding is not None)
 
@@ -172,7 +173,7 @@ class Format:
         return self.select(Direction.ROWWISE) if self.columnwise_is_derivable else self
 
     def alignment(self, dim: int) -> int:
-        """Logical `dim` may be cut only at multiples of this (1 for almost every format); parts hold canonical fields."""
+        """Logical `dim` may be cut only at multiples of this; parts hold canonical fields, so for most formats it is 1."""
         part = self.canonical
         codecs = (part[d].codec for d in part.directions)
         return math.lcm(*(f.alignment(dim) for f in part.fields), *(codec.alignment(dim) for codec in codecs))

@@ -3,9 +3,12 @@
 from te_dist.fsdp2.api import fully_shard, settle
 from te_dist.fsdp2.materialize import materialize
 from te_dist.fsdp2.parameter import QuantizedParameter
-from te_dist.fsdp2.plan import GatherPlan, GatherPolicy, Phase, plan_gather
+from te_dist.fsdp2.plan import KEPT, RECOMPUTED, RESHARDED, GatherPlan, GatherPolicy, Phase, plan_gather
 
 __all__ = [
+    "KEPT",
+    "RECOMPUTED",
+    "RESHARDED",
     "GatherPlan",
     "GatherPolicy",
     "Phase",

@@ -81,10 +81,12 @@ def _whole_in_place(module: nn.Module, own: dict[str, nn.Parameter]) -> Iterator
     """Plain parameters of whole size in the place of the module's own."""
     wholes = {name: _whole(param) for name, param in own.items()}
     try:
-        module._parameters.update({n: nn.Parameter(w, requires_grad=False) for n, w in wholes.items()})
+        for name, whole in wholes.items():
+            module.register_parameter(name, nn.Parameter(whole, requires_grad=False))
         yield wholes
     finally:
-        module._parameters.update(own)
+        for name, param in own.items():
+            module.register_parameter(name, param)
 
 
 @contextmanager

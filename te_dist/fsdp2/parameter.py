@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from te_dist import _torch_private
 from te_dist.formats import Direction, Field, Format, Partition, Region, geometry
-from te_dist.fsdp2.plan import GatherPlan, GatherPolicy, Phase, plan_gather
+from te_dist.fsdp2.plan import KEPT, RECOMPUTED, RESHARDED, GatherPlan, GatherPolicy, Phase, plan_gather
 from te_dist.scaling.agreement import quantize_parts
 from te_dist.tensor import Cut, QuantizedStorage, QuantizedTensor
 
@@ -46,7 +46,7 @@ class Wrap:
         """The policy of this gather; raises, alike on all ranks, when the unit was changed since the first one."""
         unit = self.unit()
         reshards = unit is not None and _torch_private.reshards_after_forward(unit)
-        policy = GatherPolicy.of(reshard_after_forward=reshards, recompute=self.recompute)
+        policy = (RECOMPUTED if self.recompute else RESHARDED) if reshards else KEPT
         if self.policy is not None and policy != self.policy:
             raise RuntimeError(
                 f"reshard_after_forward is now {reshards}, but the gather buffers were sized for {not reshards} at the "
@@ -66,8 +66,8 @@ class UnshardedStorage(QuantizedStorage):
 
     __slots__ = ("home", "owned")
 
-    def __init__(self, format: Format, region: Region, dtype: torch.dtype, home: torch.device) -> None:
-        super().__init__(format, {}, region, dtype)
+    def __init__(self, format: Format, region: Region, *, dtype: torch.dtype, home: torch.device) -> None:
+        super().__init__(format, {}, region, dtype=dtype)
         self.home = home
         self.owned: dict[str, Tensor] = {}
 
@@ -144,7 +144,7 @@ class QuantizedParameter(QuantizedTensor):
             quantize_parts([(storage, storage.unsettled, Partition.of(parts))], [mesh.get_group()])
         phase = Phase.BACKWARD if _torch_private.in_backward() else Phase.FORWARD
         policy = self.wrap.settled_policy() if self.wrap else GatherPolicy.unknown(storage.format)
-        plans = {p: plan_gather(storage.format, parts, cut.region, policy, p) for p in Phase}
+        plans = {p: plan_gather(storage.format, parts, cut.region, policy=policy, phase=p) for p in Phase}
         return plans[phase].pack(storage.buffers, storage.region), (plans, phase, storage.buffers, cut.shape)
 
     def fsdp_post_all_gather(
@@ -156,7 +156,7 @@ class QuantizedParameter(QuantizedTensor):
             plans = {p: replace(plan, parts=(plan.whole,)) for p, plan in plans.items()}  # one row, replicated
         plan = plans[phase]
         if out is None:
-            storage = UnshardedStorage(self.format, plan.whole, param_dtype, outputs[0].device)
+            storage = UnshardedStorage(self.format, plan.whole, dtype=param_dtype, home=outputs[0].device)
             owned = set().union(*(p.owned(self.format, len(outputs)) for p in plans.values()))
             storage.allocate(f for f in self.format.fields if f in owned)
             storage.fill(plan, outputs, shard)

@@ -42,13 +42,6 @@ class GatherPolicy:
     backward: tuple[Direction, ...] = BOTH
 
     @classmethod
-    def of(cls, *, reshard_after_forward: bool, recompute: bool) -> GatherPolicy:
-        """What is needed when the wrap says how the parameter is used."""
-        if not reshard_after_forward:  # one gather serves both phases
-            return cls()
-        return cls(ROW, BOTH if recompute else COLUMN)
-
-    @classmethod
     def unknown(cls, format: Format) -> GatherPolicy:
         """What is sent when nothing is known of the wrap: enough for every use.
 
@@ -58,6 +51,11 @@ class GatherPolicy:
 
     def directions(self, phase: Phase) -> tuple[Direction, ...]:
         return self.forward if phase is Phase.FORWARD else self.backward
+
+
+KEPT = GatherPolicy()  # one gather serves both passes
+RESHARDED = GatherPolicy(ROW, COLUMN)  # each pass gathers what it multiplies
+RECOMPUTED = GatherPolicy(ROW, BOTH)  # backward runs forward again
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,7 @@ class GatherPlan:
 
 @lru_cache(maxsize=8192)
 def plan_gather(
-    format: Format, parts: tuple[Region, ...], whole: Region, policy: GatherPolicy, phase: Phase
+    format: Format, parts: tuple[Region, ...], whole: Region, *, policy: GatherPolicy, phase: Phase
 ) -> GatherPlan:
     """The fewest bytes that serve `policy`, under FSDP2's fixed buffers."""
     sent = {p: _sent_fields(format, policy.directions(p)) for p in Phase}

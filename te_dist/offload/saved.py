@@ -87,11 +87,11 @@ def _inner(tensor: Tensor) -> dict[str, Tensor]:
 def _take_apart_quantized(tensor: QuantizedTensor) -> tuple[list[Tensor], Rebuild]:
     kind, shape, old = type(tensor), tensor.shape, tensor.storage
     present = old.directions
-    copy = QuantizedStorage(old.format, dict(old.buffers), old.region, old.dtype, old.cut)
+    copy = QuantizedStorage(old.format, dict(old.buffers), old.region, dtype=old.dtype, cut=old.cut)
     leaves, shell = copy.prepare_for_saving()
 
     def rebuild(leaves: Sequence[Tensor]) -> Tensor:
-        storage = QuantizedStorage(shell.format, dict(shell.buffers), shell.region, shell.dtype, shell.cut)
+        storage = QuantizedStorage(shell.format, dict(shell.buffers), shell.region, dtype=shell.dtype, cut=shell.cut)
         storage.restore_from_saved(leaves)
         for direction in present:
             if direction not in storage.directions:

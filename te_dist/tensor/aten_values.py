@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from te_dist._torch_private import tree_map_only
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
 
 aten = torch.ops.aten

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_dist._torch_private import disabled_torch_function
 from te_dist.formats import Direction, Format
 from te_dist.tensor import storage as storages
 from te_dist.tensor.storage import QuantizedStorage
@@ -104,7 +105,7 @@ class QuantizedTensor(torch.Tensor):
         inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: torch.Size, outer_stride: tuple[int, ...]
     ) -> QuantizedTensor:
         cls, format, region, dtype, cut = context
-        return cls(QuantizedStorage(format, dict(inner), region, dtype, cut), outer_size)
+        return cls(QuantizedStorage(format, dict(inner), region, dtype=dtype, cut=cut), outer_size)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         fields = ", ".join(f"{n}: {str(b.dtype)[6:]}{list(b.shape)}" for n, b in self.storage.buffers.items())
@@ -114,7 +115,7 @@ class QuantizedTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return OPS.call(func, args, kwargs or {})
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = disabled_torch_function
 
 
 class OpTable:
@@ -136,6 +137,7 @@ class OpTable:
         return register
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What the handler of `func` returns; raises NotImplementedError where there is none."""
         handler = self._handlers.get(func)
         if handler is None:
             raise NotImplementedError(

@@ -63,6 +63,7 @@ class QuantizedStorage:
         format: Format,
         buffers: dict[str, Tensor],
         region: Region,
+        *,
         dtype: torch.dtype,
         cut: Cut | None = None,
     ) -> None:
@@ -139,7 +140,9 @@ class QuantizedStorage:
     def select(self, *directions: Direction) -> QuantizedStorage:
         """The same buffers, seen as a format of `directions` only."""
         part = self.format.select(*directions)
-        return QuantizedStorage(part, {f.name: self.buffers[f.name] for f in part.fields}, self.region, self.dtype)
+        return QuantizedStorage(
+            part, {f.name: self.buffers[f.name] for f in part.fields}, self.region, dtype=self.dtype
+        )
 
     # -- values -------------------------------------------------------------------------------------------------
 
@@ -186,7 +189,9 @@ class QuantizedStorage:
             direction = present[0]  # the same values, laid out the other way
         encoding = self.format[direction]
         out = torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
-        getattr(encoding.codec, how)([self.buffers[f.name] for f in encoding.fields], encoding.fields, self.region, out)
+        getattr(encoding.codec, how)(
+            [self.buffers[f.name] for f in encoding.fields], encoding.fields, self.region, out=out
+        )
         return out
 
     # -- saving for backward ------------------------------------------------------------------------------------
@@ -199,7 +204,7 @@ class QuantizedStorage:
         canonical = [f.name for f in self.format.canonical.fields]
         names = canonical if all(name in self.buffers for name in canonical) else list(self.buffers)
         tensors = [self.buffers[name] for name in names]
-        shell = QuantizedStorage(self.format, dict.fromkeys(names), self.region, self.dtype, self.cut)
+        shell = QuantizedStorage(self.format, dict.fromkeys(names), self.region, dtype=self.dtype, cut=self.cut)
         self.buffers = {}
         return tensors, shell
 
@@ -247,7 +252,7 @@ class QuantizedStorage:
         canonical = self.format.canonical.fields
         fields = canonical if all(f.name in self.buffers for f in canonical) else self.fields
         buffers = {f.name: geometry.narrow(f, self.buffers[f.name], self.region, part) for f in fields}
-        narrowed = QuantizedStorage(self.format, buffers, part, self.dtype)
+        narrowed = QuantizedStorage(self.format, buffers, part, dtype=self.dtype)
         if self.initial is not None:
             narrowed.initial = self.initial.narrow(dim, start, length).clone()
         return narrowed
@@ -263,7 +268,7 @@ class QuantizedStorage:
     def map(self, fn: Callable[[Tensor], Tensor]) -> QuantizedStorage:
         """A storage around `fn` of every buffer."""
         buffers = {name: fn(buffer) for name, buffer in self.buffers.items()}
-        mapped = QuantizedStorage(self.format, buffers, self.region, self.dtype, self.cut)
+        mapped = QuantizedStorage(self.format, buffers, self.region, dtype=self.dtype, cut=self.cut)
         mapped.unsettled = None if self.unsettled is None else fn(self.unsettled)
         mapped.initial = self.initial
         return mapped
@@ -288,7 +293,7 @@ def empty(
 ) -> QuantizedStorage:
     """Uninitialised buffers (padding zero) for `fields` of `format`; for all of them where none are named."""
     buffers = {f.name: geometry.empty(f, region, device=device) for f in fields or format.fields}
-    return QuantizedStorage(format, buffers, region, dtype)
+    return QuantizedStorage(format, buffers, region, dtype=dtype)
 
 
 def quantize(
