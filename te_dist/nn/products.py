@@ -11,7 +11,6 @@ costs nothing: without wgrad the input is not saved, without dgrad the weight is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import lcm
 from typing import Any
 
 import torch
@@ -34,17 +33,15 @@ class Plan:
 
     Attributes:
         input, weight, grad_output: by role; `weight` for plain weights only.
+        row_multiple: inputs and gradients get rows of zeros up to it, so that no stored byte and no transform is cut.
         moves_histories: whether the end of backward brings delayed scaling up to date.
     """
 
     input: Quantizer
     weight: Quantizer
     grad_output: Quantizer
+    row_multiple: int = 1
     moves_histories: bool = False
-
-    def row_multiple(self, dtype: torch.dtype) -> int:
-        """Inputs and gradients get rows of zeros up to this multiple: no stored byte and no transform is cut."""
-        return lcm(*(quantizer.declare(dtype).alignment(0) for quantizer in (self.input, self.grad_output)))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, plan: Plan) -> Tensor:
@@ -115,11 +112,10 @@ def operand(storage: QuantizedStorage, direction: Direction) -> Operand:
 def _quantized_input(x: Tensor, plan: Plan, directions: tuple[Direction, ...]) -> QuantizedStorage:
     if not isinstance(x, QuantizedTensor):
         return plan.input.encode(_padded(x, plan), *directions)
-    multiple = plan.row_multiple(x.dtype)
-    if x.storage.shape[0] % multiple:
+    if x.storage.shape[0] % plan.row_multiple:
         raise ValueError(
             f"a quantized input of {x.storage.shape[0]} rows does not fit the format of the gradient, which takes "
-            f"multiples of {multiple}; pad it with zeros before quantizing, or pass it unquantized"
+            f"multiples of {plan.row_multiple}; pad it with zeros before quantizing, or pass it unquantized"
         )
     return x.storage
 
@@ -146,7 +142,7 @@ def _padded(x: Tensor, plan: Plan) -> Tensor:
     Zeros are exact in every format: they raise no amax, add nothing to wgrad, and the rows they make are dropped.
     """
     matrix = _matrix(x)
-    missing = -matrix.shape[0] % plan.row_multiple(x.dtype)
+    missing = -matrix.shape[0] % plan.row_multiple
     return F.pad(matrix, (0, 0, 0, missing)) if missing else matrix
 
 

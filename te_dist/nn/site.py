@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from math import lcm
 
 import torch
 import torch.nn.functional as F
@@ -103,7 +104,7 @@ class LinearSite(nn.Module):
         records = stateful and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         if stateful:
             answers |= self.scaling.quantizers(current_autocast().amax_reduction_group, records=records)
-        return Plan(**answers, moves_histories=records)
+        return Plan(**answers, row_multiple=_row_multiple(recipe, self.name, x.dtype), moves_histories=records)
 
 
 def prepare(model: nn.Module, recipe: Recipe) -> None:
@@ -127,34 +128,39 @@ def _answers(recipe: Recipe, name: str) -> Answers:
     return answers
 
 
+@lru_cache(maxsize=1024)
+def _row_multiple(recipe: Recipe, name: str, dtype: torch.dtype) -> int:
+    """See `Plan.row_multiple`."""
+    answers = _answers(recipe, name)
+    return lcm(*(_quantizer(answers[kind]).multiple(0, dtype) for kind in ("input", "grad_output")))
+
+
 @lru_cache(maxsize=4096)
 def _check(recipe: Recipe, place: tuple[str, int, int], device: str) -> None:
     """Raises where a map of `place` (name, K, N) cannot be computed by `recipe` on this type of device."""
     name, in_features, out_features = place
-    formats = {
-        kind: (answer if isinstance(answer, Quantizer) else _stateless(answer)).declare(torch.bfloat16)
-        for kind, answer in _answers(recipe, name).items()
-    }
-    extents = [
-        (in_features, "in_features", formats["input"].alignment(1), formats["weight"].alignment(1)),
-        (out_features, "out_features", formats["grad_output"].alignment(1), formats["weight"].alignment(0)),
-    ]
-    for extent, what, *alignments in extents:
-        if any(extent % alignment for alignment in alignments):
-            raise ValueError(
-                f"{name or 'Linear'}: {what}={extent} does not fit {recipe}: it stores multiples of {max(alignments)}; "
-                f"change {what}, or leave this module out of the recipe"
-            )
-    row, col = ROWWISE, COLUMNWISE
-    for a, a_way, b, b_way in (
-        ("input", row, "weight", row),
-        ("grad_output", row, "weight", col),
-        ("grad_output", col, "input", col),
+    quantizers = {kind: _quantizer(answer) for kind, answer in _answers(recipe, name).items()}
+    for what, extent, *needs in (
+        ("in_features", in_features, ("input", 1), ("weight", 1)),
+        ("out_features", out_features, ("grad_output", 1), ("weight", 0)),
     ):
-        if a_way in formats[a] and b_way in formats[b]:
-            gemm.find(formats[a][a_way].codec, formats[b][b_way].codec, device)
+        multiple = lcm(*(quantizers[kind].multiple(dim, torch.bfloat16) for kind, dim in needs))
+        if extent % multiple:
+            raise ValueError(
+                f"{name or 'Linear'}: {what}={extent} does not fit {recipe}, which takes multiples of {multiple}; "
+                f"change {what}, or compute this module outside of the recipe"
+            )
+    formats = {kind: quantizer.declare(torch.bfloat16) for kind, quantizer in quantizers.items()}
+    for a, b, directions in (
+        ("input", "weight", (ROWWISE, ROWWISE)),
+        ("grad_output", "weight", (ROWWISE, COLUMNWISE)),
+        ("grad_output", "input", (COLUMNWISE, COLUMNWISE)),
+    ):
+        pair = [(formats[kind], direction) for kind, direction in zip((a, b), directions, strict=True)]
+        if all(direction in format for format, direction in pair):
+            gemm.find(*(format[direction].codec for format, direction in pair), device)
 
 
-def _stateless(request: DelayedScalingRequest) -> Quantizer:
-    """A quantizer of the format that `request` leads to."""
-    return Float8CurrentScalingQuantizer(request.fp8)
+def _quantizer(answer: Quantizer | DelayedScalingRequest) -> Quantizer:
+    """A quantizer of the format that `answer` leads to."""
+    return answer if isinstance(answer, Quantizer) else Float8CurrentScalingQuantizer(answer.fp8)

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import lcm
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
@@ -113,8 +114,14 @@ class Quantizer:
 
     def is_quantizable(self, tensor: Tensor) -> bool:
         """Whether `tensor` can be quantized as it is, without padding."""
-        format, (rows, cols) = self.format(tensor.dtype), region_of(tensor.shape).shape
-        return rows % format.alignment(0) == 0 and cols % format.alignment(1) == 0
+        usages = tuple(self.format(tensor.dtype).directions)
+        extents = region_of(tensor.shape).shape
+        return all(extent % self.multiple(dim, tensor.dtype, *usages) == 0 for dim, extent in enumerate(extents))
+
+    def multiple(self, dim: int, dtype: torch.dtype, *directions: Direction) -> int:
+        """Extents of dimension `dim` (0: rows, 1: columns) that fit: multiples of this. All directions by default."""
+        declared = self.declare(dtype)
+        return lcm(*(declared.select(d).alignment(dim) for d in directions or declared.directions))
 
 
 @dataclass
@@ -174,10 +181,13 @@ def declared(make: Callable[..., Format], *args: Any, **kwargs: Any) -> Format:
     return make(*args, **kwargs)
 
 
-@cache
 def with_eps(format: Format, eps: float) -> Format:
     """`format` whose amaxes are at least `eps`."""
+    return _with_eps(format, eps) if eps else format
 
+
+@cache
+def _with_eps(format: Format, eps: float) -> Format:
     def raised(encoding: Encoding) -> Encoding:
         return replace(encoding, codec=replace(encoding.codec, eps=eps))  # type: ignore[type-var]
 
