@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from math import lcm
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +35,11 @@ class LinearSite(nn.Module):
         in_features: K, columns of the weight.
         out_features: N, rows of the whole weight.
         scaling: histories and scales of delayed scaling; None until a recipe asks for them.
+        placed: (role, quantizer) -> the quantizer of a part that this rank holds; set by tensor parallelism.
     """
 
     scaling: DelayedScalingState | None
+    placed: Callable[[str, Quantizer], Any] | None = None
 
     def __init__(self, in_features: int, out_features: int, *, name: str) -> None:
         super().__init__()
@@ -61,12 +64,17 @@ class LinearSite(nn.Module):
         kind = weight.device.type
         if torch.is_autocast_enabled(kind) and not isinstance(x, QuantizedTensor):
             x = x.to(torch.get_autocast_dtype(kind))
-        recipe = current_autocast().recipe
-        if recipe is not None:
-            return linear(x, weight, bias, plan=self._plan(recipe, x, weight))
+        plan = self.plan(x, weight)
+        if plan is not None:
+            return linear(x, weight, bias, plan=plan)
         if isinstance(weight, QuantizedTensor) or isinstance(x, QuantizedTensor):
             return linear(x, weight, bias, plan=_WEIGHT_ONLY)
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    def plan(self, x: Tensor, weight: Tensor) -> Plan | None:
+        """How the products of `x` and `weight` are computed at this moment; None outside of `autocast`."""
+        recipe = current_autocast().recipe
+        return None if recipe is None else self._plan(recipe, x, weight)
 
     def prepare(self, recipe: Recipe, device: torch.device) -> Answers:
         """Makes what this map keeps under `recipe` and checks that `device` can compute it; the answers by role."""
@@ -104,6 +112,8 @@ class LinearSite(nn.Module):
         records = stateful and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         if stateful:
             answers |= self.scaling.quantizers(current_autocast().amax_reduction_group, records=records)
+        if self.placed is not None:
+            answers = {kind: self.placed(kind, answer) for kind, answer in answers.items()}
         return Plan(**answers, row_multiple=_row_multiple(recipe, self.name, x.dtype), moves_histories=records)
 
 
