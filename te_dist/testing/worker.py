@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -59,7 +60,10 @@ class Job:
         if "<" in fn.__qualname__:
             raise ValueError(f"{fn.__qualname__} is no module-level function, so workers cannot find it; move it there")
         file = sys.modules[fn.__module__].__file__ or ""
-        return Job(fn.__module__, file, fn.__qualname__, pickle.dumps(args), tuple(sys.path))
+        root = str(
+            Path(file).parents[fn.__module__.count(".")]
+        )  # where `tests.helper` is found, whoever started pytest
+        return Job(fn.__module__, file, fn.__qualname__, pickle.dumps(args), (*sys.path, root))
 
     def call(self, rank: int, world: int) -> Any:
         """Runs the function in this process."""
