@@ -1,8 +1,18 @@
 """Checkpoints of models with quantized parameters, for torch.distributed.checkpoint and any number of processes."""
 
 from te_dist.checkpoints.errors import CheckpointError
+from te_dist.checkpoints.exchange import export_safetensors, import_safetensors
 from te_dist.checkpoints.folder import latest, prune
 from te_dist.checkpoints.loading import load
 from te_dist.checkpoints.saving import async_save, save
 
-__all__ = ["CheckpointError", "async_save", "latest", "load", "prune", "save"]
+__all__ = [
+    "CheckpointError",
+    "async_save",
+    "export_safetensors",
+    "import_safetensors",
+    "latest",
+    "load",
+    "prune",
+    "save",
+]

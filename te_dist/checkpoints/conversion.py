@@ -45,10 +45,11 @@ def convert(where: Path, sources: dict[Tensor, str]) -> None:
         return
     reader = WholeReader(where)
     for tensor, key in sources.items():
-        _fill(tensor, reader.read(key).to(tensor.device))
+        fill(tensor, reader.read(key).to(tensor.device))
 
 
-def _fill(tensor: Tensor, whole: Tensor) -> None:
+def fill(tensor: Tensor, whole: Tensor) -> None:
+    """Puts this rank's part of high-precision values into `tensor`, quantized as the whole is where it is quantized."""
     local = local_tensor(tensor)
     if not isinstance(local, QuantizedTensor):
         local.copy_(local_part(whole, tensor) if isinstance(tensor, DTensor) else whole)

@@ -1,0 +1,232 @@
+"""Weights as safetensors, by the names the model has for them: in high precision, or as an inference engine wants them.
+
+Rank 0 has one file in memory at a time. Files follow the layout of Hugging Face: numbered, with an index.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from te_dist.checkpoints import conversion, folder, model_state, optimizer_state
+from te_dist.checkpoints.errors import CheckpointError, Ranks, listed
+from te_dist.checkpoints.part import Part
+from te_dist.conventions import Convention
+from te_dist.tensor import QuantizedTensor
+from te_dist.tensor.placement import local_tensor
+
+INDEX = "model.safetensors.index.json"
+FILE_BYTES = 5 << 30  # a file is closed before it grows beyond
+
+Named = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One tensor of the files.
+
+    Attributes:
+        key, dtype: its name and dtype there.
+        nbytes: of the whole.
+        held: makes what this rank has of it: a Part where ranks hold different values, else the whole.
+        cast: values are converted to `dtype`; otherwise their bytes are read as it.
+    """
+
+    key: str
+    dtype: torch.dtype
+    nbytes: int
+    held: Callable[[], Tensor]
+    cast: bool
+
+
+@torch.no_grad()
+def export_safetensors(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    optimizer: Optimizer | None = None,
+    dtype: torch.dtype | None = None,
+    convention: Convention | None = None,
+) -> None:
+    """Writes parameters and persistent buffers; rank 0 writes, every rank calls it.
+
+    Args:
+        model: sharded or not; every rank holds a part of every parameter.
+        directory: of the files; made where it is not there.
+        optimizer: takes values from its masters, where it has them; otherwise quantized weights are dequantized.
+        dtype: of floating-point tensors in the files; their own by default.
+        convention: store the bytes of quantized weights by it (`te_dist.conventions.FP8_BLOCK`) instead of values.
+
+    Raises:
+        CheckpointError: something cannot be exported so; on every rank alike.
+    """
+    ranks, where = Ranks.all(), Path(directory)
+    entries = ranks.together(lambda: list(_entries(model, optimizer, dtype, convention)))
+    if len(set(ranks.gather(tuple(entry.key for entry in entries)))) > 1:
+        raise CheckpointError(
+            f"cannot export to {where}: ranks hold different parameters; every rank must have them all"
+        )
+    files = _files(entries)
+    ranks.together(lambda: where.mkdir(parents=True, exist_ok=True))
+    for name, members in files.items():
+        tensors = {entry.key: _whole(entry, ranks) for entry in members}
+        ranks.together(lambda n=name, t=tensors: _write(where / n, t) if ranks.rank == 0 else None)
+    places = {entry.key: name for name, members in files.items() for entry in members}
+    index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": places}
+    ranks.together(lambda: (where / INDEX).write_text(json.dumps(index, indent=1)) if ranks.rank == 0 else None)
+
+
+@torch.no_grad()
+def import_safetensors(model: nn.Module, directory: str | os.PathLike[str]) -> None:
+    """Fills a model from high-precision safetensors; quantized weights end as the whole quantized at once, then cut.
+
+    Args:
+        model: sharded or not, not on the meta device.
+        directory: of `.safetensors` files, each tensor whole, under the names the model has.
+
+    Raises:
+        CheckpointError: names or shapes differ, or a file cannot be read; on every rank alike, before any change.
+    """
+    ranks, where = Ranks.all(), Path(directory)
+    named, places = ranks.together(lambda: _matched(model, where))
+    for name, path in places.items():
+        with safe_open(path, framework="pt") as file:
+            conversion.fill(named[name], file.get_tensor(name).to(named[name].device))
+    model_state.finish_reading(named)
+
+
+def _entries(
+    model: nn.Module, optimizer: Optimizer | None, dtype: torch.dtype | None, convention: Convention | None
+) -> Iterator[_Entry]:
+    named = _untied(model_state.named_tensors(model))
+    model_state.check_quantized(named)
+    model_state.check_settled(named)
+    masters = {} if optimizer is None else optimizer_state.tensors(optimizer, named)
+    for name, tensor in named.items():
+        local, master = local_tensor(tensor), masters.get(name, {}).get(optimizer_state.MASTER)
+        if convention is not None and isinstance(local, QuantizedTensor):
+            yield from _by_convention(name, tensor, convention)
+            continue
+        values = tensor.detach() if master is None else master
+        wanted = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+        yield _Entry(name, wanted, tensor.numel() * wanted.itemsize, functools.partial(_placed, values), cast=True)
+
+
+def _by_convention(name: str, tensor: Tensor, convention: Convention) -> Iterator[_Entry]:
+    storage, whole = local_tensor(tensor).storage, model_state.whole_region(tensor)
+    if not convention.accepts(storage.format.rowwise):
+        raise CheckpointError(
+            f"{name} is {model_state.format_name(model_state.describe(tensor))}, wanted the format of the convention; "
+            "save a checkpoint with masters, load it into a model of that format, and export this"
+        )
+    if tensor.dim() != 2:
+        raise CheckpointError(
+            f"{name} has shape {tuple(tensor.shape)}, wanted a matrix: a stack has no place in the convention; "
+            "export it in high precision"
+        )
+    for field in storage.format.rowwise.fields:
+        key, dtype = name + convention.suffixes[field.name], convention.dtypes.get(field.name, field.dtype)
+        yield _Entry(
+            key, dtype, field.compact_bytes(whole), functools.partial(Part.of_field, field, storage, whole), cast=False
+        )
+
+
+def _placed(tensor: Tensor) -> Tensor:
+    """What this rank holds, in high precision: a Part of a sharded tensor, or all of one that is not."""
+    local = local_tensor(tensor)
+    values = local.dequantize() if isinstance(local, QuantizedTensor) else local
+    if not isinstance(tensor, DTensor):
+        return values
+    (chunk,) = tensor.__create_chunk_list__()
+    return Part(tuple(tensor.shape), values, tuple(chunk.offsets), (0,) * tensor.dim())
+
+
+def _whole(entry: _Entry, ranks: Ranks) -> Tensor:
+    """The whole tensor of an entry, on the CPU of rank 0; elsewhere nothing of use. Collective for a Part."""
+    source = entry.held()
+    if isinstance(source, Part):
+        whole = torch.zeros(source.shape, dtype=source.dtype, device=source.device)
+        whole[tuple(slice(o, o + n) for o, n in zip(source.offset, source.values.shape, strict=True))] = source.values
+        if ranks.group is not None and whole.numel():
+            # NOTE: ranks that share a value hold the same bytes, all others zero: their largest is the value.
+            dist.reduce(whole.view(-1).view(torch.uint8), 0, dist.ReduceOp.MAX, group=ranks.group)
+        source = whole
+    return (source.to(entry.dtype) if entry.cast else source.view(entry.dtype)).cpu().contiguous()
+
+
+def _untied(named: Named) -> Named:
+    """Tied parameters once, under their first name."""
+    return {name: tensor for name, tensor in named.items() if _first_names(named)[id(tensor)] == name}
+
+
+def _first_names(named: Named) -> dict[int, str]:
+    return {id(tensor): name for name, tensor in reversed(named.items())}
+
+
+def _files(entries: list[_Entry]) -> dict[str, list[_Entry]]:
+    """Entries by file name."""
+    files: list[list[_Entry]] = [[]]
+    for entry in entries:
+        if files[-1] and sum(e.nbytes for e in files[-1]) + entry.nbytes > FILE_BYTES:
+            files.append([])
+        files[-1].append(entry)
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    return {f"model-{i + 1:05}-of-{len(files):05}.safetensors": file for i, file in enumerate(files)}
+
+
+def _write(path: Path, tensors: Named) -> None:
+    partial = folder.temporary(path)
+    save_file(tensors, partial, metadata={"format": "pt"})
+    folder.sync(partial)
+    partial.rename(path)
+
+
+def _matched(model: nn.Module, where: Path) -> tuple[Named, dict[str, Path]]:
+    """(tensors of the model, file of each)."""
+    named = model_state.named_tensors(model)
+    model_state.check_quantized(named)
+    shapes, places = _contents(where)
+    first = _first_names(named)
+    problems = [f"{name} is in no file" for name, t in named.items() if first[id(t)] not in places]
+    problems += [f"{name} is in {path.name} only" for name, path in places.items() if name not in named]
+    problems += [
+        f"{name} has shape {shapes[name]}, wanted {list(named[name].shape)}"
+        for name in places
+        if name in named and shapes[name] != list(named[name].shape)
+    ]
+    if problems:
+        raise CheckpointError(f"cannot import {where}: {listed(problems)}; rename or reshape what is in the files")
+    return named, places
+
+
+def _contents(where: Path) -> tuple[dict[str, list[int]], dict[str, Path]]:
+    """(shape, file) of every tensor in the safetensors files of a directory."""
+    shapes: dict[str, list[int]] = {}
+    places: dict[str, Path] = {}
+    for path in sorted(where.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                found: dict[str, Any] = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"cannot import {path}: it is no safetensors file ({error}); copy it again"
+            ) from error
+        shapes |= found
+        places |= dict.fromkeys(found, path)
+    if not places:
+        raise CheckpointError(f"cannot import {where}: there are no .safetensors files; check the path")
+    return shapes, places
