@@ -30,7 +30,7 @@ __all__ = [
     "disabled_torch_function",
     "in_backward",
     "is_traceable_wrapper_subclass",
-    "reshards_after_forward",
+    "reshards_between_passes",
     "return_and_correct_aliasing",
     "tree_leaves",
     "tree_map_only",
@@ -49,12 +49,15 @@ def call_when_backward_ends(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def reshards_after_forward(unit: nn.Module) -> bool:
-    """Whether an FSDP2 unit frees its parameters between forward and backward; settled at the first forward."""
-    groups = getattr(unit._get_fsdp_state(), "_fsdp_param_groups", None)  # several from torch 2.12 on
+def reshards_between_passes(unit: nn.Module) -> bool:
+    """Whether an FSDP2 unit frees its parameters after forward and after backward; settled at the first forward."""
+    state = unit._get_fsdp_state()
+    if state._is_root is None and state._auto_reshard_after_forward:
+        return False  # gathered by hand before any forward: it may turn out to be the root, which keeps them
+    groups = getattr(state, "_fsdp_param_groups", None)  # several from torch 2.12 on
     if groups is None:
-        groups = [unit._get_fsdp_state()._fsdp_param_group]
-    return all(group._reshard_after_forward for group in groups if group is not None)
+        groups = [state._fsdp_param_group]
+    return all(g._reshard_after_forward and g.reshard_after_backward for g in groups if g is not None)
 
 
 @dataclass(frozen=True)

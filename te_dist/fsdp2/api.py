@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -19,7 +20,7 @@ from te_dist.tensor.placement import local_tensor
 
 
 def fully_shard(
-    module: nn.Module,
+    module: nn.Module | list[nn.Module],
     *,
     mesh: DeviceMesh,
     reshard_after_forward: bool | None = None,
@@ -29,7 +30,8 @@ def fully_shard(
     """torch's `fully_shard`; quantized parameters are gathered in their format, with the fewest bytes each pass needs.
 
     Args:
-        module: as in torch; parameters that an inner `fully_shard` took are left to it.
+        module: as in torch, or a list of modules that make one unit; parameters that an inner `fully_shard` took are
+            left to it.
         mesh: 1-D mesh to shard over, or 2-D (replicate, shard).
         reshard_after_forward: as in torch: free parameters between forward and backward. None: yes, but not at the
             root. An integer is refused: torch cannot reshard to a smaller mesh what has a gather of its own.
@@ -45,16 +47,17 @@ def fully_shard(
             f"reshard_after_forward={reshard_after_forward!r}: FSDP2 cannot reshard quantized parameters to a smaller "
             "mesh; pass True, False or None"
         )
-    if kwargs.get("shard_placement_fn") is not None and any(True for _ in _own_quantized(module)):
+    modules = module if isinstance(module, list) else [module]
+    taken = [found for each in modules for found in _own_quantized(each)]
+    if taken and kwargs.get("shard_placement_fn") is not None:
         raise ValueError("shard_placement_fn: quantized parameters are sharded by rows; leave it out for this module")
-    for name, param in _own_quantized(module):
+    for name, param in taken:
         _check_cuts(name, param, mesh)
     torch_fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **kwargs)
-    unit = weakref.ref(module)
-    for _, param in _own_quantized(module):
-        local = local_tensor(param)
-        if local.wrap is None:
-            local.wrap = Wrap(unit, recompute)
+    wrap = Wrap(weakref.ref(modules[0]), recompute)
+    for each in modules:
+        for _, param in _own_quantized(each):
+            local_tensor(param).wrap = replace(wrap)
     return module  # type: ignore[return-value]
 
 

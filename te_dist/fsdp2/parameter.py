@@ -43,17 +43,19 @@ class Wrap:
     policy: GatherPolicy | None = None
 
     def settled_policy(self) -> GatherPolicy:
-        """The policy of this gather; raises, alike on all ranks, when the unit was changed since the first one."""
+        """The policy of this gather; raises, alike on all ranks, when the first one cannot serve the unit any more."""
         unit = self.unit()
-        reshards = unit is not None and _torch_private.reshards_after_forward(unit)
-        policy = (RECOMPUTED if self.recompute else RESHARDED) if reshards else KEPT
-        if self.policy is not None and policy != self.policy:
+        reshards = unit is not None and _torch_private.reshards_between_passes(unit)
+        needed = (RECOMPUTED if self.recompute else RESHARDED) if reshards else KEPT
+        if self.policy is None:
+            self.policy = needed
+        elif needed == KEPT != self.policy:
             raise RuntimeError(
-                f"reshard_after_forward is now {reshards}, but the gather buffers were sized for {not reshards} at the "
-                "first gather and FSDP2 cannot size them again; call set_reshard_after_forward before the first forward"
+                "this unit now keeps its parameters between passes, but its gather buffers were sized for one "
+                "direction a pass at the first gather, and FSDP2 cannot size them again; call "
+                "set_reshard_after_forward(False) or set_reshard_after_backward(False) before the first forward"
             )
-        self.policy = policy
-        return policy
+        return self.policy
 
 
 class UnshardedStorage(QuantizedStorage):
@@ -138,14 +140,23 @@ class QuantizedParameter(QuantizedTensor):
         """What this rank sends, and what the other hook needs to know."""
         # NOTE: the signature with the mesh alone is the one that allows shards of unequal size.
         storage = self.storage
-        cut = storage.cut or Cut(storage.region, self.shape)
-        parts = cut.parts(1 if _is_replicated(storage.region, cut) else mesh.size())
-        if storage.unsettled is not None:
-            quantize_parts([(storage, storage.unsettled, Partition.of(parts))], [mesh.get_group()])
+        plans = self.gather_plans(mesh.size())
         phase = Phase.BACKWARD if _torch_private.in_backward() else Phase.FORWARD
-        policy = self.wrap.settled_policy() if self.wrap else GatherPolicy.unknown(storage.format)
-        plans = {p: plan_gather(storage.format, parts, cut.region, policy=policy, phase=p) for p in Phase}
-        return plans[phase].pack(storage.buffers, storage.region), (plans, phase, storage.buffers, cut.shape)
+        plan = plans[phase]
+        if storage.unsettled is not None:
+            quantize_parts([(storage, storage.unsettled, Partition.of(plan.parts))], [mesh.get_group()])
+        return plan.pack(storage.buffers, storage.region), (plans, phase, storage.buffers, self._cut.shape)
+
+    def gather_plans(self, num_ranks: int) -> dict[Phase, GatherPlan]:
+        """What a mesh of `num_ranks` sends of this shard in each phase. The first call fixes the policy."""
+        cut = self._cut
+        parts = cut.parts(1 if _is_replicated(self.storage.region, cut) else num_ranks)
+        policy = self.wrap.settled_policy() if self.wrap else GatherPolicy.unknown(self.format)
+        return {p: plan_gather(self.format, parts, cut.region, policy=policy, phase=p) for p in Phase}
+
+    @property
+    def _cut(self) -> Cut:
+        return self.storage.cut or Cut(self.storage.region, self.shape)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None

@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from te_dist import fsdp2, optim
+from te_dist.formats import Region
+from te_dist.launch.measure import GatheredBytes
 from te_dist.tensor import storage as storages
 from te_dist.tensor.placement import local_tensor
 from te_dist.testing import StorageTracker, assert_bitwise, mesh, pool
@@ -145,6 +147,55 @@ def late_change(rank: int, world: int) -> str:
 def test_a_late_set_reshard_after_forward_raises_on_every_rank() -> None:
     first, second = pool(2).run(late_change)
     assert first == second
+
+
+def keep_while_accumulating(rank: int, world: int, name: str) -> None:
+    """Parameters kept after the backward of all but the last micro batch serve the next forward as well."""
+    master = random_matrix(64, COLS, 0)
+    layer = Layer(FORMATS[name], master)
+    fsdp2.fully_shard(layer, mesh=mesh((world,), ("dp",)), reshard_after_forward=True)
+    for last in (False, True, False, True):
+        layer.set_reshard_after_backward(last)
+        layer(random_matrix(4, COLS, 1).requires_grad_()).sum().backward()
+        assert_seen(layer, master, backward=False)
+        assert_seen(layer, master, backward=True)
+
+
+@pytest.mark.parametrize("name", ["mxfp8_1d", "float8_block_2d"])
+def test_parameters_can_be_kept_while_gradients_accumulate(name: str) -> None:
+    pool(2).run(keep_while_accumulating, name)
+
+
+def count_bytes(rank: int, world: int, name: str, recompute: bool) -> tuple[list[int], list[int]]:
+    """Bytes each rank sends in forward and in backward: as seen, and as planned."""
+    layer = Layer(FORMATS[name], random_matrix(328 if fits(FORMATS[name], 328, world) else 384, COLS, 0))
+    fsdp2.fully_shard(layer, mesh=mesh((world,), ("dp",)), reshard_after_forward=True, recompute=recompute)
+    with GatheredBytes() as counter:
+        y = layer(random_matrix(4, COLS, 1).requires_grad_()).sum()
+        forward = counter.total
+        y.backward()
+    plans = layer.weight._local_tensor.gather_plans(world)
+    return [forward, counter.total - forward], [plans[phase].nbytes * world for phase in fsdp2.Phase]
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "recompute"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_bytes_on_the_wire_are_those_of_the_plan(name: str, recompute: bool) -> None:
+    for seen, planned in pool(3).run(count_bytes, name, recompute):
+        assert seen == planned
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_plan_sends_no_more_than_the_larger_direction(name: str) -> None:
+    format, region = FORMATS[name], Region.whole(384, COLS)
+    parts = region.chunk(4)
+    by_direction = [
+        sum(max(f.compact_bytes(p) for p in parts) for f in format[d].fields if not f.is_shared(0))
+        for d in format.directions
+    ]
+    largest = by_direction[0] if format.columnwise_is_derivable else max(by_direction)
+    plan = fsdp2.plan_gather(format, parts, region, policy=fsdp2.RESHARDED, phase=fsdp2.Phase.FORWARD)
+    assert largest <= plan.nbytes < largest + 64  # packed fields start at multiples of 16 bytes
 
 
 class Stacked(nn.Module):
