@@ -62,7 +62,6 @@ def _flag(text: str) -> bool:
 RANK = Variable("RANK", _integer, 0, "Rank of this process among all processes; torchrun sets it.")
 WORLD_SIZE = Variable("WORLD_SIZE", _integer, 1, "Number of processes; torchrun sets it.")
 LOCAL_RANK = Variable("LOCAL_RANK", _integer, 0, "Rank of this process on its host, and its GPU; torchrun sets it.")
-LOCAL_WORLD_SIZE = Variable("LOCAL_WORLD_SIZE", _integer, 1, "Number of processes on this host; torchrun sets it.")
 KERNEL_CACHE = Variable(
     "TE_DIST_KERNEL_CACHE",
     Path,
