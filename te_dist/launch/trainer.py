@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from te_dist import checkpoints
@@ -18,10 +19,10 @@ from te_dist.launch import measure, parallelize, progress
 from te_dist.launch.batches import Share, TrainingOrder, Windows, validation_batches
 from te_dist.launch.config import Config
 from te_dist.launch.corpus import Corpus
-from te_dist.launch.errors import require
+from te_dist.launch.errors import JobError, require
 from te_dist.launch.journal import Journal
 from te_dist.launch.layout import Layout
-from te_dist.launch.model import next_token_loss
+from te_dist.launch.model import Decoder, next_token_loss
 from te_dist.launch.progress import Progress
 from te_dist.launch.schedule import learning_rate
 from te_dist.launch.unigram import unigram_loss
@@ -86,12 +87,23 @@ class Trainer:
         held_out = Windows(corpus.validation, length, "held-out")
         self.held_out = validation_batches(held_out, config.evaluation.sequences, self.share)
         self.unigram = self._mean(torch.tensor(unigram_loss(corpus.counts, self.held_out), device=device))
-        self.model = parallelize.build_model(config, mesh, device)
+        self.model = self._build(mesh)
         self.optimizer = parallelize.build_optimizer(self.model, config.optimizer)
         self.precision = parallelize.Precision(config)
         self.progress = Progress(step=0, position=0, text=corpus.digest)
         self.validation_loss = math.nan
         self.gathered_bytes = 0
+
+    def _build(self, mesh: DeviceMesh) -> Decoder:
+        try:
+            return parallelize.build_model(self.config, mesh, self.device)
+        except ValueError as error:
+            raise JobError(
+                f"recipe {self.config.recipe}",
+                got=error,
+                wanted="sizes that its format can hold and the mesh can cut",
+                remedy="change [model], mesh or recipe",
+            ) from error
 
     def restore(self, path: Path) -> None:
         """Goes on from a checkpoint."""

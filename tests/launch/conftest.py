@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 REPOSITORY = Path(__file__).parents[2]
@@ -141,8 +142,11 @@ def launcher() -> Iterator[Launcher]:
 
 
 @pytest.fixture
-def no_process_group() -> Iterator[None]:
-    """For jobs that fail in this process: takes down the process group they leave behind."""
+def own_process() -> Iterator[None]:
+    """For jobs in this process: one thread, as under torchrun; takes down the process group a failed job leaves."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
+    torch.set_num_threads(num_threads)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,0 +1,146 @@
+"""Jobs of one process, without a launcher: resuming by every recipe, and every way to end that needs no second rank."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch.distributed as dist
+
+from te_dist import checkpoints
+from te_dist.launch import config_file, train
+from te_dist.launch.config import RecipeName
+
+pytestmark = pytest.mark.usefixtures("own_process")
+SHORT = ("--train.steps", "4", "--checkpoint.every", "2", "--train.batch", "4")
+
+
+def run(job, *overrides: str) -> None:
+    """Runs a job in this process, in the run directory of its file."""
+    train.main([str(job.path), *SHORT, *overrides])
+
+
+def reason(job, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    """The one line with which a job ends that cannot go on."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        run(job, *overrides)
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("te_dist, rank 0: ")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return line
+
+
+@pytest.mark.parametrize("recipe", get_args(RecipeName))
+def test_a_resumed_run_repeats_the_losses_of_the_unbroken_one(recipe: str, tiny_job: Callable) -> None:
+    unbroken, resumed = tiny_job(recipe), tiny_job(recipe)
+    run(unbroken)
+    run(resumed, "--checkpoint.resume", str(unbroken.run_dir / "checkpoints" / "step_00000002"))
+    losses = unbroken.metrics("loss")
+    assert resumed.metrics("loss") == {step: losses[step] for step in (3, 4)}
+    assert resumed.metrics("validation_loss") == unbroken.metrics("validation_loss")
+
+
+@pytest.mark.parametrize("switch", [("--recompute", "full"), ("--offload", "1MiB"), ("--train.micro-batch", "4")])
+def test_switches_that_save_memory_change_no_loss(switch: tuple[str, str], tiny_job: Callable) -> None:
+    plain, saving = tiny_job("float8_block"), tiny_job("float8_block")
+    run(plain)
+    run(saving, *switch)
+    expected = plain.metrics("loss")
+    if switch[0] == "--train.micro-batch":  # one sum instead of two rounded ones
+        assert saving.metrics("loss") == pytest.approx(expected, rel=1e-2)
+    else:
+        assert saving.metrics("loss") == expected
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_job: Callable):
+    """A job with checkpoints at steps 2 and 4."""
+    job = tiny_job()
+    run(job)
+    return job
+
+
+def test_a_finished_job_is_evaluated_and_not_trained_again(finished, capsys: pytest.CaptureFixture[str]) -> None:
+    before = finished.metrics("loss")
+    run(finished)
+    assert finished.metrics("loss") == before
+    assert "unigram model" in capsys.readouterr().out
+
+
+def test_a_run_directory_with_checkpoints_is_not_started_anew(finished, capsys: pytest.CaptureFixture[str]) -> None:
+    line = reason(finished, capsys, "--checkpoint.resume", "none")
+    assert 'checkpoint.resume: got "none" while there is' in line
+    assert "step_00000004; wanted a run directory without checkpoints" in line
+
+
+def test_a_checkpoint_that_is_not_there_is_named(finished, capsys: pytest.CaptureFixture[str]) -> None:
+    line = reason(finished, capsys, "--checkpoint.resume", "nowhere")
+    assert "got 'nowhere', which is no directory" in line
+    assert "step_00000004" in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("--model.ffn", "192"), ("cannot load", "feed_forward")),
+        (("--model.layers", "3"), ("cannot load", "blocks.2")),
+        (("--seed", "1"), ("seed: got 0 in the checkpoint; wanted 1",)),
+        (("--model.rope-base", "5000"), ("model.rope_base: got 10000.0",)),
+        (("--data.validation-fraction", "0.4"), (": text: got",)),
+    ],
+)
+def test_a_checkpoint_of_another_model_or_text_is_refused(
+    finished, capsys: pytest.CaptureFixture[str], overrides: tuple[str, str], words: tuple[str]
+) -> None:
+    line = reason(finished, capsys, *overrides)
+    assert all(word in line for word in words), line
+
+
+def test_a_damaged_checkpoint_is_refused(finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = tmp_path / "step_00000002"
+    shutil.copytree(finished.run_dir / "checkpoints" / "step_00000002", damaged)
+    data = next(damaged.glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-10])
+    line = reason(finished, capsys, "--checkpoint.resume", str(damaged))
+    assert "it is damaged" in line
+    assert data.name in line
+
+
+def test_only_the_newest_checkpoints_are_kept(tiny_job: Callable) -> None:
+    job = tiny_job()
+    run(job, "--checkpoint.every", "1", "--checkpoint.keep", "2")
+    folder = job.run_dir / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000003", "step_00000004"]
+    assert checkpoints.latest(folder) == folder / "step_00000004"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("--data.files", "absent.txt"), ("data.files entry 'absent.txt'", "no such file")),
+        (("--data.sequence-length", "100000"), ("training text", "shorten the sequences")),
+        (("--evaluation.sequences", "1"), ("evaluation", "at least dp x train.micro_batch = 2")),
+        (("--run-dir", "/dev/null/run"), ("run directory /dev/null/run", "Not a directory", "change run_dir")),
+        (("--mesh.tp", "2"), ("mesh.tp", "2 with 1 ranks")),
+        (("--device", "cuda"), ("device", "finds no GPU")),
+        (("--recipe", "nvfp4", "--model.ffn", "101"), ("recipe nvfp4", "101 rows", "change [model], mesh or recipe")),
+    ],
+)
+def test_what_cannot_be_run_is_told_in_one_line(
+    tiny_job: Callable, capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], words: tuple[str]
+) -> None:
+    line = reason(tiny_job(), capsys, *overrides)
+    assert all(word in line for word in words), line
+
+
+def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    train.main(["--help"])
+    text = capsys.readouterr().out
+    assert "--train.steps" in text
+    assert config_file.USAGE.splitlines()[0] in text.replace("\n", " ")
