@@ -139,6 +139,18 @@ ATTRIBUTES = (
         "the end of a backward pass, when all of its amaxes are known; hooks of tensors see single gradients only",
     ),
     Private(
+        "torch.Tensor._base",
+        "tells views of a parameter, which offloading must not copy; views carry no public link to what they view",
+    ),
+    Private(
+        "torch.Tensor._version",
+        "tells that a saved tensor was written since; autograd asks the same where no hooks stand in",
+    ),
+    Private(
+        "torch.nn.Module._parameters",
+        "puts a tensor in the place of a parameter for one forward pass, as FSDP2 does; `setattr` takes parameters only",
+    ),
+    Private(
         "torch.nn.Module._apply",
         "keeps fp32 scales fp32 under `model.bfloat16()`; the public conversions give a module no say",
     ),

@@ -117,7 +117,7 @@ class Session:
             return leaf
         unit = self._find(leaf)
         if unit is None:
-            unit = Unit(leaf.detach(), Extent.of(leaf), self._copies, self.statistics)
+            unit = Unit(leaf.detach(), Extent.of(leaf), self._copies, statistics=self.statistics)
             unit.before = None if self._latest is None else weakref.ref(self._latest)
             self._latest = unit
             self._units.setdefault(leaf.untyped_storage(), []).append(weakref.ref(unit))

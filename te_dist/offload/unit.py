@@ -83,7 +83,7 @@ class Unit:
         before: the unit parked before this one, which backward will most likely ask for next.
     """
 
-    def __init__(self, source: Tensor, extent: Extent, copies: Copies, statistics: Statistics) -> None:
+    def __init__(self, source: Tensor, extent: Extent, copies: Copies, *, statistics: Statistics) -> None:
         self.extent = extent
         self.source: Tensor | None = source
         self.before: weakref.ref[Unit] | None = None

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from te_dist._torch_private import TorchDispatchMode
+from te_dist._torch_private import TorchDispatchMode, tree_leaves
 
 # By op of torch's collectives, the argument that holds what this rank hands over.
 _INPUTS = {

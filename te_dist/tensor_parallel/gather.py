@@ -7,7 +7,8 @@ quantized values is none of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -40,14 +41,30 @@ def gather(
     Raises:
         ValueError: the cut goes through a stored byte of `format`; on all ranks alike, before any collective.
     """
-    return gather_by(FormatWriter(format), x, format.directions, group, _cut_of(x, dim, size, group))
+    return gather_by(FormatWriter(format), x, format.directions, group=group, cut=_cut_of(x, dim, size, group))
 
 
 def gather_by(
-    writer: Writer, x: Tensor, directions: Sequence[Direction], group: dist.ProcessGroup, cut: SequenceCut
+    writer: Writer, x: Tensor, directions: Sequence[Direction], *, group: dist.ProcessGroup, cut: SequenceCut
 ) -> QuantizedTensor:
     """`gather` in the format of a quantizer, of the `directions` it has among these."""
     return _Gather.apply(x, writer, tuple(directions), group, cut)
+
+
+def gather_values(
+    x: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    dim: int = 0,
+    size: int | None = None,
+    gradient: Literal["sum", "part"] = "sum",
+) -> Tensor:
+    """`gather` in the dtype of `x`, for what is not quantized.
+
+    Args:
+        gradient: each rank gets its part of the "sum" of the gradients, or its "part" of one that is the sum already.
+    """
+    return _GatherValues.apply(x, group, _cut_of(x, dim, size, group), gradient)
 
 
 def reduce_scatter(
@@ -70,11 +87,17 @@ def replicate(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Replicate.apply(x, group)
 
 
+@dataclass(frozen=True)
 class GradientGather:
-    """How the gradient of a scattered sum is gathered: by which quantizer, in which directions it will be read."""
+    """How the gradient of a scattered sum is gathered.
 
-    def __init__(self, writer: Writer, directions: tuple[Direction, ...]) -> None:
-        self.writer, self.directions = writer, directions
+    Attributes:
+        writer: the quantizer.
+        directions: in which it will be read.
+    """
+
+    writer: Writer
+    directions: tuple[Direction, ...]
 
 
 class _Gather(torch.autograd.Function):
@@ -95,6 +118,20 @@ class _Gather(torch.autograd.Function):
         return _scattered_sum(grad, ctx.group, ctx.cut), None, None, None, None
 
 
+class _GatherValues(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, cut: SequenceCut, gradient: str) -> Tensor:
+        ctx.group, ctx.cut, ctx.gradient = group, cut, gradient
+        return _whole_values(x, group, cut)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradient == "sum":
+            return _scattered_sum(grad, ctx.group, ctx.cut), None, None, None
+        own = ctx.cut.extents[dist.get_rank(ctx.group)]
+        return grad.narrow(ctx.cut.dim, own.start, len(own)).contiguous(), None, None, None
+
+
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, gradients: GradientGather | None) -> Tensor:
@@ -106,7 +143,7 @@ class _ReduceScatter(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         how = ctx.gradients
         if how is None:
-            return gather_plain(grad, ctx.group, ctx.cut), None, None, None
+            return _whole_values(grad, ctx.group, ctx.cut), None, None, None
         return (
             QuantizedTensor(_gathered(grad, how.writer, how.directions, ctx.group, ctx.cut), ctx.cut.shape),
             None,
@@ -136,7 +173,7 @@ class _Replicate(torch.autograd.Function):
         return collectives.all_reduce(grad, ctx.group), None
 
 
-def gather_plain(x: Tensor, group: dist.ProcessGroup, cut: SequenceCut) -> Tensor:
+def _whole_values(x: Tensor, group: dist.ProcessGroup, cut: SequenceCut) -> Tensor:
     """The whole tensor in the dtype of `x`, this rank's part. No gradient."""
     widest = max(len(extent) for extent in cut.extents)
     rows = x.movedim(cut.dim, 0)
@@ -161,7 +198,7 @@ def _gathered(
             f"rank {rank} has a part of shape {tuple(x.shape)}; of {cut.shape}, cut along dimension {cut.dim} over "
             f"{cut.num_parts} ranks, it holds {cut.local_shape(rank)}: cut it as torch.chunk does"
         )
-    return gather_rows(_quantized_runs(x, writer, format, group, cut), cut.runs, cut.region, group)
+    return gather_rows(_quantized_runs(x, writer, format, group, cut), cut.runs, cut.region, group=group)
 
 
 def _quantized_runs(

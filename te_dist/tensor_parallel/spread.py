@@ -140,7 +140,7 @@ class PlacedQuantizer:
         group: the ranks.
     """
 
-    def __init__(self, inner: Any, dim: int, spans: tuple[Span, ...], group: dist.ProcessGroup) -> None:
+    def __init__(self, inner: Any, dim: int, spans: tuple[Span, ...], *, group: dist.ProcessGroup) -> None:
         self.inner, self.dim, self.spans, self.group = inner, dim, spans, group
 
     def declare(self, dtype: torch.dtype) -> Format:

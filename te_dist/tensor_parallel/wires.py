@@ -26,7 +26,7 @@ def wire_bytes(format: Format, runs: Runs) -> int:
 
 
 def gather_rows(
-    runs: Sequence[QuantizedStorage], parts: Sequence[Runs], whole: Region, group: dist.ProcessGroup
+    runs: Sequence[QuantizedStorage], parts: Sequence[Runs], whole: Region, *, group: dist.ProcessGroup
 ) -> QuantizedStorage:
     """The canonical fields of the whole matrix, of which this rank has `runs` and every rank the regions in `parts`.
 

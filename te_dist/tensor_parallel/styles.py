@@ -1,0 +1,294 @@
+"""Parallel styles for `parallelize_module` over the linear modules of te_dist.
+
+    parallelize_module(block, mesh["tp"], {
+        "attention": GatherInput("query"),                            # once, quantized, for all three projections
+        "attention.query": ColumnParallel(), "attention.key": ColumnParallel(), "attention.value": ColumnParallel(),
+        "attention.out": RowParallel(output_layouts=Shard(1)),
+    })
+
+[Note: What a style touches]
+A style cuts parameters into DTensors and hooks the *site*, the submodule in which a linear module multiplies: that is
+where a norm in front has run and where the recipe is known. Operands of which ranks hold parts are quantized by the
+scales of the whole, so that a sharded model multiplies the same bytes as an unsharded one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from te_dist.formats import Direction, Format
+from te_dist.tensor import QuantizedTensor
+from te_dist.tensor_parallel.cuts import SequenceCut, spans
+from te_dist.tensor_parallel.cutting import ColumnPlacement, RowPlacement, cut_parameter
+from te_dist.tensor_parallel.gather import (
+    GradientGather,
+    all_reduce,
+    gather_by,
+    gather_values,
+    reduce_scatter,
+    replicate,
+)
+from te_dist.tensor_parallel.spread import FormatWriter
+
+SITE, WEIGHT, BIAS = "gemm", "weight", "bias"
+
+
+class ColumnParallel(ParallelStyle):
+    """Each rank computes some of the outputs of a `Linear` or `LayerNormLinear`.
+
+    Args:
+        input_layouts: `Replicate()` (default), or `Shard(dim)` for sequence parallelism: the input is cut along that
+            dimension, normalized in parts by a norm of the module, and gathered quantized. A plain tensor is taken to
+            be this rank's part; a DTensor is brought to this layout first, and may be cut unevenly. A QuantizedTensor,
+            as `gather` and `GatherInput` make it, is taken as it is.
+        output_layouts: `Shard(-1)` by default.
+        use_local_output: whether the output is a plain tensor instead of a DTensor.
+        gather_format: format in which the input is gathered; by default that of the recipe for inputs, and high
+            precision outside of `autocast`.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        gather_format: Format | None = None,
+    ) -> None:
+        super().__init__()
+        self.input_layouts = input_layouts or Replicate()
+        self.output_layouts = output_layouts or Shard(-1)
+        self.use_local_output = use_local_output
+        self.gather_format = gather_format
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        site = _site_of(module, type(self).__name__)
+        name, out_features = _name_of(module), module.weight.shape[0]
+        cut = {
+            key: cut_parameter(param, device_mesh, dim=0, name=f"{name}.{key}")
+            for key, param in ((WEIGHT, module.weight), (BIAS, module.bias))
+            if param is not None
+        }
+        for key, param in cut.items():
+            module.register_parameter(key, param)
+        site.placed = ColumnPlacement(spans(out_features, device_mesh.size()), device_mesh.get_group())
+        others = _others(module)
+        if others:
+            module.register_forward_pre_hook(lambda _, args: (self._part(args[0], device_mesh), *args[1:]))
+        if others and isinstance(self.input_layouts, Shard):
+            sum_gradients(module, others, device_mesh)
+        site.register_forward_pre_hook(lambda site, args: (self._input(site, args, device_mesh), *args[1:]))
+        site.register_forward_hook(lambda site, args, out: self._output(out, out_features, device_mesh))
+        return module
+
+    def _part(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        """This rank's part of a module's input, for what runs before the multiplication."""
+        local, size = _local(x, mesh, self.input_layouts)
+        if size is not None and size % mesh.size():
+            raise ValueError(
+                f"a sequence of {size} over {mesh.size()} ranks: a module with a norm takes equal parts; pad the "
+                "sequence, or use a separate norm and Linear"
+            )
+        return local
+
+    def _input(self, site: Any, args: tuple[Any, ...], mesh: DeviceMesh) -> Tensor:
+        if isinstance(args[0], QuantizedTensor):
+            return args[0]
+        local, size = _local(args[0], mesh, self.input_layouts)
+        if not isinstance(self.input_layouts, Shard):
+            return replicate(local, mesh.get_group())
+        quantizer = FormatWriter(self.gather_format) if self.gather_format else _input_quantizer(site, local, args[1])
+        if quantizer is None:
+            return gather_values(local, mesh.get_group(), dim=self.input_layouts.dim, size=size)
+        return _gather_input(quantizer, local, args[1], _cut(local, mesh, self.input_layouts.dim, size), mesh)
+
+    def _output(self, out: Tensor, out_features: int, mesh: DeviceMesh) -> Tensor:
+        held = Shard(out.dim() - 1)
+        if self.use_local_output and self.output_layouts in (held, Shard(-1)):
+            return out
+        spread = _spread(out, mesh, held, (*out.shape[:-1], out_features))
+        spread = spread.redistribute(placements=[self.output_layouts])
+        return spread.to_local() if self.use_local_output else spread
+
+
+class RowParallel(ParallelStyle):
+    """Each rank multiplies some of the inputs of a `Linear`; the outputs are summed in high precision.
+
+    Args:
+        input_layouts: `Shard(-1)` by default: a plain tensor is taken to be this rank's columns; a DTensor is brought
+            to that layout.
+        output_layouts: `Replicate()` (default): every rank gets the sum; or `Shard(dim)` for sequence parallelism:
+            each gets its part along that dimension, and the gradient is gathered quantized.
+        use_local_output: whether the output is a plain tensor instead of a DTensor.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__()
+        self.input_layouts = input_layouts or Shard(-1)
+        self.output_layouts = output_layouts or Replicate()
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        site = _site_of(module, type(self).__name__)
+        if _others(module):
+            raise ValueError(
+                f"{_name_of(module)} normalizes its input, of which RowParallel leaves each rank some columns; use a "
+                "separate norm and Linear"
+            )
+        parts = spans(module.weight.shape[1], device_mesh.size())
+        weight = cut_parameter(module.weight, device_mesh, dim=1, name=f"{_name_of(module)}.{WEIGHT}")
+        module.register_parameter(WEIGHT, weight)
+        site.placed = RowPlacement(parts, device_mesh.get_group())
+        site.register_forward_pre_hook(lambda site, args: (self._input(args[0], device_mesh), args[1]))
+        site.register_forward_hook(lambda site, args, out: self._output(module, args, out, device_mesh))
+        return module
+
+    def _input(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        return _local(x, mesh, self.input_layouts)[0]
+
+    def _output(self, module: Any, args: tuple[Any, ...], out: Tensor, mesh: DeviceMesh) -> Tensor:
+        group, shape = mesh.get_group(), out.shape
+        bias = None if module.return_bias else module.bias
+        if isinstance(self.output_layouts, Shard):
+            gradients = _gradient_gather(getattr(module, SITE), args, out)
+            out = reduce_scatter(out, group, dim=self.output_layouts.dim, gradients=gradients)
+            bias = None if bias is None else replicate(bias, group)
+        else:
+            out = all_reduce(out, group)
+        out = out if bias is None else out + bias.to(out.dtype)
+        return out if self.use_local_output else _spread(out, mesh, self.output_layouts, shape)
+
+
+class GatherInput(ParallelStyle):
+    """Gathers the first input of a module once, quantized, for all the `ColumnParallel` layers in it that take it.
+
+    Args:
+        like: name of the layer, below the module, by whose input quantizer it is gathered.
+        input_layouts: `Shard(dim)` along which the input is cut; `Shard(1)` by default, of (batch, sequence, K).
+    """
+
+    def __init__(self, like: str, *, input_layouts: Shard | None = None) -> None:
+        super().__init__()
+        self.like = like
+        self.input_layouts = input_layouts or Shard(1)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        layer = module.get_submodule(self.like)
+        _site_of(layer, type(self).__name__)
+        module.register_forward_pre_hook(lambda _, args: (self._input(layer, args, device_mesh), *args[1:]))
+        return module
+
+    def _input(self, layer: Any, args: tuple[Any, ...], mesh: DeviceMesh) -> Tensor:
+        local, size = _local(args[0], mesh, self.input_layouts)
+        if quantizer := _input_quantizer(getattr(layer, SITE), local, layer.weight):
+            return _gather_input(quantizer, local, layer.weight, _cut(local, mesh, self.input_layouts.dim, size), mesh)
+        # The layers sum the gradient of a plain input over ranks themselves.
+        return gather_values(local, mesh.get_group(), dim=self.input_layouts.dim, size=size, gradient="part")
+
+
+class SequenceParallel(ParallelStyle):
+    """For a module that each rank applies to its part of a sequence, as a norm: gradients of parameters are summed."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        sum_gradients(module, [name for name, _ in module.named_parameters(recurse=False)], device_mesh)
+        return module
+
+
+def sum_gradients(module: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
+    """Makes the gradients of parameters of `module`, which every rank uses on other rows, sums over the mesh.
+
+    In forward they are replaced by tensors whose gradient is summed: what FSDP2 put in their place stays as it is.
+    """
+
+    def replace(module: nn.Module, args: Any) -> None:
+        held = {name: module._parameters[name] for name in names}
+        for name, param in held.items():
+            local = param.to_local() if isinstance(param, DTensor) else param
+            module._parameters[name] = replicate(local, mesh.get_group())
+        kept.append(held)
+
+    def put_back(module: nn.Module, args: Any, out: Any) -> None:
+        module._parameters.update(kept.pop())
+
+    kept: list[dict[str, Any]] = []
+    module.register_forward_pre_hook(replace)
+    module.register_forward_hook(put_back, always_call=True)
+
+
+def _site_of(module: nn.Module, style: str) -> Any:
+    """The submodule in which a linear module of te_dist multiplies."""
+    site = getattr(module, SITE, None)
+    if site is None or not hasattr(site, "placed"):
+        raise ValueError(
+            f"{style} is for te_dist's Linear and LayerNormLinear, got {type(module).__name__}; use the style of that "
+            "name in torch.distributed.tensor.parallel, or te_dist.Linear"
+        )
+    return site
+
+
+def _name_of(module: Any) -> str:
+    return module.name or type(module).__name__
+
+
+def _others(module: nn.Module) -> list[str]:
+    """Parameters of a linear module beside its weight and bias: those of a norm in front."""
+    return [name for name, _ in module.named_parameters(recurse=False) if name not in (WEIGHT, BIAS)]
+
+
+def _local(x: Tensor, mesh: DeviceMesh, layout: Placement) -> tuple[Tensor, int | None]:
+    """This rank's part of `x` in this layout; and, where a DTensor tells, the whole extent of the dimension cut."""
+    if not isinstance(x, DTensor):
+        return x, None
+    size = x.shape[layout.dim] if isinstance(layout, Shard) else None
+    return x.redistribute(mesh, [layout]).to_local(), size
+
+
+def _spread(local: Tensor, mesh: DeviceMesh, layout: Placement, shape: tuple[int, ...]) -> DTensor:
+    """The DTensor of this shape whose part here is `local`."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [layout], run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def _cut(local: Tensor, mesh: DeviceMesh, dim: int, size: int | None) -> SequenceCut:
+    return SequenceCut.of_local(tuple(local.shape), dim, num_parts=mesh.size(), size=size)
+
+
+def _input_quantizer(site: Any, x: Tensor, weight: Tensor) -> Any:
+    """What the site would quantize its input by; None where it would not."""
+    plan = site.plan(x, weight)
+    return None if plan is None else plan.input
+
+
+def _gather_input(quantizer: Any, x: Tensor, weight: Tensor, cut: SequenceCut, mesh: DeviceMesh) -> QuantizedTensor:
+    """The whole input in the directions that forward and wgrad read."""
+    saves = torch.is_grad_enabled() and weight.requires_grad
+    directions = (Direction.ROWWISE, Direction.COLUMNWISE) if saves else (Direction.ROWWISE,)
+    return gather_by(quantizer, x, directions, group=mesh.get_group(), cut=cut)
+
+
+def _gradient_gather(site: Any, args: tuple[Any, ...], out: Tensor) -> GradientGather | None:
+    """How a site's grad_output is gathered for it; None outside of `autocast`: in high precision."""
+    x, weight = args[:2]
+    plan = site.plan(x, weight)
+    if plan is None:
+        return None
+    rows = out.shape[:-1].numel()
+    if rows % plan.row_multiple:
+        raise ValueError(
+            f"{site.name or 'Linear'}: {rows} rows of a sequence-parallel output are no multiple of "
+            f"{plan.row_multiple}, as the formats of its products want; pad the sequence or the batch"
+        )
+    wanted = ((Direction.ROWWISE, x.requires_grad), (Direction.COLUMNWISE, weight.requires_grad))
+    return GradientGather(plan.grad_output.inner, tuple(direction for direction, is_wanted in wanted if is_wanted))
