@@ -10,6 +10,7 @@ costs nothing: without wgrad the input is not saved, without dgrad the weight is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +69,7 @@ class _Linear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         saved = QuantizedTensor(_columnwise_part(inputs)) if saves_input else None
         ctx.save_for_backward(saved, weight)
-        return out[:rows].view(*x.shape[:-1], weight.shape[0])
+        return _shaped(out, (*x.shape[:-1], weight.shape[0]), rows)
 
     @staticmethod
     @once_differentiable
@@ -82,7 +83,7 @@ class _Linear(torch.autograd.Function):
         if wants_input:
             weights = _quantized_weight(weight, ctx.plan, COLUMNWISE)
             product = multiply(operand(grads, ROWWISE), operand(weights, COLUMNWISE), dtype=ctx.dtype)
-            grad_input = product[: ctx.shape[:-1].numel()].view(ctx.shape)
+            grad_input = _shaped(product, ctx.shape, ctx.shape[:-1].numel())
         if wants_weight:
             grad_weight = multiply(operand(grads, COLUMNWISE), operand(inputs.storage, COLUMNWISE), dtype=weight.dtype)
         if wants_bias:
@@ -144,6 +145,11 @@ def _padded(x: Tensor, plan: Plan) -> Tensor:
     matrix = _matrix(x)
     missing = -matrix.shape[0] % plan.row_multiple
     return F.pad(matrix, (0, 0, 0, missing)) if missing else matrix
+
+
+def _shaped(product: Tensor, shape: Sequence[int], rows: int) -> Tensor:
+    """The first `rows` of `product` as `shape`. Not a view by autograd's book: FSDP2 warns of modules that return one."""
+    return torch.ops.aten._unsafe_view(product[:rows], shape)
 
 
 def _matrix(x: Tensor) -> Tensor:

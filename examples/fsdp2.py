@@ -1,0 +1,34 @@
+"""A model with FP8 block weights under FSDP2: `torchrun --nproc-per-node 2 examples/fsdp2.py`, on CPUs as it is."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import te_dist as te
+from te_dist import fsdp2, offload, optim, recipe
+
+device = "cpu"
+dist.init_process_group("gloo")
+mesh = init_device_mesh(device, (dist.get_world_size(),))
+fp8 = recipe.Float8BlockScaling()
+
+with te.quantized_model_init(recipe=fp8), torch.device("meta"):
+    blocks = [te.LayerNormMLP(256, 768, normalization="RMSNorm", activation="swiglu", bias=False) for _ in range(4)]
+    model = torch.nn.Sequential(*blocks)
+for block in model:
+    fsdp2.fully_shard(block, mesh=mesh)  # torch's fully_shard; weights are gathered in FP8
+fsdp2.fully_shard(model, mesh=mesh)
+fsdp2.materialize(model, device=device, seed=0)  # the same model on any number of ranks
+optimizer = optim.FusedAdam(model.parameters(), lr=1e-3)
+
+torch.manual_seed(dist.get_rank())
+x = torch.randn(64, 256, device=device)
+for step in range(20):
+    with te.autocast(recipe=fp8), offload.activations(budget="1GiB"):
+        loss = (model(x) - x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        print(f"step {step}: loss {loss.item():.4f}")
+dist.destroy_process_group()
