@@ -20,13 +20,13 @@ from te_dist.testing import assert_bitwise, device
 from tests.distributed.checkpoint_zoo import (
     COLS,
     FORMATS,
+    ROWS,
     Layout,
     assert_plain,
     assert_storage,
     assert_weights,
     data_parallel,
     random_matrix,
-    rows_of,
     whole_of,
     zoo,
 )
@@ -95,20 +95,40 @@ def test_every_value_is_written_once_whatever_the_cuts(name: str, sizes: tuple[i
         for start, size in zip(starts, sizes, strict=True)
         for left, width in ((0, 70), (70, 90))
     ]
+    for buffer in (b for s in shards if not all(s.shape) for b in s.buffers.values()):
+        buffer.view(torch.uint8).fill_(99)  # what an empty shard holds must not be asked for
     for field in FORMATS[name].canonical.fields:
         written = torch.zeros(field.compact_shape(whole), dtype=torch.int)
         values = torch.empty(field.compact_shape(whole), dtype=field.dtype)
-        offers = {i.index: (i, p) for s in shards for p in [Part.of_field(field, s, whole)] for i in _items(p)}
-        for item, part in offers.values():  # DCP takes one of several offers at the same place
-            place = tuple(slice(o, o + n) for o, n in zip(item.index.offset, item.tensor_data.chunk.sizes, strict=True))
+        offers: dict = {}
+        for part in (Part.of_field(field, shard, whole) for shard in shards):
+            for item in part.__create_write_items__("key", part):
+                wire = part.__get_tensor_shard__(item.index)
+                assert_bitwise(wire, offers.setdefault(item.index, wire), f"{field.name} offered by two shards")
+        for index, wire in offers.items():  # DCP takes one of several offers at the same place
+            place = tuple(slice(o, o + n) for o, n in zip(index.offset, wire.shape, strict=True))
             written[place] += 1
-            values[place] = part.__get_tensor_shard__(item.index)
+            values[place] = wire
         assert (written == 1).all(), f"{field.name}: values written {written.unique().tolist()} times"
         assert_bitwise(values, geometry.compact(field, storage.buffers[field.name], whole), field.name)
 
 
-def _items(part: Part) -> list:
-    return part.__create_write_items__("key", part)
+def save_stage(rank: int, world: int, path: Path, stages: tuple[tuple[str, ...], ...]) -> None:
+    checkpoints.save(path, model=zoo(1, names=stages[rank]))
+
+
+def load_stage(rank: int, world: int, path: Path, stages: tuple[tuple[str, ...], ...]) -> None:
+    model = zoo(2, names=stages[rank])
+    checkpoints.load(path, model=model)
+    assert_weights(model, 1)
+
+
+def test_ranks_may_hold_different_parameters(ranks, tmp_path: Path) -> None:
+    """As under pipeline parallelism: the checkpoint is that of all together."""
+    names = tuple(FORMATS)
+    ranks(2).run(save_stage, tmp_path / "c", (names[:3], names[3:]))
+    ranks(3).run(load_stage, tmp_path / "c", (names[:1], names[1:9], names[9:]))
+    ranks(1).run(load_stage, tmp_path / "c", (names,))
 
 
 # -- what is on the disk -------------------------------------------------------------------------------------------
@@ -247,12 +267,12 @@ class One(nn.Module):
     def __init__(self, weight: torch.Tensor, name: str | None) -> None:
         super().__init__()
         if name is not None:
-            weight = fsdp2.QuantizedParameter(storages.quantize(weight, FORMATS[name]))
+            weight = fsdp2.QuantizedParameter(storages.quantize(weight, FORMATS[name]), weight.shape)
         self.weight = nn.Parameter(weight)
 
 
-def one(seed: int, world: int, name: str | None) -> One:
-    weight = random_matrix(rows_of(FORMATS["float8_block_2d"]), COLS, seed).to(device())
+def one(seed: int, world: int, name: str | None, shape: tuple[int, ...] = (ROWS, COLS)) -> One:
+    weight = random_matrix(ROWS, COLS, seed).view(shape).to(device())
     return fsdp2.fully_shard(One(weight, name), mesh=data_parallel(world).mesh())
 
 
@@ -285,6 +305,30 @@ def test_another_format_is_made_from_masters(ranks, tmp_path: Path, wanted: str)
 
 def test_plain_weights_and_quantized_ones_become_each_other(ranks, tmp_path: Path) -> None:
     ranks(2).run(save_one, tmp_path / "plain", None, False)
-    ranks(3).run(load_one, tmp_path / "plain", "mxfp8_2d", random_matrix(rows_of(FORMATS["mxfp8_2d"]), COLS, 1))
+    ranks(3).run(load_one, tmp_path / "plain", "mxfp8_2d", random_matrix(ROWS, COLS, 1))
     whole = ranks(2).run(save_one, tmp_path / "quantized", "mxfp8_2d", True)[0]
     ranks(3).run(load_one, tmp_path / "quantized", None, whole)
+
+
+# -- stacked weights -----------------------------------------------------------------------------------------------
+
+STACK = (8, ROWS // 8, COLS)  # members of 41 rows: over 3 ranks, cuts go through tiles
+
+
+def save_stack(rank: int, world: int, path: Path, name: str) -> None:
+    checkpoints.save(path, model=one(1, world, name, STACK))
+
+
+def load_stack(rank: int, world: int, path: Path, name: str) -> None:
+    model = one(2, world, name, STACK)
+    checkpoints.load(path, model=model)
+    assert model.weight.shape == STACK
+    assert_storage(
+        local_tensor(model.weight).storage, storages.quantize(random_matrix(ROWS, COLS, 1), FORMATS[name]), name
+    )
+
+
+@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.alignment(0) == 1])
+def test_stacked_weights_keep_their_members(ranks, tmp_path: Path, name: str) -> None:
+    ranks(2).run(save_stack, tmp_path / "c", name)
+    ranks(3).run(load_stack, tmp_path / "c", name)
