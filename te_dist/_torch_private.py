@@ -148,7 +148,7 @@ ATTRIBUTES = (
     ),
     Private(
         "torch.nn.Module._parameters",
-        "puts a tensor in the place of a parameter for one forward pass, as FSDP2 does; `setattr` takes parameters only",
+        "puts a tensor in the place of a parameter for one forward pass; `setattr` takes parameters only",
     ),
     Private(
         "torch.nn.Module._apply",

@@ -14,11 +14,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from te_dist.context import current_autocast
 from te_dist.formats import Direction, Format, Partition, Region
 from te_dist.tensor import QuantizedStorage, QuantizedTensor, collectives, empty
 from te_dist.tensor_parallel.cuts import SequenceCut
 from te_dist.tensor_parallel.spread import FormatWriter, RunsStorage, SpreadStorage, Writer, check_shared_scales
 from te_dist.tensor_parallel.wires import gather_rows
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How values are quantized before they are gathered.
+
+    Attributes:
+        writer: the quantizer.
+        directions: those wanted, of the ones it has.
+        scaled_by: ranks that keep scales of past steps in common, where the quantizer has such.
+    """
+
+    writer: Writer
+    directions: tuple[Direction, ...]
+    scaled_by: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def now(writer: Writer, directions: Sequence[Direction]) -> Quantization:
+        """With the group of the surrounding `autocast`."""
+        return Quantization(writer, tuple(directions), current_autocast().amax_reduction_group)
 
 
 def gather(
@@ -41,14 +62,13 @@ def gather(
     Raises:
         ValueError: the cut goes through a stored byte of `format`; on all ranks alike, before any collective.
     """
-    return gather_by(FormatWriter(format), x, format.directions, group=group, cut=_cut_of(x, dim, size, group))
+    how = Quantization.now(FormatWriter(format), format.directions)
+    return gather_by(how, x, group=group, cut=_cut_of(x, dim, size, group))
 
 
-def gather_by(
-    writer: Writer, x: Tensor, directions: Sequence[Direction], *, group: dist.ProcessGroup, cut: SequenceCut
-) -> QuantizedTensor:
-    """`gather` in the format of a quantizer, of the `directions` it has among these."""
-    return _Gather.apply(x, writer, tuple(directions), group, cut)
+def gather_by(how: Quantization, x: Tensor, *, group: dist.ProcessGroup, cut: SequenceCut) -> QuantizedTensor:
+    """`gather` by a quantizer."""
+    return _Gather.apply(x, how, group, cut)
 
 
 def gather_values(
@@ -68,7 +88,7 @@ def gather_values(
 
 
 def reduce_scatter(
-    x: Tensor, group: dist.ProcessGroup, *, dim: int = 0, gradients: GradientGather | None = None
+    x: Tensor, group: dist.ProcessGroup, *, dim: int = 0, gradients: Quantization | None = None
 ) -> Tensor:
     """The sum of all ranks' `x`, cut along `dim` as `torch.chunk` cuts; each rank gets its part.
 
@@ -87,35 +107,15 @@ def replicate(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Replicate.apply(x, group)
 
 
-@dataclass(frozen=True)
-class GradientGather:
-    """How the gradient of a scattered sum is gathered.
-
-    Attributes:
-        writer: the quantizer.
-        directions: in which it will be read.
-    """
-
-    writer: Writer
-    directions: tuple[Direction, ...]
-
-
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        writer: Writer,
-        directions: tuple[Direction, ...],
-        group: dist.ProcessGroup,
-        cut: SequenceCut,
-    ) -> QuantizedTensor:
+    def forward(ctx: Any, x: Tensor, how: Quantization, group: dist.ProcessGroup, cut: SequenceCut) -> QuantizedTensor:
         ctx.group, ctx.cut = group, cut
-        return QuantizedTensor(_gathered(x, writer, directions, group, cut), cut.shape)
+        return _gathered(x, how, group, cut)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _scattered_sum(grad, ctx.group, ctx.cut), None, None, None, None
+        return _scattered_sum(grad, ctx.group, ctx.cut), None, None, None
 
 
 class _GatherValues(torch.autograd.Function):
@@ -134,22 +134,16 @@ class _GatherValues(torch.autograd.Function):
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, gradients: GradientGather | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, gradients: Quantization | None) -> Tensor:
         ctx.group, ctx.gradients = group, gradients
         ctx.cut = SequenceCut(tuple(x.shape), dim, dist.get_world_size(group))
         return _scattered_sum(x, group, ctx.cut)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        how = ctx.gradients
-        if how is None:
+        if ctx.gradients is None:
             return _whole_values(grad, ctx.group, ctx.cut), None, None, None
-        return (
-            QuantizedTensor(_gathered(grad, how.writer, how.directions, ctx.group, ctx.cut), ctx.cut.shape),
-            None,
-            None,
-            None,
-        )
+        return _gathered(grad, ctx.gradients, ctx.group, ctx.cut), None, None, None
 
 
 class _AllReduce(torch.autograd.Function):
@@ -186,11 +180,9 @@ def _whole_values(x: Tensor, group: dist.ProcessGroup, cut: SequenceCut) -> Tens
     return gathered.movedim(0, cut.dim).contiguous()
 
 
-def _gathered(
-    x: Tensor, writer: Writer, directions: Sequence[Direction], group: dist.ProcessGroup, cut: SequenceCut
-) -> QuantizedStorage:
-    declared = writer.declare(x.dtype)
-    format = declared.select(*(d for d in declared.directions if d in directions))
+def _gathered(x: Tensor, how: Quantization, group: dist.ProcessGroup, cut: SequenceCut) -> QuantizedTensor:
+    declared = how.writer.declare(x.dtype)
+    format = declared.select(*(d for d in declared.directions if d in how.directions))
     cut.check(format)
     rank = dist.get_rank(group)
     if tuple(x.shape) != cut.local_shape(rank):
@@ -198,29 +190,21 @@ def _gathered(
             f"rank {rank} has a part of shape {tuple(x.shape)}; of {cut.shape}, cut along dimension {cut.dim} over "
             f"{cut.num_parts} ranks, it holds {cut.local_shape(rank)}: cut it as torch.chunk does"
         )
-    return gather_rows(_quantized_runs(x, writer, format, group, cut), cut.runs, cut.region, group=group)
+    storage = _spread_storage(x, format, group, cut)
+    how.writer.write(x, storage)
+    check_shared_scales(storage, how.scaled_by)
+    runs = storage.cut_into(cut.runs[rank])
+    return QuantizedTensor(gather_rows(runs, cut.runs, cut.region, group=group), cut.shape)
 
 
-def _quantized_runs(
-    x: Tensor, writer: Writer, format: Format, group: dist.ProcessGroup, cut: SequenceCut
-) -> list[QuantizedStorage]:
-    """This rank's runs, each with the bytes it has in the whole."""
+def _spread_storage(x: Tensor, format: Format, group: dist.ProcessGroup, cut: SequenceCut) -> SpreadStorage:
+    """What this rank's part is quantized into: one storage where tiles allow, else one for each run."""
     rank = dist.get_rank(group)
     runs = cut.runs[rank]
     if len(runs) > 1 and not cut.cuts_no_tile(format):
-        storage: SpreadStorage = RunsStorage([_blank(x, format, run) for run in runs], cut.region, group)
-        writer.write(x, storage)
-        check_shared_scales(storage)
-        return list(storage.runs)
+        return RunsStorage([_blank(x, format, run) for run in runs], cut.region, group)
     regions = [part for (part,) in cut.runs] if len(runs) == 1 else cut.side_by_side()
-    storage = SpreadStorage(_blank(x, format, regions[rank]), Partition.of(regions), group)
-    writer.write(x, storage)
-    check_shared_scales(storage)
-    if len(runs) == 1:
-        return [storage.plain()]
-    length = len(runs[0].rows)
-    pieces = [storage.narrow(0, index * length, length) for index in range(len(runs))]
-    return [QuantizedStorage(format, p.buffers, run, dtype=p.dtype) for p, run in zip(pieces, runs, strict=True)]
+    return SpreadStorage(_blank(x, format, regions[rank]), Partition.of(regions), group)
 
 
 def _blank(x: Tensor, format: Format, region: Region) -> QuantizedStorage:

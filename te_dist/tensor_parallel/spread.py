@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_dist.codecs import Amax, Codec
-from te_dist.context import current_autocast
 from te_dist.formats import WHOLE, Direction, Format, Partition, Region, Span
 from te_dist.scaling.agreement import Entry, agree
 from te_dist.tensor import Amaxes, QuantizedStorage, QuantizedTensor, empty, find_amaxes
@@ -64,6 +63,14 @@ class SpreadStorage(QuantizedStorage):
     def select(self, *directions: Direction) -> SpreadStorage:
         return SpreadStorage(super().select(*directions), self.partition, self.group, origin=self.origin)
 
+    def cut_into(self, runs: Sequence[Region]) -> list[QuantizedStorage]:
+        """A plain storage for each of `runs` of equal length, whose rows lie in this one in their order."""
+        if len(runs) == 1:
+            return [self.plain()]
+        length = len(runs[0].rows)
+        pieces = [self.narrow(0, index * length, length).buffers for index in range(len(runs))]
+        return [QuantizedStorage(self.format, b, run, dtype=self.dtype) for b, run in zip(pieces, runs, strict=True)]
+
     def plain(self) -> QuantizedStorage:
         """The same buffers without the ranks."""
         return QuantizedStorage(self.format, self.buffers, self.region, dtype=self.dtype)
@@ -110,6 +117,9 @@ class RunsStorage(SpreadStorage):
 
     def select(self, *directions: Direction) -> RunsStorage:
         return RunsStorage([run.select(*directions) for run in self.runs], self.region, self.group, origin=self.origin)
+
+    def cut_into(self, runs: Sequence[Region]) -> list[QuantizedStorage]:
+        return list(self.runs)
 
     def _of_run(self, codec: Codec, grids: Amax, run: Region) -> Amax:
         tiles = zip(grids, codec.amax_tiles, strict=True)
@@ -200,11 +210,14 @@ class FormatWriter:
         storage.quantize_(x)
 
 
-def check_shared_scales(storage: SpreadStorage) -> None:
-    """Raises, alike on all ranks, where parts are put together whose scales nothing keeps equal."""
+def check_shared_scales(storage: SpreadStorage, scaled_by: dist.ProcessGroup | None) -> None:
+    """Raises, alike on all ranks, where parts are put together whose scales nothing keeps equal.
+
+    Args:
+        scaled_by: the ranks that keep scales of past steps in common.
+    """
     shared = any(field.is_shared(0) for field in storage.format.fields)
-    together = current_autocast().amax_reduction_group
-    if storage.agreed or not shared or (together is not None and _ranks(storage.group) <= _ranks(together)):
+    if storage.agreed or not shared or (scaled_by is not None and _ranks(storage.group) <= _ranks(scaled_by)):
         return
     raise ValueError(
         "each rank of this group scales by a history of its own, so its bytes mean something else on the others; give "

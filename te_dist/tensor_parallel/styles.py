@@ -27,7 +27,7 @@ from te_dist.tensor import QuantizedTensor
 from te_dist.tensor_parallel.cuts import SequenceCut, spans
 from te_dist.tensor_parallel.cutting import ColumnPlacement, RowPlacement, cut_parameter
 from te_dist.tensor_parallel.gather import (
-    GradientGather,
+    Quantization,
     all_reduce,
     gather_by,
     gather_values,
@@ -275,10 +275,10 @@ def _gather_input(quantizer: Any, x: Tensor, weight: Tensor, cut: SequenceCut, m
     """The whole input in the directions that forward and wgrad read."""
     saves = torch.is_grad_enabled() and weight.requires_grad
     directions = (Direction.ROWWISE, Direction.COLUMNWISE) if saves else (Direction.ROWWISE,)
-    return gather_by(quantizer, x, directions, group=mesh.get_group(), cut=cut)
+    return gather_by(Quantization.now(quantizer, directions), x, group=mesh.get_group(), cut=cut)
 
 
-def _gradient_gather(site: Any, args: tuple[Any, ...], out: Tensor) -> GradientGather | None:
+def _gradient_gather(site: Any, args: tuple[Any, ...], out: Tensor) -> Quantization | None:
     """How a site's grad_output is gathered for it; None outside of `autocast`: in high precision."""
     x, weight = args[:2]
     plan = site.plan(x, weight)
@@ -291,4 +291,4 @@ def _gradient_gather(site: Any, args: tuple[Any, ...], out: Tensor) -> GradientG
             f"{plan.row_multiple}, as the formats of its products want; pad the sequence or the batch"
         )
     wanted = ((Direction.ROWWISE, x.requires_grad), (Direction.COLUMNWISE, weight.requires_grad))
-    return GradientGather(plan.grad_output.inner, tuple(direction for direction, is_wanted in wanted if is_wanted))
+    return Quantization.now(plan.grad_output.inner, [direction for direction, is_wanted in wanted if is_wanted])
