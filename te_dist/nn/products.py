@@ -148,7 +148,7 @@ def _padded(x: Tensor, plan: Plan) -> Tensor:
 
 
 def _shaped(product: Tensor, shape: Sequence[int], rows: int) -> Tensor:
-    """The first `rows` of `product` as `shape`. Not a view by autograd's book: FSDP2 warns of modules that return one."""
+    """The first `rows` of `product` as `shape`; no view to autograd, since FSDP2 warns of modules that return one."""
     return torch.ops.aten._unsafe_view(product[:rows], shape)
 
 

@@ -37,7 +37,7 @@ class FusedAdam(torch.optim.Optimizer):
         ValueError: a value is out of range.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (as torch.optim.AdamW)
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
@@ -83,7 +83,10 @@ class FusedAdam(torch.optim.Optimizer):
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = _shaped_like(param, torch.zeros(_shape(param), dtype=torch.float32, device=param.device))
         if self._has_master(param):
-            state["master_param"] = _shaped_like(param, _initial_master(local_tensor(param)))
+            local = local_tensor(param)
+            state["master_param"] = _shaped_like(param, _initial_master(local))
+            if isinstance(local, QuantizedTensor):
+                local.storage.initial = None  # the master has it now
 
     def _has_master(self, param: Tensor) -> bool:
         quantized = isinstance(local_tensor(param), QuantizedTensor)
