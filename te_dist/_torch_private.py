@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._C import _disabled_torch_function_impl as disabled_torch_function
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
@@ -30,6 +32,7 @@ __all__ = [
     "disabled_torch_function",
     "in_backward",
     "is_traceable_wrapper_subclass",
+    "process_group",
     "reshards_between_passes",
     "return_and_correct_aliasing",
     "tree_leaves",
@@ -42,6 +45,11 @@ TESTED = ("2.11", "2.13")
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass; a recomputed forward pass is."""
     return torch._C._current_graph_task_id() != -1
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The group that functional collectives know by `name`."""
+    return distributed_c10d._resolve_process_group(name)
 
 
 def call_when_backward_ends(callback: Callable[[], None]) -> None:
@@ -145,6 +153,10 @@ ATTRIBUTES = (
     Private(
         "torch.Tensor._version",
         "tells that a saved tensor was written since; autograd asks the same where no hooks stand in",
+    ),
+    Private(
+        "torch.distributed.distributed_c10d._resolve_process_group",
+        "DTensor hands a gather the name of its group only; nothing public finds the group",
     ),
     Private(
         "torch.nn.Module._parameters",

@@ -1,6 +1,6 @@
 """Quantized tensors: storages that own bytes, and tensors that stand for their values."""
 
-from te_dist.tensor import aten, aten_values  # noqa: F401  (they fill the op table)
+from te_dist.tensor import aten, aten_values, redistribute  # noqa: F401  (they fill the op table)
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor, quantize
 from te_dist.tensor.storage import Amaxes, Cut, QuantizedStorage, empty, find_amaxes
 
