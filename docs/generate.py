@@ -6,6 +6,7 @@ A generated page is a function from nothing to Markdown in `PAGES`. `tests/test_
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from te_dist import env
 from te_dist.catalog import FORMATS
 from te_dist.formats import WHOLE, Field, Format, Region
 from te_dist.fsdp2 import RESHARDED, Phase, plan_gather
+from te_dist.tensor import OPS
 
 FOLDER = Path(__file__).parent
 HEADER = "<!-- Written by docs/generate.py; change the code it comes from. -->\n\n"
@@ -88,7 +90,53 @@ def _block(block: tuple[int, int]) -> str:
     return "one value" if block == (1, 1) else f"{rows} x {cols}"
 
 
-PAGES: dict[str, Callable[[], str]] = {"environment.md": environment, "formats.md": formats}
+def tensor() -> str:
+    """What a QuantizedTensor is, and every op it supports."""
+    by_rule: dict[str, list[str]] = {}
+    for name, rule in OPS.names().items():
+        by_rule.setdefault(rule, []).append(name.removeprefix("aten.").removesuffix(".default"))
+    lines = ["# Quantized tensors", "", *TENSOR_INTRODUCTION.splitlines(), ""]
+    for rule, names in by_rule.items():
+        lines += [f"**{rule}**", "", *textwrap.wrap(", ".join(f"`{name}`" for name in sorted(names)), 120), ""]
+    return "\n".join(lines)
+
+
+TENSOR_INTRODUCTION = """\
+A `QuantizedTensor` is a `torch.Tensor` that stands for the values of a `QuantizedStorage`: the buffers that its
+[format](formats.md) declares. Its nominal shape and dtype are those of the values; buffers can be read by the names of
+their fields. Views share the storage object, so that bytes which are gathered, freed and filled again in place are
+seen by all of them.
+
+```python
+from te_dist.catalog import FORMATS
+from te_dist.tensor import quantize
+
+q = quantize(x, FORMATS["float8_block_2d"])  # any leading dimensions, the last is K
+q.row_data, q.row_scale                      # buffers
+q.dequantize()                               # a plain tensor
+q[:64], q.split(64), q.view(2, -1, 512)      # parts and views, in bytes
+q.update_usage(columnwise_usage=False)       # frees a direction; True derives it where it is a relayout
+q.copy_(y)                                   # quantizes values, or takes over bytes of the same format
+```
+
+Ordinary code runs on parameters: a norm in a log line, an average of weights, `model.bfloat16()` (which changes the
+nominal dtype only), the initializers of `torch.nn.init`, optimizers that know nothing of quantization (each update is
+rounded to a code; `te_dist.optim.FusedAdam` keeps masters). Assigning to `.data` quantizes.
+
+What is not listed below raises with the name of the op, so that nothing is dequantized behind your back. Products of
+matrices are not listed: they belong to the modules. `torch.compile` traces views, parts and ops on values in one graph;
+it leaves a graph at every linear map of te_dist. `torch.load` needs `weights_only=False` for files with quantized
+tensors; `te_dist.checkpoints` writes plain ones.
+
+## Supported ops
+"""
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "environment.md": environment,
+    "formats.md": formats,
+    "tensor.md": tensor,
+}
 
 
 def outdated() -> list[str]:

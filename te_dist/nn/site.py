@@ -48,6 +48,7 @@ class LinearSite(nn.Module):
         self.out_features = out_features
         self.register_module("scaling", None)
 
+    @torch.compiler.disable(reason="a linear map reads the recipe and moves quantized storages; compile around it")
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """(..., N) in the dtype of `x` (torch.autocast's inside of it).
 

@@ -1,0 +1,166 @@
+"""Code that knows nothing of quantized tensors runs on quantized parameters: logs, averages, initializers, steps."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from te_dist.catalog import FORMATS
+from te_dist.fsdp2 import QuantizedParameter
+from te_dist.tensor import quantize
+from te_dist.testing import assert_bitwise
+from tests.tensor.samples import NAMES, SHAPE, assert_same_bytes, signed
+
+every_format = pytest.mark.parametrize("name", NAMES)
+
+
+class Holder(nn.Module):
+    """A module with one quantized and one plain parameter."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        storage = quantize(signed(dtype=torch.float32), FORMATS[name]).storage
+        self.weight = nn.Parameter(QuantizedParameter(storage))
+        self.bias = nn.Parameter(torch.ones(SHAPE[0]))
+
+    def forward(self) -> torch.Tensor:
+        return (self.weight * 2.0).sum() + self.bias.sum()
+
+
+@every_format
+def test_a_parameter_is_one(name: str) -> None:
+    module = Holder(name)
+    weight = module.weight
+    assert isinstance(weight, nn.Parameter)
+    assert weight.is_leaf
+    assert weight.requires_grad
+    assert [n for n, _ in module.named_parameters()] == ["weight", "bias"]
+    assert sum(p.numel() for p in module.parameters()) == SHAPE[0] * SHAPE[1] + SHAPE[0]
+    assert len(f"{weight.abs().max():.2f} {weight.norm():.2f} {weight.mean().item():.3f}") > 0
+    assert torch.isfinite(weight).all()
+    assert not torch.isnan(weight).any()
+
+
+@every_format
+def test_autograd_reaches_it(name: str) -> None:
+    module = Holder(name)
+    module().backward()
+    assert type(module.weight.grad) is torch.Tensor
+    assert_bitwise(module.weight.grad, torch.full(SHAPE, 2.0), "gradient")
+
+
+@every_format
+def test_models_are_copied_moved_and_converted(name: str) -> None:
+    module = Holder(name)
+    twin = copy.deepcopy(module)
+    assert isinstance(twin.weight, nn.Parameter)
+    assert_same_bytes(twin.weight, module.weight, "deepcopy")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        twin = copy.deepcopy(module).to(dtype)
+        assert isinstance(twin.weight, QuantizedParameter)
+        assert twin.weight.dtype == twin.bias.dtype == dtype
+        assert_same_bytes(twin.weight, module.weight, "conversion")
+    empty = copy.deepcopy(module).to("meta").to_empty(device="cpu")
+    assert isinstance(empty.weight, QuantizedParameter)
+    assert list(empty.weight.storage.buffers) == list(module.weight.storage.buffers)
+
+
+@every_format
+def test_state_dicts_load_from_quantized_and_from_plain(name: str) -> None:
+    module, other = Holder(name), Holder(name)
+    with torch.no_grad():
+        other.weight.zero_()
+    other.load_state_dict(module.state_dict())
+    assert_same_bytes(other.weight, module.weight, "quantized state")
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=False), assign=True)
+    assert_same_bytes(other.weight, module.weight, "saved state")
+    x = signed(seed=3, dtype=torch.float32)
+    other.load_state_dict({"weight": x, "bias": module.bias.detach()})
+    assert_same_bytes(other.weight, quantize(x, FORMATS[name]), "plain state")
+
+
+@every_format
+def test_averages_of_weights(name: str) -> None:
+    module = Holder(name)
+    average = copy.deepcopy(module)
+    with torch.no_grad():
+        for a, p in zip(average.parameters(), module.parameters(), strict=True):
+            a.mul_(0.5).add_(p, alpha=0.5)
+            a.lerp_(p, 0.1)
+            a.copy_(p)
+    assert_same_bytes(average.weight, module.weight, "average")
+    for multi_avg_fn in (None, torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)):
+        swa = torch.optim.swa_utils.AveragedModel(module, multi_avg_fn=multi_avg_fn)
+        swa.update_parameters(module)
+        swa.update_parameters(module)
+        assert isinstance(swa.module.weight, QuantizedParameter)
+
+
+@pytest.mark.parametrize(
+    "initialize",
+    [
+        lambda w: w.data.normal_(mean=0.0, std=0.02),
+        lambda w: w.data.uniform_(-1, 1),
+        nn.init.kaiming_uniform_,
+        nn.init.xavier_normal_,
+        nn.init.orthogonal_,
+        lambda w: nn.init.trunc_normal_(w, std=0.02),
+        lambda w: nn.init.constant_(w, 0.5),
+        nn.init.ones_,
+    ],
+    ids=["normal", "uniform", "kaiming", "xavier", "orthogonal", "trunc_normal", "constant", "ones"],
+)
+@every_format
+def test_initializers_quantize_what_they_fill_in(name: str, initialize) -> None:
+    module, plain = Holder(name), nn.Parameter(torch.empty(SHAPE))
+    torch.manual_seed(0)
+    initialize(module.weight)
+    torch.manual_seed(0)
+    initialize(plain)
+    got, want = module.weight.dequantize(), plain.detach()
+    assert (got - want).norm() <= 0.15 * want.norm()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=True),
+        lambda p: torch.optim.AdamW(p, lr=0.1),
+        lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+        lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
+    ],
+    ids=["sgd", "sgd-foreach", "adamw", "adamw-foreach", "adamw-loop"],
+)
+@every_format
+def test_optimizers_of_torch_step(name: str, make) -> None:
+    module = Holder(name)
+    before = module.weight.dequantize()
+    optimizer = make(list(module.parameters()))
+    for _ in range(2):
+        module().backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert isinstance(module.weight, QuantizedParameter)
+    assert (module.weight.dequantize() < before).any()
+
+
+@every_format
+def test_hooks_and_flags_work(name: str) -> None:
+    module, seen = Holder(name), []
+    module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(type(p)))
+    module.weight.register_hook(lambda grad: grad * 2)
+    module().backward()
+    assert seen == [QuantizedParameter]
+    assert_bitwise(module.weight.grad, torch.full(SHAPE, 4.0), "gradient after a hook")
+    module.weight.requires_grad_(False)
+    assert not module.weight.requires_grad
+    assert nn.utils.parameters_to_vector(module.parameters()).shape == (SHAPE[0] * SHAPE[1] + SHAPE[0],)
