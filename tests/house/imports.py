@@ -18,7 +18,7 @@ TIERS = (
     {"ops"},
     {"codecs"},
     {"catalog", "tensor"},
-    {"quantizers"},
+    {"quantizers", "conventions"},
     {"scaling"},
     {"recipe"},
     {"context"},
