@@ -8,17 +8,17 @@ to two GEMM directions. Every direction is an `Encoding`: an opaque codec and th
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
 from te_dist.formats.region import WHOLE, Pair, Region
 
 Order = Literal["mk", "km"]
+_AS_GRAIN: Pair = (-1, -1)
 
 
 class Direction(Enum):
@@ -49,13 +49,17 @@ class Field:
     order: Order = "mk"
     pack: int = 1
     pad: Pair = (1, 1)
-    tile: Pair = field(default=None)  # type: ignore[assignment]
+    tile: Pair = _AS_GRAIN
     sealed: bool = False
 
     def __post_init__(self) -> None:
         if hasattr(torch.Tensor, self.name):
             raise ValueError(f"field name {self.name!r} would shadow torch.Tensor.{self.name}; choose another")
-        if self.tile is None:
+        if self.pack not in (1, 2) or (self.pack == 2 and self.dtype != torch.uint8):
+            raise ValueError(
+                f"field {self.name!r}: pack is 1, or 2 for nibbles in torch.uint8; got {self.pack} in {self.dtype}"
+            )
+        if self.tile == _AS_GRAIN:
             object.__setattr__(self, "tile", self.grain)
         for grain, tile in zip(self.grain, self.tile, strict=True):
             if (grain == WHOLE) != (tile == WHOLE) or (grain != WHOLE and tile % grain):
@@ -99,16 +103,26 @@ class Field:
         return self.shape(region) != self.compact_shape(region)
 
 
+class Numerics(Protocol):
+    """All that a format asks of a codec: that codecs compare, hash, and say where a matrix may be cut."""
+
+    def __hash__(self) -> int: ...
+
+    def alignment(self, dim: int) -> int:
+        """Logical `dim` may be cut at multiples of this only."""
+        ...
+
+
 @dataclass(frozen=True)
 class Encoding:
     """A self-sufficient representation for one GEMM direction.
 
     Attributes:
-        codec: the numerics, opaque and hashable here; compared, never inspected.
+        codec: the numerics, opaque here; compared, never inspected.
         fields: what the codec stores, in the order it produces values.
     """
 
-    codec: Hashable
+    codec: Numerics
     fields: tuple[Field, ...]
 
 
@@ -173,7 +187,7 @@ class Format:
         return self.select(Direction.ROWWISE) if self.columnwise_is_derivable else self
 
     def alignment(self, dim: int) -> int:
-        """Logical `dim` may be cut only at multiples of this; parts hold canonical fields, so for most formats it is 1."""
+        """Logical `dim` may be cut at multiples of this only: 1 for most formats, as parts hold canonical fields."""
         part = self.canonical
         codecs = (part[d].codec for d in part.directions)
         return math.lcm(*(f.alignment(dim) for f in part.fields), *(codec.alignment(dim) for codec in codecs))

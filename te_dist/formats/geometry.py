@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from te_dist.formats.field import Field
 from te_dist.formats.region import WHOLE, Region, Span
@@ -39,7 +40,7 @@ def store(field: Field, values: Tensor, region: Region, out: Tensor | None = Non
     if field.order == "km":
         values = values.t()
     if field.pack == 2:
-        values = values[:, 0::2] | values[:, 1::2] << 4
+        values = _pack(values)
     return padded(field, values, region, out)
 
 
@@ -88,17 +89,18 @@ def relayout(src: Field, dst: Field, stored: Tensor, region: Region, out: Tensor
 
 
 def is_concatenation(field: Field, parts: Sequence[Region], region: Region) -> bool:
-    """Whether wires of equal length, laid end to end, begin with the stored tensor of `region`.
+    """Whether wires, filled up to the length of the longest and laid end to end, begin with the stored tensor.
 
-    `parts` are row shards; every wire but those at the end is full, as `torch.chunk` cuts.
+    `parts` are row shards that cover `region`, in order. False for the order "km" and for padding.
     """
     if field.order != "mk" or field.is_padded(region):
         return False
-    widest = max(field.compact_shape(part)[0] for part in parts)
-    origin = region.rows.blocks(field.grain[0]).start
-    for index, part in enumerate(parts):
-        rows = part.rows.blocks(field.grain[0])
-        if len(rows) and rows.start - origin != index * widest:
+    whole = region.rows.blocks(field.grain[0])
+    shards = [part.rows.blocks(field.grain[0]) for part in parts]
+    longest = max(len(rows) for rows in shards)
+    for index, rows in enumerate(shards):
+        missing = len(whole) - index * longest
+        if missing > 0 and (rows.start - whole.start != index * longest or len(rows) < min(longest, missing)):
             return False
     return True
 
@@ -106,16 +108,23 @@ def is_concatenation(field: Field, parts: Sequence[Region], region: Region) -> b
 def _window(field: Field, wire: Tensor, region: Region, part: Region) -> Tensor:
     """View of the stored values of `part` inside the wire of `region`."""
     spans = zip(region.blocks(field.grain), part.blocks(field.grain), (region.rows, region.cols), strict=True)
-    slices = []
+    slices: list[slice] = []
     for dim, (whole, inner, span) in enumerate(spans):
         step = field.pack if dim == field.inner_dim else 1
-        start = inner.start - whole.start
-        if start % step:
+        start, stop = inner.start - whole.start, inner.stop - whole.start
+        if len(inner) and (start % step or (stop % step and stop != len(whole))):
             raise ValueError(
                 f"{field.name}: a cut at {span} falls inside a stored byte; cut at multiples of {field.alignment(dim)}"
             )
         slices.append(slice(start // step, start // step + -(-len(inner) // step)))
     return wire[slices[0], slices[1]] if field.order == "mk" else wire[slices[1], slices[0]]
+
+
+def _pack(values: Tensor) -> Tensor:
+    """Two nibbles to a byte, the first in its low half; a last one without partner has zeros beside it."""
+    if values.shape[1] % 2:
+        values = functional.pad(values, (0, 1))
+    return values[:, 0::2] | values[:, 1::2] << 4
 
 
 def _unpack(field: Field, wire: Tensor, region: Region) -> Tensor:

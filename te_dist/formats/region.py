@@ -72,7 +72,8 @@ class Region:
 
     def phase(self, block: Pair) -> Pair:
         """Offset of the first (row, col) inside its block; (0, 0) where no cut goes through a block."""
-        return tuple(0 if b == WHOLE else start % b for start, b in zip(self.origin, block, strict=True))
+        rows, cols = (0 if b == WHOLE else start % b for start, b in zip(self.origin, block, strict=True))
+        return rows, cols
 
     def narrow(self, dim: int, start: int, length: int) -> Region:
         """The part `start` to `start + length` of this region along `dim` (0: rows, 1: cols)."""
@@ -84,7 +85,9 @@ class Region:
 
     def chunk(self, num_chunks: int, unit: int = 1) -> tuple[Region, ...]:
         """Row parts as `torch.chunk` cuts `len(rows) // unit` units, followed by empty ones up to `num_chunks`."""
-        units = len(self.rows) // unit
+        units, rest = divmod(len(self.rows), unit)
+        if rest:
+            raise ValueError(f"{len(self.rows)} rows are no whole number of units of {unit} rows; cut whole units")
         size = -(-units // num_chunks) if units else 0
         starts = [min(i * size, units) for i in range(num_chunks + 1)]
         return tuple(self.narrow(0, a * unit, (b - a) * unit) for a, b in zip(starts, starts[1:], strict=False))
