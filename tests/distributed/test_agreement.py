@@ -1,0 +1,48 @@
+"""Parts of a matrix, cut by rows and columns through tiles, quantized as the whole is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from te_dist.formats import Partition, Region, Span
+from te_dist.scaling.agreement import quantize_parts, shares_scales
+from te_dist.tensor import empty
+from te_dist.tensor import storage as storages
+from te_dist.testing import assert_bitwise, mesh, pool
+from tests.distributed.probe import FORMATS, random_matrix, wires
+
+ROW_CUTS, COL_CUTS = (0, 176, 400), (0, 200, 352)  # through tiles of 128 and of 32, at multiples of 16 and of 8
+
+
+def quantize_grid(rank: int, world: int, name: str) -> None:
+    """Rank (i, j) of a 2 x 2 mesh has the part of row span i and column span j."""
+    format = FORMATS[name]
+    if 200 % format.alignment(1):
+        return
+    grid = mesh((2, 2), ("rows", "cols"))
+    rows, cols = (tuple(Span(a, b - a) for a, b in zip(c, c[1:], strict=False)) for c in (ROW_CUTS, COL_CUTS))
+    region = Region(rows[rank // 2], cols[rank % 2])
+    whole = random_matrix(ROW_CUTS[-1], COL_CUTS[-1], 1)
+    own = whole[region.rows.start : region.rows.stop, region.cols.start : region.cols.stop].contiguous()
+    part = empty(format, region, dtype=torch.float32, device="cpu", fields=format.canonical.fields)
+    quantize_parts([(part, own, Partition(rows, cols))], [grid.get_group(0), grid.get_group(1)])
+    want = storages.quantize(whole, format).narrow(0, region.rows.start, len(region.rows))
+    want = want.narrow(1, region.cols.start, len(region.cols))
+    for field, wire in wires(part).items():
+        assert_bitwise(wire, wires(want)[field], f"{field} of rank {rank}")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_parts_cut_both_ways_are_the_quantized_whole(name: str) -> None:
+    pool(4).run(quantize_grid, name)
+
+
+def test_nothing_is_shared_where_no_tile_is_cut() -> None:
+    aligned = Partition((Span(0, 128), Span(128, 128)), (Span(0, 512),))
+    through = Partition((Span(0, 100), Span(100, 156)), (Span(0, 512),))
+    assert not shares_scales(FORMATS["float8_block_2d"], aligned)
+    assert shares_scales(FORMATS["float8_block_2d"], through)
+    assert shares_scales(FORMATS["float8_tensorwise"], aligned)
+    assert not shares_scales(FORMATS["nvfp4_row_scaled"], through)
+    assert shares_scales(FORMATS["nvfp4_row_scaled"], Partition((Span(0, 256),), (Span(0, 256), Span(256, 256))))
