@@ -121,7 +121,7 @@ def _entries(
             yield from _by_convention(name, tensor, convention)
             continue
         values = tensor.detach() if master is None else master
-        wanted = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+        wanted = tensor.dtype if dtype is None or not tensor.dtype.is_floating_point else dtype
         yield _Entry(name, wanted, tensor.numel() * wanted.itemsize, functools.partial(_placed, values), cast=True)
 
 
@@ -138,7 +138,7 @@ def _by_convention(name: str, tensor: Tensor, convention: Convention) -> Iterato
             "export it in high precision"
         )
     for field in storage.format.rowwise.fields:
-        key, dtype = name + convention.suffixes[field.name], convention.dtypes.get(field.name, field.dtype)
+        key, dtype = name + convention.suffixes[field.name], convention.dtypes.get(field.name) or field.dtype
         yield _Entry(
             key, dtype, field.compact_bytes(whole), functools.partial(Part.of_field, field, storage, whole), cast=False
         )
@@ -151,7 +151,7 @@ def _placed(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return values
     (chunk,) = tensor.__create_chunk_list__()
-    return Part(tuple(tensor.shape), values, tuple(chunk.offsets), (0,) * tensor.dim())
+    return Part(tuple(tensor.shape), values, offset=tuple(chunk.offsets), skipped=(0,) * tensor.dim())
 
 
 def _whole(entry: _Entry, ranks: Ranks) -> Tensor:
@@ -159,7 +159,7 @@ def _whole(entry: _Entry, ranks: Ranks) -> Tensor:
     source = entry.held()
     if isinstance(source, Part):
         whole = torch.zeros(source.shape, dtype=source.dtype, device=source.device)
-        whole[tuple(slice(o, o + n) for o, n in zip(source.offset, source.values.shape, strict=True))] = source.values
+        whole[tuple(slice(o, o + n) for o, n in zip(source.offset, source.held.shape, strict=True))] = source.held
         if ranks.group is not None and whole.numel():
             # NOTE: ranks that share a value hold the same bytes, all others zero: their largest is the value.
             dist.reduce(whole.view(-1).view(torch.uint8), 0, dist.ReduceOp.MAX, group=ranks.group)

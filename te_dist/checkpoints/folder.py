@@ -62,6 +62,7 @@ def sync(path: Path) -> None:
 
 
 def is_complete(path: Path) -> bool:
+    """Whether a directory is a checkpoint: its manifest is the last file that is written."""
     return (path / MANIFEST).is_file()
 
 

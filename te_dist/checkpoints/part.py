@@ -26,23 +26,25 @@ class Part(torch.Tensor):
     """Shape and dtype are those of the whole; nothing can be computed with it.
 
     Attributes:
-        values: what this rank holds, filled when a checkpoint is read; any strides.
-        offset: place of the first of `values` in the whole.
-        skipped: along each dimension, how many leading `values` other ranks write.
+        held: what this rank holds, filled when a checkpoint is read; any strides.
+        offset: place of the first of `held` in the whole.
+        skipped: along each dimension, how many leading values other ranks write.
     """
 
-    values: Tensor
+    held: Tensor
     offset: tuple[int, ...]
     skipped: tuple[int, ...]
 
     @staticmethod
-    def __new__(cls, shape: tuple[int, ...], values: Tensor, offset: tuple[int, ...], skipped: tuple[int, ...]) -> Part:
-        return torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=values.dtype, device=values.device)
+    def __new__(
+        cls, shape: tuple[int, ...], held: Tensor, *, offset: tuple[int, ...], skipped: tuple[int, ...]
+    ) -> Part:
+        return torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=held.dtype, device=held.device)
 
     def __init__(
-        self, shape: tuple[int, ...], values: Tensor, offset: tuple[int, ...], skipped: tuple[int, ...]
+        self, shape: tuple[int, ...], held: Tensor, *, offset: tuple[int, ...], skipped: tuple[int, ...]
     ) -> None:
-        self.values, self.offset, self.skipped = values, offset, skipped
+        self.held, self.offset, self.skipped = held, offset, skipped
 
     @staticmethod
     def of_field(field: Field, storage: QuantizedStorage, whole: Region) -> Part:
@@ -57,21 +59,21 @@ class Part(torch.Tensor):
         values = geometry.compact(field, storage.buffers[field.name], storage.region)
         if not all(storage.region.shape) and all(whole.shape):
             skipped = list(values.shape)  # an empty shard has nothing to tell, a value of the whole included
-        return Part(field.compact_shape(whole), values, tuple(offset), tuple(skipped))
+        return Part(field.compact_shape(whole), values, offset=tuple(offset), skipped=tuple(skipped))
 
     @staticmethod
     def of_dtensor(tensor: DTensor) -> Part:
         """The local values of a plain DTensor."""
         (chunk,) = tensor.__create_chunk_list__()
-        return Part(tuple(tensor.shape), tensor.to_local(), tuple(chunk.offsets), (0,) * tensor.dim())
+        return Part(tuple(tensor.shape), tensor.to_local(), offset=tuple(chunk.offsets), skipped=(0,) * tensor.dim())
 
     def copied_to_cpu(self) -> Part:
         """What this rank writes, in memory of its own."""
         offset = tuple(o + s for o, s in zip(self.offset, self.skipped, strict=True))
-        return Part(tuple(self.shape), self._written().to("cpu", copy=True), offset, (0,) * len(offset))
+        return Part(tuple(self.shape), self._written().to("cpu", copy=True), offset=offset, skipped=(0,) * len(offset))
 
     def _written(self) -> Tensor:
-        return self.values[tuple(slice(skip, None) for skip in self.skipped)]
+        return self.held[tuple(slice(skip, None) for skip in self.skipped)]
 
     # -- the protocol of torch.distributed.checkpoint --------------------------------------------------------------
 
@@ -85,15 +87,15 @@ class Part(torch.Tensor):
         return [WriteItem(index=MetadataIndex(fqn, offset), type=WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offsets=torch.Size(self.offset), sizes=self.values.shape)]
+        return [ChunkStorageMetadata(offsets=torch.Size(self.offset), sizes=self.held.shape)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         # NOTE: what is written begins where what is held does, unless something is skipped; so the offset tells them.
-        return self.values if index.offset == torch.Size(self.offset) else self._written()
+        return self.held if index.offset == torch.Size(self.offset) else self._written()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(f"{func}: a Part only says where values lie; use its `values`")
+        raise NotImplementedError(f"{func}: a Part only says where values lie; use what is `held`")
 
 
 def _begun_before(span: Span, grain: int) -> int:

@@ -184,4 +184,6 @@ def _in_thread(work: Callable[[], None]) -> Future[None]:
 @functools.lru_cache(maxsize=1)
 def _background_group(_: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of all ranks for writing only, so that its collectives never meet those of training."""
-    return dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group

@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from te_dist.checkpoints.errors import CheckpointError, Ranks
 
@@ -27,31 +31,32 @@ def tree(*, model: dict[str, Tensor], state: dict[str, dict[str, Tensor]], extra
 def write(where: Path, tensors: Tree, ranks: Ranks) -> None:
     """Writes this rank's parts of `tensors` into the directory `where`. Collective."""
     with _translated(f"cannot save into {where}", ranks):
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(where, sync_files=True), process_group=ranks.group)
+        dcp_save(tensors, storage_writer=FileSystemWriter(where, sync_files=True), process_group=ranks.group)
 
 
 def read(where: Path, tensors: Tree, ranks: Ranks) -> None:
     """Fills `tensors` in place from the directory `where`. Collective."""
     with _translated(f"reading {where} failed half-way, the model may be loaded in part", ranks):
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(where), process_group=ranks.group)
+        dcp_load(tensors, storage_reader=FileSystemReader(where), process_group=ranks.group)
 
 
-class WholeReader(dcp.FileSystemReader):
+class WholeReader(FileSystemReader):
     """Reads whole tensors, in this process alone; what the checkpoint says of itself is read once."""
 
     def __init__(self, where: Path) -> None:
         super().__init__(where)
         self._metadata = super().read_metadata()
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
 
     def read(self, key: str) -> Tensor:
         """The whole of a saved tensor, on the CPU."""
         saved = self._metadata.state_dict_metadata[key]
+        assert isinstance(saved, TensorStorageMetadata)
         target = {key: torch.empty(saved.size, dtype=saved.properties.dtype)}
         with _translated(f"reading {key} of {self.path} failed", Ranks(None)):
-            dcp.load(target, storage_reader=self, no_dist=True)
+            dcp_load(target, storage_reader=self, no_dist=True)
         return target[key]
 
 
@@ -64,10 +69,10 @@ def _translated(what: str, ranks: Ranks) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             yield
-        except dcp.CheckpointException as error:
+        except CheckpointException as error:
             raise CheckpointError(f"{what}: {_reasons(error)}") from error
 
 
-def _reasons(error: dcp.CheckpointException) -> str:
+def _reasons(error: CheckpointException) -> str:
     """What each rank says, without its stack."""
     return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items())
