@@ -25,13 +25,13 @@ def masters_of(layer: Layer, optimizer: optim.FusedAdam) -> torch.Tensor:
     return optimizer.state[layer.weight]["master_param"].full_tensor()
 
 
-def assert_directions(layer: Layer) -> None:
-    """Forward holds the rowwise fields alone; backward the columnwise ones, beside rowwise where those are derived."""
+def assert_directions(layer: Layer, *, recompute: bool) -> None:
+    """Forward holds the rowwise fields alone; backward the columnwise ones, and rowwise to derive or recompute from."""
     format = local_tensor(layer.weight).format
     row = {f.name for f in format.rowwise.fields}
     col = {f.name for f in format.columnwise.fields} if format.columnwise else row
     assert layer.seen_in_forward.keys() == row
-    assert layer.seen_in_backward.keys() == (row | col if format.columnwise_is_derivable else col)
+    assert layer.seen_in_backward.keys() == (row | col if recompute or format.columnwise_is_derivable else col)
 
 
 def assert_nothing_unsharded(tracker: StorageTracker, besides: list[torch.Tensor], smallest: int) -> None:
@@ -65,8 +65,8 @@ def train_and_compare(rank: int, world: int, name: str, rows: int, how: str) -> 
         for layer, master in zip(layers, masters, strict=True):
             assert_seen(layer, master, backward=False)
             assert_seen(layer, master, backward=True)
-            if how == "ours":
-                assert_directions(layer)
+            if how in ("ours", "recompute"):
+                assert_directions(layer, recompute=how == "recompute")
         shards = [t for layer in layers for t in (layer.weight.grad._local_tensor, layer.weight._local_tensor)]
         kept = [x.grad, *y, *shards]
         seen = [w for layer in layers for d in (layer.seen_in_forward, layer.seen_in_backward) for w in d.values()]
