@@ -62,8 +62,8 @@ class Traffic(TorchDispatchMode):
         self.sent: list[Sent] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Lets subclasses run first, so that what they hand to collectives comes here."""
-        if any(kind not in (Tensor, torch.nn.Parameter) for kind in types):
+        """Lets tensors made of tensors run first, so that what they hand to collectives comes here."""
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
         name = func.name().partition(".")[0]
         if name in _INPUTS:
