@@ -36,6 +36,18 @@ def compare(named: dict[str, Tensor], manifest: Manifest) -> tuple[dict[str, str
     return sources, problems
 
 
+def without_masters(converted: dict[str, str], named: dict[str, Tensor], manifest: Manifest) -> list[str]:
+    """Why the optimizer cannot go on with weights that become quantized: its state has no master of them."""
+    params = manifest.optimizer["params"] if manifest.optimizer else {}
+    states = {name: params.get(name, {}).get("state", {}) for name in converted}
+    return [
+        f"{name} becomes quantized, and its saved optimizer state has no {optimizer_state.MASTER}; load without "
+        "optimizer= and let a new one make masters"
+        for name, state in states.items()
+        if isinstance(local_tensor(named[name]), QuantizedTensor) and state and optimizer_state.MASTER not in state
+    ]
+
+
 def convert(where: Path, sources: dict[Tensor, str]) -> None:
     """Fills each tensor from the whole of its high-precision values, one tensor at a time; not collective.
 

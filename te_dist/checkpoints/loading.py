@@ -77,7 +77,7 @@ def load(path: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer
     if unexpected:
         raise CheckpointError(
             f"cannot load {path}: it holds what the model and its optimizer have not: {listed(sorted(unexpected))}; "
-            "build the model that was saved"
+            "build the model that was saved, and te_dist.prepare it where its recipe keeps histories"
         )
     ranks.together(lambda: plan.manifest.verify(plan.where, ranks.rank, ranks.size))
     store.read(plan.where, plan.targets(), ranks)
@@ -96,6 +96,7 @@ def _plan(path: Path, model: nn.Module, optimizer: Optimizer | None) -> _Plan:
     converted, problems = conversion.compare(named, manifest)
     if optimizer is not None:
         problems += optimizer_state.mismatches(optimizer, named, manifest.optimizer)
+        problems += conversion.without_masters(converted, named, manifest)
     if problems:
         raise CheckpointError(f"cannot load {path}: {listed(problems)}")
     plan = _Plan(where, manifest, named, converted, extra=extras.allocate(manifest.extra))

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from te_dist import checkpoints, fsdp2, optim
 from te_dist.checkpoints.part import Part
@@ -131,9 +133,33 @@ def test_ranks_may_hold_different_parameters(ranks, tmp_path: Path) -> None:
     ranks(1).run(load_stage, tmp_path / "c", (names,))
 
 
+def save_after_forward(rank: int, world: int, path: Path) -> None:
+    model = zoo(1, data_parallel(world), ("mxfp8_1d", "float8_block_2d"))
+    with torch.no_grad():
+        model(random_matrix(4, COLS, 0).to(device()))
+    assert not isinstance(model.norm.weight, DTensor)  # FSDP2 leaves the root unsharded here
+    checkpoints.save(path, model=model)
+    checkpoints.load(path, model=model)
+    assert_weights(model, 1)
+
+
+def test_a_model_that_is_unsharded_just_now(ranks, tmp_path: Path) -> None:
+    ranks(2).run(save_after_forward, tmp_path / "c")
+
+
+def test_wrappers_leave_no_trace_in_names(tmp_path: Path) -> None:
+    inner = [torch.compile(nn.Linear(3, 3)), checkpoint_wrapper(nn.Linear(3, 3))]
+    checkpoints.save(tmp_path / "c", model=torch.compile(nn.Sequential(*inner)))
+    bare = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    checkpoints.load(tmp_path / "c", model=bare)
+    for got, wrapped in zip(bare.parameters(), nn.ModuleList(inner).parameters(), strict=True):
+        assert_bitwise(got.detach(), wrapped.detach(), "parameter")
+
+
 # -- what is on the disk -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_files_hold_plain_tensors_under_sibling_names(ranks, tmp_path: Path) -> None:
     """Every field can be read by torch alone, as the whole unpadded field."""
     ranks(2).run(save_zoo, tmp_path / "c", data_parallel(2))
@@ -308,6 +334,29 @@ def test_plain_weights_and_quantized_ones_become_each_other(ranks, tmp_path: Pat
     ranks(3).run(load_one, tmp_path / "plain", "mxfp8_2d", random_matrix(ROWS, COLS, 1))
     whole = ranks(2).run(save_one, tmp_path / "quantized", "mxfp8_2d", True)[0]
     ranks(3).run(load_one, tmp_path / "quantized", None, whole)
+
+
+def load_with_optimizer(rank: int, world: int, path: Path) -> str:
+    model = one(2, world, "mxfp8_2d")
+    with pytest.raises(checkpoints.CheckpointError) as error:
+        checkpoints.load(path, model=model, optimizer=optim.FusedAdam(model.parameters()))
+    checkpoints.load(path, model=model)
+    return str(error.value)
+
+
+def save_without_master(rank: int, world: int, path: Path) -> None:
+    model = one(1, world, None)
+    optimizer = optim.FusedAdam(model.parameters())
+    optimizer.initialize_state(model.weight)
+    assert "master_param" not in optimizer.state[model.weight]  # an fp32 parameter is its own
+    checkpoints.save(path, model=model, optimizer=optimizer)
+
+
+def test_optimizer_state_without_a_master_does_not_serve_a_quantized_weight(ranks, tmp_path: Path) -> None:
+    ranks(2).run(save_without_master, tmp_path / "c")
+    first, second = ranks(2).run(load_with_optimizer, tmp_path / "c")
+    assert first == second
+    assert "has no master_param" in first
 
 
 # -- stacked weights -----------------------------------------------------------------------------------------------
