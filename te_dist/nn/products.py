@@ -65,10 +65,10 @@ class _Linear(torch.autograd.Function):
         inputs = _quantized_input(x, plan, (ROWWISE, COLUMNWISE) if saves_input else (ROWWISE,))
         weights = _quantized_weight(weight, plan, ROWWISE)
         out = multiply(operand(inputs, ROWWISE), operand(weights, ROWWISE), dtype=x.dtype, bias=bias)
-        ctx.plan, ctx.shape, ctx.dtype = plan, x.shape, x.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.plan, ctx.shape = plan, x.shape
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         saved = QuantizedTensor(_columnwise_part(inputs)) if saves_input else None
-        ctx.save_for_backward(saved, weight)
+        ctx.save_for_backward(saved, weight if ctx.needs_input_grad[0] else None)
         return _shaped(out, (*x.shape[:-1], weight.shape[0]), rows)
 
     @staticmethod
@@ -76,18 +76,19 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         wants_input, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         inputs, weight = ctx.saved_tensors
+        input_dtype, weight_dtype, bias_dtype = ctx.dtypes
         grad_input = grad_weight = grad_bias = None
         directions = (ROWWISE,) * wants_input + (COLUMNWISE,) * wants_weight
         if directions:
             grads = ctx.plan.grad_output.encode(_padded(grad, ctx.plan), *directions)
         if wants_input:
             weights = _quantized_weight(weight, ctx.plan, COLUMNWISE)
-            product = multiply(operand(grads, ROWWISE), operand(weights, COLUMNWISE), dtype=ctx.dtype)
+            product = multiply(operand(grads, ROWWISE), operand(weights, COLUMNWISE), dtype=input_dtype)
             grad_input = _shaped(product, ctx.shape, ctx.shape[:-1].numel())
         if wants_weight:
-            grad_weight = multiply(operand(grads, COLUMNWISE), operand(inputs.storage, COLUMNWISE), dtype=weight.dtype)
+            grad_weight = multiply(operand(grads, COLUMNWISE), operand(inputs.storage, COLUMNWISE), dtype=weight_dtype)
         if wants_bias:
-            grad_bias = _matrix(grad).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+            grad_bias = _matrix(grad).sum(0, dtype=torch.float32).to(bias_dtype)
         if ctx.plan.moves_histories:
             delayed.update_when_backward_ends()
         return grad_input, grad_weight, grad_bias, None, None

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from te_dist import _torch_private
 from te_dist.codecs import gemm
-from te_dist.context import current_autocast
+from te_dist.context import Autocast, current_autocast, restore_autocast
 from te_dist.formats import Direction, Format
 from te_dist.nn.products import Plan, linear
 from te_dist.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, Quantizer
@@ -47,6 +48,7 @@ class LinearSite(nn.Module):
         self.in_features = in_features
         self.out_features = out_features
         self.register_module("scaling", None)
+        self._latest = Autocast()
 
     @torch.compiler.disable(reason="a linear map reads the recipe and moves quantized storages; compile around it")
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -73,9 +75,20 @@ class LinearSite(nn.Module):
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def plan(self, x: Tensor, weight: Tensor) -> Plan | None:
-        """How the products of `x` and `weight` are computed at this moment; None outside of `autocast`."""
-        recipe = current_autocast().recipe
-        return None if recipe is None else self._plan(recipe, x, weight)
+        """How the products of `x` and `weight` are computed at this moment; None outside of `autocast`.
+
+        A forward pass that torch's own checkpoint runs again, in backward and so outside of `autocast`, is computed as
+        the latest one was. `te_dist.checkpoint` restores the very one.
+        """
+        state = current_autocast()
+        if state.recipe is None and _torch_private.in_backward():
+            state = self._latest
+        else:
+            self._latest = state
+        if state.recipe is None:
+            return None
+        with restore_autocast(state):
+            return self._plan(state.recipe, x, weight)
 
     def prepare(self, recipe: Recipe, device: torch.device) -> Answers:
         """Makes what this map keeps under `recipe` and checks that `device` can compute it; the answers by role."""

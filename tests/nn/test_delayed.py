@@ -1,0 +1,185 @@
+"""Delayed scaling: the history against sequences worked out by hand, and the state as part of the module."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+import te_dist as te
+from te_dist import fsdp2, recipe
+from te_dist.scaling.history import DelayedScalingRequest, next_history, next_scale
+from te_dist.testing import assert_bitwise
+
+INF, NAN = float("inf"), float("nan")
+E4M3, E5M2 = 448.0, 57344.0
+RECIPE = recipe.DelayedScaling(amax_history_len=3)
+
+
+def column(*values: float) -> Tensor:
+    """A history of one tensor; row 0 is the running step."""
+    return torch.tensor(values)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("history", "algo", "want_history", "want_scale"),
+    [
+        # The running step becomes the last row, the oldest (row 1) drops out, but counts for the maximum once more.
+        ((2.0, 8.0, 4.0), "max", (0.0, 4.0, 2.0), E4M3 / 8),
+        ((2.0, 8.0, 4.0), "most_recent", (0.0, 4.0, 2.0), E4M3 / 2),
+        ((2.0, 0.0, 0.0), "max", (0.0, 0.0, 2.0), E4M3 / 2),
+        ((2.0,), "max", (0.0,), E4M3 / 2),
+        # Nothing seen: nothing moves.
+        ((0.0, 8.0, 4.0), "max", (0.0, 8.0, 4.0), 7.0),
+        # Not a number to scale by: the scale stays, the history moves.
+        ((INF, 8.0, 4.0), "max", (0.0, 4.0, INF), 7.0),
+        ((INF, 8.0, 4.0), "most_recent", (0.0, 4.0, INF), 7.0),
+        ((2.0, NAN, 4.0), "max", (0.0, 4.0, 2.0), E4M3 / 4),
+        # The quotient overflows.
+        ((1e-40, 0.0, 0.0), "max", (0.0, 0.0, 1e-40), torch.finfo(torch.float32).max),
+    ],
+)
+def test_one_update(history, algo, want_history, want_scale) -> None:
+    scale = next_scale(column(*history), torch.tensor([7.0]), torch.tensor([E4M3]), algo=algo)
+    assert_bitwise(scale, torch.tensor([want_scale]), "scale")
+    assert_bitwise(next_history(column(*history)), column(*want_history), "history")
+
+
+def test_tensors_move_independently() -> None:
+    history = torch.tensor([[2.0, 0.0], [1.0, 3.0]])
+    assert_bitwise(next_history(history), torch.tensor([[0.0, 0.0], [2.0, 3.0]]), "history")
+
+
+def test_a_margin_leaves_powers_of_two_unused() -> None:
+    assert DelayedScalingRequest("e4m3", margin=2).scaled_max == E4M3 / 4
+    assert DelayedScalingRequest("e5m2").scaled_max == E5M2
+
+
+def linear() -> te.Linear:
+    torch.manual_seed(0)
+    with te.quantized_model_init(recipe=RECIPE):
+        return te.Linear(16, 32, bias=False)
+
+
+def train(module: te.Linear, largest: float, largest_grad: float) -> None:
+    """One step whose input and gradient have these largest magnitudes."""
+    x, grad = torch.full((4, 16), largest / 2), torch.full((4, 32), -largest_grad / 2)
+    x[1, 2], grad[3, 4] = -largest, largest_grad
+    with te.autocast(recipe=RECIPE):
+        module(x.requires_grad_()).backward(grad)
+
+
+def test_a_sequence_of_steps() -> None:
+    module = linear()
+    state = module.gemm.scaling
+    assert list(state.requests) == ["input", "grad_output"]
+    assert_bitwise(state.scale, torch.ones(2), "before the first step")
+    expected = [
+        # (input, gradient) of a step -> scales and history after it
+        ((2.0, 0.5), (E4M3 / 2, E5M2 / 0.5), [[0, 0], [0, 0], [2, 0.5]]),
+        ((8.0, 0.25), (E4M3 / 8, E5M2 / 0.5), [[0, 0], [2, 0.5], [8, 0.25]]),
+        ((1.0, 0.25), (E4M3 / 8, E5M2 / 0.5), [[0, 0], [8, 0.25], [1, 0.25]]),
+        ((1.0, 0.25), (E4M3 / 8, E5M2 / 0.25), [[0, 0], [1, 0.25], [1, 0.25]]),
+        ((1.0, 0.25), (E4M3 / 1, E5M2 / 0.25), [[0, 0], [1, 0.25], [1, 0.25]]),
+    ]
+    for largest, scales, history in expected:
+        train(module, *largest)
+        assert_bitwise(state.scale, torch.tensor(scales), "scales")
+        assert_bitwise(state.amax_history, torch.tensor(history, dtype=torch.float32), "history")
+
+
+def test_a_step_multiplies_by_the_scales_of_the_step_before() -> None:
+    module = linear()
+    train(module, 2.0, 0.5)
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        train(module, 8.0, 0.25)
+    inputs = seen[0]
+    assert_bitwise(inputs.scale_inv, torch.tensor([[2 / E4M3]]), "scale of the step before")
+    assert inputs.dequantize().abs().max() == 2.0, "what is larger is clamped"
+
+
+def test_several_forward_passes_count_together() -> None:
+    module = linear()
+    with te.autocast(recipe=RECIPE):
+        first = module(torch.full((4, 16), 3.0))
+        second = module(torch.full((4, 16), 2.0))
+    (first + second).sum().backward()
+    assert_bitwise(module.gemm.scaling.amax_history[-1], torch.tensor([3.0, 1.0]), "the larger one")
+
+
+def test_passes_without_gradients_leave_no_trace() -> None:
+    module = linear()
+    with te.autocast(recipe=RECIPE), torch.no_grad():
+        module(torch.ones(4, 16))
+    assert_bitwise(module.gemm.scaling.amax_history, torch.zeros(3, 2), "history")
+
+
+def test_state_is_saved_and_resumed_bitwise() -> None:
+    module, other = linear(), linear()
+    for _ in range(2):
+        train(module, 3.0, 0.5)
+    state = copy.deepcopy(module.state_dict())
+    assert {"gemm.scaling.scale", "gemm.scaling.amax_history"} <= state.keys()
+    other.load_state_dict(state)
+    for each in (module, other):
+        train(each, 5.0, 0.25)
+    for name, value in module.state_dict().items():
+        assert_bitwise(other.state_dict()[name], value, name)
+
+
+def test_plain_modules_are_prepared_before_loading() -> None:
+    state = linear().state_dict()
+    plain = te.Linear(16, 32, bias=False)
+    te.prepare(plain, RECIPE)
+    plain.load_state_dict(state)
+    assert_bitwise(plain.gemm.scaling.scale, torch.ones(2), "scale")
+
+
+def test_conversions_leave_scales_in_fp32() -> None:
+    module = linear()
+    train(module, 3.0, 0.3)
+    before = copy.deepcopy(module.gemm.scaling.state_dict())
+    module.bfloat16()
+    assert module.weight.dtype == torch.bfloat16
+    for name, value in before.items():
+        assert_bitwise(module.gemm.scaling.state_dict()[name], value, name)
+
+
+def test_state_on_meta_is_materialized() -> None:
+    with te.quantized_model_init(recipe=RECIPE), torch.device("meta"):
+        module = te.Linear(16, 32)
+    assert module.gemm.scaling.scale.is_meta
+    fsdp2.materialize(module, device="cpu", seed=0)
+    assert_bitwise(module.gemm.scaling.scale, torch.ones(2), "scale")
+    assert_bitwise(module.gemm.scaling.amax_history, torch.zeros(3, 2), "history")
+    train_with_bias = torch.ones(4, 16)
+    with te.autocast(recipe=RECIPE):
+        module(train_with_bias).sum().backward()
+
+
+def test_another_history_length_is_refused() -> None:
+    module = linear()
+    with te.autocast(recipe=recipe.DelayedScaling(amax_history_len=5)), pytest.raises(ValueError, match="start anew"):
+        module(torch.ones(4, 16))
+
+
+def test_a_failed_backward_does_not_keep_histories_from_moving() -> None:
+    module = linear()
+    with te.autocast(recipe=RECIPE):
+        out = module(torch.ones(4, 16))
+    out.register_hook(lambda grad: (_ for _ in ()).throw(RuntimeError("on purpose")))
+    with pytest.raises(RuntimeError, match="on purpose"):
+        out.sum().backward()
+    train(module, 2.0, 0.5)
+    assert_bitwise(module.gemm.scaling.amax_history[-1], torch.tensor([2.0, 0.5]), "history")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"amax_history_len": 0}, {"amax_compute_algo": "mean"}, {"fp8": "e3m4"}], ids=lambda w: next(iter(w))
+)
+def test_requests_are_validated(wrong) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        DelayedScalingRequest(**wrong)

@@ -1,0 +1,330 @@
+"""Linear over every recipe: what it computes, what it saves, what it leaves alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import te_dist as te
+from te_dist import recipe
+from te_dist.formats import Direction, Region
+from te_dist.fsdp2 import QuantizedParameter
+from te_dist.recipe import Recipe
+from te_dist.tensor import QuantizedTensor
+from te_dist.testing import assert_bitwise
+from tests.nn.recipes import CASES, COLUMNWISE, ROWWISE, exact_products, quantizer, relative_error
+
+IN, OUT = 96, 160
+every_recipe = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+
+def make(made_by: Recipe | None, *, seed: int = 0, **options: Any) -> te.Linear:
+    """A Linear of the same values for the same seed; its weight quantized if there is a recipe."""
+    torch.manual_seed(seed)
+    with te.quantized_model_init(enabled=made_by is not None, recipe=made_by):
+        return te.Linear(IN, OUT, **options)
+
+
+def normal(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def step(module: te.Linear, made_by: Recipe, x: Tensor, grad: Tensor | None = None) -> tuple[Tensor, ...]:
+    """(output, gradient of the input, of the weight, of the bias) of one pass by the recipe."""
+    x = x.detach().requires_grad_()
+    module.zero_grad()
+    with te.autocast(recipe=made_by):
+        out = module(x)
+    out.backward(normal(*out.shape, seed=2, dtype=out.dtype) if grad is None else grad)
+    return out.detach(), x.grad, module.weight.grad, module.bias.grad
+
+
+@pytest.mark.parametrize("rows", [1, 16, 37, 128, 200])
+@every_recipe
+def test_products_are_those_of_the_quantized_operands(case: Any, rows: int) -> None:
+    module, x, grad = make(None, params_dtype=torch.float32), normal(rows, IN), normal(rows, OUT, seed=2)
+    out, grad_x, grad_w, grad_b = step(module, case.recipe, x, grad)
+    want_out, want_x, want_w = exact_products(case.recipe, x, module.weight.detach(), grad)
+    assert relative_error(out, want_out + module.bias.double()) < 1e-6
+    assert relative_error(grad_x, want_x) < 1e-6
+    assert relative_error(grad_w, want_w) < 1e-6
+    assert relative_error(grad_b, grad.double().sum(0)) < 1e-6
+
+
+@every_recipe
+def test_products_are_close_to_exact_ones(case: Any) -> None:
+    module, x = make(None, params_dtype=torch.bfloat16), normal(200, IN, dtype=torch.bfloat16)
+    got = step(module, case.recipe, x)
+    exact, x64 = copy.deepcopy(module).double(), x.double().requires_grad_()
+    exact.zero_grad()
+    out = F.linear(x64, exact.weight, exact.bias)
+    out.backward(normal(200, OUT, seed=2, dtype=torch.bfloat16).double())
+    for name, a, b in zip(("y", "dx", "dw", "db"), got, (out, x64.grad, exact.weight.grad, exact.bias.grad), strict=True):
+        assert relative_error(a, b) < case.error, name
+        assert F.cosine_similarity(a.double().flatten(), b.detach().flatten(), dim=0) > 1 - case.error**2, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every_recipe
+def test_quantized_and_plain_weights_give_the_same_bits(case: Any, dtype: torch.dtype) -> None:
+    if case is CASES["high_precision_backward"]:
+        pytest.skip("its weights cannot be parameters")
+    x = normal(3, 7, IN, dtype=dtype)
+    plain = step(make(None, params_dtype=dtype), case.recipe, x)
+    quantized = make(case.recipe, params_dtype=dtype)
+    assert isinstance(quantized.weight, QuantizedParameter)
+    for name, a, b in zip(("y", "dx", "dw", "db"), step(quantized, case.recipe, x), plain, strict=True):
+        assert_bitwise(a, b, name)
+
+
+@pytest.mark.parametrize("shape", [(IN,), (1, IN), (2, 3, 5, IN), (0, IN), (3, 0, IN)])
+@every_recipe
+def test_any_leading_dimensions(case: Any, shape: tuple[int, ...]) -> None:
+    module, x = make(None), normal(*shape)
+    out, grad_x, grad_w, grad_b = step(module, case.recipe, x)
+    assert out.shape == (*shape[:-1], OUT)
+    assert grad_x.shape == shape
+    assert grad_w.shape == (OUT, IN)
+    flat = step(make(None), case.recipe, x.reshape(-1, IN), normal(*out.shape, seed=2).reshape(-1, OUT))
+    for got, want in zip((out.reshape(-1, OUT), grad_x.reshape(-1, IN), grad_w, grad_b), flat, strict=True):
+        assert_bitwise(got, want, "flattened")
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@every_recipe
+def test_backward_saves_the_columnwise_input_and_the_weight_itself(case: Any, quantized: bool) -> None:
+    if quantized and case is CASES["high_precision_backward"]:
+        pytest.skip("its weights cannot be parameters")
+    module, x = make(case.recipe if quantized else None), normal(40, IN).requires_grad_()
+    saved = saved_by(lambda: module(x), case.recipe)
+    found = quantizer(case.recipe, "input")
+    region = Region.whole(48 if rows_are_padded(case.recipe) else 40, IN)
+    inputs, weight = saved
+    if hasattr(found, "fp8"):
+        want = region.shape[0] * IN + 4
+    else:
+        want = found.declare(x.dtype).select(COLUMNWISE).allocated_bytes(region)
+    assert isinstance(inputs, QuantizedTensor)
+    assert sum(b.untyped_storage().nbytes() for b in inputs.storage.buffers.values()) == want
+    if quantized:
+        assert weight.storage is module.weight.storage
+    else:
+        assert weight.data_ptr() == module.weight.data_ptr()
+
+
+def rows_are_padded(made_by: Recipe) -> bool:
+    """Whether columnwise inputs or gradients are transformed in groups of 16 rows."""
+    return isinstance(made_by, recipe.NVFP4BlockScaling) and not made_by.disable_rht
+
+
+def saved_by(function: Any, made_by: Recipe) -> list[Any]:
+    """What `function` saves for backward under the recipe."""
+    saved: list[Any] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t), te.autocast(recipe=made_by):
+        function()
+    return saved
+
+
+@every_recipe
+def test_what_is_frozen_costs_nothing(case: Any) -> None:
+    module, x, grad = make(None), normal(40, IN), normal(40, OUT, seed=2)
+    _, want, _, _ = step(make(None), case.recipe, x)
+    module.weight.requires_grad_(False)
+    asking = x.clone().requires_grad_()
+    with te.autocast(recipe=case.recipe):
+        module(asking).backward(grad)
+    assert module.weight.grad is None
+    assert_bitwise(asking.grad, want, "dgrad alone")
+    (weight,) = saved_by(lambda: module(asking), case.recipe)
+    assert weight.data_ptr() == module.weight.data_ptr()
+    module.weight.requires_grad_(True)
+    (inputs,) = saved_by(lambda: module(x), case.recipe)
+    assert isinstance(inputs, QuantizedTensor)
+    module.weight.requires_grad_(False)
+    assert saved_by(lambda: module(x), case.recipe) == []
+
+
+def stateful(made_by: Recipe) -> bool:
+    """Whether earlier passes change later ones."""
+    return any(hasattr(quantizer(made_by, kind), "fp8") for kind in ("input", "grad_output"))
+
+
+@every_recipe
+def test_without_bias_and_with_the_bias_returned(case: Any) -> None:
+    x = normal(40, IN)
+    with_bias = make(None)
+    bare = make(None, bias=False)
+    bare.weight.data.copy_(with_bias.weight)
+    split = make(None, return_bias=True)
+    with te.autocast(recipe=case.recipe):
+        out, bias = split(x)
+        assert bias is split.bias
+        assert_bitwise(out, bare(x), "without bias")
+        assert_bitwise(with_bias(x), out + bias, "bias")
+    assert bare.bias is None
+
+
+@every_recipe
+def test_a_quantized_input_gives_the_same_bits(case: Any) -> None:
+    if stateful(case.recipe):
+        pytest.skip("the scale of a stateful recipe is the module's")
+    module, x = make(None, params_dtype=torch.bfloat16), normal(4, 16, IN, dtype=torch.bfloat16)
+    want = step(module, case.recipe, x)
+    asking = x.clone().requires_grad_()
+    module.zero_grad()
+    with te.autocast(recipe=case.recipe):
+        out = module(quantizer(case.recipe, "input").quantize(asking))
+    out.backward(normal(*out.shape, seed=2, dtype=torch.bfloat16))
+    got = (out, asking.grad, module.weight.grad, module.bias.grad)
+    for name, a, b in zip(("y", "dx", "dw", "db"), got, want, strict=True):
+        assert_bitwise(a, b, name)
+
+
+def test_a_quantized_input_without_columns_can_not_train_the_weight() -> None:
+    module, x = make(None), te.MXFP8Quantizer(columnwise=False)(normal(32, IN))
+    with te.autocast(recipe=recipe.MXFP8BlockScaling()), pytest.raises(ValueError, match="columnwise=True"):
+        module(x)
+    module.weight.requires_grad_(False)
+    with te.autocast(recipe=recipe.MXFP8BlockScaling()):
+        assert module(x).shape == (32, OUT)
+
+
+@every_recipe
+def test_evaluation_between_steps_changes_nothing(case: Any) -> None:
+    def two_steps(between: bool) -> list[tuple[Tensor, ...]]:
+        module = make(None if case is CASES["high_precision_backward"] else case.recipe)
+        first = step(module, case.recipe, normal(40, IN))
+        if between:
+            buffers = {n: b.clone() for n, b in module.state_dict().items()}
+            with torch.no_grad(), te.autocast(recipe=case.recipe):
+                module.eval()(normal(8, IN, seed=9) * 100)
+            module.train()
+            for name, buffer in module.state_dict().items():
+                assert_bitwise(buffer, buffers[name], name)
+        return [first, step(module, case.recipe, normal(40, IN, seed=5))]
+
+    for got, want in zip(two_steps(True), two_steps(False), strict=True):
+        for a, b in zip(got, want, strict=True):
+            assert_bitwise(a, b, "step")
+
+
+@every_recipe
+def test_gradients_have_the_dtype_of_what_they_belong_to(case: Any) -> None:
+    module = make(None, params_dtype=torch.float32)
+    out, grad_x, grad_w, grad_b = step(module, case.recipe, normal(40, IN, dtype=torch.bfloat16))
+    assert out.dtype == grad_x.dtype == torch.bfloat16
+    assert grad_w.dtype == grad_b.dtype == torch.float32
+
+
+@every_recipe
+def test_torch_autocast_sets_the_dtype_of_activations(case: Any) -> None:
+    module, x = make(None), normal(32, IN)
+    with te.autocast(recipe=case.recipe):
+        want = module(x.bfloat16())
+        with torch.autocast("cpu", torch.bfloat16):
+            got = module(x)
+    assert_bitwise(got, want, "under torch.autocast")
+
+
+@every_recipe
+def test_recomputed_passes_give_the_same_gradients(case: Any) -> None:
+    if case is CASES["high_precision_backward"]:
+        pytest.skip("its weights cannot be parameters")
+    results = []
+    for run in (lambda f, x: f(x), te.checkpoint):
+        module, x = make(case.recipe), normal(40, IN).requires_grad_()
+        for _ in range(2):
+            module.zero_grad()
+            with te.autocast(recipe=case.recipe):
+                out = run(lambda t, module=module: module(module(t)[:, :IN]), x)
+            out.backward(normal(40, OUT, seed=2))
+        results.append((out, x.grad, module.weight.grad, *module.buffers()))
+    for got, want in zip(*results, strict=True):
+        assert_bitwise(got, want, "recomputed")
+
+
+def test_outside_of_autocast_a_plain_weight_is_plain() -> None:
+    module, x = make(None), normal(5, IN)
+    assert_bitwise(module(x), F.linear(x, module.weight, module.bias), "plain")
+    half = module(x.bfloat16())
+    assert_bitwise(half, F.linear(x.bfloat16(), module.weight.bfloat16(), module.bias.bfloat16()), "bf16 input")
+    with te.autocast(recipe=recipe.MXFP8BlockScaling()), te.autocast(enabled=False):
+        assert_bitwise(module(x), F.linear(x, module.weight, module.bias), "disabled inside")
+
+
+@pytest.mark.parametrize("name", ["current", "block", "mxfp8", "nvfp4", "hybrid"])
+def test_outside_of_autocast_a_quantized_weight_stands_for_its_values(name: str) -> None:
+    module, x = make(CASES[name].recipe), normal(5, IN).requires_grad_()
+    storage, grad = module.weight.storage, normal(5, OUT, seed=2)
+    out = module(x)
+    out.backward(grad)
+    assert relative_error(out, F.linear(x, module.weight.dequantize(), module.bias)) < 1e-6
+    assert relative_error(x.grad, grad @ storage.operand(Direction.COLUMNWISE, torch.float32)) < 1e-6
+    assert relative_error(module.weight.grad, grad.t() @ x) < 1e-6
+
+
+def test_a_hybrid_that_requantizes_rows_cannot_be_a_parameter() -> None:
+    with pytest.raises(ValueError, match="quantized_model_init"):
+        make(CASES["high_precision_backward"].recipe)
+
+
+def test_columns_of_a_hybrid_come_from_either_source() -> None:
+    x = normal(32, IN)
+    for source in ("original", "rowwise_dequantized"):
+        hybrid = te.HybridQuantizer(
+            rowwise_quantizer=te.NVFP4Quantizer(), columnwise_quantizer=te.MXFP8Quantizer(), columnwise_source=source
+        )
+        seen = x if source == "original" else te.NVFP4Quantizer().encode(x, ROWWISE).dequantize()
+        want = te.MXFP8Quantizer().encode(seen, COLUMNWISE).dequantize()
+        for directions in ((ROWWISE, COLUMNWISE), (COLUMNWISE,)):
+            got = hybrid.encode(x, *directions).dequantize(direction=COLUMNWISE)
+            assert_bitwise(got, want, f"columns from {source}")
+
+
+def test_stochastic_rounding_follows_the_generator() -> None:
+    module, x = make(None), normal(64, IN)
+    torch.manual_seed(3)
+    first = step(module, recipe.NVFP4BlockScaling(), x)
+    torch.manual_seed(3)
+    again = step(module, recipe.NVFP4BlockScaling(), x)
+    torch.manual_seed(4)
+    other = step(module, recipe.NVFP4BlockScaling(), x)
+    assert_bitwise(again[2], first[2], "the same seed")
+    assert not torch.equal(other[2], first[2])
+    assert_bitwise(other[0], first[0], "forward does not round by chance")
+
+
+def test_features_that_do_not_fit_are_refused_when_the_module_is_made() -> None:
+    with te.quantized_model_init(recipe=recipe.NVFP4BlockScaling()):
+        with pytest.raises(ValueError, match=r"blocks\.0\.query: in_features=63 .* multiples of 2"):
+            te.Linear(63, 64, name="blocks.0.query")
+        with pytest.raises(ValueError, match="out_features=63"):
+            te.Linear(64, 63)
+    plain = te.Linear(63, 64)
+    with te.autocast(recipe=recipe.NVFP4BlockScaling()), pytest.raises(ValueError, match="in_features=63"):
+        plain(normal(4, 63))
+
+
+def test_transforms_that_do_not_match_are_refused_when_the_module_is_made() -> None:
+    def factory(role: recipe.QuantizerRole) -> te.NVFP4Quantizer:
+        return te.NVFP4Quantizer(with_rht=role.tensor_type == "input")
+
+    with te.quantized_model_init(recipe=recipe.CustomRecipe(factory)), pytest.raises(ValueError, match="alike"):
+        te.Linear(64, 64)
+
+
+@pytest.mark.parametrize("name", ["tp_size", "fuse_wgrad_accumulation", "ub_overlap_ag", "delay_wgrad_compute"])
+def test_keywords_of_transformer_engine_that_are_not_here_say_where_to_go(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=.* is not supported: .{{20}}"):
+        te.Linear(4, 4, **{name: 2 if name == "tp_size" else True})
+    assert te.Linear(4, 4, **{name: 1 if name == "tp_size" else False}).weight.shape == (4, 4)
+
+
+def test_an_unknown_keyword_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="no keyword 'biass'"):
+        te.Linear(4, 4, biass=True)
