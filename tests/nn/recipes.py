@@ -118,7 +118,9 @@ def exact_products(made_by: Recipe, x: Tensor, weight: Tensor, grad: Tensor) -> 
     """Output, gradient of `x` and gradient of `weight` in fp64, from the operands as the recipe quantizes them."""
     rows = len(x)
     out = operand(made_by, "input", x, ROWWISE) @ operand(made_by, "weight", weight, ROWWISE)[: len(weight)].t()
-    grad_x = operand(made_by, "grad_output", grad, ROWWISE) @ operand(made_by, "weight", weight, COLUMNWISE)[: len(weight)]
+    grad_x = (
+        operand(made_by, "grad_output", grad, ROWWISE) @ operand(made_by, "weight", weight, COLUMNWISE)[: len(weight)]
+    )
     grad_w = operand(made_by, "grad_output", grad, COLUMNWISE).t() @ operand(made_by, "input", x, COLUMNWISE)
     return out[:rows], grad_x[:rows], grad_w
 

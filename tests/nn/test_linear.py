@@ -64,7 +64,9 @@ def test_products_are_close_to_exact_ones(case: Any) -> None:
     exact.zero_grad()
     out = F.linear(x64, exact.weight, exact.bias)
     out.backward(normal(200, OUT, seed=2, dtype=torch.bfloat16).double())
-    for name, a, b in zip(("y", "dx", "dw", "db"), got, (out, x64.grad, exact.weight.grad, exact.bias.grad), strict=True):
+    for name, a, b in zip(
+        ("y", "dx", "dw", "db"), got, (out, x64.grad, exact.weight.grad, exact.bias.grad), strict=True
+    ):
         assert relative_error(a, b) < case.error, name
         assert F.cosine_similarity(a.double().flatten(), b.detach().flatten(), dim=0) > 1 - case.error**2, name
 
@@ -125,7 +127,10 @@ def rows_are_padded(made_by: Recipe) -> bool:
 def saved_by(function: Any, made_by: Recipe) -> list[Any]:
     """What `function` saves for backward under the recipe."""
     saved: list[Any] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t), te.autocast(recipe=made_by):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+        te.autocast(recipe=made_by),
+    ):
         function()
     return saved
 

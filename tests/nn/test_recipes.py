@@ -92,7 +92,7 @@ def test_recipes_are_values(case) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_when_the_recipe_is_made(kind, wrong) -> None:
-    with pytest.raises(ValueError, match="1 or|is \"none\"|disable_rht"):
+    with pytest.raises(ValueError, match='1 or|is "none"|disable_rht'):
         kind(**wrong)
 
 

@@ -1,0 +1,81 @@
+"""The table of products: what is in it, and how it refuses what is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from te_dist.catalog import FORMATS
+from te_dist.codecs import Block, MxFp8, NvFp4, gemm
+from te_dist.codecs.nvfp4 import SIGN_MASK
+from te_dist.formats import Direction
+from te_dist.nn.products import operand
+from te_dist.tensor import quantize
+
+HAS_COLUMNS = [name for name, format in FORMATS.items() if format.columnwise]
+
+
+@pytest.mark.parametrize("other", HAS_COLUMNS)
+@pytest.mark.parametrize("name", HAS_COLUMNS)
+def test_any_two_formats_multiply_on_the_cpu(name: str, other: str) -> None:
+    a, b = torch.randn(48, 64), torch.randn(48, 32)
+    a, b = quantize(a, FORMATS[name]).storage, quantize(b, FORMATS[other]).storage
+    pair = operand(a, Direction.COLUMNWISE), operand(b, Direction.COLUMNWISE)
+    if ("hadamard" in name) != ("hadamard" in other):
+        with pytest.raises(ValueError, match="transformed alike"):
+            gemm.multiply(*pair, dtype=torch.float32)
+        return
+    got = gemm.multiply(*pair, dtype=torch.float32)
+    values = [s.operand(Direction.COLUMNWISE, torch.float32).double() for s in (a, b)]
+    assert got.shape == (64, 32)
+    torch.testing.assert_close(got.double(), values[0].t() @ values[1], rtol=1e-5, atol=1e-4)
+
+
+def test_a_transform_is_undone_by_the_product() -> None:
+    a, b = torch.randn(2, 64, 32).bfloat16()
+    storages = [quantize(x, FORMATS["nvfp4_1d_hadamard"]).storage for x in (a, b)]
+    got = gemm.multiply(*(operand(s, Direction.COLUMNWISE) for s in storages), dtype=torch.float32)
+    want = a.float().t() @ b.float()
+    assert (got - want).norm() < 0.2 * want.norm()
+
+
+def test_the_bias_is_added_before_rounding() -> None:
+    x, w = (quantize(torch.ones(2, 4), FORMATS["high_precision"]).storage for _ in range(2))
+    bias = torch.tensor([2.0**-7, 0.0])
+    got = gemm.multiply(*(operand(s, Direction.ROWWISE) for s in (x, w)), dtype=torch.bfloat16, bias=bias)
+    assert got[0, 0] == torch.tensor(4.0 + 2.0**-7).bfloat16()
+    assert got.dtype == torch.bfloat16
+
+
+def test_a_missing_pair_names_both_and_the_device() -> None:
+    with pytest.raises(NotImplementedError, match="no GEMM of Block by MxFp8 on npu"):
+        gemm.find(Block((1, 128)), MxFp8((1, 32)), "npu")
+
+
+def test_different_transforms_are_refused() -> None:
+    with pytest.raises(ValueError, match="alike"):
+        gemm.find(NvFp4((16, 1), hadamard=SIGN_MASK), NvFp4((16, 1), hadamard=0), "cpu")
+
+
+def test_a_pair_has_one_function() -> None:
+    with pytest.raises(ValueError, match="implemented twice"):
+        gemm.implements([(Block, Block)], "cpu")(lambda a, b, dtype, bias: None)
+
+
+def test_extents_must_agree() -> None:
+    a, b = (quantize(torch.randn(32, k), FORMATS["mxfp8_1d"]).storage for k in (32, 64))
+    with pytest.raises(ValueError, match="sums over 32 values of one operand and 64"):
+        gemm.multiply(operand(a, Direction.ROWWISE), operand(b, Direction.ROWWISE), dtype=torch.float32)
+
+
+def test_a_missing_direction_is_read_from_the_other_where_the_values_are_the_same() -> None:
+    x = torch.randn(64, 96)
+    both = quantize(x, FORMATS["float8_block_2d"]).storage
+    rowwise = quantize(x, FORMATS["float8_block_2d"])
+    rowwise.update_usage(columnwise_usage=False)
+    got = operand(rowwise.storage, Direction.COLUMNWISE).values(torch.float32)
+    assert torch.equal(got, operand(both, Direction.COLUMNWISE).values(torch.float32))
+    independent = quantize(x, FORMATS["mxfp8_1d"])
+    independent.update_usage(columnwise_usage=False)
+    with pytest.raises(RuntimeError, match="columnwise direction"):
+        operand(independent.storage, Direction.COLUMNWISE)

@@ -1,0 +1,218 @@
+"""Modules of several parts against their composition, and how parameters come to be."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import te_dist as te
+from te_dist import fsdp2, recipe
+from te_dist.fsdp2 import QuantizedParameter
+from te_dist.nn.activations import ACTIVATIONS
+from te_dist.nn.norms import normalize
+from te_dist.testing import assert_bitwise
+
+RECIPES = [None, recipe.Float8BlockScaling(), recipe.NVFP4BlockScaling(disable_stochastic_rounding=True)]
+every_recipe = pytest.mark.parametrize("made_by", RECIPES, ids=lambda r: type(r).__name__)
+
+
+def normal(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@every_recipe
+def test_layer_norm_linear_is_a_norm_and_a_linear(made_by, normalization: str, zero_centered: bool) -> None:
+    fused = te.LayerNormLinear(
+        64, 96, normalization=normalization, zero_centered_gamma=zero_centered, eps=1e-3, return_layernorm_output=True
+    )
+    norm = getattr(te, normalization)(64, eps=1e-3, zero_centered_gamma=zero_centered)
+    linear = te.Linear(64, 96)
+    with torch.no_grad():
+        fused.layer_norm_weight.add_(normal(64) * 0.1)
+        norm.weight.copy_(fused.layer_norm_weight)
+        if norm.bias is not None:
+            fused.layer_norm_bias.add_(normal(64, seed=2))
+            norm.bias.copy_(fused.layer_norm_bias)
+        linear.load_state_dict({"weight": fused.weight, "bias": fused.bias})
+    a, b = normal(3, 5, 64).requires_grad_(), normal(3, 5, 64).requires_grad_()
+    with te.autocast(enabled=made_by is not None, recipe=made_by):
+        out, normalized = fused(a)
+        want_normalized = norm(b)
+        want = linear(want_normalized)
+    out.square().sum().backward()
+    want.square().sum().backward()
+    pairs = [(out, want), (normalized, want_normalized), (a.grad, b.grad), (fused.weight.grad, linear.weight.grad)]
+    pairs.append((fused.layer_norm_weight.grad, norm.weight.grad))
+    for got, expected in pairs:
+        assert_bitwise(got, expected, "LayerNormLinear")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@every_recipe
+def test_layer_norm_mlp_is_its_composition(made_by, activation: str) -> None:
+    fused = te.LayerNormMLP(64, 32, activation=activation)
+    width = 64 if ACTIVATIONS[activation].is_gated else 32
+    assert fused.fc1_weight.shape == (width, 64)
+    first, second = te.Linear(64, width), te.Linear(32, 64)
+    first.load_state_dict({"weight": fused.fc1_weight, "bias": fused.fc1_bias})
+    second.load_state_dict({"weight": fused.fc2_weight, "bias": fused.fc2_bias})
+    x = normal(5, 64)
+    with te.autocast(enabled=made_by is not None, recipe=made_by):
+        out = fused(x)
+        hidden = first(F.layer_norm(x, (64,), fused.layer_norm_weight, fused.layer_norm_bias))
+        want = second(ACTIVATIONS[activation](hidden))
+    out.sum().backward()
+    want.sum().backward()
+    for got, expected in (
+        (out, want),
+        (fused.fc1_weight.grad, first.weight.grad),
+        (fused.fc2_weight.grad, second.weight.grad),
+        (fused.fc1_bias.grad, first.bias.grad),
+    ):
+        assert_bitwise(got, expected, activation)
+
+
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [
+        ("gelu", lambda x: F.gelu(x, approximate="tanh")),
+        ("qgelu", lambda x: x * torch.sigmoid(1.702 * x)),
+        ("relu", F.relu),
+        ("srelu", lambda x: F.relu(x) ** 2),
+        ("silu", F.silu),
+    ],
+)
+def test_gated_activations_multiply_by_the_second_half(name: str, want) -> None:
+    x = normal(4, 32)
+    assert_bitwise(ACTIVATIONS[name](x), want(x), name)
+    gated = {"gelu": "geglu", "qgelu": "qgeglu", "relu": "reglu", "srelu": "sreglu", "silu": "swiglu"}[name]
+    assert_bitwise(ACTIVATIONS[gated](x), want(x[:, :16]) * x[:, 16:], gated)
+
+
+def test_norms_are_those_of_torch() -> None:
+    x, weight, bias = normal(4, 32), normal(32, seed=2), normal(32, seed=3)
+    got = normalize(x, "LayerNorm", weight=weight, bias=bias, eps=1e-5)
+    assert_bitwise(got, F.layer_norm(x, (32,), weight, bias, 1e-5), "LayerNorm")
+    got = normalize(x, "RMSNorm", weight=weight, bias=None, eps=1e-5)
+    assert_bitwise(got, F.rms_norm(x, (32,), weight, 1e-5), "RMSNorm")
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="activation is one of"):
+        te.LayerNormMLP(8, 8, activation="tanh")
+    with pytest.raises(ValueError, match="normalization is"):
+        te.LayerNormLinear(8, 8, normalization="BatchNorm")
+
+
+MAKERS = {
+    "linear": lambda **o: te.Linear(64, 96, **o),
+    "layernorm_linear": lambda **o: te.LayerNormLinear(64, 96, **o),
+    "layernorm_mlp": lambda **o: te.LayerNormMLP(64, 96, **o),
+}
+every_module = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+
+
+@every_module
+def test_weights_start_as_those_of_torch_linear(make) -> None:
+    module = make()
+    for name, weight in module.named_parameters():
+        if weight.dim() == 2:
+            bound = weight.shape[1] ** -0.5
+            assert weight.abs().max() <= bound
+            assert abs(weight.std() - bound / 3**0.5) < 0.02 * bound, name
+    torch.manual_seed(0)
+    first = make()
+    torch.manual_seed(0)
+    assert_bitwise(next(iter(make().parameters())), next(iter(first.parameters())), "the same seed")
+
+
+@every_module
+def test_an_init_method_fills_weights_and_biases_start_at_zero(make) -> None:
+    module = make(init_method=nn.init.ones_)
+    for name, param in module.named_parameters():
+        wanted = 0.0 if "bias" in name else 1.0
+        assert (param == wanted).all(), name
+
+
+@every_module
+def test_parameters_on_meta_are_quantized_from_birth(make) -> None:
+    with te.quantized_model_init(recipe=recipe.MXFP8BlockScaling()), torch.device("meta"):
+        module = make(params_dtype=torch.bfloat16)
+    weights = {n: p for n, p in module.named_parameters() if p.dim() == 2}
+    assert all(isinstance(p, QuantizedParameter) and p.is_meta for p in weights.values())
+    fsdp2.materialize(module, device="cpu", seed=0)
+    assert {n: p for n, p in module.named_parameters() if p.dim() == 2}.keys() == weights.keys()
+    assert all(torch.isfinite(p).all() and p.norm() > 1 for n, p in module.named_parameters() if "weight" in n)
+    with te.autocast(recipe=recipe.MXFP8BlockScaling()):
+        module(normal(4, 64).bfloat16()).sum().backward()
+    assert all(p.grad.dtype == torch.bfloat16 for p in module.parameters())
+
+
+@every_module
+def test_reset_parameters_initializes_anew(make) -> None:
+    with te.quantized_model_init(recipe=recipe.Float8BlockScaling(), preserve_high_precision_init_val=True):
+        module = make()
+    with torch.no_grad():
+        for param in module.parameters():
+            param.zero_()
+    torch.manual_seed(0)
+    module.reset_parameters()
+    torch.manual_seed(0)
+    again = copy.deepcopy(module)
+    again.reset_parameters()
+    for (name, param), other in zip(module.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(param, other), name
+        if isinstance(param, QuantizedParameter):
+            initial = param.get_high_precision_init_val()
+            assert (param.dequantize() - initial).norm() < 0.05 * initial.norm()
+
+
+def test_values_before_quantization_are_kept_on_demand() -> None:
+    with te.quantized_model_init(recipe=recipe.Float8BlockScaling(), preserve_high_precision_init_val=True):
+        kept = te.Linear(64, 96)
+    values = kept.weight.get_high_precision_init_val()
+    assert values.device.type == "cpu"
+    twin = te.Float8BlockQuantizer()(values)
+    assert_bitwise(kept.weight.dequantize(), twin.dequantize(), "the quantized ones")
+    kept.weight.clear_high_precision_init_val()
+    assert kept.weight.get_high_precision_init_val() is None
+    with te.quantized_model_init(recipe=recipe.Float8BlockScaling()):
+        assert te.Linear(64, 96).weight.get_high_precision_init_val() is None
+
+
+def test_a_parameter_holds_what_cannot_be_derived() -> None:
+    for made_by in (recipe.Float8BlockScaling(), recipe.MXFP8BlockScaling(), recipe.Float8CurrentScaling()):
+        with te.quantized_model_init(recipe=made_by):
+            weight = te.Linear(64, 96).weight
+        assert weight.storage.fields == weight.format.canonical.fields
+
+
+@every_module
+def test_modules_are_copied_and_compiled(make) -> None:
+    torch.compiler.reset()
+    with te.quantized_model_init(recipe=recipe.Float8BlockScaling()):
+        module = make()
+    x = normal(4, 64)
+    with te.autocast(recipe=recipe.Float8BlockScaling()):
+        want = module(x)
+        assert_bitwise(copy.deepcopy(module)(x), want, "deepcopy")
+        compiled = torch.compile(module, backend="aot_eager")(x)
+    assert (compiled - want).norm() <= 1e-6 * want.norm()
+
+
+@every_module
+def test_state_dicts_move_between_plain_and_quantized(make) -> None:
+    plain = make()
+    with te.quantized_model_init(recipe=recipe.MXFP8BlockScaling()):
+        quantized = make()
+    assert list(plain.state_dict()) == list(quantized.state_dict())
+    quantized.load_state_dict(plain.state_dict())
+    x = normal(4, 64)
+    with te.autocast(recipe=recipe.MXFP8BlockScaling()):
+        assert_bitwise(quantized(x), plain(x), "loaded")
