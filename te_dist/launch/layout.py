@@ -52,6 +52,13 @@ def plan(config: Config, world_size: int) -> Layout:
         wanted="a divisor of model.kv_heads",
         remedy="lower mesh.tp or raise model.kv_heads",
     )
+    require(
+        config.data.sequence_length % tp == 0,
+        "mesh.tp",
+        got=f"{tp} with sequences of {config.data.sequence_length} tokens",
+        wanted="a divisor of data.sequence_length",
+        remedy="change mesh.tp or data.sequence_length",
+    )
     at_once = dp * config.train.micro_batch
     require(
         config.train.batch % at_once == 0,

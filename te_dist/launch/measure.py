@@ -6,6 +6,7 @@ import resource
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -38,18 +39,22 @@ def memory_in_use(device: torch.device) -> int:
 
 
 class GatheredBytes(TorchDispatchMode):
-    """Counts the bytes of every all-gather inside the context, received by this rank and its own part included."""
+    """Counts the bytes of all-gathers over one group inside the context: those a rank receives and its own part.
+
+    Over the group that parameters are sharded on these are weights; tensor parallelism gathers over another one.
+    """
 
     total: int
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.total = 0
+        self._group = group
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.c10d._allgather_base_.default:
+        if func is torch.ops.c10d._allgather_base_.default and dist.ProcessGroup.unbox(args[2]) is self._group:
             self.total += args[0].nbytes
         return func(*args, **(kwargs or {}))
 

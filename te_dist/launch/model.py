@@ -114,7 +114,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens in, mean cross entropy or logits out."""
+    """Tokens in, logits out."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -125,15 +125,15 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.hidden, config.vocab_size, bias=False, dtype=PARAMS_DTYPE)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, S, vocab_size) of the token after each of `tokens` (B, S) int64."""
+        """Logits (B, S, vocab_size), fp32, of the token after each of `tokens` (B, S) int64."""
         x = self.embedding(tokens)
         width = self.config.hidden // self.config.heads
         table = rotary_table(tokens.shape[1], width, self.config.rope_base, tokens.device)
         for block in self.blocks:
             x = block(x, table)
-        return self.head(self.norm(x))
+        return self.head(self.norm(x)).float()
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy in fp32, in nats. logits: (B, S, vocab_size); targets: (B, S) int64."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    """Mean cross entropy in nats. logits: (B, S, vocab_size) fp32; targets: (B, S) int64."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -14,14 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
 import te_dist as te
-from te_dist import fsdp2, offload, optim, quantizers, recipe, recompute, tensor_parallel
+from te_dist import fsdp2, offload, optim, quantizers, recipe, recompute
 from te_dist.launch.config import Config, OptimizerConfig, RecipeName
 from te_dist.launch.layout import Layout
 from te_dist.launch.model import Block, Decoder
+from te_dist.tensor_parallel import ColumnParallel, GatherInput, RowParallel, SequenceParallel
+
+SEQUENCE = Shard(1)  # of (batch, sequence, columns)
 
 
 def float8_forward_mxfp8_backward(role: recipe.QuantizerRole) -> quantizers.Quantizer:
@@ -43,16 +46,32 @@ RECIPES: dict[RecipeName, recipe.Recipe | None] = {
     "hybrid_float8_mxfp8": recipe.CustomRecipe(float8_forward_mxfp8_backward),
 }
 
-# Of a block's projections: whether the ranks of the tp axis share its outputs (column) or its inputs (row).
-TENSOR_PARALLEL_PLAN = {
-    "attention.query": tensor_parallel.ColumnParallel,
-    "attention.key": tensor_parallel.ColumnParallel,
-    "attention.value": tensor_parallel.ColumnParallel,
-    "attention.out": tensor_parallel.RowParallel,
-    "feed_forward.gate": tensor_parallel.ColumnParallel,
-    "feed_forward.up": tensor_parallel.ColumnParallel,
-    "feed_forward.down": tensor_parallel.RowParallel,
-}
+
+def block_plan() -> dict[str, ParallelStyle]:
+    """How ranks along tp share a block: each normalizes its part of every sequence, attends and multiplies for its
+    heads and columns; what they exchange is gathered in the recipe's format."""
+    return {
+        "attention_norm": SequenceParallel(),
+        "attention": GatherInput("query"),
+        "attention.query": ColumnParallel(),
+        "attention.key": ColumnParallel(),
+        "attention.value": ColumnParallel(),
+        "attention.out": RowParallel(output_layouts=SEQUENCE),
+        "feed_forward_norm": SequenceParallel(),
+        "feed_forward": GatherInput("gate"),
+        "feed_forward.gate": ColumnParallel(),
+        "feed_forward.up": ColumnParallel(),
+        "feed_forward.down": RowParallel(output_layouts=SEQUENCE),
+    }
+
+
+def root_plan() -> dict[str, ParallelStyle]:
+    """How ranks along tp share what surrounds the blocks: parts of the sequences, columns of the vocabulary."""
+    return {
+        "embedding": SequenceParallel(),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=SEQUENCE, output_layouts=Replicate()),
+    }
 
 
 def make_mesh(layout: Layout, device: torch.device, timeout_seconds: float) -> DeviceMesh:
@@ -85,13 +104,19 @@ def build_model(config: Config, mesh: DeviceMesh, device: torch.device) -> Decod
         if recomputes:
             block.call = recompute.checkpoint
         if mesh["tp"].size() > 1:
-            parallelize_module(block, mesh["tp"], {name: style() for name, style in TENSOR_PARALLEL_PLAN.items()})
+            parallelize_module(block, mesh["tp"], block_plan())
         fsdp2.fully_shard(block, mesh=mesh["dp"], recompute=recomputes)
     if mesh["tp"].size() > 1:
-        parallelize_module(model, mesh["tp"], {"head": ColwiseParallel(output_layouts=Replicate())})
+        parallelize_module(model, mesh["tp"], root_plan())
+        model.embedding.register_forward_pre_hook(lambda _, args: (_part(args[0], mesh["tp"]),))
     fsdp2.fully_shard(model, mesh=mesh["dp"])
     fsdp2.materialize(model, device=device, seed=config.seed)
     return model
+
+
+def _part(tokens: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's part of each sequence."""
+    return tokens.chunk(mesh.size(), dim=SEQUENCE.dim)[mesh.get_local_rank()]
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -131,17 +156,19 @@ class Precision:
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
     """Scales all gradients to a norm of at most `limit` and returns the norm before, a scalar on every rank.
 
-    With tp > 1 some parameters lie on the (dp, tp) mesh and some on (dp,): norms of different meshes do not combine as
-    DTensors, so each mesh's is made whole first.
+    With tp > 1 some parameters lie on the (dp, tp) mesh and some on (dp,). DTensors of different meshes do not mix in
+    one op, so norms are taken and gradients scaled mesh by mesh.
     """
-    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
-    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
-    for gradient in (parameter.grad for parameter in with_gradient):
-        assert gradient is not None
-        by_mesh.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
-    norms = [_whole(nn.utils.get_total_norm(gradients)) for gradients in by_mesh.values()]
+    by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(parameter)
+    gradients = [[p.grad for p in group if p.grad is not None] for group in by_mesh.values()]
+    norms = [_whole(nn.utils.get_total_norm(group)) for group in gradients]
     total = torch.stack(norms).norm()
-    nn.utils.clip_grads_with_norm_(with_gradient, limit, total)
+    for group in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(group, limit, total)
     return total
 
 

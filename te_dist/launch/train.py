@@ -100,14 +100,14 @@ def _report(journal: Journal, trainer: Trainer) -> None:
     """The table at the end, each figure beside what bf16 would need."""
     model, config = trainer.model, trainer.config
     plain_gathered = measure.plain_gathered_bytes(model, trainer.layout.accumulate)
-    gathered = size(trainer.gathered_bytes) if trainer.gathered_bytes else "-"
+    gathered = "-" if trainer.gathered_bytes is None else size(trainer.gathered_bytes)
     journal.table(
         f"{config.recipe}, dp {trainer.layout.dp} x tp {trainer.layout.tp}, step {trainer.progress.step}",
         ("", "this run", "bf16"),
         (
             ("parameters", f"{measure.num_parameters(model):,}", f"{measure.num_parameters(model):,}"),
             ("weights a rank holds", size(measure.held_bytes(model)), size(measure.plain_held_bytes(model))),
-            ("gathered in a step by a rank", gathered, size(plain_gathered)),
+            ("weights a rank gathers in a step", gathered, size(plain_gathered)),
         ),
     )
     journal.table(

@@ -67,13 +67,13 @@ class Trainer:
         progress: how far the run has come.
         unigram: loss of the unigram model on the held-out sequences that are evaluated, in nats.
         validation_loss: of the latest evaluation on the same sequences; NaN before one.
-        gathered_bytes: what this rank's all-gathers of one step deliver; 0 before the first step.
+        gathered_bytes: what all-gathers of weights deliver to this rank in one step; None before the first step.
     """
 
     progress: Progress
     unigram: float
     validation_loss: float
-    gathered_bytes: int
+    gathered_bytes: int | None
 
     def __init__(self, config: Config, layout: Layout, world: World, device: torch.device, corpus: Corpus) -> None:
         self.config = config
@@ -81,6 +81,7 @@ class Trainer:
         self.world = world
         self.device = device
         mesh = parallelize.make_mesh(layout, device, config.timeout_seconds)
+        self.shards = mesh["dp"].get_group()
         self.share = Share(mesh["dp"].get_local_rank(), layout.dp, config.train.micro_batch)
         length = config.data.sequence_length
         self.order = TrainingOrder(Windows(corpus.training, length, "training"), config.seed)
@@ -92,7 +93,7 @@ class Trainer:
         self.precision = parallelize.Precision(config)
         self.progress = Progress(step=0, position=0, text=corpus.digest)
         self.validation_loss = math.nan
-        self.gathered_bytes = 0
+        self.gathered_bytes = None
 
     def _build(self, mesh: DeviceMesh) -> Decoder:
         try:
@@ -141,17 +142,18 @@ class Trainer:
             group["lr"] = learning_rate(now.step, config.train.steps, config.optimizer)
         self._seed_rounding()
         micro_batches = self.order.micro_batches(now.position, config.train.batch, self.share)
-        counter = measure.GatheredBytes()
+        counter = measure.GatheredBytes(self.shards)
         losses = []
         assert isinstance(self.model, FSDPModule)
-        with nullcontext() if self.gathered_bytes else counter:
+        with counter if self.gathered_bytes is None else nullcontext():
             for index, batch in enumerate(micro_batches):
                 # Gradients are reduced over the ranks once, after the last micro batch.
                 self.model.set_requires_gradient_sync(index == len(micro_batches) - 1)
                 loss = self._loss(batch) / len(micro_batches)
                 loss.backward()
                 losses.append(loss.detach())
-        self.gathered_bytes = self.gathered_bytes or counter.total
+        if self.gathered_bytes is None:
+            self.gathered_bytes = counter.total
         norm = parallelize.clip_gradients(self.model.parameters(), config.optimizer.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -39,7 +39,7 @@ def test_a_job_leaves_metrics_picture_checkpoints_and_a_table(unbroken) -> None:
     assert job.metrics("loss")[8] < job.metrics("loss")[1]
     assert (job.run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in (job.run_dir / "checkpoints").iterdir()) == ["step_00000004", "step_00000008"]
-    for word in ("parameters", "weights a rank holds", "gathered in a step by a rank", "unigram model", "bf16"):
+    for word in ("parameters", "weights a rank holds", "weights a rank gathers in a step", "unigram model", "bf16"):
         assert word in output, output
 
 
@@ -70,6 +70,14 @@ def test_two_agents_on_two_nodes_run_one_job(unbroken, tiny_job: Callable, launc
     assert [process.returncode for process in agents] == [0, 0], outputs
     assert sum("unigram model" in output for output in outputs) == 1
     assert job.metrics("loss") == unbroken[0].metrics("loss")
+
+
+def test_ranks_that_share_multiplications_take_the_same_steps(unbroken, tiny_job: Callable, launcher) -> None:
+    job = tiny_job(RECIPE)
+    code, output = launcher.run(*TWO_RANKS, *job.command("--mesh.dp", "1", "--mesh.tp", "2"))
+    assert code == 0, output
+    for key in ("loss", "gradient_norm", "validation_loss"):
+        assert job.metrics(key) == pytest.approx(unbroken[0].metrics(key), rel=2e-2)
 
 
 def test_a_loss_that_is_not_finite_ends_all_ranks_with_one_message(tiny_job: Callable, launcher) -> None:
