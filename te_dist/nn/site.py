@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from math import lcm
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,8 @@ from te_dist.tensor import QuantizedTensor
 
 ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
 Answers = Mapping[str, Quantizer | DelayedScalingRequest]
+# What surrounded the latest forward pass of a map; beside the modules, since it may hold a process group.
+_latest: WeakKeyDictionary[nn.Module, Autocast] = WeakKeyDictionary()
 _WEIGHT_ONLY = Plan(IdentityQuantizer(), IdentityQuantizer(), IdentityQuantizer())
 
 
@@ -48,7 +51,6 @@ class LinearSite(nn.Module):
         self.in_features = in_features
         self.out_features = out_features
         self.register_module("scaling", None)
-        self._latest = Autocast()
 
     @torch.compiler.disable(reason="a linear map reads the recipe and moves quantized storages; compile around it")
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -82,9 +84,9 @@ class LinearSite(nn.Module):
         """
         state = current_autocast()
         if state.recipe is None and _torch_private.in_backward():
-            state = self._latest
+            state = _latest.get(self, state)
         else:
-            self._latest = state
+            _latest[self] = state
         if state.recipe is None:
             return None
         with restore_autocast(state):
@@ -104,6 +106,10 @@ class LinearSite(nn.Module):
                 "delayed recipe throughout, or set .scaling to None to start anew"
             )
         return answers
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: not the latest autocast, which may hold a process group."""
+        return self.__dict__ | {"_latest": Autocast()}
 
     def weight_format(self, recipe: Recipe, weight: Tensor) -> Format:
         """The format of a parameter with the values of `weight`.
