@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 import te_dist as te
 from te_dist import checkpoints, fsdp2, optim, recipe
-from te_dist.testing import device, mesh
+from te_dist.formats import geometry
+from te_dist.tensor_parallel import ColumnParallel, RowParallel
+from te_dist.testing import assert_bitwise, device, mesh
 
 RECIPES = {
     "delayed": recipe.DelayedScaling(),
@@ -68,3 +71,73 @@ def test_losses_go_on_as_if_nothing_had_happened(ranks, tmp_path: Path, name: st
     (loss, *_) = ranks(4).run(resume, tmp_path / "c", name)
     # The first loss is that of the very bytes; later ones sum gradients in another order.
     assert loss[0] == want[0][0]
+
+
+class Mlp(nn.Module):
+    """Two linear maps, the first one cut by columns, the second by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = te.Linear(128, 320, bias=False), te.Linear(320, 128, bias=False)
+
+
+def build_mlp(name: str, shape: tuple[int, ...], seed: int) -> tuple[nn.Module, optim.FusedAdam]:
+    """Over a mesh of (data, tensor) parallelism, or (data,) alone; weights depend on the seed alone."""
+    with te.quantized_model_init(recipe=RECIPES[name]), torch.device("meta"):
+        model = Mlp()
+    over = mesh(shape, ("dp", "tp")[: len(shape)])
+    if len(shape) == 2:
+        parallelize_module(model, over["tp"], {"up": ColumnParallel(), "down": RowParallel()})
+    fsdp2.fully_shard(model, mesh=over["dp"])
+    fsdp2.materialize(model, device=device(), seed=seed)
+    optimizer = optim.FusedAdam(model.parameters())
+    for param in model.parameters():
+        optimizer.initialize_state(param)
+    return model, optimizer
+
+
+def assert_mlp(model: nn.Module, optimizer: optim.FusedAdam, path: Path) -> None:
+    """Fields and masters, cut as this rank cuts them, are those of a model that was never cut."""
+    whole = torch.load(path, weights_only=False)
+    for parameter, param in model.named_parameters():
+        storage, expected = param._local_tensor.storage, whole[parameter]
+        for field in storage.format.canonical.fields:
+            part = geometry.narrow(field, expected["fields"][field.name], expected["region"], storage.region)
+            assert_bitwise(
+                geometry.compact(field, storage.buffers[field.name], storage.region).cpu(),
+                geometry.compact(field, part, storage.region),
+                f"{parameter}.{field.name}",
+            )
+        assert_bitwise(optimizer.state[param]["master_param"].full_tensor().cpu(), expected["master"], parameter)
+
+
+def save_mlp(rank: int, world: int, path: Path, name: str, shape: tuple[int, ...]) -> None:
+    model, optimizer = build_mlp(name, shape, 1)
+    checkpoints.save(path, model=model, optimizer=optimizer)
+
+
+def write_whole(rank: int, world: int, path: Path, name: str) -> None:
+    model, optimizer = build_mlp(name, (1,), 1)
+    whole = {
+        parameter: {
+            "fields": param._local_tensor.storage.buffers,
+            "region": param._local_tensor.storage.region,
+            "master": optimizer.state[param]["master_param"].full_tensor(),
+        }
+        for parameter, param in model.named_parameters()
+    }
+    torch.save(whole, path)
+
+
+def load_mlp(rank: int, world: int, path: Path, name: str, shape: tuple[int, ...]) -> None:
+    model, optimizer = build_mlp(name, shape, 2)
+    checkpoints.load(path, model=model, optimizer=optimizer)
+    assert_mlp(model, optimizer, path.with_name("whole"))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_tensor_parallel_models_load_on_any_mesh(ranks, tmp_path: Path, name: str) -> None:
+    ranks(1).run(write_whole, tmp_path / "whole", name)
+    ranks(4).run(save_mlp, tmp_path / "c", name, (2, 2))
+    ranks(3).run(load_mlp, tmp_path / "c", name, (3,))
+    ranks(4).run(load_mlp, tmp_path / "c", name, (1, 4))
