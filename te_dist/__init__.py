@@ -2,7 +2,17 @@
 
 import torch  # noqa: F401  (its libraries are loaded before those of te_dist._C)
 
-from te_dist import checkpoints, codecs, formats, fsdp2, nn, offload, optim, quantizers, recipe, recompute
+from te_dist import (
+    checkpoints,
+    fsdp2,
+    nn,
+    offload,
+    optim,
+    quantizers,
+    recipe,
+    recompute,
+    tensor_parallel,
+)
 from te_dist.context import autocast, quantized_model_init
 from te_dist.nn import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm, prepare
 from te_dist.quantizers import (
@@ -36,8 +46,6 @@ __all__ = [
     "autocast",
     "checkpoint",
     "checkpoints",
-    "codecs",
-    "formats",
     "fsdp2",
     "nn",
     "offload",
@@ -47,4 +55,5 @@ __all__ = [
     "quantizers",
     "recipe",
     "recompute",
+    "tensor_parallel",
 ]

@@ -116,13 +116,11 @@ def operand(made_by: Recipe, tensor_type: str, x: Tensor, direction: Direction) 
 
 def exact_products(made_by: Recipe, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Output, gradient of `x` and gradient of `weight` in fp64, from the operands as the recipe quantizes them."""
-    rows = len(x)
-    out = operand(made_by, "input", x, ROWWISE) @ operand(made_by, "weight", weight, ROWWISE)[: len(weight)].t()
-    grad_x = (
-        operand(made_by, "grad_output", grad, ROWWISE) @ operand(made_by, "weight", weight, COLUMNWISE)[: len(weight)]
-    )
+    forward, transposed = (operand(made_by, "weight", weight, d)[: len(weight)] for d in (ROWWISE, COLUMNWISE))
+    out = operand(made_by, "input", x, ROWWISE) @ forward.t()
+    grad_x = operand(made_by, "grad_output", grad, ROWWISE) @ transposed
     grad_w = operand(made_by, "grad_output", grad, COLUMNWISE).t() @ operand(made_by, "input", x, COLUMNWISE)
-    return out[:rows], grad_x[:rows], grad_w
+    return out[: len(x)], grad_x[: len(x)], grad_w
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

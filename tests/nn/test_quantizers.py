@@ -27,7 +27,7 @@ def make(name: str) -> Quantizer:
         "mxfp8": lambda: te.MXFP8Quantizer(E4M3),
         "nvfp4": lambda: te.NVFP4Quantizer(with_rht=True),
         "nvfp4_2d": lambda: te.NVFP4Quantizer(with_2d_quantization=True),
-        "identity": lambda: te.IdentityQuantizer(),
+        "identity": te.IdentityQuantizer,
         "hybrid": lambda: te.HybridQuantizer(
             rowwise_quantizer=te.MXFP8Quantizer(E4M3), columnwise_quantizer=te.NVFP4Quantizer()
         ),
@@ -117,23 +117,6 @@ def test_a_known_scale_is_used_and_the_amax_recorded() -> None:
     te.Float8Quantizer(torch.tensor([2.0]), None, E4M3)(torch.tensor([[1000.0]]))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "match"),
-    [
-        (lambda: te.NVFP4Quantizer(with_2d_quantization=True, with_rht=True), "turn one"),
-        (lambda: te.NVFP4Quantizer(row_scaled_nvfp4=True, with_2d_quantization=True), "per row"),
-        (lambda: te.NVFP4Quantizer(nvfp4_use_4over6=True, stochastic_rounding=True), "four_over_six"),
-        (lambda: te.MXFP8Quantizer(torch.float16).format(), "float8_e4m3fn"),
-        (lambda: one_object_twice(), "one object"),
-        (lambda: hybrid_of("rows"), "columnwise_source"),
-    ],
-    ids=["2d-rht", "2d-row-scaled", "4over6-stochastic", "dtype", "one-object", "source"],
-)
-def test_what_cannot_be_is_refused(wrong, match) -> None:
-    with pytest.raises(ValueError, match=match):
-        wrong()
-
-
 def one_object_twice() -> te.HybridQuantizer:
     """A hybrid of one quantizer with itself."""
     quantizer = te.MXFP8Quantizer()
@@ -145,6 +128,23 @@ def hybrid_of(source: str) -> te.HybridQuantizer:
     return te.HybridQuantizer(
         rowwise_quantizer=te.MXFP8Quantizer(), columnwise_quantizer=te.NVFP4Quantizer(), columnwise_source=source
     )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        (lambda: te.NVFP4Quantizer(with_2d_quantization=True, with_rht=True), "turn one"),
+        (lambda: te.NVFP4Quantizer(row_scaled_nvfp4=True, with_2d_quantization=True), "per row"),
+        (lambda: te.NVFP4Quantizer(nvfp4_use_4over6=True, stochastic_rounding=True), "four_over_six"),
+        (lambda: te.MXFP8Quantizer(torch.float16).format(), "float8_e4m3fn"),
+        (one_object_twice, "one object"),
+        (lambda: hybrid_of("rows"), "columnwise_source"),
+    ],
+    ids=["2d-rht", "2d-row-scaled", "4over6-stochastic", "dtype", "one-object", "source"],
+)
+def test_what_cannot_be_is_refused(wrong, match) -> None:
+    with pytest.raises(ValueError, match=match):
+        wrong()
 
 
 def test_a_hybrid_tensor_is_a_quantized_tensor() -> None:

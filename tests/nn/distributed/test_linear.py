@@ -1,0 +1,118 @@
+"""Linear modules whose weights FSDP2 shards, against the same modules whole; scales that ranks agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import te_dist as te
+from te_dist import fsdp2, recipe
+from te_dist.testing import WorkerPool, assert_bitwise, device, mesh
+from tests.nn.recipes import CASES
+
+Ranks = Callable[[int], WorkerPool]
+WIDTH, ROWS = 96, 40
+SHARDED = [name for name in CASES if name != "high_precision_backward"]
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device())
+
+
+def model(name: str, *, quantized: bool = True) -> nn.Sequential:
+    """Three modules of the case's recipe on meta."""
+    with te.quantized_model_init(enabled=quantized, recipe=CASES[name].recipe), torch.device("meta"):
+        return nn.Sequential(
+            te.Linear(WIDTH, WIDTH), te.LayerNormLinear(WIDTH, WIDTH, bias=False), te.LayerNormMLP(WIDTH, 2 * WIDTH)
+        )
+
+
+def step(module: nn.Module, name: str, *, seed: int, group: dist.ProcessGroup | None = None) -> Tensor:
+    """One forward and backward pass."""
+    with te.autocast(recipe=CASES[name].recipe, amax_reduction_group=group):
+        out = module(normal(ROWS, WIDTH, seed=seed))
+    out.square().mean().backward()
+    return out.detach()
+
+
+def sharded_equals_whole(rank: int, world: int, name: str, quantized: bool) -> None:
+    """Two passes of equal data on all ranks: outputs and averaged gradients are those of one rank, bit for bit."""
+    whole, sharded = model(name, quantized=quantized), model(name, quantized=quantized)
+    for module in sharded:
+        fsdp2.fully_shard(module, mesh=mesh((world,), ("dp",)))
+    fsdp2.fully_shard(sharded, mesh=mesh((world,), ("dp",)))
+    for each in (whole, sharded):
+        fsdp2.materialize(each, device=device(), seed=0)
+    for seed in (1, 2):
+        assert_bitwise(step(sharded, name, seed=seed), step(whole, name, seed=seed), "output")
+    for (key, got), want in zip(sharded.named_parameters(), whole.parameters(), strict=True):
+        assert_bitwise(got.grad.full_tensor(), want.grad, key)
+    for (key, got), want in zip(sharded.named_buffers(), whole.buffers(), strict=True):
+        assert_bitwise(got, want, key)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_modules_compute_what_whole_ones_do(ranks: Ranks, name: str) -> None:
+    ranks(2).run(sharded_equals_whole, name, True)
+
+
+@pytest.mark.parametrize("name", ["delayed", "block", "nvfp4"])
+def test_plain_sharded_weights_are_quantized_on_the_fly(ranks: Ranks, name: str) -> None:
+    ranks(2).run(sharded_equals_whole, name, False)
+
+
+def one_reduction(rank: int, world: int, reduce_amax: bool) -> tuple[int, list[Tensor]]:
+    """(number of reductions of one pass, all scales after it), each rank with data of its own."""
+    made_by = recipe.DelayedScaling(amax_history_len=4, reduce_amax=reduce_amax)
+    torch.manual_seed(0)
+    with te.quantized_model_init(recipe=made_by), torch.device(device()):
+        module = nn.Sequential(te.Linear(WIDTH, WIDTH), te.LayerNormMLP(WIDTH, 2 * WIDTH))
+    calls = []
+    original = dist.all_reduce
+    with mock.patch.object(dist, "all_reduce", lambda *a, **k: calls.append(a) or original(*a, **k)):
+        for _ in range(2):
+            calls.clear()
+            with te.autocast(recipe=made_by, amax_reduction_group=dist.group.WORLD):
+                out = module(normal(ROWS, WIDTH, seed=rank) * (rank + 1))
+            out.sum().backward()
+    histories = [buffer.cpu() for name, buffer in module.named_buffers() if name.endswith("amax_history")]
+    return len(calls), histories
+
+
+def test_all_amaxes_are_reduced_at_once(ranks: Ranks) -> None:
+    (count, first), (_, second) = ranks(2).run(one_reduction, True)
+    assert count == 1
+    assert len(first) == 3
+    for a, b in zip(first, second, strict=True):
+        assert_bitwise(a, b, "histories of both ranks")
+
+
+def test_without_reduction_each_rank_keeps_its_own(ranks: Ranks) -> None:
+    (count, first), (_, second) = ranks(2).run(one_reduction, False)
+    assert count == 0
+    assert not torch.equal(first[0], second[0])
+
+
+def agreed_scales(rank: int, world: int) -> list[Tensor]:
+    """Parts of one matrix quantized by quantizers that agree."""
+    x = normal(64, 64, seed=0)
+    x[40, 5] = 100.0
+    part = x.chunk(world)[rank]
+    found = []
+    for make in (te.Float8CurrentScalingQuantizer, te.NVFP4Quantizer):
+        tensor = make(with_amax_reduction=True)(part)
+        whole = make()(x)
+        assert_bitwise(tensor.dequantize(), whole.dequantize().chunk(world)[rank], "a part of the whole")
+        found += [b.cpu() for n, b in tensor.storage.buffers.items() if n.endswith(("amax", "scale_inv"))]
+    return found
+
+
+def test_quantizers_of_a_group_agree_on_the_amax(ranks: Ranks) -> None:
+    first, second = ranks(2).run(agreed_scales)
+    for a, b in zip(first, second, strict=True):
+        assert_bitwise(a, b, "scales")
