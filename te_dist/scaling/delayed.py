@@ -99,7 +99,7 @@ def update() -> None:
 def _reduce(amaxes: list[Tensor], group: dist.ProcessGroup) -> None:
     together = torch.cat(amaxes)
     dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
-    torch._foreach_copy_(amaxes, list(together.split([a.numel() for a in amaxes])))
+    _torch_private.copy_each(amaxes, together.split([a.numel() for a in amaxes]))
 
 
 def _alike(states: Iterable[DelayedScalingState]) -> Iterable[list[DelayedScalingState]]:
@@ -119,5 +119,5 @@ def _move_on(states: list[DelayedScalingState]) -> None:
     scale = torch.cat([state.scale for state in states])
     scaled_max = torch.tensor([r.scaled_max for r in requests], dtype=torch.float32).to(scale.device, non_blocking=True)
     scale = next_scale(history, scale, scaled_max, algo=requests[0].amax_compute_algo)
-    torch._foreach_copy_([s.scale for s in states], list(scale.split(sizes)))
-    torch._foreach_copy_([s.amax_history for s in states], list(next_history(history).split(sizes, dim=1)))
+    _torch_private.copy_each([s.scale for s in states], scale.split(sizes))
+    _torch_private.copy_each([s.amax_history for s in states], next_history(history).split(sizes, dim=1))
