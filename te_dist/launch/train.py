@@ -61,7 +61,7 @@ def run(world: World, config: Config) -> None:
     open_process_group(world, device, config.timeout_seconds)
     folder = Path(config.run_dir)
     with Journal(folder, config.train.steps, writes=world.rank == 0) as journal:
-        trainer = world.agree(lambda: Trainer(config, plan, world, device, text))
+        trainer = world.agree(lambda: Trainer(config, plan, world, device=device, corpus=text))
         if start is not None:
             trainer.restore(start)
             journal.note(f"resumed from {start}")
