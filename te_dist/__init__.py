@@ -6,6 +6,7 @@ from te_dist import checkpoints, fsdp2, nn, offload, optim, quantizers, recipe, 
 from te_dist.context import autocast, quantized_model_init
 from te_dist.convert import convert
 from te_dist.nn import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm, prepare
+from te_dist.offload import get_cpu_offload_context
 from te_dist.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -39,6 +40,7 @@ __all__ = [
     "checkpoints",
     "convert",
     "fsdp2",
+    "get_cpu_offload_context",
     "nn",
     "offload",
     "optim",

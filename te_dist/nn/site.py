@@ -64,9 +64,17 @@ class LinearSite(nn.Module):
             x: (..., K), plain or quantized.
             weight: (N, K), plain or quantized, or a DTensor of either, of which the local part is used.
             bias: (N,) or None.
+
+        Raises:
+            ValueError: the extents of `x` and `weight` differ, or the recipe cannot compute this map.
         """
         weight = weight.to_local() if isinstance(weight, DTensor) else weight
         bias = bias.to_local() if isinstance(bias, DTensor) else bias
+        if x.shape[-1] != weight.shape[-1]:
+            raise ValueError(
+                f"{self.name or 'Linear'}: the input of shape {tuple(x.shape)} has {x.shape[-1]} columns, the weight "
+                f"takes {weight.shape[-1]}"
+            )
         kind = weight.device.type
         if torch.is_autocast_enabled(kind) and not isinstance(x, QuantizedTensor):
             x = x.to(torch.get_autocast_dtype(kind))
