@@ -13,7 +13,7 @@ link carries both directions at once.
 from __future__ import annotations
 
 import functools
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ class _AtOnce:
 class _Reached:
     """An event on one of the copy streams."""
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+    def __init__(self, event: Any, device: torch.device) -> None:
         self._event, self._device = event, device
 
     def wait(self) -> None:
