@@ -65,7 +65,7 @@ def run(world: World, config: Config) -> None:
         if start is not None:
             trainer.restore(start)
             journal.note(f"resumed from {start}")
-        journal.start(trainer.progress.step)
+        journal.start(trainer.progress.step, config_file.dump(config))
         trainer.run(journal)
     _report(journal, trainer)
     journal.note(f"{time.perf_counter() - started:.0f} s; the loss is drawn in {folder / PICTURE}")

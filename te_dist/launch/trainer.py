@@ -111,7 +111,7 @@ class Trainer:
         self.progress = progress.load(path, self.config, self.progress.text, model=self.model, optimizer=self.optimizer)
 
     def run(self, journal: Journal) -> None:
-        """Trains up to the last step, then evaluates; returns early from nothing.
+        """Trains up to the last step. A run that came that far before is evaluated only.
 
         Raises:
             JobError: on every rank, once the loss or the gradient's norm is no longer finite.
