@@ -120,8 +120,8 @@ def test_backward_saves_the_columnwise_input_and_the_weight_itself(case: Any, qu
 
 
 def rows_are_padded(made_by: Recipe) -> bool:
-    """Whether columnwise inputs or gradients are transformed in groups of 16 rows."""
-    return isinstance(made_by, recipe.NVFP4BlockScaling) and not made_by.disable_rht
+    """Whether 16 rows belong together: transformed, or one choice of 4 over 6 columnwise."""
+    return isinstance(made_by, recipe.NVFP4BlockScaling) and (not made_by.disable_rht or made_by.nvfp4_4over6 == "all")
 
 
 def saved_by(function: Any, made_by: Recipe) -> list[Any]:
