@@ -111,8 +111,8 @@ def _report(journal: Journal, trainer: Trainer) -> None:
         ),
     )
     journal.table(
-        "held-out text, nats per token",
-        ("", "loss"),
+        "loss on held-out text",
+        ("", "nats per token"),
         (("this run", f"{trainer.validation_loss:.4f}"), ("unigram model", f"{trainer.unigram:.4f}")),
     )
 
