@@ -98,6 +98,10 @@ class Unit:
         statistics.peak = max(statistics.peak, statistics.live)
         weakref.finalize(self._block, statistics.left, len(extent)).atexit = False
 
+    def __del__(self) -> None:
+        if getattr(self, "_back", None) is not None:
+            self._copied.wait()
+
     def holds(self, extent: Extent, version: int) -> bool:
         """Whether the bytes of `extent` of a tensor at `version` are among those parked."""
         return version == self._version and self.extent.start <= extent.start and extent.stop <= self.extent.stop
