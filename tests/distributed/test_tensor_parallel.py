@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -468,3 +470,26 @@ def check_training(rank: int, world: int, recipe_name: str) -> None:
 @pytest.mark.parametrize("recipe", ["none", "current", "block", "mx", "nv"])
 def test_training_on_a_two_dimensional_mesh_follows_one_process(ranks, recipe):
     ranks(4).run(check_training, recipe)
+
+
+def check_recomputation(rank: int, world: int, recipe_name: str) -> None:
+    recipe, over = RECIPES[recipe_name], testing.mesh((world,), ("tp",))
+    layer = make_layer(recipe, quantized=True)
+    parallelize_module(layer, over, {name: style() for name, style in SEQUENCE_PARALLEL.items()})
+    x, grad = torch.randn(BATCH, SEQUENCE // world, K), torch.randn(BATCH, SEQUENCE // world, K)
+    results = []
+    for run_layer in (layer, lambda x: te.checkpoint(layer, x)):
+        with te.offload.activations(min_bytes=0) if results else contextlib.nullcontext():
+            values_of_run = run(run_layer, x, grad, autocast(recipe, over.get_group()))
+        results.append([*values_of_run, *(whole(p.grad) for p in layer.parameters())])
+        for param in layer.parameters():
+            param.grad = None
+        if layer.gate.gemm.scaling is not None:
+            layer.gate.gemm.scaling = layer.up.gemm.scaling = layer.down.gemm.scaling = None
+    for index, (a, b) in enumerate(zip(*results, strict=True)):
+        assert_bitwise(b, a, f"result {index}")
+
+
+@every_recipe
+def test_recomputed_parallel_layers_change_no_bit(ranks, recipe):
+    ranks(2).run(check_recomputation, recipe)
