@@ -18,6 +18,7 @@ struct MiniFloat {
   static constexpr uint32_t kBias = (1u << (kExponentBits - 1)) - 1;
   static constexpr uint32_t kMinNormalBits = (128 - kBias) << 23;
   static constexpr uint32_t kNan = kNanCode;
+  static constexpr uint32_t kSpecial = kSpecialCode;
   static constexpr uint32_t kClamp = kClampBits;
 
   // What has to be added to `rounded + (exponent >> kShift)` below to make the code, modulo 2^(kMagnitudeBits + 1). Even,

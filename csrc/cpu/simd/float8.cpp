@@ -126,6 +126,32 @@ void quantize_tensor_panel(const QuantizeFloat8Tensor& op, const Window& w, cons
   if (op.col_data) write_transposed(codes, w, op.col_data, op.x.rows);
 }
 
+// Rowwise only: where rows begin and end does not matter.
+template <class Element, class Code>
+void quantize_flat(const QuantizeFloat8Tensor& op, int threads) {
+  using Storage = typename Element::Storage;
+  constexpr int64_t kChunk = 16384;
+  const auto* source = static_cast<const Storage*>(op.x.data);
+  const int64_t count = op.x.rows * op.x.cols, whole = count / kStep * kStep;
+  const OneMultiplier multiplier(op.scale);
+  const bool streamed = reinterpret_cast<uintptr_t>(op.row_data) % kVectorBytes == 0 && count >= kStreamedBytes;
+  parallel_for((whole + kChunk - 1) / kChunk, threads, [&](int64_t index) {
+    const int64_t first = index * kChunk;
+    const int length = int(whole - first < kChunk ? whole - first : kChunk);
+    if (streamed) {
+      encode_row<Element, Code, false, Streamed>(source + first, length, multiplier, op.row_data + first);
+    } else {
+      encode_row<Element, Code, false, Cached>(source + first, length, multiplier, op.row_data + first);
+    }
+  });
+  if (whole == count) return;
+  Storage padded[kStep] = {};
+  uint8_t codes[kStep];
+  std::memcpy(padded, source + whole, sizeof(Storage) * size_t(count - whole));
+  encode_row<Element, Code, false>(padded, kStep, multiplier, codes);
+  std::memcpy(op.row_data + whole, codes, size_t(count - whole));
+}
+
 }  // namespace
 
 void quantize_float8_block(const QuantizeFloat8Block& op, int threads) {
@@ -147,6 +173,7 @@ void quantize_float8_tensor(const QuantizeFloat8Tensor& op, int threads) {
   with_element(op.x.dtype, [&](auto element) {
     using Element = decltype(element);
     with_fp8(op.fp8, [&](auto code) {
+      if (!op.col_data) return quantize_flat<Element, decltype(code)>(op, threads);
       const Grid grid(op.x, {0, 0});
       parallel_for(grid.count(), threads, [&](int64_t index) {
         const PanelPrefetch next = prefetch_of(grid, op.x, sizeof(typename Element::Storage), index + 1);
