@@ -143,6 +143,11 @@ class QuantizedParameter(QuantizedTensor):
         plans = self.gather_plans(mesh.size())
         phase = Phase.BACKWARD if _torch_private.in_backward() else Phase.FORWARD
         plan = plans[phase]
+        if storage.unsettled is not None and self._cut.of_part:
+            raise RuntimeError(
+                "high-precision values were written into shards of a weight that tensor parallelism cuts as well; the "
+                "ranks of one mesh dimension cannot settle its scales: call fsdp2.settle(model) after writing them"
+            )
         if storage.unsettled is not None:
             quantize_parts([(storage, storage.unsettled, Partition.of(plan.parts))], [mesh.get_group()])
         return plan.pack(storage.buffers, storage.region), (plans, phase, storage.buffers, self._cut.shape)

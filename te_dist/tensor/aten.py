@@ -91,7 +91,7 @@ def _empty_like(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     tensor, old = args[0], args[0].storage
     device, dtype = kwargs.get("device") or tensor.device, kwargs.get("dtype") or tensor.dtype
     storage = empty(old.format, old.region, dtype=dtype, device=device, fields=old.fields)
-    storage.cut = old.cut
+    storage.cut, storage.cut_dims = old.cut, old.cut_dims
     return tensor.like(storage, tensor.shape)
 
 
@@ -113,7 +113,7 @@ def _blank(tensor: QuantizedTensor, size: torch.Size) -> QuantizedStorage:
     old = tensor.storage
     blank = old.narrow(0, old.shape[0], 0)
     being_cut = size[0] < tensor.shape[0] or old.cut is None
-    blank.cut = Cut(old.region, tensor.shape) if being_cut else old.cut
+    blank.cut = Cut(old.region, tensor.shape, bool(old.cut_dims)) if being_cut else old.cut
     return blank
 
 
@@ -159,7 +159,7 @@ def _split(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
     parts, start = [], 0
     for length in sizes:
         storage = _part(tensor, dim, start, length)
-        storage.cut = Cut(tensor.storage.region, tensor.shape) if dim == 0 else None
+        storage.cut = Cut(tensor.storage.region, tensor.shape, bool(tensor.storage.cut_dims)) if dim == 0 else None
         shape = [length if d == dim else n for d, n in enumerate(tensor.shape)]
         parts.append(tensor.like(storage, shape))
         start += length

@@ -26,10 +26,12 @@ class Cut:
     Attributes:
         region: rows and columns of the tensor before the cut.
         shape: its nominal shape; its first dimension was cut.
+        of_part: whether that tensor was itself a part of a larger matrix (tensor parallelism).
     """
 
     region: Region
     shape: torch.Size
+    of_part: bool = False
 
     @property
     def unit(self) -> int:
@@ -51,12 +53,13 @@ class QuantizedStorage:
         region: rows and columns of the whole matrix that the buffers describe.
         dtype: floating-point type of the values this stands for.
         cut: what this was cut from as a row shard; None for a matrix that was not cut.
+        cut_dims: dimensions (0: rows, 1: columns) along which it was cut out of a larger matrix.
         unsettled: values last written into a shard by their own amax, as long as the ranks that share a scale with
             it have not agreed on one; None once they have.
         initial: (rows, cols) on the CPU, the values that initialization quantized, where they were asked to be kept.
     """
 
-    __slots__ = ("__weakref__", "buffers", "cut", "dtype", "format", "initial", "region", "unsettled")
+    __slots__ = ("__weakref__", "buffers", "cut", "cut_dims", "dtype", "format", "initial", "region", "unsettled")
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ class QuantizedStorage:
         self.region = region
         self.dtype = dtype
         self.cut = cut
+        self.cut_dims: frozenset[int] = frozenset()
         self.unsettled: Tensor | None = None
         self.initial: Tensor | None = None
 
@@ -164,7 +168,9 @@ class QuantizedStorage:
     def _may_share_scales(self) -> bool:
         """Whether other shards can hold a part of a tile that this one holds a part of."""
         tiles = (tile for d in self.format.directions for tile in self.format[d].codec.amax_tiles)
-        return self.cut is not None and any(tile[0] != 1 for tile in tiles)
+        # NOTE: a shard of all rows counts as cut: other ranks hold shards without rows, and must not settle alone.
+        dims = self.cut_dims if self.cut is None else self.cut_dims | {0}
+        return any(tile[dim] != 1 for tile in tiles for dim in dims)
 
     def _independent_directions(self) -> tuple[Direction, ...]:
         """Present directions, without one that stores the very fields of another."""
@@ -253,6 +259,7 @@ class QuantizedStorage:
         fields = canonical if all(f.name in self.buffers for f in canonical) else self.fields
         buffers = {f.name: geometry.narrow(f, self.buffers[f.name], self.region, part) for f in fields}
         narrowed = QuantizedStorage(self.format, buffers, part, dtype=self.dtype)
+        narrowed.cut_dims = self.cut_dims | ({dim} if part != self.region else set())
         if self.initial is not None:
             narrowed.initial = self.initial.narrow(dim, start, length).clone()
         return narrowed
@@ -260,7 +267,7 @@ class QuantizedStorage:
     def adopt(self, source: QuantizedStorage) -> None:
         """Becomes a copy of `source`, of the same format, in place: every view of this storage sees it."""
         self.buffers = {name: buffer.clone() for name, buffer in source.buffers.items()}
-        self.region, self.cut = source.region, source.cut
+        self.region, self.cut, self.cut_dims = source.region, source.cut, source.cut_dims
         self.unsettled, self.initial = source.unsettled, source.initial
 
     # -- buffers ------------------------------------------------------------------------------------------------
@@ -269,6 +276,7 @@ class QuantizedStorage:
         """A storage around `fn` of every buffer."""
         buffers = {name: fn(buffer) for name, buffer in self.buffers.items()}
         mapped = QuantizedStorage(self.format, buffers, self.region, dtype=self.dtype, cut=self.cut)
+        mapped.cut_dims = self.cut_dims
         mapped.unsettled = None if self.unsettled is None else fn(self.unsettled)
         mapped.initial = self.initial
         return mapped
