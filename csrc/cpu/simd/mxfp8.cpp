@@ -35,7 +35,7 @@ void quantize_direction(const Values& values, const Window& w, const BlockOutput
     output.scale.at(row, col) = uint8_t(exponents[tile]);
   });
   Codes codes;
-  codes.template encode<Code>(values, tiles, multipliers, trusted, next);
+  codes.template encode<Code>(values, tiles, {multipliers, trusted, true}, next);
   codes.write(w, output.data, stride);
 }
 

@@ -54,6 +54,8 @@ struct Panel {
   using Storage = typename Element::Storage;
   alignas(64) Storage elements[kRows][kCols];
 
+  const Storage* row(int r) const { return elements[r]; }
+
   void load(const Matrix& x, const Window& w) {
     if (w.rows < kRows || w.cols < kCols) std::memset(elements, 0, sizeof elements);
     const auto* source = static_cast<const Storage*>(x.data) + w.row * x.cols + w.col;
@@ -188,28 +190,38 @@ struct TileGrid {
   }
 };
 
+// What elements are multiplied by: one value for each tile of a panel.
+struct TileMultipliers {
+  const float* values;
+  bool trusted;  // see encode_row
+  bool powers_of_two;
+};
+
 // Codes of a panel, one byte each.
 template <int kRows, int kCols>
 struct CodePanel {
   alignas(64) uint8_t codes[kRows][kCols];
 
-  // FP8 codes, by one multiplier per tile. `trusted`: see encode_row. Meanwhile fetches what is needed `next`.
+  // FP8 codes. Meanwhile fetches what is needed `next`.
   template <class Code, class Panel>
-  void encode(const Panel& panel, const TileGrid<kRows, kCols>& tiles, const float* multipliers, bool trusted,
+  void encode(const Panel& panel, const TileGrid<kRows, kCols>& tiles, const TileMultipliers& multipliers,
               const PanelPrefetch& next) {
     using Element = typename Panel::Element;
     alignas(64) float of_elements[kCols];
+    if (multipliers.powers_of_two && multipliers.trusted && tiles.tile_rows == kRows) {
+      if constexpr (Element::interleaved) return encode_by_powers<Code>(panel, tiles, multipliers, next);
+    }
     for (int r = 0; r < kRows; ++r) {
       if (r % tiles.tile_rows == 0) {
-        tiles.expand(multipliers + r / tiles.tile_rows * tiles.cols, of_elements);
+        tiles.expand(multipliers.values + r / tiles.tile_rows * tiles.cols, of_elements);
         if (tiles.tile_cols == 1) order_as_steps<Element>(of_elements, kCols);
       }
       next.row(r);
       const LaneMultipliers lanes{of_elements};
-      if (trusted) {
-        encode_row<Element, Code, true>(panel.elements[r], kCols, lanes, codes[r]);
+      if (multipliers.trusted) {
+        encode_row<Element, Code, true>(panel.row(r), kCols, lanes, codes[r]);
       } else {
-        encode_row<Element, Code, false>(panel.elements[r], kCols, lanes, codes[r]);
+        encode_row<Element, Code, false>(panel.row(r), kCols, lanes, codes[r]);
       }
     }
   }
@@ -229,6 +241,24 @@ struct CodePanel {
       } else {
         std::memcpy(out, first, size_t(w.cols));
       }
+    }
+  }
+
+ private:
+  // Rows in which a code is subnormal are done again the long way.
+  template <class Code, class Panel>
+  void encode_by_powers(const Panel& panel, const TileGrid<kRows, kCols>& tiles, const TileMultipliers& multipliers,
+                        const PanelPrefetch& next) {
+    using Element = typename Panel::Element;
+    alignas(64) float of_elements[kCols];
+    PowerRow<Code, kCols> powers;
+    tiles.expand(multipliers.values, of_elements);
+    const bool usable = powers.prepare(of_elements);
+    order_as_steps<Element>(of_elements, kCols);
+    for (int r = 0; r < kRows; ++r) {
+      next.row(r);
+      if (usable && powers.encode(panel.row(r), codes[r])) continue;
+      encode_row<Element, Code, true>(panel.row(r), kCols, LaneMultipliers{of_elements}, codes[r]);
     }
   }
 };
