@@ -147,7 +147,7 @@ class LinearSite(nn.Module):
             quantizers |= self.scaling.quantizers(current_autocast().amax_reduction_group, records=records)
         if self.placed is not None:
             quantizers = {kind: self.placed(kind, quantizer) for kind, quantizer in quantizers.items()}
-        return Plan(**quantizers, row_multiple=_row_multiple(recipe, self.name, x.dtype), moves_histories=records)
+        return Plan(**quantizers, row_multiple=_row_multiple(recipe, self.name, x.dtype), moves_histories=records and not _torch_private.in_backward())
 
 
 def prepare(model: nn.Module, recipe: Recipe) -> None:
