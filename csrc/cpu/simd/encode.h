@@ -141,8 +141,8 @@ struct PowerOfTwo {
   }
 };
 
-// FP8 codes of `kCount` finite bf16 elements times a power of two that maps none beyond the largest code. Gives up (false)
-// where a code would be subnormal.
+// FP8 codes of `kCount` finite bf16 elements times a power of two that maps none beyond the largest code. Gives up
+// (false) where a code would be subnormal.
 template <class Code, int kCount, class Sink>
 TE_DIST_INLINE bool encode_run_by_power(const uint16_t* source, float multiplier, uint8_t* out) {
   using Power = PowerOfTwo<Code>;

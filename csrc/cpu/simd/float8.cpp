@@ -61,8 +61,7 @@ void store_scales(const TileScales& scales, const Window& w, const BlockOutput<f
 
 // Whether both directions hold the same codes: square tiles, scaled alike.
 bool same_codes(const BlockOutput<float>& row, const BlockOutput<float>& col) {
-  return row.data && row.tile.rows == col.tile.rows && row.tile.cols == col.tile.cols &&
-         row.amax.data == col.amax.data;
+  return row.data && row.tile.rows == col.tile.rows && row.tile.cols == col.tile.cols && row.amax.data == col.amax.data;
 }
 
 template <class Element, class Code>
@@ -177,7 +176,8 @@ void quantize_float8_block(const QuantizeFloat8Block& op, int threads) {
     with_fp8(op.fp8, [&](auto code) {
       using Code = decltype(code);
       const FloatScaleRule rule{float_of(Code::kClamp), op.eps, max_finite(op.x.dtype), op.pow2};
-      const bool runs_of_rows = op.row.data && op.row.tile.rows == 1, runs_of_cols = op.col.data && op.col.tile.cols == 1;
+      const bool runs_of_rows = op.row.data && op.row.tile.rows == 1,
+                 runs_of_cols = op.col.data && op.col.tile.cols == 1;
       if (runs_of_rows && !op.col.data) return quantize_rows<Element, Code>(op, rule, threads);
       if (runs_of_rows && runs_of_cols) return quantize_strips<Element, Code>(op, rule, threads);
       quantize_panels<Element, Code>(op, rule, threads);

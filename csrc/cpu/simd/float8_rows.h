@@ -42,8 +42,8 @@ TE_DIST_INLINE void encode_run(const typename Element::Storage* source, float mu
   encode_row<Element, Code, true, Sink>(source, kRun, OneMultiplier(multiplier), out);
 }
 
-// Fetches a run of what is read next while this one is encoded: finding amaxes alone would wait for memory. Beyond the end
-// of the matrix this does nothing.
+// Fetches a run of what is read next while this one is encoded: finding amaxes alone would wait for memory. Beyond the
+// end of the matrix this does nothing.
 template <class Element>
 TE_DIST_INLINE void prefetch_run(const typename Element::Storage* source) {
   const char* first = reinterpret_cast<const char*>(source);

@@ -1,6 +1,6 @@
 // FP8 with a scale for every run of 128 in both directions, in one pass over the input. A strip is as high as a run and
-// some runs wide. Its rows are quantized while they are copied close together, into the second-level cache; its columns,
-// from that copy.
+// some runs wide. Its rows are quantized while they are copied close together, into the second-level cache; its
+// columns, from that copy.
 #pragma once
 
 #include "float8_rows.h"
@@ -71,8 +71,8 @@ void read_strip_row(const StripWindow& window, int row, Strip<Element>& strip, f
 
 // Encodes a run of a strip; where the matrix covers a part of it, that part.
 template <class Element, class Code>
-TE_DIST_INLINE void write_strip_run(const StripWindow& window, const typename Element::Storage* source, int row, int run,
-                                    const RunScales& scales, int index) {
+TE_DIST_INLINE void write_strip_run(const StripWindow& window, const typename Element::Storage* source, int row,
+                                    int run, const RunScales& scales, int index) {
   const Window& w = window.w;
   const int col = run * kRun - w.col_offset;  // of the run's first element, in the window
   uint8_t* out = window.op.row.data + window.matrix_row(row) * window.op.x.cols + w.col + col;

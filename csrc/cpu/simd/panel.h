@@ -1,6 +1,6 @@
 // Panels: the unit in which a matrix is quantized. A panel is as high as a tile and some tiles wide, aligned to tiles,
-// and held in a buffer that fits the cache. Where the matrix covers a part of a panel only (ragged edges, cuts through a
-// tile), the rest is zeros, which change no amax and are not written.
+// and held in a buffer that fits the cache. Where the matrix covers a part of a panel only (ragged edges, cuts through
+// a tile), the rest is zeros, which change no amax and are not written.
 #pragma once
 
 #include <cstring>
@@ -25,8 +25,11 @@ struct PanelGrid {
 
   // Tiles are kRows long, so that a phase counts modulo kRows.
   PanelGrid(const Matrix& x, Phase phase_)
-      : phase{phase_.row % kRows, phase_.col % kRows}, rows(x.rows), cols(x.cols),
-        panel_rows((phase.row + x.rows + kRows - 1) / kRows), panel_cols((phase.col + x.cols + kCols - 1) / kCols) {}
+      : phase{phase_.row % kRows, phase_.col % kRows},
+        rows(x.rows),
+        cols(x.cols),
+        panel_rows((phase.row + x.rows + kRows - 1) / kRows),
+        panel_cols((phase.col + x.cols + kCols - 1) / kCols) {}
 
   int64_t count() const { return rows && cols ? panel_rows * panel_cols : 0; }
 
@@ -108,7 +111,9 @@ struct TileGrid {
   int count;
 
   explicit TileGrid(Tile tile)
-      : tile_rows(int(tile.rows)), tile_cols(int(tile.cols)), cols(kCols / tile_cols),
+      : tile_rows(int(tile.rows)),
+        tile_cols(int(tile.cols)),
+        cols(kCols / tile_cols),
         count(cols * (kRows / tile_rows)) {}
 
   static constexpr int kMaxCount = kRows * kCols / 16;
@@ -233,8 +238,8 @@ struct CodePanel {
   void write(const Window& w, uint8_t* data, int64_t stride) const {
     const uint8_t* first = row(w, 0);
     uint8_t* out = data + w.row * stride + w.col;
-    const bool whole = w.cols == kCols && reinterpret_cast<uintptr_t>(out) % kVectorBytes == 0 &&
-                       stride % kVectorBytes == 0;
+    const bool whole =
+        w.cols == kCols && reinterpret_cast<uintptr_t>(out) % kVectorBytes == 0 && stride % kVectorBytes == 0;
     for (int r = 0; r < w.rows; ++r, first += kCols, out += stride) {
       if (whole) {
         for (int i = 0; i < kCols; i += kVectorBytes) stream(out + i, load<VectorOf<uint8_t, kVectorBytes>>(first + i));

@@ -106,8 +106,8 @@ template <class T, bool kStream = false>
 static inline void transpose_block(const T* src, int64_t src_stride, int rows, int cols, T* out, int64_t out_stride) {
   constexpr int kRows = kTransposeRows<T>, kCols = kTransposeCols<T>;
   const int whole_rows = rows / kRows * kRows, whole_cols = cols / kCols * kCols;
-  const bool aligned = reinterpret_cast<uintptr_t>(out) % kVectorBytes == 0 &&
-                       out_stride * int64_t(sizeof(T)) % kVectorBytes == 0;
+  const bool aligned =
+      reinterpret_cast<uintptr_t>(out) % kVectorBytes == 0 && out_stride * int64_t(sizeof(T)) % kVectorBytes == 0;
   // Column by column, so that what is written to one place is contiguous.
   for (int c = 0; c < whole_cols; c += kCols) {
     for (int r = 0; r < whole_rows; r += kRows) {
@@ -131,8 +131,8 @@ constexpr int kFarRows = 128;
 template <class T>
 constexpr int kFarCols = 128 / int(sizeof(T));
 
-// The same for a part of a matrix in memory. Its rows are gathered first: where they are a power of two apart they would
-// drive each other out of the cache while pieces of them are read.
+// The same for a part of a matrix in memory. Its rows are gathered first: where they are a power of two apart they
+// would drive each other out of the cache while pieces of them are read.
 template <class T, bool kStream = false>
 static inline void transpose_far_block(const T* src, int64_t src_stride, int rows, int cols, T* out,
                                        int64_t out_stride) {
