@@ -141,6 +141,10 @@ class QuantizedStorage:
                 target = None if out is None else out.get(dst.name)
                 self.buffers[dst.name] = geometry.relayout(src, dst, self.buffers[src.name], self.region, target)
 
+    def blank(self, format: Format) -> QuantizedStorage:
+        """Uninitialised buffers in `format` for the values this stands for."""
+        return empty(format, self.region, dtype=self.dtype, device=self.device)
+
     def select(self, *directions: Direction) -> QuantizedStorage:
         """The same buffers, seen as a format of `directions` only."""
         part = self.format.select(*directions)
