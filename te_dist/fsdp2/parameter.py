@@ -136,6 +136,10 @@ class QuantizedParameter(QuantizedTensor):
         out.wrap, out.keep_initial = self.wrap, self.keep_initial
         return out
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: not the wrap, which belongs to the model that was sharded."""
+        return {name: value for name, value in self.__dict__.items() if name != "wrap"}
+
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
         """What this rank sends, and what the other hook needs to know."""
         # NOTE: the signature with the mesh alone is the one that allows shards of unequal size.

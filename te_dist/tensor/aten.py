@@ -166,6 +166,18 @@ def _split(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
     return parts
 
 
+@OPS.implements(aten.constant_pad_nd.default)
+def _pad(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    """Rows behind those of a shard, by which DTensor makes all shards equally long; in name only."""
+    tensor, pad = args[:2]
+    if tensor.storage.cut is None or len(pad) != 2 * tensor.dim() or any(pad[:-1]):
+        raise NotImplementedError(
+            f"a quantized tensor is padded behind the rows of a shard only, got {list(pad)} for {tuple(tensor.shape)}; "
+            "call .dequantize() first"
+        )
+    return tensor.like(tensor.storage, (tensor.shape[0] + pad[-1], *tensor.shape[1:]))
+
+
 @OPS.implements(aten.select.int)
 def _select(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     """One member of a stacked tensor, with buffers of its own."""
@@ -191,16 +203,23 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
         dst.quantize_(src.dequantize())
     elif _is_blank(dst):
         dst.storage.adopt(src.storage)
-    elif src.storage.shape == dst.storage.shape and _same_tiles(src.storage, dst.storage):
+    elif _holds_bytes_of(src.storage, dst.storage):
         dst.storage.copy_(src.storage, non_blocking=non_blocking)
     else:
         dst.quantize_(src.dequantize())
     return dst
 
 
-def _same_tiles(a: QuantizedStorage, b: QuantizedStorage) -> bool:
-    """Whether both regions meet their tiles alike, so that bytes of one are bytes of the other."""
-    return all(a.region.phase(f.tile) == b.region.phase(f.tile) for f in a.format.fields)
+def _holds_bytes_of(src: QuantizedStorage, dst: QuantizedStorage) -> bool:
+    """Whether the bytes of `src` can be those of `dst`, of the same format; the same answer on all ranks.
+
+    Both regions have to meet their tiles alike. A part that shares scales with others takes the bytes of the same part
+    only: those of a matrix that was quantized alone would leave every rank with a scale of its own.
+    """
+    if dst.may_share_scales():
+        return src.region == dst.region and src.cut == dst.cut and src.cut_dims == dst.cut_dims
+    same_tiles = all(src.region.phase(f.tile) == dst.region.phase(f.tile) for f in src.format.fields)
+    return src.shape == dst.shape and same_tiles
 
 
 @OPS.implements(aten.equal.default)

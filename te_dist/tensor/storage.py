@@ -56,7 +56,8 @@ class QuantizedStorage:
         cut_dims: dimensions (0: rows, 1: columns) along which it was cut out of a larger matrix.
         unsettled: values last written into a shard by their own amax, as long as the ranks that share a scale with
             it have not agreed on one; None once they have.
-        initial: (rows, cols) on the CPU, the values that initialization quantized, where they were asked to be kept.
+        initial: (rows, cols) on the CPU, the values that initialization quantized, where they were asked to be kept;
+            None once others have been written.
     """
 
     __slots__ = ("__weakref__", "buffers", "cut", "cut_dims", "dtype", "format", "initial", "region", "unsettled")
@@ -167,9 +168,11 @@ class QuantizedStorage:
             stored = tuple(self.buffers[f.name] for f in encoding.fields)
             planes.append(codecs.Plane(encoding, stored, (amaxes or {}).get(encoding.codec)))
         codecs.encode(matrix, self.region, planes)
-        self.unsettled = matrix.clone() if amaxes is None and self._may_share_scales() else None
+        if x is not self.unsettled:  # to agree on scales is to write the same values once more
+            self.initial = None
+        self.unsettled = matrix.clone() if amaxes is None and self.may_share_scales() else None
 
-    def _may_share_scales(self) -> bool:
+    def may_share_scales(self) -> bool:
         """Whether other shards can hold a part of a tile that this one holds a part of."""
         tiles = (tile for d in self.format.directions for tile in self.format[d].codec.amax_tiles)
         # NOTE: a shard of all rows counts as cut: other ranks hold shards without rows, and must not settle alone.
@@ -286,14 +289,24 @@ class QuantizedStorage:
         return mapped
 
     def copy_(self, source: QuantizedStorage, *, non_blocking: bool = False) -> None:
-        """Takes over the bytes of `source`, of the same format and region; directions only this one has are derived."""
+        """Takes over the bytes of `source`, of the same format and region; directions only this one has are derived.
+
+        Raises:
+            RuntimeError: a direction is present here that is neither in `source` nor a relayout of what is.
+        """
+        missing = [d.value for d in self.directions if d not in source.directions]
+        if missing and not self.format.columnwise_is_derivable:
+            raise RuntimeError(
+                f"cannot copy: the source has no {missing[0]} direction, which is no relayout of what it has; "
+                "dequantize it and quantize the values, or give up that direction here by update_usage"
+            )
         for field in self.fields:
             if field.name in source.buffers:
                 self.buffers[field.name].copy_(source.buffers[field.name], non_blocking=non_blocking)
         for direction in self.directions:
             if direction not in source.directions:
                 self._refresh(direction)
-        self.unsettled = source.unsettled
+        self.unsettled, self.initial = source.unsettled, source.initial
 
     def __repr__(self) -> str:
         present = "+".join(d.value for d in self.directions) or "empty"
@@ -333,7 +346,8 @@ def quantize(
 def find_amaxes(x: Tensor, format: Format, region: Region) -> dict[Codec, Amax]:
     """By codec of `format`, the largest magnitudes of `x` that fix its scales."""
     matrix = _as_matrix(x, region.shape)
-    distinct = {format[d].codec for d in format.directions}
+    # NOTE: ranks lay out what they agree on in this order; that of a set differs between processes.
+    distinct = dict.fromkeys(format[d].codec for d in format.directions)
     return {codec: codec.amax(matrix, region) for codec in distinct if codec.amax_tiles}
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from te_dist import fsdp2
-from te_dist.formats import Format, Partition, Region, Span
+from te_dist.codecs import HighPrecision
+from te_dist.formats import WHOLE, Encoding, Field, Format, Partition, Region, Span
 from te_dist.fsdp2 import QuantizedParameter
 from te_dist.scaling.agreement import quantize_parts, shares_scales
-from te_dist.tensor import empty
+from te_dist.tensor import empty, find_amaxes
 from te_dist.tensor import storage as storages
 from te_dist.tensor.placement import local_tensor
 from te_dist.tensor_parallel.cutting import cut_parameter
@@ -52,6 +55,27 @@ def test_nothing_is_shared_where_no_tile_is_cut() -> None:
     assert shares_scales(FORMATS["float8_tensorwise"], aligned)
     assert not shares_scales(FORMATS["nvfp4_row_scaled"], through)
     assert shares_scales(FORMATS["nvfp4_row_scaled"], Partition((Span(0, 256),), (Span(0, 256), Span(256, 256))))
+
+
+@dataclass(frozen=True)
+class Hashed(HighPrecision):
+    """A codec whose hash is chosen: that of text, and so the order of a set, differs between processes."""
+
+    value: int = 0
+
+    def __hash__(self) -> int:
+        return self.value
+
+    @property
+    def amax_tiles(self) -> tuple[tuple[int, int], ...]:
+        return ((WHOLE, WHOLE),)
+
+
+@pytest.mark.parametrize("values", [(0, 1), (1, 0)])
+def test_amaxes_are_laid_out_in_the_order_of_directions(values: tuple[int, int]) -> None:
+    row, col = (Encoding(Hashed(value=v), (Field(f"data_{v}", torch.bfloat16),)) for v in values)
+    found = find_amaxes(random_matrix(4, 4, 0), Format(row, col), Region.whole(4, 4))
+    assert [codec.value for codec in found] == list(values)
 
 
 class Cut(nn.Module):
