@@ -110,7 +110,8 @@ class LinearSite(nn.Module):
         if not requests:
             return answers
         if self.scaling is None:
-            self.scaling = DelayedScalingState(requests, device=device)
+            with torch.inference_mode(False):  # a later step writes into what an evaluation came upon first
+                self.scaling = DelayedScalingState(requests, device=device)
         if self.scaling.requests != requests:
             raise ValueError(
                 f"{self.name} keeps histories for {self.scaling.requests}, the recipe asks for {requests}; use one "
