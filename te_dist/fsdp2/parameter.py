@@ -95,6 +95,14 @@ class UnshardedStorage(QuantizedStorage):
             if name not in live:
                 buffer.untyped_storage().resize_(0)
 
+    def absent(self, direction: Direction) -> RuntimeError:
+        """As for any storage; what FSDP2 gathers, the wrap decided."""
+        return RuntimeError(
+            f"the {direction.value} direction of this weight is needed, gathered for this pass is "
+            f"{[d.value for d in self.directions]}: pass recompute=True to fsdp2.fully_shard where backward runs "
+            "forward again; leave out unshard() between forward and backward, or pass reshard_after_forward=False"
+        )
+
     def _is_derived(self, field: Field) -> bool:
         return self.format.columnwise_is_derivable and field not in self.format.rowwise.fields
 
@@ -176,11 +184,12 @@ class QuantizedParameter(QuantizedTensor):
             plans = {p: replace(plan, parts=(plan.whole,)) for p, plan in plans.items()}  # one row, replicated
         plan = plans[phase]
         if out is None:
-            storage = UnshardedStorage(self.format, plan.whole, dtype=param_dtype, home=outputs[0].device)
-            owned = set().union(*(p.owned(self.format, len(outputs)) for p in plans.values()))
-            storage.allocate(f for f in self.format.fields if f in owned)
-            storage.fill(plan, outputs, shard)
-            return QuantizedParameter(storage, shape), tuple(storage.owned.values())
+            with torch.inference_mode(False):  # what is made here serves training too
+                storage = UnshardedStorage(self.format, plan.whole, dtype=param_dtype, home=outputs[0].device)
+                owned = set().union(*(p.owned(self.format, len(outputs)) for p in plans.values()))
+                storage.allocate(f for f in self.format.fields if f in owned)
+                storage.fill(plan, outputs, shard)
+                return QuantizedParameter(storage, shape), tuple(storage.owned.values())
         local = getattr(out, "_local_tensor", out)  # a DTensor under tensor parallelism
         local.storage.fill(plan, outputs, shard)
         return None

@@ -102,8 +102,7 @@ def operand(storage: QuantizedStorage, direction: Direction) -> Operand:
     source = direction
     if direction not in storage.directions:
         if not storage.format.columnwise_is_derivable:
-            present = [d.value for d in storage.directions]
-            raise RuntimeError(f"a product needs the {direction.value} direction, present is {present}: quantize again")
+            raise storage.absent(direction)
         (source,) = storage.directions  # the same values, laid out the other way
     encoding = storage.format[source]
     stored = tuple(storage.buffers[f.name] for f in encoding.fields)

@@ -53,7 +53,9 @@ class QuantizedTensor(torch.Tensor):
 
     def like(self, storage: QuantizedStorage, shape: torch.Size | tuple[int, ...] | None = None) -> QuantizedTensor:
         """Another tensor of this class around `storage`."""
-        return type(self)(storage, shape)
+        # NOTE: what is made in inference mode cannot be a view of a tensor from outside; FSDP2 views its shards there.
+        with torch.inference_mode(self.is_inference()):
+            return type(self)(storage, shape)
 
     def __getattr__(self, name: str) -> Tensor:
         storage = self.__dict__.get("storage")

@@ -32,8 +32,14 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
             "high-precision values were written into parts, each by its own scales, which are none of the whole; call "
             "te_dist.fsdp2.settle(model) before gathering them"
         )
+    if 1 in own.cut_dims:
+        raise NotImplementedError(
+            "columns of a quantized tensor are not gathered through DTensor: a weight that tensor parallelism cuts by "
+            "columns is had whole from te_dist.checkpoints.save, or in high precision from export_safetensors"
+        )
     whole, parts = _cut(own, group.rank(), world)
     storage = QuantizedStorage(own.format, {}, whole, dtype=own.dtype)
+    storage.cut_dims = frozenset({0}) if own.cut is not None and own.cut.of_part else frozenset()
     for field in own.format.canonical.fields:
         buffer = own.buffers[field.name]
         if not field.is_shared(0):

@@ -198,7 +198,7 @@ class QuantizedStorage:
         direction = direction or present[0]
         if direction not in present:
             if not (self.format.columnwise_is_derivable and present):
-                raise RuntimeError(f"the {direction.value} direction is not present; present: {list(self.buffers)}")
+                raise self.absent(direction)
             direction = present[0]  # the same values, laid out the other way
         encoding = self.format[direction]
         out = torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
@@ -206,6 +206,13 @@ class QuantizedStorage:
             [self.buffers[f.name] for f in encoding.fields], encoding.fields, self.region, out=out
         )
         return out
+
+    def absent(self, direction: Direction) -> RuntimeError:
+        """The error of a read in a direction that is neither present nor a relayout of what is."""
+        return RuntimeError(
+            f"the {direction.value} direction is needed, present is {[d.value for d in self.directions]}, of which it "
+            "is no relayout: quantize the values again, in that direction too"
+        )
 
     # -- saving for backward ------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor, Shard
 
 from te_dist import fsdp2
 from te_dist.tensor import QuantizedTensor, quantize
@@ -83,3 +84,45 @@ def copy_what_was_quantized_alone(rank: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_ranks_agree_on_shards_that_were_quantized_alone(name: str) -> None:
     pool(2).run(copy_what_was_quantized_alone, name)
+
+
+def evaluate_first(rank: int, world: int, name: str) -> None:
+    layer = sharded(name, 96, world)
+    for _ in range(2):
+        with torch.inference_mode():
+            layer(random_matrix(4, COLS, 1))
+        layer(random_matrix(4, COLS, 1).requires_grad_()).sum().backward()
+        assert_seen(layer, random_matrix(96, COLS, 0), backward=True)
+
+
+@pytest.mark.parametrize("name", ["float8_block_2d", "float8_tensorwise_tn", "mxfp8_1d", "nvfp4_1d"])
+def test_the_first_pass_may_be_one_in_inference_mode(name: str) -> None:
+    pool(2).run(evaluate_first, name)
+
+
+def recompute_unannounced(rank: int, world: int) -> str:
+    layer = Layer(FORMATS["mxfp8_1d"], random_matrix(96, COLS, 0))
+    fsdp2.fully_shard(layer, mesh=mesh((world,), ("dp",)), reshard_after_forward=True)
+    y = layer(random_matrix(4, COLS, 1).requires_grad_())
+    layer.unshard()
+    with pytest.raises(RuntimeError, match="pass recompute=True") as error:
+        y.sum().backward()
+    return str(error.value)
+
+
+def test_a_pass_that_needs_what_was_not_gathered_says_so_on_every_rank() -> None:
+    first, second = pool(2).run(recompute_unannounced)
+    assert first == second
+
+
+def gather_columns(rank: int, world: int) -> str:
+    part = quantize(random_matrix(64, COLS * 2, 0), FORMATS["float8_block_2d"]).split(COLS, dim=1)[rank]
+    weight = DTensor.from_local(part, mesh((world,), ("tp",)), [Shard(1)], run_check=False)
+    with pytest.raises(NotImplementedError, match="columns") as error:
+        weight.full_tensor()
+    return str(error.value)
+
+
+def test_columns_are_refused_on_every_rank() -> None:
+    first, second = pool(2).run(gather_columns)
+    assert first == second
