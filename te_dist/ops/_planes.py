@@ -53,8 +53,8 @@ def check_direction(planes: Planes, wanted: Wanted, x: Tensor, phase: Pair) -> N
         return
     if scale is None:
         raise ValueError(f"{side}_scale: got None beside {side}_data; a direction is written with its scales")
-    tile = planes.get(f"{side}_tile")
-    check_choice(f"{side}_tile", tuple(tile or ()), (wanted.run, (wanted.tile_length, wanted.tile_length)))
+    tile = planes.get(f"{side}_tile") or (0, 0)
+    check_choice(f"{side}_tile", tuple(tile), (wanted.run, (wanted.tile_length, wanted.tile_length)))
     check_output(f"{side}_data", data, torch.uint8, wanted.data_shape)
     scale_tile = tile if wanted.scale_per_tile else wanted.run
     check_plane(f"{side}_scale", scale, wanted.scale_dtype, grid_shape(x.shape, phase, scale_tile))
