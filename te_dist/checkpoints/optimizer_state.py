@@ -91,6 +91,9 @@ def install(optimizer: Optimizer, states: dict[Tensor, dict[str, Any]], saved: d
     for param, state in states.items():
         if state:
             optimizer.state[param] = state
+            local = local_tensor(param)
+            if isinstance(local, QuantizedTensor):
+                local.storage.mastered = MASTER in state
         else:
             optimizer.state.pop(param, None)
     for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):

@@ -69,6 +69,7 @@ class FusedAdam(torch.optim.Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             for param in params:
                 self.initialize_state(param)
+                self._follow(param)
             self._adam(params, group)
             updated += params
         self._write_back(updated)
@@ -83,6 +84,7 @@ class FusedAdam(torch.optim.Optimizer):
             for name, value in state_dict["state"].get(key, {}).items():
                 if isinstance(value, Tensor):
                     self.state[param][name] = value.to(param.device, torch.float32)
+            self._trust_master(param)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled."""
@@ -101,6 +103,20 @@ class FusedAdam(torch.optim.Optimizer):
             state["master_param"] = _shaped_like(param, _initial_master(local))
             if isinstance(local, QuantizedTensor):
                 local.storage.initial = None  # the master has it now
+            self._trust_master(param)
+
+    def _trust_master(self, param: Tensor) -> None:
+        """Notes that the values a quantized parameter has now are those of its master."""
+        local = local_tensor(param)
+        if isinstance(local, QuantizedTensor):
+            local.storage.mastered = "master_param" in self.state.get(param, {})
+
+    def _follow(self, param: Tensor) -> None:
+        """Takes the master of a quantized parameter anew if other values were written into it: loaded, clamped."""
+        local = local_tensor(param)
+        if isinstance(local, QuantizedTensor) and not local.storage.mastered:
+            self._target(param).copy_(_initial_master(local))
+            self._trust_master(param)
 
     def _has_master(self, param: Tensor) -> bool:
         quantized = isinstance(local_tensor(param), QuantizedTensor)
@@ -147,6 +163,8 @@ class FusedAdam(torch.optim.Optimizer):
         for groups, together in waiting.items():
             parts = [(local_tensor(p).storage, self._target(p), _partition(p)) for p in together]
             quantize_parts(parts, groups)
+            for param in together:
+                self._trust_master(param)
 
 
 def _gradient(param: Tensor) -> Tensor:

@@ -58,9 +58,21 @@ class QuantizedStorage:
             it have not agreed on one; None once they have.
         initial: (rows, cols) on the CPU, the values that initialization quantized, where they were asked to be kept;
             None once others have been written.
+        mastered: whether an optimizer wrote these values from a master, and nobody others since.
     """
 
-    __slots__ = ("__weakref__", "buffers", "cut", "cut_dims", "dtype", "format", "initial", "region", "unsettled")
+    __slots__ = (
+        "__weakref__",
+        "buffers",
+        "cut",
+        "cut_dims",
+        "dtype",
+        "format",
+        "initial",
+        "mastered",
+        "region",
+        "unsettled",
+    )
 
     def __init__(
         self,
@@ -79,6 +91,7 @@ class QuantizedStorage:
         self.cut_dims: frozenset[int] = frozenset()
         self.unsettled: Tensor | None = None
         self.initial: Tensor | None = None
+        self.mastered = False
 
     # -- what is here -------------------------------------------------------------------------------------------
 
@@ -169,7 +182,7 @@ class QuantizedStorage:
             planes.append(codecs.Plane(encoding, stored, (amaxes or {}).get(encoding.codec)))
         codecs.encode(matrix, self.region, planes)
         if x is not self.unsettled:  # to agree on scales is to write the same values once more
-            self.initial = None
+            self.initial, self.mastered = None, False
         self.unsettled = matrix.clone() if amaxes is None and self.may_share_scales() else None
 
     def may_share_scales(self) -> bool:
@@ -282,7 +295,7 @@ class QuantizedStorage:
         """Becomes a copy of `source`, of the same format, in place: every view of this storage sees it."""
         self.buffers = {name: buffer.clone() for name, buffer in source.buffers.items()}
         self.region, self.cut, self.cut_dims = source.region, source.cut, source.cut_dims
-        self.unsettled, self.initial = source.unsettled, source.initial
+        self._take_history(source)
 
     # -- buffers ------------------------------------------------------------------------------------------------
 
@@ -292,7 +305,7 @@ class QuantizedStorage:
         mapped = QuantizedStorage(self.format, buffers, self.region, dtype=self.dtype, cut=self.cut)
         mapped.cut_dims = self.cut_dims
         mapped.unsettled = None if self.unsettled is None else fn(self.unsettled)
-        mapped.initial = self.initial
+        mapped.initial, mapped.mastered = self.initial, self.mastered
         return mapped
 
     def copy_(self, source: QuantizedStorage, *, non_blocking: bool = False) -> None:
@@ -313,7 +326,11 @@ class QuantizedStorage:
         for direction in self.directions:
             if direction not in source.directions:
                 self._refresh(direction)
-        self.unsettled, self.initial = source.unsettled, source.initial
+        self._take_history(source)
+
+    def _take_history(self, source: QuantizedStorage) -> None:
+        """What is known of values that are those of `source` from now on."""
+        self.unsettled, self.initial, self.mastered = source.unsettled, source.initial, source.mastered
 
     def __repr__(self) -> str:
         present = "+".join(d.value for d in self.directions) or "empty"

@@ -88,3 +88,42 @@ def sum_gradients(rank: int, world: int) -> None:
 
 def test_partial_gradients_are_summed() -> None:
     pool(2).run(sum_gradients)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_written_between_steps_are_followed(name: str) -> None:
+    (weight, _), want = parameters(name), signed(seed=7)
+    optimizer = optim.FusedAdam([weight], lr=0.0)
+    step(optimizer, 0)
+    with torch.no_grad():
+        weight.copy_(want)
+    want = weight.dequantize(dtype=torch.float32)
+    step(optimizer, 1)
+    assert torch.equal(optimizer.state[weight]["master_param"], want)  # but for the sign of zeros
+
+
+def test_masters_stay_when_averaged_weights_are_swapped_in_and_out() -> None:
+    weight, _ = parameters()
+    optimizer = optim.FusedAdam([weight], lr=0.1)
+    step(optimizer, 0)
+    master = optimizer.state[weight]["master_param"].clone()
+    with torch.no_grad():
+        average, kept = weight.detach().clone().mul_(0.5), weight.detach().clone()
+        weight.copy_(average)
+        weight.copy_(kept)
+    optimizer.param_groups[0]["lr"] = 0.0
+    step(optimizer, 1)
+    assert_bitwise(optimizer.state[weight]["master_param"], master, "master")
+
+
+def test_masters_that_are_loaded_after_the_weights_are_kept() -> None:
+    weight, _ = parameters()
+    optimizer = optim.FusedAdam([weight], lr=0.1)
+    step(optimizer, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    with torch.no_grad():
+        weight.copy_(signed(seed=7))
+    optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["lr"] = 0.0
+    step(optimizer, 1)
+    assert_bitwise(optimizer.state[weight]["master_param"], saved["state"][0]["master_param"], "master")
