@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from te_dist.launch import text
 from te_dist.launch.config import Config
-from te_dist.launch.errors import JobError
+from te_dist.launch.errors import JobError, unwritable
 from te_dist.launch.text import Source, Split
 from te_dist.launch.world import World
 
@@ -73,9 +73,7 @@ def _build(config: Config) -> Path:
         (draft / "corpus.json").write_text(json.dumps(record, indent=2))
         draft.rename(folder)
     except OSError as error:
-        raise JobError(
-            f"run directory {config.run_dir}", got=error, wanted="a directory to write in", remedy="change run_dir"
-        ) from error
+        raise unwritable(config.run_dir, error) from error
     return folder
 
 

@@ -13,6 +13,11 @@ class JobError(Exception):
         super().__init__(f"{what}: got {got}; wanted {wanted}; remedy: {remedy}")
 
 
+def unwritable(run_dir: object, error: OSError) -> JobError:
+    """What to raise where the run directory cannot be written."""
+    return JobError(f"run directory {run_dir}", got=error, wanted="a directory to write in", remedy="change run_dir")
+
+
 def require(condition: bool, what: str, *, got: object, wanted: str, remedy: str) -> None:
     """Raises `JobError` unless `condition` holds."""
     if not condition:

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from te_dist.launch.errors import unwritable
+
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
 PICTURE = "loss.png"
@@ -57,13 +59,20 @@ class Journal:
         self._bar.stop()
 
     def start(self, step: int, config: str) -> None:
-        """Writes the configuration down and drops metrics after `step`: those that an interrupted run left."""
+        """Writes the configuration down and drops metrics after `step`: those that an interrupted run left.
+
+        Raises:
+            JobError: the directory cannot be written.
+        """
         if not self._writes:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / CONFIG).write_text(config)
-        kept = [record for record in self._records() if record["step"] <= step]
-        (self.folder / METRICS).write_text("".join(json.dumps(record) + "\n" for record in kept))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / CONFIG).write_text(config)
+            kept = [record for record in self._records() if record["step"] <= step]
+            (self.folder / METRICS).write_text("".join(json.dumps(record) + "\n" for record in kept))
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
         self._bar.update(self._task, completed=step)
 
     def note(self, text: str) -> None:
@@ -116,4 +125,5 @@ class Journal:
         path = self.folder / METRICS
         if path.exists():
             with path.open() as lines:
-                yield from map(json.loads, lines)
+                # A line without an end is what a run left that was killed while it wrote.
+                yield from (json.loads(line) for line in lines if line.endswith("\n"))

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import FSDPModule
 
 from te_dist.checkpoints import CheckpointError
 from te_dist.launch import config_file, corpus, layout, measure, progress
@@ -56,16 +57,22 @@ def run(world: World, config: Config) -> None:
     world.set_timeout(PREPARATION * config.timeout_seconds)
     plan = world.agree(lambda: layout.plan(config, world.size))
     device = world.agree(lambda: choose_device(config.device))
-    start = world.agree(lambda: progress.choose(config))
+    # One rank looks: on a shared file system the others may still see an older state.
+    start = world.share(lambda: str(progress.choose(config) or ""))
     text = corpus.prepare(world, config)
     open_process_group(world, device, config.timeout_seconds)
     folder = Path(config.run_dir)
     with Journal(folder, config.train.steps, writes=world.rank == 0) as journal:
         trainer = world.agree(lambda: Trainer(config, plan, world, device=device, corpus=text))
-        if start is not None:
-            trainer.restore(start)
+        if start:
+            trainer.restore(Path(start))
             journal.note(f"resumed from {start}")
-        journal.start(trainer.progress.step, config_file.dump(config))
+        if trainer.progress.step >= config.train.steps:
+            journal.note(
+                f"no steps are left of {config.train.steps}, the model is evaluated alone; raise train.steps, or train "
+                "another one in another run_dir"
+            )
+        world.agree(lambda: journal.start(trainer.progress.step, config_file.dump(config)))
         trainer.run(journal)
     _report(journal, trainer)
     journal.note(f"{time.perf_counter() - started:.0f} s; the loss is drawn in {folder / PICTURE}")
@@ -99,6 +106,8 @@ def _agree_on_config(world: World, arguments: Sequence[str]) -> Config:
 def _report(journal: Journal, trainer: Trainer) -> None:
     """The table at the end, each figure beside what bf16 would need."""
     model, config = trainer.model, trainer.config
+    assert isinstance(model, FSDPModule)
+    model.reshard()  # an evaluation leaves what the root holds gathered
     plain_gathered = measure.plain_gathered_bytes(model, trainer.layout.accumulate)
     gathered = "-" if trainer.gathered_bytes is None else size(trainer.gathered_bytes)
     journal.table(

@@ -77,6 +77,21 @@ def test_a_finished_job_is_evaluated_and_not_trained_again(finished, capsys: pyt
     assert "unigram model" in capsys.readouterr().out
 
 
+def test_a_line_that_a_killed_run_left_unfinished_is_dropped(tiny_job: Callable) -> None:
+    job = tiny_job()
+    run(job, "--train.steps", "2")
+    with (job.run_dir / "metrics.jsonl").open("a") as out:
+        out.write('{"step": 3, "lo')
+    run(job, "--optimizer.warmup-steps", "1")
+    assert set(job.metrics("loss")) == {1, 2, 3, 4}
+
+
+def test_a_journal_that_cannot_be_written_is_told(tiny_job: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    job = tiny_job()
+    (job.run_dir / "config.json").mkdir(parents=True)
+    assert "Is a directory" in reason(job, capsys)
+
+
 def test_a_run_directory_with_checkpoints_is_not_started_anew(finished, capsys: pytest.CaptureFixture[str]) -> None:
     line = reason(finished, capsys, "--checkpoint.resume", "none")
     assert 'checkpoint.resume: got "none" while there is' in line
