@@ -76,6 +76,11 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         wants_input, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         inputs, weight = ctx.saved_tensors
+        if wants_weight and not isinstance(inputs, QuantizedTensor):
+            raise RuntimeError(
+                "a forward pass that ran inside of autocast ran again outside of it, after another pass had: torch's "
+                "checkpoint needs context_fn=te_dist.recompute.context_fn then; or use te_dist.checkpoint"
+            )
         input_dtype, weight_dtype, bias_dtype = ctx.dtypes
         grad_input = grad_weight = grad_bias = None
         directions = (ROWWISE,) * wants_input + (COLUMNWISE,) * wants_weight

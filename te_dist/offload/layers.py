@@ -47,6 +47,8 @@ class LayerwiseOffload:
     def __exit__(self, *error: Any) -> None:
         assert self._hooks is not None
         self._hooks.__exit__(*error)
+        if error[0] is not None:  # the step is over: the next one starts with the first layer
+            self._hooks, self._layer = None, 0
 
     def synchronize(self, output: Tensor) -> Tensor:
         """Ends a layer; returns its output."""

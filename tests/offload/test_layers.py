@@ -57,6 +57,16 @@ def test_a_layer_that_is_not_synchronized_is_reported(layers):
         pass
 
 
+def test_a_layer_that_fails_ends_the_step(layers):
+    context, sync = get_cpu_offload_context(enabled=True, num_layers=1, model_layers=2)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), context:
+            raise ZeroDivisionError
+    with context:
+        out = layers[0](torch.randn(4, WIDTH))
+    assert sync(out) is out
+
+
 @pytest.mark.parametrize("num_layers", [0, 4, 5])
 def test_some_layers_are_offloaded_and_never_the_last(num_layers):
     with pytest.raises(ValueError, match=rf"num_layers={num_layers} of model_layers=4: 1 to model_layers - 1"):

@@ -179,3 +179,18 @@ def test_arguments_that_have_no_meaning_say_where_to_go(name):
     with pytest.raises(ValueError, match=rf"checkpoint takes no {name}: "):
         te.checkpoint(torch.sin, torch.ones(1), **{name: object()})
     te.checkpoint(torch.sin, torch.ones(1), **{name: None})
+
+
+def test_an_evaluation_between_forward_and_a_second_forward_is_told():
+    recipe, x = RECIPES["block"], torch.randn(ROWS, WIDTH, requires_grad=True)
+    block = te.Linear(WIDTH, WIDTH)  # square: torch does not tell what it saves from what a plain map saves
+    for way in ("torch", "torch_with_context"):
+        with te.autocast(recipe=recipe):
+            y = WAYS[way](block, x)
+        with torch.no_grad():
+            block(x)
+        if way == "torch":
+            with pytest.raises(RuntimeError, match=r"context_fn=te_dist.recompute.context_fn"):
+                y.sum().backward()
+        else:
+            y.sum().backward()
