@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import time
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+
+from te_dist import env
+
+DROPPED = 0.1  # seconds within which gloo's threads drop the tensors of a collective that has ended
 
 
 def _first_of(*names: str) -> Any:
@@ -37,3 +43,15 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = x.contiguous().clone()
     dist.all_reduce(out, group=group)
     return out
+
+
+@atexit.register
+def _wait_for_dropped_tensors() -> None:
+    """Leaves the GIL to gloo's threads before Python ends.
+
+    They drop a collective's tensors some time after it has returned, which takes the GIL. A thread that asks for it
+    while Python ends is unwound inside a destructor, and the process aborts ("terminate called without an active
+    exception"). `destroy_process_group` joins the threads only where no mesh refers to the group any more.
+    """
+    if env.WORLD_SIZE.get() > 1 and dist.is_available() and dist.is_gloo_available():
+        time.sleep(DROPPED)
