@@ -66,7 +66,8 @@ class LinearSite(nn.Module):
             bias: (N,) or None.
 
         Raises:
-            ValueError: the extents of `x` and `weight` differ, or the recipe cannot compute this map.
+            ValueError: the extents of `x` and `weight` differ, the weight is on the meta device, or the recipe cannot
+                compute this map.
         """
         weight = weight.to_local() if isinstance(weight, DTensor) else weight
         bias = bias.to_local() if isinstance(bias, DTensor) else bias
@@ -76,6 +77,11 @@ class LinearSite(nn.Module):
                 f"takes {weight.shape[-1]}"
             )
         kind = weight.device.type
+        if kind == "meta":
+            raise ValueError(
+                f"{self.name or 'Linear'}: the weight is on the meta device and has no values; call "
+                "te_dist.fsdp2.materialize(model, device=..., seed=...) first"
+            )
         if torch.is_autocast_enabled(kind) and not isinstance(x, QuantizedTensor):
             x = x.to(torch.get_autocast_dtype(kind))
         plan = self.plan(x, weight)

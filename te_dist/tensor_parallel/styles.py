@@ -234,7 +234,7 @@ def _site_of(module: nn.Module, style: str) -> Any:
     if site is None or not hasattr(site, "placed"):
         raise ValueError(
             f"{style} is for te_dist's Linear and LayerNormLinear, got {type(module).__name__}; use the style of that "
-            "name in torch.distributed.tensor.parallel, or te_dist.Linear"
+            "name in torch.distributed.tensor.parallel for torch's modules, or build yours from these two"
         )
     return site
 

@@ -84,6 +84,13 @@ def test_quantized_and_plain_weights_give_the_same_bits(case: Any, dtype: torch.
         assert_bitwise(a, b, name)
 
 
+def test_a_weight_on_meta_is_named() -> None:
+    with torch.device("meta"):
+        module = make(None)
+    with pytest.raises(ValueError, match=r"on the meta device .* call te_dist.fsdp2.materialize"):
+        module(normal(3, IN))
+
+
 @pytest.mark.parametrize("shape", [(IN,), (1, IN), (2, 3, 5, IN), (0, IN), (3, 0, IN)])
 @every_recipe
 def test_any_leading_dimensions(case: Any, shape: tuple[int, ...]) -> None:
