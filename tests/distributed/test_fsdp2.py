@@ -169,8 +169,9 @@ def test_parameters_can_be_kept_while_gradients_accumulate(name: str) -> None:
 def count_bytes(rank: int, world: int, name: str, recompute: bool) -> tuple[list[int], list[int]]:
     """Bytes each rank sends in forward and in backward: as seen, and as planned."""
     layer = Layer(FORMATS[name], random_matrix(328 if fits(FORMATS[name], 328, world) else 384, COLS, 0))
-    fsdp2.fully_shard(layer, mesh=mesh((world,), ("dp",)), reshard_after_forward=True, recompute=recompute)
-    with GatheredBytes() as counter:
+    over = mesh((world,), ("dp",))
+    fsdp2.fully_shard(layer, mesh=over, reshard_after_forward=True, recompute=recompute)
+    with GatheredBytes(over.get_group()) as counter:
         y = layer(random_matrix(4, COLS, 1).requires_grad_()).sum()
         forward = counter.total
         y.backward()
