@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from te_dist import checkpoints
@@ -60,6 +59,12 @@ def test_switches_that_save_memory_change_no_loss(switch: tuple[str, str], tiny_
         assert saving.metrics("loss") == pytest.approx(expected, rel=1e-2)
     else:
         assert saving.metrics("loss") == expected
+
+
+@pytest.fixture
+def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which torch finds none."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
 @pytest.fixture(scope="module")
@@ -147,19 +152,19 @@ def test_only_the_newest_checkpoints_are_kept(tiny_job: Callable) -> None:
         (("--evaluation.sequences", "1"), ("evaluation", "at least dp x train.micro_batch = 2")),
         (("--run-dir", "/dev/null/run"), ("run directory /dev/null/run", "Not a directory", "change run_dir")),
         (("--mesh.tp", "2"), ("mesh.tp", "2 with 1 ranks")),
+        (("--device", "cuda"), ("device", "finds no GPU")),
         (("--recipe", "nvfp4", "--model.ffn", "101"), ("recipe nvfp4", "101 rows", "change [model], mesh or recipe")),
     ],
 )
 def test_what_cannot_be_run_is_told_in_one_line(
-    tiny_job: Callable, capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], words: tuple[str]
+    tiny_job: Callable,
+    capsys: pytest.CaptureFixture[str],
+    without_gpus: None,
+    overrides: tuple[str, ...],
+    words: tuple[str],
 ) -> None:
     line = reason(tiny_job(), capsys, *overrides)
     assert all(word in line for word in words), line
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU")
-def test_a_device_that_is_not_there_is_told(tiny_job: Callable, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "finds no GPU" in reason(tiny_job(), capsys, "--device", "cuda")
 
 
 def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
