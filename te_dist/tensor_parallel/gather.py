@@ -15,10 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_dist.context import current_autocast
-from te_dist.formats import Direction, Format, Partition, Region
-from te_dist.tensor import QuantizedStorage, QuantizedTensor, collectives, empty
+from te_dist.formats import Direction, Format, Partition
+from te_dist.tensor import QuantizedTensor, collectives
 from te_dist.tensor_parallel.cuts import SequenceCut
-from te_dist.tensor_parallel.spread import FormatWriter, RunsStorage, SpreadStorage, Writer, check_shared_scales
+from te_dist.tensor_parallel.spread import (
+    FormatWriter,
+    RunsStorage,
+    SpreadStorage,
+    Writer,
+    blank_part,
+    check_shared_scales,
+)
 from te_dist.tensor_parallel.wires import gather_rows
 
 
@@ -202,13 +209,9 @@ def _spread_storage(x: Tensor, format: Format, group: dist.ProcessGroup, cut: Se
     rank = dist.get_rank(group)
     runs = cut.runs[rank]
     if len(runs) > 1 and not cut.cuts_no_tile(format):
-        return RunsStorage([_blank(x, format, run) for run in runs], cut.region, group)
+        return RunsStorage([blank_part(x, format, run) for run in runs], cut.region, group)
     regions = [part for (part,) in cut.runs] if len(runs) == 1 else cut.side_by_side()
-    return SpreadStorage(_blank(x, format, regions[rank]), Partition.of(regions), group)
-
-
-def _blank(x: Tensor, format: Format, region: Region) -> QuantizedStorage:
-    return empty(format, region, dtype=x.dtype, device=x.device, fields=format.canonical.fields)
+    return SpreadStorage(blank_part(x, format, regions[rank]), Partition.of(regions), group)
 
 
 def _scattered_sum(x: Tensor, group: dist.ProcessGroup, cut: SequenceCut) -> Tensor:

@@ -169,7 +169,7 @@ class PlacedQuantizer:
         others = Span(0, x.shape[1 - self.dim])
         regions = [Region(span, others) if self.dim == 0 else Region(others, span) for span in self.spans]
         own = regions[dist.get_rank(self.group)]
-        storage = SpreadStorage(_blank(x, format, own), Partition.of(regions), self.group)
+        storage = SpreadStorage(blank_part(x, format, own), Partition.of(regions), self.group)
         self.inner.write(x, storage)
         return storage.plain()
 
@@ -234,7 +234,8 @@ def _ranks(group: dist.ProcessGroup) -> set[int]:
     return set(dist.get_process_group_ranks(group))
 
 
-def _blank(x: Tensor, format: Format, region: Region) -> QuantizedStorage:
+def blank_part(x: Tensor, format: Format, region: Region) -> QuantizedStorage:
+    """Uninitialised canonical buffers for values like `x` that lie in `region`."""
     return empty(format, region, dtype=x.dtype, device=x.device, fields=format.canonical.fields)
 
 
