@@ -120,8 +120,8 @@ class LinearSite(nn.Module):
                 self.scaling = DelayedScalingState(requests, device=device)
         if self.scaling.requests != requests:
             raise ValueError(
-                f"{self.name} keeps histories for {self.scaling.requests}, the recipe asks for {requests}; use one "
-                "delayed recipe throughout, or set .scaling to None to start anew"
+                f"{self.name or 'Linear'} keeps histories for {self.scaling.requests}, the recipe asks for "
+                f"{requests}; use one delayed recipe throughout, or set .scaling to None to start anew"
             )
         return answers
 
@@ -136,7 +136,8 @@ class LinearSite(nn.Module):
         assert isinstance(quantizer, Quantizer)  # weights have no history
         if getattr(quantizer, "columnwise_source", "original") != "original":
             raise ValueError(
-                f'{self.name}: a quantized parameter is updated from its masters, columnwise_source="original"; '
+                f"{self.name or 'Linear'}: a quantized parameter is updated from its masters, "
+                'columnwise_source="original"; '
                 "leave its weight plain (quantized_model_init(enabled=False)) to quantize it by rowwise values"
             )
         return quantizer.format(weight.dtype)
