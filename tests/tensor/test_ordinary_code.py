@@ -111,11 +111,10 @@ def test_averages_of_weights(name: str) -> None:
         nn.init.kaiming_uniform_,
         nn.init.xavier_normal_,
         nn.init.orthogonal_,
-        lambda w: nn.init.trunc_normal_(w, std=0.02),
         lambda w: nn.init.constant_(w, 0.5),
         nn.init.ones_,
     ],
-    ids=["normal", "uniform", "kaiming", "xavier", "orthogonal", "trunc_normal", "constant", "ones"],
+    ids=["normal", "uniform", "kaiming", "xavier", "orthogonal", "constant", "ones"],
 )
 @every_format
 def test_initializers_quantize_what_they_fill_in(name: str, initialize) -> None:
@@ -126,6 +125,18 @@ def test_initializers_quantize_what_they_fill_in(name: str, initialize) -> None:
     initialize(plain)
     got, want = module.weight.dequantize(), plain.detach()
     assert (got - want).norm() <= 0.15 * want.norm()
+
+
+@every_format
+def test_a_truncated_normal_is_one_or_is_refused(name: str) -> None:
+    module = Holder(name)
+    try:
+        nn.init.trunc_normal_(module.weight, std=0.02)
+    except NotImplementedError as error:
+        assert "erfinv_" in str(error)  # torch 2.11 makes it in steps that rounding between them would spoil
+        return
+    assert 0.018 < module.weight.std() < 0.022
+    assert module.weight.abs().max() < 0.2
 
 
 @pytest.mark.parametrize(
