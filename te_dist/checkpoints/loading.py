@@ -98,7 +98,8 @@ def _plan(path: Path, model: nn.Module, optimizer: Optimizer | None) -> _Plan:
         problems += optimizer_state.mismatches(optimizer, named, manifest.optimizer)
         problems += conversion.without_masters(converted, named, manifest)
     if problems:
-        raise CheckpointError(f"cannot load {path}: {listed(problems)}")
+        remedy = "load it into the model that was saved, or choose another checkpoint"
+        raise CheckpointError(f"cannot load {path}: {listed(problems)}; {remedy}")
     plan = _Plan(where, manifest, named, converted, extra=extras.allocate(manifest.extra))
     plan.unexpected = set(manifest.model) - set(named)
     if optimizer is not None and manifest.optimizer is not None:

@@ -5,9 +5,10 @@ Forward quantizes inputs, backward quantizes gradients, each by the scale of the
 in row 0 of the history. When backward ends, all states that took part move on together: one reduction of all amaxes
 per process group, one update of all scales. Forward passes that backward runs again (activation checkpointing) thus
 see the scales of the first time. Where that ends in a backward pass inside the outer one (reentrant checkpointing),
-the outer one's end counts: what was run again asks for it, its own backward does not. Passes without gradients leave no
-trace. With several forward passes before the first backward (pipelines) the first end moves histories; forward passes
-that are run again after that see the newer scales.
+the outer one's end counts: what was run again asks for it, its own backward does not; inside of two reentrant
+checkpoints, the end of the inner one counts, and amaxes of one step may end up in the next. With several forward passes
+before the first backward (pipelines) the first end moves histories; forward passes that are run again after that see
+the newer scales. Passes without gradients leave no trace.
 """
 
 from __future__ import annotations

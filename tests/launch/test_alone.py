@@ -112,7 +112,7 @@ def test_a_checkpoint_that_is_not_there_is_named(finished, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("--model.ffn", "192"), ("cannot load", "feed_forward")),
+        (("--model.ffn", "192"), ("cannot load", "feed_forward", "choose another checkpoint")),
         (("--model.layers", "3"), ("cannot load", "blocks.2")),
         (("--seed", "1"), ("seed: got 0 in the checkpoint; wanted 1",)),
         (("--model.rope-base", "5000"), ("model.rope_base: got 10000.0",)),
