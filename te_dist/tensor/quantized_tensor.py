@@ -144,7 +144,8 @@ class OpTable:
         if handler is None:
             raise NotImplementedError(
                 f"{func} is not defined on a quantized tensor. Call .dequantize() where a copy in high precision is "
-                f"meant; docs/tensor.md lists the supported ops"
+                f"meant; products of matrices belong to te_dist.Linear (te_dist.convert exchanges torch's); "
+                f"docs/tensor.md lists the supported ops"
             )
         return handler(func, args, kwargs)
 
