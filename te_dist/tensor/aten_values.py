@@ -20,17 +20,17 @@ aten = torch.ops.aten
 READING = """
 _foreach_add.List _foreach_add.Scalar _foreach_div.List _foreach_div.Scalar _foreach_mul.List _foreach_mul.Scalar
 _foreach_norm.Scalar _foreach_sub.List _foreach_sub.Scalar _local_scalar_dense.default _softmax.default abs.default
-add.Scalar add.Tensor all.default all.dim allclose.default amax.default amin.default aminmax.default any.default
-any.dim argmax.default argmin.default cat.default clamp.default count_nonzero.default cumsum.default dist.default
-div.Scalar div.Tensor embedding.default eq.Scalar eq.Tensor exp.default expand.default flip.default gather.default
-ge.Scalar ge.Tensor gt.Scalar gt.Tensor histc.default index.Tensor index_select.default isfinite.default isinf.default
+add.Scalar add.Tensor all.default all.dim allclose.default amax.default amin.default aminmax.default any.default any.dim
+argmax.default argmin.default cat.default clamp.default count_nonzero.default cumsum.default dist.default div.Scalar
+div.Tensor embedding.default eq.Scalar eq.Tensor exp.default expand.default flip.default gather.default ge.Scalar
+ge.Tensor gt.Scalar gt.Tensor histc.default index.Tensor index_select.default isfinite.default isinf.default
 isnan.default le.Scalar le.Tensor lerp.Scalar lerp.Tensor linalg_vector_norm.default log.default lt.Scalar lt.Tensor
 masked_select.default max.default max.dim maximum.default mean.default mean.dim median.default min.default min.dim
 minimum.default mul.Scalar mul.Tensor ne.Scalar ne.Tensor neg.default nonzero.default norm.Scalar norm.ScalarOpt_dim
-permute.default pow.Tensor_Scalar pow.Tensor_Tensor prod.default reciprocal.default repeat.default round.default
-rsqrt.default rsub.Scalar sigmoid.default sign.default sort.default sqrt.default square.default stack.default
-std.correction std.default sub.Scalar sub.Tensor sum.default sum.dim_IntList tanh.default topk.default transpose.int
-tril.default triu.default unbind.int var.correction var.default where.ScalarOther where.self
+pow.Tensor_Scalar pow.Tensor_Tensor prod.default reciprocal.default repeat.default round.default rsqrt.default
+rsub.Scalar sigmoid.default sign.default sort.default sqrt.default square.default stack.default std.correction
+std.default sub.Scalar sub.Tensor sum.default sum.dim_IntList tanh.default topk.default tril.default triu.default
+unbind.int var.correction var.default where.ScalarOther where.self
 """.split()  # noqa: SIM905
 
 FRESH = """
