@@ -1,0 +1,166 @@
+"""Launches of the quantizers. Arguments are those of the ops, in the order of their schemas."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from torch import Tensor
+
+from te_dist.formats.region import Pair
+from te_dist.kernels.arguments import (
+    CODES,
+    ELEMENTS,
+    EXTENTS,
+    PHASE,
+    access_bytes,
+    blocks_for,
+    phase_in,
+    plane,
+    plane_layout,
+    pointer,
+)
+from te_dist.kernels.runtime import launch
+from te_dist.kernels.spec import Layout, Spec
+
+PANEL = (128, 128)  # elements that a block of threads quantizes
+BLOCK_TILE, MX_TILE, NVFP4_TILE = (128, 128), (32, 32), (16, 16)
+
+_ABSENT, _RUN, _SQUARE, _TENSOR = (f"Share::k{name}" for name in ("Absent", "Run", "Square", "Tensor"))
+
+
+def _output_layout(name: str) -> str:
+    return f"{plane_layout(f'{name}.amax')} {name}.data:P {plane_layout(f'{name}.scale')}"
+
+
+def _output(amax: Tensor | None, data: Tensor | None, scale: Tensor | None) -> tuple[int, ...]:
+    """Values of a `BlockOutput`."""
+    return (*plane(amax), pointer(data), *plane(scale))
+
+
+_OUTPUTS = f"{_output_layout('row')} {_output_layout('col')}"
+_FLOAT8 = Layout(f"x:P {EXTENTS} {PHASE} tensor_scale:P eps:f pow2:i {_OUTPUTS}")
+_MXFP8 = Layout(f"x:P {EXTENTS} {PHASE} {_OUTPUTS}")
+_NVFP4 = Layout(
+    f"x:P {EXTENTS} {PHASE} e4m3_max:f rng_state:P {plane_layout('row_tensor_amax')} "
+    f"{plane_layout('col_tensor_amax')} {_OUTPUTS}"
+)
+
+
+def _share(tile: Pair, data: Tensor | None) -> str:
+    if data is None:
+        return _ABSENT
+    return _RUN if 1 in tile else _SQUARE
+
+
+def _is_idle(x: Tensor, *data: Tensor | None) -> bool:
+    """Whether there is nothing to write."""
+    return x.numel() == 0 or all(tensor is None for tensor in data)
+
+
+def _load_bytes(x: Tensor, phase: Pair) -> int:
+    size = x.element_size()
+    return access_bytes(16, x.data_ptr(), x.shape[1] * size, phase[1] * size)
+
+
+@cache
+def float8(element: str, code: str, shares: tuple[str, str], widths: tuple[int, int, int]) -> Spec:
+    """Spec of an FP8 quantizer. `widths`: bytes read, written to row data, written to column data at a time."""
+    constants = ", ".join((element, code, *shares, *map(str, widths)))
+    return Spec("quantize_float8.cuh", f"QuantizeFloat8<{constants}>", _FLOAT8)
+
+
+def _float8_spec(x: Tensor, phase: Pair, fp8: str, shares: tuple[str, str], data: tuple[Tensor | None, ...]) -> Spec:
+    rows, cols = x.shape
+    widths = (
+        _load_bytes(x, phase),
+        access_bytes(8, pointer(data[0]), cols, phase[1]),
+        access_bytes(16, pointer(data[1]), rows, phase[0]),
+    )
+    return float8(ELEMENTS[x.dtype], CODES[fp8], shares, widths)
+
+
+def quantize_float8_tensor(
+    x: Tensor, scale: Tensor, fp8: str, row_data: Tensor | None, col_data: Tensor | None
+) -> None:
+    """See te_dist.ops.quantize_float8_tensor."""
+    if _is_idle(x, row_data, col_data):
+        return
+    shares = tuple(_ABSENT if data is None else _TENSOR for data in (row_data, col_data))
+    spec = _float8_spec(x, (0, 0), fp8, shares, (row_data, col_data))
+    outputs = (*_output(None, row_data, None), *_output(None, col_data, None))
+    values = (x.data_ptr(), *x.shape, 0, 0, scale.data_ptr(), 0.0, 0, *outputs)
+    launch(spec, x, (blocks_for(x.shape, PANEL), 1), values)
+
+
+def quantize_float8_block(
+    x: Tensor, phase: Pair, fp8: str, pow2: bool, eps: float, *planes: Pair | Tensor | None
+) -> None:
+    """See te_dist.ops.quantize_float8_block; `planes` are tile, amax, data and scale of both directions."""
+    row_tile, row_amax, row_data, row_scale, col_tile, col_amax, col_data, col_scale = planes
+    if _is_idle(x, row_data, col_data):
+        return
+    phase = phase_in(BLOCK_TILE, phase)
+    shares = (_share(row_tile, row_data), _share(col_tile, col_data))
+    spec = _float8_spec(x, phase, fp8, shares, (row_data, col_data))
+    outputs = (*_output(row_amax, row_data, row_scale), *_output(col_amax, col_data, col_scale))
+    values = (x.data_ptr(), *x.shape, *phase, 0, eps, pow2, *outputs)
+    launch(spec, x, (blocks_for(x.shape, PANEL, phase), 1), values)
+
+
+@cache
+def mxfp8(element: str, code: str, shares: tuple[str, str], widths: tuple[int, int]) -> Spec:
+    """Spec of an MXFP8 quantizer. `widths`: bytes read and written at a time."""
+    constants = ", ".join((element, code, *shares, *map(str, widths)))
+    return Spec("quantize_mxfp8.cuh", f"QuantizeMxFp8<{constants}>", _MXFP8)
+
+
+def quantize_mxfp8(x: Tensor, phase: Pair, fp8: str, *planes: Pair | Tensor | None) -> None:
+    """See te_dist.ops.quantize_mxfp8."""
+    row_tile, row_amax, row_data, row_scale, col_tile, col_amax, col_data, col_scale = planes
+    if _is_idle(x, row_data, col_data):
+        return
+    phase = phase_in(MX_TILE, phase)
+    store = access_bytes(8, pointer(row_data), pointer(col_data), x.shape[1], phase[1])
+    shares = (_share(row_tile, row_data), _share(col_tile, col_data))
+    spec = mxfp8(ELEMENTS[x.dtype], CODES[fp8], shares, (_load_bytes(x, phase), store))
+    outputs = (*_output(row_amax, row_data, row_scale), *_output(col_amax, col_data, col_scale))
+    launch(spec, x, (blocks_for(x.shape, PANEL, phase), 1), (x.data_ptr(), *x.shape, *phase, *outputs))
+
+
+_FOUR_OVER_SIX = {"none": "kNone", "mae": "kMeanAbsolute", "mse": "kMeanSquare"}
+
+
+@cache
+def nvfp4(
+    element: str, rule: tuple[str, str], shares: tuple[str, str], widths: tuple[int, int, int]
+) -> Spec:
+    """Spec of an NVFP4 quantizer. `rule`: rounding and four-over-six. `widths` as in `float8`."""
+    rounding, four_over_six = rule
+    rule_type = f"NvFp4Rule<Rounding::{rounding}, FourOverSix::{four_over_six}>"
+    constants = ", ".join((element, rule_type, *shares, *map(str, widths)))
+    return Spec("quantize_nvfp4.cuh", f"QuantizeNvFp4<{constants}>", _NVFP4)
+
+
+def quantize_nvfp4(x: Tensor, phase: Pair, e4m3_max: int, four_over_six: str, *rest: Pair | Tensor | None) -> None:
+    """See te_dist.ops.quantize_nvfp4."""
+    *planes, rng_state = rest
+    (row_tile, row_tensor_amax, row_amax, row_data, row_scale) = planes[:5]
+    (col_tile, col_tensor_amax, col_amax, col_data, col_scale) = planes[5:]
+    if _is_idle(x, row_data, col_data):
+        return
+    phase = phase_in(NVFP4_TILE, phase)
+    rows, cols = x.shape
+    widths = (
+        _load_bytes(x, phase),
+        access_bytes(4, pointer(row_data), cols // 2, phase[1] // 2) if row_data is not None else 4,
+        access_bytes(16, pointer(col_data), rows // 2, phase[0] // 2) if col_data is not None else 16,
+    )
+    rounding = "kNearest"
+    if rng_state is not None:
+        rounding = "kStochastic" if phase[1] or cols % NVFP4_TILE[1] else "kStochasticAligned"
+    shares = (_share(row_tile, row_data), _share(col_tile, col_data))
+    spec = nvfp4(ELEMENTS[x.dtype], (rounding, _FOUR_OVER_SIX[four_over_six]), shares, widths)
+    amaxes = (*plane(row_tensor_amax), *plane(col_tensor_amax))
+    outputs = (*_output(row_amax, row_data, row_scale), *_output(col_amax, col_data, col_scale))
+    values = (x.data_ptr(), *x.shape, *phase, e4m3_max, pointer(rng_state), *amaxes, *outputs)
+    launch(spec, x, (blocks_for(x.shape, PANEL, phase), 1), values)
