@@ -2,19 +2,11 @@
 
 import torch  # noqa: F401  (its libraries are loaded before those of te_dist._C)
 
-from te_dist import (
-    checkpoints,
-    fsdp2,
-    nn,
-    offload,
-    optim,
-    quantizers,
-    recipe,
-    recompute,
-    tensor_parallel,
-)
+from te_dist import checkpoints, fsdp2, nn, offload, optim, quantizers, recipe, recompute, tensor_parallel
 from te_dist.context import autocast, quantized_model_init
+from te_dist.convert import convert
 from te_dist.nn import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm, prepare
+from te_dist.offload import get_cpu_offload_context
 from te_dist.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -46,7 +38,9 @@ __all__ = [
     "autocast",
     "checkpoint",
     "checkpoints",
+    "convert",
     "fsdp2",
+    "get_cpu_offload_context",
     "nn",
     "offload",
     "optim",

@@ -7,12 +7,12 @@ place. Each entry says why there is no public way, and which members and paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._C import _disabled_torch_function_impl as disabled_torch_function
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import (
@@ -29,6 +29,7 @@ __all__ = [
     "Private",
     "TorchDispatchMode",
     "call_when_backward_ends",
+    "copy_each",
     "current_cuda_stream",
     "disabled_torch_function",
     "in_backward",
@@ -56,6 +57,11 @@ def process_group(name: str) -> dist.ProcessGroup:
 def call_when_backward_ends(callback: Callable[[], None]) -> None:
     """Runs `callback` at the end of the backward pass that this thread is inside of."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies every source into its target, in a number of kernels that does not depend on theirs."""
+    torch._foreach_copy_(list(targets), list(sources))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def current_cuda_stream(device: int) -> int:

@@ -33,6 +33,7 @@ __all__ = [
     "Recipe",
 ]
 
+Fp8Name = Literal["e4m3", "e5m2"]
 TensorType = Literal["input", "weight", "grad_output"]
 Choice = Literal["none", "weights", "activations", "all"]
 Dims = Literal[1, 2]
@@ -45,7 +46,9 @@ class Format(Enum):
     E5M2 = ("e5m2", "e5m2")
     HYBRID = ("e4m3", "e5m2")  # gradients need range more than precision
 
-    def of(self, tensor_type: TensorType) -> str:
+    _value_: tuple[Fp8Name, Fp8Name]
+
+    def of(self, tensor_type: TensorType) -> Fp8Name:
         """ "e4m3" or "e5m2" for a tensor of this role."""
         return self.value[tensor_type == "grad_output"]
 
@@ -156,7 +159,7 @@ class Float8BlockScaling(Recipe):
             raise ValueError(f"block scaling dims of input, weight and gradient are 1 or 2, got {dims}")
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
-        dims = {
+        dims: dict[TensorType, Dims] = {
             "input": self.x_block_scaling_dim,
             "weight": self.w_block_scaling_dim,
             "grad_output": self.grad_block_scaling_dim,

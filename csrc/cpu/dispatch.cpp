@@ -27,7 +27,7 @@ std::vector<Level> available_levels() {
   std::vector<Level> levels{{"portable", &portable::kKernels}};
 #if defined(TE_DIST_X86)
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (avx2) levels.push_back({"avx2", &avx2::kKernels});

@@ -36,7 +36,7 @@ struct NvFp4Scales {
 template <class Element, class Code, class Scales, Order kOrder, int kLoad, int kStore>
 struct Dequantize {
   static constexpr int kThreads = kPanelThreads;
-  static constexpr int kBlocks = 3;
+  static constexpr int kBlocks = kLoad >= 4 && kStore >= 8 ? 3 : 2;
   static constexpr bool kPairs = kOrder == Order::kPairsInRows || kOrder == Order::kPairsInColumns;
   static constexpr bool kTurned = kOrder == Order::kColumns || kOrder == Order::kPairsInColumns;
   static constexpr int kBits = kPairs ? 4 : 8;

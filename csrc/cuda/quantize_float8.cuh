@@ -10,7 +10,7 @@ namespace te_dist::cuda {
 template <class Element, class Code, Share kRow, Share kCol, int kLoad, int kRowStore, int kColStore>
 struct QuantizeFloat8 {
   static constexpr int kThreads = kPanelThreads;
-  static constexpr int kBlocks = Element::kPerWord == 2 ? 3 : 2;
+  static constexpr int kBlocks = Element::kPerWord == 2 && kLoad >= 8 ? 3 : 2;
   static constexpr bool kHasRow = kRow != Share::kAbsent, kHasCol = kCol != Share::kAbsent;
   static constexpr bool kHasSquare = kRow == Share::kSquare || kCol == Share::kSquare;
 

@@ -10,7 +10,7 @@ namespace te_dist::cuda {
 template <class Element, int kLoad>
 struct TileAmax {
   static constexpr int kThreads = 256;
-  static constexpr int kBlocks = Element::kPerWord == 2 ? 4 : 2;
+  static constexpr int kBlocks = Element::kPerWord == 2 && kLoad >= 8 ? 4 : 2;
   static constexpr int kStrip = 64;
   static constexpr int kWords = kPatch / Element::kPerWord;
   static constexpr int kBlockCols = kThreads * kPatch;

@@ -20,34 +20,43 @@ struct MiniFloat {
   static constexpr uint32_t kNan = kNanCode;
   static constexpr uint32_t kClamp = kClampBits;
 
-  // Exponent, in code units, that `round_magnitude` adds on top of the code.
-  static constexpr uint32_t kCodeOffset = (128 - kBias) << kMantissaBits;
+  // What has to be added to `rounded + (exponent >> kShift)` below to make the code, modulo 2^(kMagnitudeBits + 1). Even,
+  // so that adding it before rounding leaves ties alone.
+  static constexpr uint32_t kCodeOffset = (0u - ((128 - kBias) << kMantissaBits)) & (2 * kSignCode - 1);
+  static_assert(kCodeOffset % 2 == 0, "an odd offset would round ties the other way");
 
-  // Code of a magnitude (fp32 bits, at most kClampBits), to nearest even. Adding a power of two whose last place is the
-  // spacing of this type rounds in one step, for normal and for subnormal results alike.
-  TE_DIST_INLINE uint32_t round_magnitude(uint32_t magnitude) {
-    uint32_t exponent = magnitude & kInfinityBits;
-    exponent = exponent > kMinNormalBits ? exponent : kMinNormalBits;
-    const uint32_t rounded = bits_of(float_of(magnitude) + float_of(exponent + (uint32_t(kShift) << 23)));
-    return (rounded + (exponent >> kShift) - kCodeOffset) & kCodeMask;
+  // Code of a magnitude (fp32 bits, at most kClampBits), to nearest even, in the low kMagnitudeBits; bits above are not
+  // defined. Adding a power of two whose last place is the spacing of this type rounds in one step, for normal and for
+  // subnormal results alike.
+  template <class Integers>
+  TE_DIST_INLINE Integers round_magnitude(Integers magnitude) {
+    const Integers exponent = larger(magnitude & kInfinityBits, all<Integers>(kMinNormalBits));
+    const Integers spacing = exponent + ((uint32_t(kShift) << 23) + kCodeOffset);
+    return bits_of(float_of(magnitude) + float_of(spacing)) + (exponent >> kShift);
   }
 
   // Saturating cast to nearest even; the sign of zero is kept.
-  TE_DIST_INLINE uint32_t encode(float value) {
-    const uint32_t bits = bits_of(value);
-    const uint32_t magnitude = bits & kMagnitudeMask;
-    const uint32_t clamped = magnitude < kClampBits ? magnitude : kClampBits;
-    const uint32_t code = round_magnitude(clamped) | ((bits >> (31 - kMagnitudeBits)) & kSignCode);
-    return magnitude > kInfinityBits ? kNanCode : code;
+  template <class Floats>
+  TE_DIST_INLINE IntegersOf<Floats> encode(Floats value) {
+    using Integers = IntegersOf<Floats>;
+    const Integers bits = bits_of(value);
+    const Integers magnitude = bits & kMagnitudeMask;
+    const Integers code = round_magnitude(smaller(magnitude, all<Integers>(kClampBits))) & kCodeMask;
+    const Integers sign = (bits >> (31 - kMagnitudeBits)) & kSignCode;
+    return magnitude > all<Integers>(kInfinityBits) ? all<Integers>(kNanCode) : code | sign;
   }
 
-  TE_DIST_INLINE float decode(uint32_t code) {
-    const uint32_t magnitude = code & kCodeMask;
-    const uint32_t shifted = magnitude << kShift;
-    const uint32_t normal = shifted + ((127 - kBias) << 23);
-    const uint32_t subnormal = bits_of(float_of(shifted | kMinNormalBits) - float_of(kMinNormalBits));
-    uint32_t bits = magnitude < (1u << kMantissaBits) ? subnormal : normal;
-    bits = magnitude >= kSpecialCode ? shifted | kInfinityBits : bits;
+  template <class Integers>
+  TE_DIST_INLINE FloatsOf<Integers> decode(Integers code) {
+    const Integers magnitude = code & kCodeMask;
+    const Integers shifted = magnitude << kShift;
+    const Integers normal = shifted + ((127 - kBias) << 23);
+    const Integers subnormal =
+        bits_of(float_of(shifted | kMinNormalBits) - float_of(all<Integers>(kMinNormalBits)));
+    Integers bits = magnitude < all<Integers>(1u << kMantissaBits) ? subnormal : normal;
+    if constexpr (kSpecialCode <= kCodeMask) {
+      bits = magnitude >= all<Integers>(kSpecialCode) ? shifted | kInfinityBits : bits;
+    }
     return float_of(bits | ((code & kSignCode) << (31 - kMagnitudeBits)));
   }
 };
@@ -58,23 +67,32 @@ using E2M1 = MiniFloat<2, 1, 0x40C00000u /* 6 */, 0x7u, 0x8u>;
 using Half = MiniFloat<5, 10, 0x47800000u /* 2^16, the code of infinity */, 0x7FFFu, 0x7C00u>;
 
 // Stochastic cast to e2m1: adds `noise` / 256 of a step and truncates. NaN becomes +6.
-TE_DIST_INLINE uint32_t encode_e2m1_stochastic(float value, uint32_t noise) {
-  const uint32_t bits = bits_of(value);
-  const float magnitude = float_of(bits & kMagnitudeMask);
-  const float step = magnitude < 2.0f ? 0.5f : magnitude < 4.0f ? 1.0f : 2.0f;
-  const float raised = capped(magnitude + float(noise) * 0.00390625f * step, 6.0f);
-  const uint32_t normal = (bits_of(raised) >> 22) - 252;
-  const uint32_t code = raised < 1.0f ? (raised < 0.5f ? 0u : 1u) : normal;
-  return (bits & kMagnitudeMask) > kInfinityBits ? 0x7u : code | ((bits >> 28) & 0x8u);
+template <class Floats>
+TE_DIST_INLINE IntegersOf<Floats> encode_e2m1_stochastic(Floats value, Floats noise) {
+  using Integers = IntegersOf<Floats>;
+  const Integers bits = bits_of(value);
+  const Floats size = magnitude(value);
+  Floats step = size < all<Floats>(4.0f) ? all<Floats>(1.0f) : all<Floats>(2.0f);
+  step = size < all<Floats>(2.0f) ? all<Floats>(0.5f) : step;
+  const Floats raised = capped(size + noise * 0.00390625f * step, 6.0f);
+  const Integers below_one = raised < all<Floats>(0.5f) ? Integers{} : all<Integers>(1u);
+  const Integers code = raised < all<Floats>(1.0f) ? below_one : (bits_of(raised) >> 22) - 252u;
+  const Integers sign = (bits >> 28) & 0x8u;
+  return bits_of(size) > all<Integers>(kInfinityBits) ? all<Integers>(0x7u) : code | sign;
 }
 
-TE_DIST_INLINE float decode_bfloat16(uint16_t code) { return float_of(uint32_t(code) << 16); }
+// Code of a bf16 value in the low half. To nearest even; NaN becomes 0x7FFF, as NVIDIA GPUs convert it.
+template <class Floats>
+TE_DIST_INLINE IntegersOf<Floats> encode_bfloat16(Floats value) {
+  using Integers = IntegersOf<Floats>;
+  const Integers bits = bits_of(value);
+  const Integers rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  return (bits & kMagnitudeMask) > all<Integers>(kInfinityBits) ? all<Integers>(0x7FFFu) : rounded;
+}
 
-// To nearest even; NaN becomes 0x7FFF, as the conversion instruction of NVIDIA GPUs has it.
-TE_DIST_INLINE uint16_t encode_bfloat16(float value) {
-  const uint32_t bits = bits_of(value);
-  const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-  return uint16_t((bits & kMagnitudeMask) > kInfinityBits ? 0x7FFFu : rounded);
+template <class Integers>
+TE_DIST_INLINE FloatsOf<Integers> decode_bfloat16(Integers code) {
+  return float_of(code << 16);
 }
 
 }  // namespace te_dist

@@ -20,33 +20,78 @@ constexpr uint32_t kInfinityBits = 0x7F800000u;
 constexpr uint32_t kMagnitudeMask = 0x7FFFFFFFu;
 constexpr float kFloatMax = 3.402823466e+38f;
 
-TE_DIST_INLINE uint32_t bits_of(float value) {
+// What the numerics compute on: a float, or a vector of floats, with integers of the same shape. Every function below is
+// free of branches and written once for both; csrc/cpu adds the vectors.
+template <class Values>
+struct LanesOf;
+template <>
+struct LanesOf<float> {
+  using Integers = uint32_t;
+};
+template <>
+struct LanesOf<uint32_t> {
+  using Floats = float;
+};
+template <class Values>
+using IntegersOf = typename LanesOf<Values>::Integers;
+template <class Values>
+using FloatsOf = typename LanesOf<Values>::Floats;
+
+template <class Floats>
+TE_DIST_INLINE IntegersOf<Floats> bits_of(Floats value) {
 #if defined(__CUDACC_RTC__)
   return __float_as_uint(value);
 #else
-  uint32_t bits;
+  IntegersOf<Floats> bits;
   __builtin_memcpy(&bits, &value, sizeof bits);
   return bits;
 #endif
 }
 
-TE_DIST_INLINE float float_of(uint32_t bits) {
+template <class Integers>
+TE_DIST_INLINE FloatsOf<Integers> float_of(Integers bits) {
 #if defined(__CUDACC_RTC__)
   return __uint_as_float(bits);
 #else
-  float value;
+  FloatsOf<Integers> value;
   __builtin_memcpy(&value, &bits, sizeof value);
   return value;
 #endif
 }
 
+// `value` in every lane.
+template <class Lanes, class Scalar>
+TE_DIST_INLINE Lanes all(Scalar value) {
+  return Lanes{} + value;
+}
+
+template <class Lanes>
+TE_DIST_INLINE Lanes smaller(Lanes a, Lanes b) {
+  return a < b ? a : b;
+}
+
+template <class Lanes>
+TE_DIST_INLINE Lanes larger(Lanes a, Lanes b) {
+  return a > b ? a : b;
+}
+
 // The smaller of two values, or `limit` where `value` is NaN.
-TE_DIST_INLINE float capped(float value, float limit) { return value < limit ? value : limit; }
+template <class Floats>
+TE_DIST_INLINE Floats capped(Floats value, float limit) {
+  const Floats limits = all<Floats>(limit);
+  return value < limits ? value : limits;
+}
+
+template <class Floats>
+TE_DIST_INLINE Floats magnitude(Floats value) {
+  return float_of(bits_of(value) & kMagnitudeMask);
+}
 
 // Order of magnitudes as integers: bits of |value|, 0 for NaN (a NaN does not enter an amax).
-TE_DIST_INLINE uint32_t magnitude_key(float value) {
-  const uint32_t magnitude = bits_of(value) & kMagnitudeMask;
-  return magnitude > kInfinityBits ? 0u : magnitude;
+template <class Integers>
+TE_DIST_INLINE Integers magnitude_key(Integers bits) {
+  const Integers key = bits & kMagnitudeMask;
+  return key > all<Integers>(kInfinityBits) ? Integers{} : key;
 }
 
 }  // namespace te_dist

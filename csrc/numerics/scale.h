@@ -14,39 +14,42 @@ struct FloatScaleRule {
 };
 
 // Multiplier that maps `amax` to the largest code; 1 where amax is zero, infinite or NaN.
-TE_DIST_INLINE float scale_from_amax(float amax, const FloatScaleRule& rule) {
-  amax = amax < rule.eps ? rule.eps : amax;
-  const uint32_t amax_bits = bits_of(amax);
-  const bool unusable = amax_bits == 0 || amax_bits >= kInfinityBits;
-  float scale = rule.max_code / amax;
-  scale = bits_of(scale) == kInfinityBits ? rule.value_for_inf : scale;
-  const uint32_t mantissa_mask = rule.pow2 ? 0xFF800000u : 0xFFFFFFFFu;
-  scale = float_of(bits_of(scale) & mantissa_mask);
-  return unusable ? 1.0f : scale;
+template <class Floats>
+TE_DIST_INLINE Floats scale_from_amax(Floats amax, const FloatScaleRule& rule) {
+  using Integers = IntegersOf<Floats>;
+  const Floats one = all<Floats>(1.0f), infinity = float_of(all<Integers>(kInfinityBits));
+  amax = amax < all<Floats>(rule.eps) ? all<Floats>(rule.eps) : amax;
+  Floats scale = all<Floats>(rule.max_code) / amax;
+  scale = scale == infinity ? all<Floats>(rule.value_for_inf) : scale;
+  scale = float_of(bits_of(scale) & (rule.pow2 ? 0xFF800000u : 0xFFFFFFFFu));
+  scale = amax == Floats{} ? one : scale;
+  return amax < infinity ? scale : one;
 }
 
-// MXFP8: biased exponent of `value` rounded up to a power of two. NaN gives 255, infinity 254.
-TE_DIST_INLINE uint32_t e8m0_round_up(float value) {
-  const uint32_t bits = bits_of(value) & kMagnitudeMask;
-  const uint32_t exponent = bits >> 23;
-  const uint32_t mantissa = bits & 0x7FFFFFu;
-  const bool rounds_to_smallest = exponent == 0 && mantissa <= 0x400000u;
-  const bool up = mantissa > 0 && exponent < 0xFEu && !rounds_to_smallest;
-  const uint32_t finite = exponent + (up ? 1u : 0u);
-  const uint32_t special = mantissa > 0 ? 0xFFu : 0xFEu;
-  return exponent == 0xFFu ? special : finite;
+// MXFP8: biased exponent of `value` (not negative) rounded up to a power of two. NaN gives 255, infinity 254.
+template <class Floats>
+TE_DIST_INLINE IntegersOf<Floats> e8m0_round_up(Floats value) {
+  using Integers = IntegersOf<Floats>;
+  const Integers bits = bits_of(value) & kMagnitudeMask;
+  // Half of 2^-126 is the smallest power of two: what lies below it rounds up to it, not to the next one.
+  const Integers up = bits > all<Integers>(0x00400000u) ? (bits + 0x7FFFFFu) >> 23 : Integers{};
+  const Integers finite = smaller(up, all<Integers>(0xFEu));
+  return bits > all<Integers>(kInfinityBits) ? all<Integers>(0xFFu) : finite;
 }
 
 // 2^(exponent - 127); NaN for 255.
-TE_DIST_INLINE float e8m0_value(uint32_t exponent) {
-  const uint32_t bits = exponent == 0 ? 0x00400000u : exponent << 23;
-  return float_of(exponent == 255 ? 0x7FFFFFFFu : bits);
+template <class Integers>
+TE_DIST_INLINE FloatsOf<Integers> e8m0_value(Integers exponent) {
+  const Integers bits = exponent == Integers{} ? all<Integers>(0x00400000u) : exponent << 23;
+  return float_of(exponent == all<Integers>(255u) ? all<Integers>(0x7FFFFFFFu) : bits);
 }
 
 // Its reciprocal, by which data is multiplied.
-TE_DIST_INLINE float e8m0_inverse(uint32_t exponent) {
-  const uint32_t bits = exponent == 254 ? 0x00400000u : (254u - exponent) << 23;
-  return float_of(exponent == 255 ? 0x7FFFFFFFu : bits);
+template <class Integers>
+TE_DIST_INLINE FloatsOf<Integers> e8m0_inverse(Integers exponent) {
+  const Integers normal = (254u - exponent) << 23;
+  const Integers bits = exponent == all<Integers>(254u) ? all<Integers>(0x00400000u) : normal;
+  return float_of(exponent == all<Integers>(255u) ? all<Integers>(0x7FFFFFFFu) : bits);
 }
 
 constexpr uint32_t kReciprocalOfE4M3Max = 0x3B124925u;  // fp32(1 / 448)
@@ -62,27 +65,32 @@ TE_DIST_INLINE float nvfp4_tensor_scale(float amax, float e4m3_max) {
 }
 
 // NVFP4: scale byte (e4m3) of a block.
-TE_DIST_INLINE uint32_t nvfp4_block_code(float block_amax, float tensor_scale) {
+template <class Floats>
+TE_DIST_INLINE IntegersOf<Floats> nvfp4_block_code(Floats block_amax, float tensor_scale) {
   return E4M3::encode(capped(block_amax * (tensor_scale * float_of(kReciprocalOf6)), kFloatMax));
 }
 
 // NVFP4: multiplier of the elements of a block, given its scale byte.
-TE_DIST_INLINE float nvfp4_block_multiplier(uint32_t code, float tensor_scale) {
+template <class Integers>
+TE_DIST_INLINE FloatsOf<Integers> nvfp4_block_multiplier(Integers code, float tensor_scale) {
   return capped(1.0f / (E4M3::decode(code) * (1.0f / tensor_scale)), kFloatMax);
 }
 
 // NVFP4: what a code of a block is multiplied by when it is decoded.
-TE_DIST_INLINE float nvfp4_decode_scale(uint32_t code, float tensor_amax, int e4m3_max) {
+template <class Integers>
+TE_DIST_INLINE FloatsOf<Integers> nvfp4_decode_scale(Integers code, float tensor_amax, int e4m3_max) {
   return E4M3::decode(code) * tensor_amax * float_of(e4m3_max == 256 ? kReciprocalOf1536 : kReciprocalOf2688);
 }
 
-// NVFP4 four-over-six: scale byte of a block whose largest value shall become `expand` / 1.5 of 6 (1: six, 1.5: four).
+// NVFP4 four-over-six: scale byte of a block whose largest value shall become 6 (`expand` 1) or 4 (`expand` 1.5).
 TE_DIST_INLINE uint32_t nvfp4_four_over_six_code(float block_amax, float tensor_scale, float expand) {
   return E4M3::encode(capped(block_amax / 6.0f * tensor_scale * expand, 448.0f));
 }
 
-// NVFP4 four-over-six: error of one decoded value, the quantity that is summed and compared.
-TE_DIST_INLINE float nvfp4_decode_error(uint32_t code, float block_scale, float tensor_amax, float e4m3_max, float value) {
+// NVFP4 four-over-six: difference of a decoded and the true value; its size, or its square, is summed and compared.
+template <class Floats>
+TE_DIST_INLINE Floats nvfp4_decode_error(IntegersOf<Floats> code, float block_scale, float tensor_amax, float e4m3_max,
+                                         Floats value) {
   return E2M1::decode(code) * block_scale * tensor_amax / (6.0f * e4m3_max) - value;
 }
 

@@ -58,6 +58,8 @@ class NvFp4(Codec):
         return replace(self, tile=(0, 0))
 
     def alignment(self, dim: int) -> int:
+        if self.four_over_six != "none":
+            return self.tile[dim]  # the choice weighs the errors of a whole tile
         return HADAMARD if self.hadamard is not None and dim == 0 else 1
 
     def check(self, region: Region) -> None:

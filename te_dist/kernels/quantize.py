@@ -131,9 +131,7 @@ _FOUR_OVER_SIX = {"none": "kNone", "mae": "kMeanAbsolute", "mse": "kMeanSquare"}
 
 
 @cache
-def nvfp4(
-    element: str, rule: tuple[str, str], shares: tuple[str, str], widths: tuple[int, int, int]
-) -> Spec:
+def nvfp4(element: str, rule: tuple[str, str], shares: tuple[str, str], widths: tuple[int, int, int]) -> Spec:
     """Spec of an NVFP4 quantizer. `rule`: rounding and four-over-six. `widths` as in `float8`."""
     rounding, four_over_six = rule
     rule_type = f"NvFp4Rule<Rounding::{rounding}, FourOverSix::{four_over_six}>"

@@ -32,7 +32,9 @@ class Layout:
         for index, name in enumerate(self.names):
             before = "@" + "".join(self._types[: index + 1])
             offset = struct.calcsize(before) - struct.calcsize("@" + self._types[index])
-            lines.append(f'static_assert(__builtin_offsetof(Kernel::Params, {name}) == {offset}, "place of {name}");')
+            # NOTE: `offsetof`, as NVRTC's front end spells it; it has no <cstddef>.
+            place = f"__INTADDR__(&((Kernel::Params*)0)->{name})"
+            lines.append(f'static_assert({place} == {offset}, "place of {name}");')
         return "\n".join(lines)
 
 

@@ -57,7 +57,7 @@ def read(path: Path) -> Config:
     return build(Config, table)
 
 
-def build(cls: type, table: Mapping[str, Any], prefix: str = "") -> Any:
+def build(cls: type, table: Mapping[str, Any], *, prefix: str = "") -> Any:
     """An instance of dataclass `cls` from a mapping; keys left out keep their default.
 
     Raises:
@@ -87,7 +87,7 @@ def dump(config: Config) -> str:
 def _convert(hint: Any, value: Any, key: str) -> Any:
     if dataclasses.is_dataclass(hint):
         require(isinstance(value, dict), key, got=repr(value), wanted="a table", remedy=f"write {key} = {{...}}")
-        return build(hint, value, key + ".")  # type: ignore[arg-type]
+        return build(hint, value, prefix=key + ".")  # type: ignore[arg-type]
     if get_origin(hint) is tuple and isinstance(value, list):
         return tuple(_convert(get_args(hint)[0], item, f"{key}[{index}]") for index, item in enumerate(value))
     if hint is float and _fits(int, value):

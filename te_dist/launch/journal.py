@@ -7,13 +7,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-matplotlib.use("Agg")
+CONFIG = "config.json"
 METRICS = "metrics.jsonl"
 PICTURE = "loss.png"
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -57,11 +56,12 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def start(self, step: int) -> None:
-        """Drops metrics after `step`: those of an interrupted run that this one repeats."""
+    def start(self, step: int, config: str) -> None:
+        """Writes the configuration down and drops metrics after `step`: those that an interrupted run left."""
         if not self._writes:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / CONFIG).write_text(config)
         kept = [record for record in self._records() if record["step"] <= step]
         (self.folder / METRICS).write_text("".join(json.dumps(record) + "\n" for record in kept))
         self._bar.update(self._task, completed=step)

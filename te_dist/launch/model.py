@@ -27,7 +27,7 @@ def call(function: Callable[..., Tensor], *args: Any) -> Tensor:
     return function(*args)
 
 
-def rotary_table(length: int, width: int, base: float, device: torch.device) -> Rotary:
+def rotary_table(length: int, width: int, base: float, *, device: torch.device) -> Rotary:
     """Cosines and sines by which each pair of a head's columns is turned.
 
     Computed in every pass: a table kept as a buffer would have to be rebuilt after construction on the meta device.
@@ -128,7 +128,7 @@ class Decoder(nn.Module):
         """Logits (B, S, vocab_size), fp32, of the token after each of `tokens` (B, S) int64."""
         x = self.embedding(tokens)
         width = self.config.hidden // self.config.heads
-        table = rotary_table(tokens.shape[1], width, self.config.rope_base, tokens.device)
+        table = rotary_table(tokens.shape[1], width, self.config.rope_base, device=tokens.device)
         for block in self.blocks:
             x = block(x, table)
         return self.head(self.norm(x)).float()

@@ -62,7 +62,7 @@ def choose(config: Config) -> Path | None:
     return Path(resume)
 
 
-def save(config: Config, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+def save(config: Config, progress: Progress, model: nn.Module, *, optimizer: torch.optim.Optimizer) -> Path:
     """Writes a checkpoint and returns its path. Called by every rank.
 
     Raises:
@@ -74,7 +74,7 @@ def save(config: Config, progress: Progress, model: nn.Module, optimizer: torch.
     return path
 
 
-def load(path: Path, config: Config, text: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+def load(path: Path, config: Config, text: str, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
     """Reads a checkpoint into model and optimizer. Called by every rank.
 
     Args:

@@ -61,11 +61,11 @@ def run(world: World, config: Config) -> None:
     open_process_group(world, device, config.timeout_seconds)
     folder = Path(config.run_dir)
     with Journal(folder, config.train.steps, writes=world.rank == 0) as journal:
-        trainer = world.agree(lambda: Trainer(config, plan, world, device, text))
+        trainer = world.agree(lambda: Trainer(config, plan, world, device=device, corpus=text))
         if start is not None:
             trainer.restore(start)
             journal.note(f"resumed from {start}")
-        journal.start(trainer.progress.step)
+        journal.start(trainer.progress.step, config_file.dump(config))
         trainer.run(journal)
     _report(journal, trainer)
     journal.note(f"{time.perf_counter() - started:.0f} s; the loss is drawn in {folder / PICTURE}")
@@ -111,8 +111,8 @@ def _report(journal: Journal, trainer: Trainer) -> None:
         ),
     )
     journal.table(
-        "held-out text, nats per token",
-        ("", "loss"),
+        "loss on held-out text",
+        ("", "nats per token"),
         (("this run", f"{trainer.validation_loss:.4f}"), ("unigram model", f"{trainer.unigram:.4f}")),
     )
 

@@ -75,7 +75,7 @@ class Trainer:
     validation_loss: float
     gathered_bytes: int | None
 
-    def __init__(self, config: Config, layout: Layout, world: World, device: torch.device, corpus: Corpus) -> None:
+    def __init__(self, config: Config, layout: Layout, world: World, *, device: torch.device, corpus: Corpus) -> None:
         self.config = config
         self.layout = layout
         self.world = world
@@ -108,10 +108,10 @@ class Trainer:
 
     def restore(self, path: Path) -> None:
         """Goes on from a checkpoint."""
-        self.progress = progress.load(path, self.config, self.progress.text, self.model, self.optimizer)
+        self.progress = progress.load(path, self.config, self.progress.text, model=self.model, optimizer=self.optimizer)
 
     def run(self, journal: Journal) -> None:
-        """Trains up to the last step, then evaluates; returns early from nothing.
+        """Trains up to the last step. A run that came that far before is evaluated only.
 
         Raises:
             JobError: on every rank, once the loss or the gradient's norm is no longer finite.
@@ -211,7 +211,7 @@ class Trainer:
         journal.note(f"step {self.progress.step}  validation loss {self.validation_loss:.4f}")
 
     def _save(self, journal: Journal) -> None:
-        progress.save(self.config, self.progress, self.model, self.optimizer)
+        progress.save(self.config, self.progress, self.model, optimizer=self.optimizer)
         if self.world.rank == 0:
             checkpoints.prune(progress.folder(self.config), self.config.checkpoint.keep)
         journal.draw(self.unigram)

@@ -21,7 +21,16 @@ from te_dist import env
 from te_dist.launch.errors import JobError, require
 
 T = TypeVar("T")
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
+# What gloo and NCCL say when another rank is gone or silent; gloo raises plain RuntimeErrors.
+LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "remote process exited",
+    "collective operation timeout",
+    "communicator was aborted",
+)
 PARTING = timedelta(seconds=5)
 PREPARATION = 10  # preparing the text may take this many times the collectives' timeout
 
@@ -154,7 +163,4 @@ def open_process_group(world: World, device: torch.device, timeout_seconds: floa
 
 def lost_peer(error: RuntimeError) -> bool:
     """Whether a collective failed because another rank is gone, not through a fault of this one."""
-    if isinstance(error, dist.DistError):
-        return True
-    # gloo raises plain RuntimeErrors.
     return any(sign in str(error) for sign in LOST_PEER)

@@ -26,13 +26,13 @@ class LayerNormLinear(NormedModule):
         self, in_features: int, out_features: int, *, bias: bool = True, **options: Unpack[LayerNormLinearOptions]
     ) -> None:
         """See `LayerNormLinearOptions` for the keywords; raises as `Linear` does."""
-        options = read(dict(options), LayerNormLinearOptions, "LayerNormLinear")
-        super().__init__(in_features, options)
+        known = read(dict(options), LayerNormLinearOptions, "LayerNormLinear")
+        super().__init__(in_features, known)
         self.in_features = in_features
         self.out_features = out_features
-        self.return_bias: bool = options.get("return_bias", False)
+        self.return_bias: bool = known.get("return_bias", False)
         self.gemm = LinearSite(in_features, out_features, name=self.name)
-        self._add_linear(self.gemm, ("weight", "bias" if bias else None), options.get("init_method"))
+        self._add_linear(self.gemm, ("weight", "bias" if bias else None), known.get("init_method"))
 
     def forward(self, inp: Tensor) -> Any:
         """(..., out_features) of `inp` (..., in_features); a tuple with `return_bias`, `return_layernorm_output`."""

@@ -31,19 +31,19 @@ class LayerNormMLP(NormedModule):
         self, hidden_size: int, ffn_hidden_size: int, *, bias: bool = True, **options: Unpack[LayerNormMLPOptions]
     ) -> None:
         """See `LayerNormMLPOptions` for the keywords; raises as `Linear` does, and for an unknown activation."""
-        options = read(dict(options), LayerNormMLPOptions, "LayerNormMLP")
-        super().__init__(hidden_size, options)
+        known = read(dict(options), LayerNormMLPOptions, "LayerNormMLP")
+        super().__init__(hidden_size, known)
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size
-        self.return_bias: bool = options.get("return_bias", False)
-        self.activation = options.get("activation", "gelu")
+        self.return_bias: bool = known.get("return_bias", False)
+        self.activation = known.get("activation", "gelu")
         width = ffn_hidden_size * (2 if activations.find(self.activation).is_gated else 1)
         prefix = f"{self.name}." if self.name else ""
         self.fc1 = LinearSite(hidden_size, width, name=f"{prefix}fc1")
         self.fc2 = LinearSite(ffn_hidden_size, hidden_size, name=f"{prefix}fc2")
-        first = options.get("init_method")
+        first = known.get("init_method")
         self._add_linear(self.fc1, ("fc1_weight", "fc1_bias" if bias else None), first)
-        second = options.get("output_layer_init_method") or first
+        second = known.get("output_layer_init_method") or first
         self._add_linear(self.fc2, ("fc2_weight", "fc2_bias" if bias else None), second)
 
     def forward(self, inp: Tensor) -> Any:

@@ -33,13 +33,13 @@ class Linear(QuantizedModule):
             ValueError: a keyword of TransformerEngine that te_dist does not take; or, inside of
                 `quantized_model_init`, features that do not fit the recipe.
         """
-        options = read(dict(options), LinearOptions, "Linear")
-        super().__init__(options)
+        known = read(dict(options), LinearOptions, "Linear")
+        super().__init__(known)
         self.in_features = in_features
         self.out_features = out_features
-        self.return_bias: bool = options.get("return_bias", False)
+        self.return_bias: bool = known.get("return_bias", False)
         self.gemm = LinearSite(in_features, out_features, name=self.name)
-        self._add_linear(self.gemm, ("weight", "bias" if bias else None), options.get("init_method"))
+        self._add_linear(self.gemm, ("weight", "bias" if bias else None), known.get("init_method"))
 
     def forward(self, inp: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """(..., out_features) of `inp` (..., in_features), plain or quantized; with `return_bias` (that, the bias)."""

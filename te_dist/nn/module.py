@@ -79,21 +79,24 @@ class QuantizedModule(nn.Module):
 
     def _make_weight(self, site: LinearSite, name: str) -> nn.Parameter:
         """(out_features, in_features), initialized; quantized where `quantized_model_init` says so."""
-        shape, init = (site.out_features, site.in_features), current_model_init()
-        plain = torch.empty(shape, dtype=self.params_dtype, device=self._device)
+        plain = torch.empty((site.out_features, site.in_features), dtype=self.params_dtype, device=self._device)
         self.init_parameter(name, plain)
-        if init.recipe is None:
-            return nn.Parameter(plain)
-        format = site.weight_format(init.recipe, plain)
-        storage = storages.empty(
-            format, Region.whole(*shape), dtype=plain.dtype, device=plain.device, fields=format.canonical.fields
-        )
-        if not plain.is_meta:
-            storage.quantize_(plain)
-            storage.initial = plain.cpu() if init.keeps_initial else None
-        weight = QuantizedParameter(storage, shape)
-        weight.keep_initial = init.keeps_initial
-        return nn.Parameter(weight)
+        return weight_of(site, plain)
+
+
+def weight_of(site: LinearSite, plain: Tensor) -> nn.Parameter:
+    """A weight of these values for a linear map; quantized where the surrounding `quantized_model_init` says so."""
+    init = current_model_init()
+    if init.recipe is None:
+        return nn.Parameter(plain)
+    format, region = site.weight_format(init.recipe, plain), Region.whole(*plain.shape)
+    storage = storages.empty(format, region, dtype=plain.dtype, device=plain.device, fields=format.canonical.fields)
+    if not plain.is_meta:
+        storage.quantize_(plain)
+        storage.initial = plain.cpu() if init.keeps_initial else None
+    weight = QuantizedParameter(storage, plain.shape)
+    weight.keep_initial = init.keeps_initial
+    return nn.Parameter(weight)
 
 
 def _uniform(tensor: Tensor, bound: float) -> None:

@@ -38,6 +38,8 @@ class _Norm(nn.Module):
     """A norm of its own. See `normalize`."""
 
     kind: Kind
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -96,6 +98,9 @@ class NormedModule(QuantizedModule):
         layer_norm_bias: (features,), with normalization="LayerNorm"; None with "RMSNorm".
     """
 
+    layer_norm_weight: nn.Parameter
+    layer_norm_bias: nn.Parameter | None
+
     def __init__(self, features: int, options: dict[str, Any]) -> None:
         super().__init__(options)
         self.normalization: Kind = options.get("normalization", "LayerNorm")
@@ -119,5 +124,5 @@ class NormedModule(QuantizedModule):
 
     def _output(self, *values: Tensor | None, normalized: Tensor) -> Any:
         """The values asked for: a tuple where there are several."""
-        values = (*values, normalized) if self.return_layernorm_output else values
-        return values if len(values) > 1 else values[0]
+        wanted = [*values, normalized] if self.return_layernorm_output else [*values]
+        return tuple(wanted) if len(wanted) > 1 else wanted[0]

@@ -79,8 +79,7 @@ class _Linear(torch.autograd.Function):
         input_dtype, weight_dtype, bias_dtype = ctx.dtypes
         grad_input = grad_weight = grad_bias = None
         directions = (ROWWISE,) * wants_input + (COLUMNWISE,) * wants_weight
-        if directions:
-            grads = ctx.plan.grad_output.encode(_padded(grad, ctx.plan), *directions)
+        grads = ctx.plan.grad_output.encode(_padded(grad, ctx.plan), *directions) if directions else None
         if wants_input:
             weights = _quantized_weight(weight, ctx.plan, COLUMNWISE)
             product = multiply(operand(grads, ROWWISE), operand(weights, COLUMNWISE), dtype=input_dtype)

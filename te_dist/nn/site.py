@@ -64,8 +64,17 @@ class LinearSite(nn.Module):
             x: (..., K), plain or quantized.
             weight: (N, K), plain or quantized, or a DTensor of either, of which the local part is used.
             bias: (N,) or None.
+
+        Raises:
+            ValueError: the extents of `x` and `weight` differ, or the recipe cannot compute this map.
         """
-        weight, bias = (t.to_local() if isinstance(t, DTensor) else t for t in (weight, bias))
+        weight = weight.to_local() if isinstance(weight, DTensor) else weight
+        bias = bias.to_local() if isinstance(bias, DTensor) else bias
+        if x.shape[-1] != weight.shape[-1]:
+            raise ValueError(
+                f"{self.name or 'Linear'}: the input of shape {tuple(x.shape)} has {x.shape[-1]} columns, the weight "
+                f"takes {weight.shape[-1]}"
+            )
         kind = weight.device.type
         if torch.is_autocast_enabled(kind) and not isinstance(x, QuantizedTensor):
             x = x.to(torch.get_autocast_dtype(kind))
@@ -98,9 +107,11 @@ class LinearSite(nn.Module):
         if device.type != "meta":
             _check(recipe, (self.name, self.in_features, self.out_features), device.type)
         requests = {kind: answer for kind, answer in answers.items() if isinstance(answer, DelayedScalingRequest)}
-        if requests and self.scaling is None:
+        if not requests:
+            return answers
+        if self.scaling is None:
             self.scaling = DelayedScalingState(requests, device=device)
-        elif requests and self.scaling.requests != requests:
+        if self.scaling.requests != requests:
             raise ValueError(
                 f"{self.name} keeps histories for {self.scaling.requests}, the recipe asks for {requests}; use one "
                 "delayed recipe throughout, or set .scaling to None to start anew"
@@ -119,6 +130,7 @@ class LinearSite(nn.Module):
                 those who update shards do not do.
         """
         quantizer = self.prepare(recipe, weight.device)["weight"]
+        assert isinstance(quantizer, Quantizer)  # weights have no history
         if getattr(quantizer, "columnwise_source", "original") != "original":
             raise ValueError(
                 f'{self.name}: a quantized parameter is updated from its masters, columnwise_source="original"; '
@@ -127,14 +139,15 @@ class LinearSite(nn.Module):
         return quantizer.format(weight.dtype)
 
     def _plan(self, recipe: Recipe, x: Tensor, weight: Tensor) -> Plan:
-        answers = dict(self.prepare(recipe, weight.device))
-        stateful = any(isinstance(answer, DelayedScalingRequest) for answer in answers.values())
-        records = stateful and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-        if stateful:
-            answers |= self.scaling.quantizers(current_autocast().amax_reduction_group, records=records)
+        answers = self.prepare(recipe, weight.device)
+        quantizers = {kind: answer for kind, answer in answers.items() if isinstance(answer, Quantizer)}
+        records = False
+        if self.scaling is not None and len(quantizers) < len(answers):
+            records = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+            quantizers |= self.scaling.quantizers(current_autocast().amax_reduction_group, records=records)
         if self.placed is not None:
-            answers = {kind: self.placed(kind, answer) for kind, answer in answers.items()}
-        return Plan(**answers, row_multiple=_row_multiple(recipe, self.name, x.dtype), moves_histories=records)
+            quantizers = {kind: self.placed(kind, quantizer) for kind, quantizer in quantizers.items()}
+        return Plan(**quantizers, row_multiple=_row_multiple(recipe, self.name, x.dtype), moves_histories=records)
 
 
 def prepare(model: nn.Module, recipe: Recipe) -> None:

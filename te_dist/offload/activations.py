@@ -23,7 +23,7 @@ class Policy:
     """What is parked.
 
     Attributes:
-        budget: host bytes at most, of all contexts of this process together; None for no bound.
+        budget: host bytes at most, of all contexts for the device together; None for no bound.
         min_bytes: smaller saved tensors stay.
         window: device bytes at most that are held for copies on their way, in either direction.
     """
@@ -170,7 +170,7 @@ def activations(
     are bit for bit those without it.
 
     Args:
-        budget: host bytes at most, of all such blocks of this process together, as a number or as text ("16GiB").
+        budget: host bytes at most, of all such blocks for the device together, as a number or as text ("16GiB").
             None: no bound.
         min_bytes: saved tensors of fewer bytes stay.
         window: device bytes at most that are held for copies on their way, in either direction (GPU only).

@@ -8,12 +8,16 @@ stream* waits for its copy and the reference is dropped: memory that the compute
 the allocator has it back at a moment that does not depend on timing. On the way back the buffer is allocated on the
 compute stream, filled on the incoming stream, and the compute stream waits before it reads. Two streams, because a
 link carries both directions at once.
+
+What is dropped early, because its graph is, does no harm: a copy out of memory that was freed fills host bytes that
+nobody reads, and those go to later copies on the same stream; for a copy into memory that nobody asked for in the end,
+the compute stream waits before the memory is free.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +36,7 @@ class Copies:
     """Copies that are done when the call returns.
 
     Attributes:
-        pool: host memory of this device type.
+        pool: host memory for this device.
         looks_ahead: whether copies started early overlap with anything.
     """
 
@@ -40,7 +44,7 @@ class Copies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.pool: HostPool = pool_of(device.type)
+        self.pool: HostPool = pool_of(device)
 
     def out(self, source: Tensor, block: Block) -> Done:
         """Copies `source` (1-D uint8) into `block`."""
@@ -91,7 +95,7 @@ class _AtOnce:
 class _Reached:
     """An event on one of the copy streams."""
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+    def __init__(self, event: Any, device: torch.device) -> None:
         self._event, self._device = event, device
 
     def wait(self) -> None:

@@ -133,6 +133,6 @@ def _cut(views: list[Tensor], nbytes: int) -> Iterator[Tensor]:
 
 
 @functools.cache
-def pool_of(device_type: str) -> HostPool:
-    """The process's pool for tensors of this device type; it outlives the contexts, so that slabs are made once."""
-    return HostPool(pinned=device_type != "cpu")
+def pool_of(device: torch.device) -> HostPool:
+    """The process's pool for tensors of this device; it outlives the contexts, so that slabs are made once."""
+    return HostPool(pinned=device.type != "cpu")

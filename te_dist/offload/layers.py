@@ -45,6 +45,7 @@ class LayerwiseOffload:
         self._hooks.__enter__()
 
     def __exit__(self, *error: Any) -> None:
+        assert self._hooks is not None
         self._hooks.__exit__(*error)
 
     def synchronize(self, output: Tensor) -> Tensor:

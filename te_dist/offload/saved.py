@@ -78,7 +78,7 @@ def take_apart(tensor: Tensor) -> tuple[list[Tensor], Rebuild]:
     return [leaf for leaves, _ in apart.values() for leaf in leaves], rebuild
 
 
-def _inner(tensor: Tensor) -> dict[str, Tensor]:
+def _inner(tensor: Any) -> dict[str, Tensor]:
     """Inner tensors of a wrapper by name; what a wrapper names beside them (a mesh) is left out."""
     named = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
     return {name: inner for name, inner in named.items() if isinstance(inner, Tensor)}

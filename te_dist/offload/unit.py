@@ -61,7 +61,7 @@ class Extent:
         one copy.
         """
         total, item = tensor.untyped_storage().nbytes(), tensor.element_size()
-        first = tensor.storage_offset() * item
+        first = int(tensor.storage_offset()) * item
         last = first + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) * item
         start, stop = first - first % ALIGNMENT, last + item
         return cls(0, total) if 2 * (stop - start) >= total else cls(start, stop)
@@ -98,6 +98,10 @@ class Unit:
         statistics.peak = max(statistics.peak, statistics.live)
         weakref.finalize(self._block, statistics.left, len(extent)).atexit = False
 
+    def __del__(self) -> None:
+        if getattr(self, "_back", None) is not None:
+            self._copied.wait()
+
     def holds(self, extent: Extent, version: int) -> bool:
         """Whether the bytes of `extent` of a tensor at `version` are among those parked."""
         return version == self._version and self.extent.start <= extent.start and extent.stop <= self.extent.stop
@@ -112,6 +116,7 @@ class Unit:
     def prefetch(self) -> None:
         """Starts the copy back."""
         if self.source is None and self._back is None:
+            assert self._block is not None
             self._back, self._copied = self._copies.back(self._block, self._copied)
             self._block = None
             self._statistics.restored += len(self.extent)
@@ -128,10 +133,12 @@ class Unit:
         if self.source is not None:
             return self.source.untyped_storage(), 0
         self.prefetch()
+        assert self._back is not None
         self._copied.wait()
         return self._back.untyped_storage(), self.extent.start
 
     def _check(self) -> None:
+        assert self.source is not None
         self._is_spoiled = self._is_spoiled or version_of(self.source) != self._version
 
 

@@ -20,4 +20,3 @@ def register(schema: str, cpu: Callable[..., None], cuda: Callable[..., None]) -
 
 def _fake(*_: object) -> None:
     """Outputs are arguments: there is nothing to make up."""
-

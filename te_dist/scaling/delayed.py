@@ -31,6 +31,7 @@ class DelayedScalingState(nn.Module):
 
     scale: Tensor  # f32 (n,)
     amax_history: Tensor  # f32 (length, n), see `next_history`
+    scaled_max: Tensor  # f32 (n,), what the largest magnitude is scaled to; follows from the requests, so not saved
 
     def __init__(self, requests: Mapping[str, DelayedScalingRequest], *, device: torch.device | str) -> None:
         super().__init__()
@@ -44,12 +45,15 @@ class DelayedScalingState(nn.Module):
         (length,) = lengths
         self.register_buffer("scale", torch.empty(len(requests), dtype=torch.float32, device=device))
         self.register_buffer("amax_history", torch.empty(length, len(requests), dtype=torch.float32, device=device))
+        self.register_buffer("scaled_max", torch.empty_like(self.scale), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Scales of 1 and empty histories."""
         self.scale.fill_(1.0)
         self.amax_history.zero_()
+        for column, request in enumerate(self.requests.values()):
+            self.scaled_max[column] = request.scaled_max
 
     def quantizers(self, group: dist.ProcessGroup | None, *, records: bool) -> dict[str, Float8Quantizer]:
         """By name, quantizers that use the present scales.
@@ -99,7 +103,7 @@ def update() -> None:
 def _reduce(amaxes: list[Tensor], group: dist.ProcessGroup) -> None:
     together = torch.cat(amaxes)
     dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
-    torch._foreach_copy_(amaxes, list(together.split([a.numel() for a in amaxes])))
+    _torch_private.copy_each(amaxes, together.split([a.numel() for a in amaxes]))
 
 
 def _alike(states: Iterable[DelayedScalingState]) -> Iterable[list[DelayedScalingState]]:
@@ -113,11 +117,11 @@ def _alike(states: Iterable[DelayedScalingState]) -> Iterable[list[DelayedScalin
 
 def _move_on(states: list[DelayedScalingState]) -> None:
     """One update of all histories laid side by side: the number of kernels does not depend on that of states."""
-    requests = [request for state in states for request in state.requests.values()]
     sizes = [len(state.requests) for state in states]
     history = torch.cat([state.amax_history for state in states], dim=1)
     scale = torch.cat([state.scale for state in states])
-    scaled_max = torch.tensor([r.scaled_max for r in requests], dtype=torch.float32).to(scale.device, non_blocking=True)
-    scale = next_scale(history, scale, scaled_max, algo=requests[0].amax_compute_algo)
-    torch._foreach_copy_([s.scale for s in states], list(scale.split(sizes)))
-    torch._foreach_copy_([s.amax_history for s in states], list(next_history(history).split(sizes, dim=1)))
+    scaled_max = torch.cat([state.scaled_max for state in states])
+    algo = next(iter(states[0].requests.values())).amax_compute_algo
+    scale = next_scale(history, scale, scaled_max, algo=algo)
+    _torch_private.copy_each([s.scale for s in states], scale.split(sizes))
+    _torch_private.copy_each([s.amax_history for s in states], next_history(history).split(sizes, dim=1))

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor
 
+
+def _first_of(*names: str) -> Any:
+    """The collective under the first of `names` that this torch has."""
+    return next(getattr(dist, name) for name in names if hasattr(dist, name))
+
+
 # torch 2.13 renames both; the older names warn there.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = _first_of("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = _first_of("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -61,13 +61,13 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.sent: list[Sent] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Lets tensors made of tensors run first, so that what they hand to collectives comes here."""
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
         name = func.name().partition(".")[0]
         if name in _INPUTS:
-            tensors = [t for t in tree_leaves(args[_INPUTS[name]]) if isinstance(t, Tensor)]
+            tensors: list[Tensor] = [t for t in tree_leaves(args[_INPUTS[name]]) if isinstance(t, Tensor)]
             self.sent.append(Sent(_kind(name), sum(t.nbytes for t in tensors), tensors[0].dtype))
         return func(*args, **(kwargs or {}))
 

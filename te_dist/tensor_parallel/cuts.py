@@ -77,8 +77,8 @@ class SequenceCut:
 
     def cuts_no_tile(self, format: Format) -> bool:
         """Whether every run begins where tiles of `format` begin, so that runs may be quantized side by side."""
-        tiles = {tile[0] for d in format.directions for tile in format[d].codec.amax_tiles if tile[0] != WHOLE}
-        step = math.lcm(*tiles)
+        heights = (field.tile[0] for field in format.fields)
+        step = math.lcm(*(height for height in heights if height != WHOLE))
         return all(edge % step == 0 for runs in self.runs for run in runs for edge in (run.rows.start, run.rows.stop))
 
     def side_by_side(self) -> tuple[Region, ...]:

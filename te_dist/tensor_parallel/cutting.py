@@ -38,7 +38,7 @@ def cut_parameter(param: nn.Parameter, mesh: DeviceMesh, *, dim: int, name: str)
             "ranks"
         )
     own = parts[mesh.get_local_rank()]
-    shape = [len(own) if d == dim else extent for d, extent in enumerate(param.shape)]
+    shape = tuple(len(own) if d == dim else extent for d, extent in enumerate(param.shape))
     local = param.like(param.storage.narrow(dim, own.start, len(own)), shape)
     cut = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=param.shape, stride=param.stride())
     return nn.Parameter(cut, requires_grad=param.requires_grad)

@@ -24,9 +24,11 @@ class Writer(Protocol):
 
     def declare(self, dtype: torch.dtype) -> Format:
         """Every direction it can write."""
+        ...
 
     def write(self, x: Tensor, storage: QuantizedStorage) -> None:
         """Quantizes into every direction that `storage` has."""
+        ...
 
 
 class SpreadStorage(QuantizedStorage):
@@ -106,13 +108,7 @@ class RunsStorage(SpreadStorage):
         found = [find_amaxes(part, self.format, run.region) for part, run in zip(rows, self.runs, strict=True)]
         grids = {codec: self._reduced(codec, [f[codec] for f in found]) for codec in found[0]}
         for part, run in zip(rows, self.runs, strict=True):
-            windows = {
-                codec: tuple(
-                    _window(g, self.region, run.region, t) for g, t in zip(grid, codec.amax_tiles, strict=True)
-                )
-                for codec, grid in grids.items()
-            }
-            run.quantize_(part, windows)
+            run.quantize_(part, {codec: self._of_run(codec, grid, run.region) for codec, grid in grids.items()})
         self.origin.agreed = True
 
     def select(self, *directions: Direction) -> RunsStorage:

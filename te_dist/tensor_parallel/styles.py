@@ -67,7 +67,7 @@ class ColumnParallel(ParallelStyle):
         self.use_local_output = use_local_output
         self.gather_format = gather_format
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         site = _site_of(module, type(self).__name__)
         name, out_features = _name_of(module), module.weight.shape[0]
         cut = {
@@ -140,7 +140,7 @@ class RowParallel(ParallelStyle):
         self.output_layouts = output_layouts or Replicate()
         self.use_local_output = use_local_output
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         site = _site_of(module, type(self).__name__)
         if _others(module):
             raise ValueError(
@@ -184,7 +184,7 @@ class GatherInput(ParallelStyle):
         self.like = like
         self.input_layouts = input_layouts or Shard(1)
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         layer = module.get_submodule(self.like)
         _site_of(layer, type(self).__name__)
         module.register_forward_pre_hook(lambda _, args: (self._input(layer, args, device_mesh), *args[1:]))
@@ -201,7 +201,7 @@ class GatherInput(ParallelStyle):
 class SequenceParallel(ParallelStyle):
     """For a module that each rank applies to its part of a sequence, as a norm: gradients of parameters are summed."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         sum_gradients(module, [name for name, _ in module.named_parameters(recurse=False)], device_mesh)
         return module
 
@@ -212,8 +212,8 @@ def sum_gradients(module: nn.Module, names: list[str], mesh: DeviceMesh) -> None
     In forward they are replaced by tensors whose gradient is summed: what FSDP2 put in their place stays as it is.
     """
 
-    def replace(module: nn.Module, args: Any) -> None:
-        held = {name: module._parameters[name] for name in names}
+    def replace(module: Any, args: Any) -> None:
+        held: dict[str, Any] = {name: module._parameters[name] for name in names}
         for name, param in held.items():
             local = param.to_local() if isinstance(param, DTensor) else param
             module._parameters[name] = replicate(local, mesh.get_group())

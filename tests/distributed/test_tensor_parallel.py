@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -424,3 +426,70 @@ def check_two_dimensions(rank: int, world: int, recipe_name: str) -> None:
 @pytest.mark.parametrize("recipe", ["none", "current", "block", "mx", "nv"])
 def test_two_dimensional_meshes_compute_what_one_process_does(ranks, recipe):
     ranks(4).run(check_two_dimensions, recipe)
+
+
+def trained(layer: nn.Module, recipe: Recipe | None, parts, steps: int) -> list[float]:
+    """Losses of this rank while Adam fits a fixed batch."""
+    optimizer = te.optim.FusedAdam(layer.parameters(), lr=2e-3, master_weights=True)
+    losses = []
+    for _ in range(steps):
+        x, target = parts
+        with autocast(recipe, dist.group.WORLD):
+            loss = (layer(x) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def check_training(rank: int, world: int, recipe_name: str) -> None:
+    """Both models start from `materialize`, which makes the same weights for every mesh."""
+    recipe, over = RECIPES[recipe_name], testing.mesh((2, 2), ("dp", "tp"))
+    want, got = (make_layer(recipe, quantized=True) for _ in range(2))
+    parallelize_module(got, over["tp"], {name: style() for name, style in SEQUENCE_PARALLEL.items()})
+    fsdp2.fully_shard(got, mesh=over["dp"])
+    for layer in (want, got):
+        fsdp2.materialize(layer, device="cpu", seed=3)
+    for (name, a), (_, b) in zip(got.named_parameters(), want.named_parameters(), strict=True):
+        local = local_tensor(a)
+        if isinstance(local, QuantizedTensor):
+            region = local.storage.region
+            rows = b.storage.narrow(0, region.rows.start, len(region.rows))
+            assert_canonical(local.storage, rows.narrow(1, region.cols.start, len(region.cols)), name)
+    torch.manual_seed(4)
+    x, target = torch.randn(BATCH, SEQUENCE, K), torch.randn(BATCH, SEQUENCE, K)
+    tp = over.get_local_rank("tp")
+    losses = torch.tensor(trained(got, recipe, [t.chunk(2, 1)[tp] for t in (x, target)], 6))
+    dist.all_reduce(losses, group=over["tp"].get_group())
+    wanted = torch.tensor(trained(want, recipe, (x, target), 6))
+    torch.testing.assert_close(losses / 2, wanted, rtol=2e-3, atol=0)
+    assert wanted[-1] < 0.8 * wanted[0]
+
+
+@pytest.mark.parametrize("recipe", ["none", "current", "block", "mx", "nv"])
+def test_training_on_a_two_dimensional_mesh_follows_one_process(ranks, recipe):
+    ranks(4).run(check_training, recipe)
+
+
+def check_recomputation(rank: int, world: int, recipe_name: str) -> None:
+    recipe, over = RECIPES[recipe_name], testing.mesh((world,), ("tp",))
+    layer = make_layer(recipe, quantized=True)
+    parallelize_module(layer, over, {name: style() for name, style in SEQUENCE_PARALLEL.items()})
+    x, grad = torch.randn(BATCH, SEQUENCE // world, K), torch.randn(BATCH, SEQUENCE // world, K)
+    results = []
+    for run_layer in (layer, lambda x: te.checkpoint(layer, x)):
+        with te.offload.activations(min_bytes=0) if results else contextlib.nullcontext():
+            values_of_run = run(run_layer, x, grad, autocast(recipe, over.get_group()))
+        results.append([*values_of_run, *(whole(p.grad) for p in layer.parameters())])
+        for param in layer.parameters():
+            param.grad = None
+        if layer.gate.gemm.scaling is not None:
+            layer.gate.gemm.scaling = layer.up.gemm.scaling = layer.down.gemm.scaling = None
+    for index, (a, b) in enumerate(zip(*results, strict=True)):
+        assert_bitwise(b, a, f"result {index}")
+
+
+@every_recipe
+def test_recomputed_parallel_layers_change_no_bit(ranks, recipe):
+    ranks(2).run(check_recomputation, recipe)

@@ -14,7 +14,10 @@ from te_dist import checkpoints
 from te_dist.launch import config_file, train
 from te_dist.launch.config import RecipeName
 
-pytestmark = pytest.mark.usefixtures("own_process")
+pytestmark = [
+    pytest.mark.usefixtures("own_process"),
+    pytest.mark.filterwarnings("ignore:Unable to enable fault handler"),  # pytest holds stderr
+]
 SHORT = ("--train.steps", "4", "--checkpoint.every", "2", "--train.batch", "4")
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from te_dist.launch.journal import METRICS
 
+pytestmark = pytest.mark.xdist_group("jobs")  # they share the unbroken job, and fill two cores each
 TWO_RANKS = ("--standalone", "--nproc-per-node", "2")
 RECIPE = "float8_block"
 

@@ -49,7 +49,7 @@ def test_key_and_value_projections_are_narrower_than_the_query() -> None:
 
 def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
     torch.manual_seed(0)
-    table = rotary_table(20, 8, 10000.0, torch.device("cpu"))
+    table = rotary_table(20, 8, 10000.0, device=torch.device("cpu"))
     query, key = torch.randn(2, 1, 1, 1, 8).expand(2, 1, 1, 20, 8)
     turned_query, turned_key = rotate(query, table), rotate(key, table)
     torch.testing.assert_close(turned_query.norm(dim=-1), query.norm(dim=-1))

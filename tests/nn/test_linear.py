@@ -120,8 +120,8 @@ def test_backward_saves_the_columnwise_input_and_the_weight_itself(case: Any, qu
 
 
 def rows_are_padded(made_by: Recipe) -> bool:
-    """Whether columnwise inputs or gradients are transformed in groups of 16 rows."""
-    return isinstance(made_by, recipe.NVFP4BlockScaling) and not made_by.disable_rht
+    """Whether 16 rows belong together: transformed, or one choice of 4 over 6 columnwise."""
+    return isinstance(made_by, recipe.NVFP4BlockScaling) and (not made_by.disable_rht or made_by.nvfp4_4over6 == "all")
 
 
 def saved_by(function: Any, made_by: Recipe) -> list[Any]:
@@ -271,6 +271,71 @@ def test_outside_of_autocast_a_quantized_weight_stands_for_its_values(name: str)
     assert relative_error(out, F.linear(x, module.weight.dequantize(), module.bias)) < 1e-6
     assert relative_error(x.grad, grad @ storage.operand(Direction.COLUMNWISE, torch.float32)) < 1e-6
     assert relative_error(module.weight.grad, grad.t() @ x) < 1e-6
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_weight_that_changes_before_backward_is_noticed(quantized: bool) -> None:
+    made_by = recipe.Float8BlockScaling()
+    module = make(made_by if quantized else None)
+    with te.autocast(recipe=made_by):
+        out = module(normal(5, IN).requires_grad_())
+    with torch.no_grad():
+        module.weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_an_input_that_changes_before_backward_does_not_matter() -> None:
+    module, x = make(None), normal(40, IN)
+    _, _, want, _ = step(module, recipe.Float8BlockScaling(), x)
+    module.zero_grad()
+    with te.autocast(recipe=recipe.Float8BlockScaling()):
+        out = module(x)
+    x.zero_()
+    out.backward(normal(40, OUT, seed=2))
+    assert_bitwise(module.weight.grad, want, "wgrad of what was quantized")
+
+
+@pytest.mark.parametrize("shape", [(40, 2 * IN), (2 * IN, 40)])
+def test_strided_inputs(shape: tuple[int, int]) -> None:
+    module, wide = make(None), normal(*shape)
+    x = wide[:, ::2] if shape[0] == 40 else wide.t()[:, ::2]
+    with te.autocast(recipe=recipe.Float8BlockScaling()):
+        assert_bitwise(module(x), module(x.contiguous()), "strided")
+        with torch.inference_mode():
+            assert_bitwise(module(x[:1].expand(4, 3, IN)), module(x[:1].repeat(12, 1)).view(4, 3, OUT), "expanded")
+
+
+def test_gradients_accumulate() -> None:
+    module, x = make(recipe.Float8BlockScaling()), normal(40, IN)
+    _, _, once, _ = step(module, recipe.Float8BlockScaling(), x)
+    once = once.clone()
+    with te.autocast(recipe=recipe.Float8BlockScaling()):
+        module(x).backward(normal(40, OUT, seed=2))
+    assert_bitwise(module.weight.grad, 2 * once, "two passes")
+
+
+def test_tied_weights_collect_both_gradients() -> None:
+    torch.manual_seed(0)
+    made_by = recipe.Float8BlockScaling()
+    with te.quantized_model_init(recipe=made_by):
+        first, second = te.Linear(IN, IN, bias=False), te.Linear(IN, IN, bias=False)
+    second.weight = first.weight
+    with te.autocast(recipe=made_by):
+        second(first(normal(8, IN))).sum().backward()
+    twins = copy.deepcopy(first), copy.deepcopy(first)
+    for twin in twins:
+        twin.zero_grad()
+    with te.autocast(recipe=made_by):
+        twins[1](twins[0](normal(8, IN))).sum().backward()
+    assert_bitwise(first.weight.grad, twins[1].weight.grad + twins[0].weight.grad, "tied")
+
+
+@pytest.mark.parametrize("made_by", [None, recipe.Float8BlockScaling()])
+def test_inputs_of_another_width_are_refused_by_name(made_by: Recipe | None) -> None:
+    module = make(made_by, name="blocks.3.up")
+    with te.autocast(recipe=recipe.Float8BlockScaling()), pytest.raises(ValueError, match="blocks.3.up: .* 95 columns"):
+        module(normal(4, IN - 1))
 
 
 def test_a_hybrid_that_requantizes_rows_cannot_be_a_parameter() -> None:

@@ -235,11 +235,20 @@ def test_plain_parameters_and_views_of_them_stay(trainable):
         assert keep(view)[1].kept == {Kept.PARAMETER: 1}, name
 
 
+VIEWS = {
+    "itself": lambda weight: weight,
+    "t": lambda weight: weight.t(),
+    "local": lambda weight: weight.to_local(),
+    "local_t": lambda weight: weight.to_local().t(),
+    "local_of_view": lambda weight: weight.view(8, 16).to_local()[1:],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)
-def test_parameters_of_a_mesh_and_their_locals_stay(mesh, placement):
+def test_parameters_of_a_mesh_and_their_locals_stay(mesh, placement, view):
     weight = nn.Parameter(DTensor.from_local(torch.randn(16, 8), mesh, [placement]))
-    for view in (weight, weight.t(), weight.to_local(), weight.to_local().t(), weight.view(8, 16).to_local()):
-        assert keep(view)[1].kept == {Kept.PARAMETER: 1}
+    assert keep(VIEWS[view](weight))[1].kept == {Kept.PARAMETER: 1}
 
 
 @every_format

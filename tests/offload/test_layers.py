@@ -21,7 +21,7 @@ def run(layers: nn.ModuleList, x: Tensor, offloading) -> tuple[list[Tensor], lis
         with context:
             x = layer(x)
         x = synchronize(x)
-        live.append(pool_of("cpu").live)
+        live.append(pool_of(torch.device("cpu")).live)
     x.sum().backward()
     grads = [p.grad for p in layers.parameters()]
     layers.zero_grad()
@@ -42,7 +42,7 @@ def test_first_layers_are_offloaded_and_results_are_bitwise_the_same(layers):
     for _ in range(2):  # counting starts again with every forward pass
         got, live = run(layers, x, context)
         assert live == [x.nbytes, 2 * x.nbytes, 2 * x.nbytes, 2 * x.nbytes]
-        assert pool_of("cpu").live == 0
+        assert pool_of(torch.device("cpu")).live == 0
         for a, b in zip(got, want, strict=True):
             assert_bitwise(a, b, "gradient")
 

@@ -1,123 +1,175 @@
 // Codes times scales: one fp32 product for each element, rounded once to the output type.
 #include "../../numerics/scale.h"
-#include "kernels_of_level.h"
 #include "elements.h"
+#include "kernels_of_level.h"
 #include "parallel.h"
 #include "transpose.h"
 
 namespace te_dist::cpu::TE_DIST_ISA {
 namespace {
 
-constexpr int kRows = 64, kCols = 256;  // of a block that is decoded at a time
+// What is decoded at a time: long parts of rows where codes lie in the order of rows, squares where they are transposed.
+constexpr int kLongRows = 32, kLongCols = 2048, kSquare = 128;
 
 struct Block {
   int64_t row, col;
   int rows, cols;
 };
 
-// How the codes of a matrix lie in memory, one in a byte.
+struct Scratch {
+  alignas(64) uint8_t square[kSquare][kSquare];
+  alignas(64) uint8_t pairs[kSquare / 2][kSquare];
+  alignas(64) uint8_t row[kLongCols];
+  alignas(64) float of_tiles[kLongCols + kLanes];
+  alignas(64) float of_elements[kLongCols + 2 * kSquare];
+};
+
+// Codes of which one fills a byte. `prepare` fetches what is not in the order of rows; `row` gives a row of a block.
 struct ByteCodes {
   Plane<const uint8_t> plane;
 
-  // Codes of row `row` of a block: in place where they are contiguous, else gathered into `buffer` beforehand.
-  bool in_place() const { return plane.col_stride == 1; }
-  const uint8_t* row(int64_t row, int64_t col) const { return plane.data + row * plane.row_stride + col; }
+  bool by_rows() const { return plane.col_stride == 1; }
 
-  void gather(const Block& b, uint8_t (&buffer)[kRows][kCols]) const {
+  void prepare(const Block& b, Scratch& scratch) const {
     if (plane.row_stride == 1) {
       const uint8_t* source = plane.data + b.col * plane.col_stride + b.row;
-      transpose_block(source, plane.col_stride, b.cols, b.rows, buffer[0], kCols);
-      return;
+      return transpose_block(source, plane.col_stride, b.cols, b.rows, scratch.square[0], kSquare);
     }
     for (int r = 0; r < b.rows; ++r) {
-      for (int c = 0; c < b.cols; ++c) buffer[r][c] = plane.at(b.row + r, b.col + c);
+      for (int c = 0; c < b.cols; ++c) scratch.square[r][c] = plane.at(b.row + r, b.col + c);
     }
+  }
+
+  const uint8_t* row(const Block& b, int r, Scratch&) const {
+    return plane.data + (b.row + r) * plane.row_stride + b.col;
   }
 };
 
-// Two codes in a byte, along the rows or the columns of the logical matrix.
+// Codes of which two fill a byte, along the rows or the columns of the logical matrix.
 struct NibbleCodes {
   const uint8_t* data;
   int packed_dim;
   int64_t stride;  // bytes
 
-  bool in_place() const { return false; }
-  const uint8_t* row(int64_t, int64_t) const { return nullptr; }
+  bool by_rows() const { return packed_dim == 1; }
 
-  void gather(const Block& b, uint8_t (&buffer)[kRows][kCols]) const {
-    if (packed_dim == 1) {
-      for (int r = 0; r < b.rows; ++r) {
-        const uint8_t* source = data + (b.row + r) * stride + b.col / 2;
-        for (int c = 0; c < b.cols / 2; ++c) {
-          buffer[r][2 * c] = source[c] & 0xF;
-          buffer[r][2 * c + 1] = source[c] >> 4;
-        }
-      }
-      return;
-    }
-    alignas(64) uint8_t pairs[kRows / 2][kCols];
-    transpose_block(data + b.col * stride + b.row / 2, stride, b.cols, b.rows / 2, pairs[0], kCols);
+  void prepare(const Block& b, Scratch& scratch) const {
+    const uint8_t* source = data + b.col * stride + b.row / 2;
+    transpose_block(source, stride, b.cols, b.rows / 2, scratch.pairs[0], kSquare);
     for (int r = 0; r < b.rows / 2; ++r) {
-      for (int c = 0; c < b.cols; ++c) {
-        buffer[2 * r][c] = pairs[r][c] & 0xF;
-        buffer[2 * r + 1][c] = pairs[r][c] >> 4;
+      for (int c = 0; c < kSquare; c += kVectorBytes) {
+        const U16 pairs = load<U16>(&scratch.pairs[r][c]);
+        store(&scratch.square[2 * r][c], pairs & uint16_t(0x0F0F));
+        store(&scratch.square[2 * r + 1][c], (pairs >> 4) & uint16_t(0x0F0F));
       }
     }
   }
+
+  const uint8_t* row(const Block& b, int r, Scratch& scratch) const {
+    const uint8_t* source = data + (b.row + r) * stride + b.col / 2;
+    const int count = b.cols / 2, whole = count / kStep * kStep;
+    for (int i = 0; i < whole; i += kStep) {
+      const U16 pairs = convert<U16>(load<StepBytes>(source + i));
+      store(scratch.row + 2 * i, (pairs & uint16_t(0xF)) | (pairs & uint16_t(0xF0)) << 4);
+    }
+    for (int i = whole; i < count; ++i) {
+      scratch.row[2 * i] = source[i] & 0xF;
+      scratch.row[2 * i + 1] = source[i] >> 4;
+    }
+    return scratch.row;
+  }
 };
 
-// Tiles that share a scale. `scale(tile row, tile col, row)` is what their codes are multiplied by.
-template <class Scale>
+// A row of scales, as what codes are multiplied by. `fetch(tile row, first tile col, count, row, out)` writes that of
+// consecutive tiles; it may write whole vectors.
+template <class Fetch>
 struct Scales {
   Tile tile;
   Phase phase;
   bool by_row;  // the scale changes with every row
-  Scale scale;
+  Fetch fetch;
 
   int64_t tile_row(int64_t row) const { return tile.rows ? (phase.row + row) / tile.rows : 0; }
 
-  void expand(const Block& b, int64_t row, float* multipliers) const {
-    const int64_t grid_row = tile_row(row);
-    for (int c = 0; c < b.cols;) {
-      const int64_t position = phase.col + b.col + c;
-      const int64_t grid_col = tile.cols ? position / tile.cols : 0;
-      const int64_t left = tile.cols ? (grid_col + 1) * tile.cols - position : b.cols;
-      const int stop = left < b.cols - c ? c + int(left) : b.cols;
-      const float multiplier = scale(grid_row, grid_col, row);
-      for (; c < stop; ++c) multipliers[c] = multiplier;
+  // One multiplier for every element of a block's row.
+  const float* expand(const Block& b, int64_t row, Scratch& scratch) const {
+    const int64_t first = phase.col + b.col, extent = tile.cols ? tile.cols : phase.col + b.col + b.cols;
+    const int64_t first_tile = first / extent, last_tile = (first + b.cols - 1) / extent;
+    const int count = int(last_tile - first_tile) + 1, before = int(first - first_tile * extent);
+    fetch(tile_row(row), first_tile, count, row, scratch.of_tiles);
+    switch (extent) {
+      case 1: return scratch.of_tiles;
+      case 16: return spread<16>(count, before, scratch);
+      case 32: return spread<32>(count, before, scratch);
+      case 128: return spread<128>(count, before, scratch);
+      default: return spread_any(b.cols, int(extent), before, scratch);
     }
+  }
+
+ private:
+  template <int kExtent>
+  static const float* spread(int count, int before, Scratch& scratch) {
+    for (int t = 0; t < count; ++t) {
+      for (int i = 0; i < kExtent; ++i) scratch.of_elements[t * kExtent + i] = scratch.of_tiles[t];
+    }
+    return scratch.of_elements + before;
+  }
+
+  static const float* spread_any(int cols, int extent, int before, Scratch& scratch) {
+    int left = extent - before;
+    for (int c = 0, t = 0; c < cols; ++t, left = extent) {
+      const int stop = left < cols - c ? c + left : cols;
+      for (; c < stop; ++c) scratch.of_elements[c] = scratch.of_tiles[t];
+    }
+    return scratch.of_elements;
   }
 };
 
-template <class Code, class Element>
-void decode_row(const uint8_t* __restrict codes, const float* __restrict multipliers, int count,
-                typename Element::Storage* __restrict out) {
-  for (int c = 0; c < count; ++c) out[c] = Element::store(Code::decode(codes[c]) * multipliers[c]);
+// Bytes of a row of a plane as integers, padded to whole vectors with zeros.
+void fetch_bytes(const Plane<const uint8_t>& plane, int64_t row, int64_t col, int count, uint32_t* out) {
+  const uint8_t* source = &plane.at(row, col);
+  for (int i = 0; i < count; ++i) out[i] = source[i * plane.col_stride];
+  for (int i = count; i % kLanes; ++i) out[i] = 0;
 }
 
-template <class Code, class Element, class Codes, class Scale>
-void decode_block(const Codes& codes, const Scales<Scale>& scales, const Matrix& out, const Block& b) {
-  alignas(64) uint8_t buffer[kRows][kCols];
-  alignas(64) float multipliers[kCols];
-  if (!codes.in_place()) codes.gather(b, buffer);
+template <class Code, class Element>
+void decode_row(const uint8_t* codes, const float* multipliers, int count, typename Element::Storage* out) {
+  const int whole = count / kLanes * kLanes;
+  for (int c = 0; c < whole; c += kLanes) {
+    Element::store_lanes(out + c, Code::decode(widen(load<LaneBytes>(codes + c))) * load<F32>(multipliers + c));
+  }
+  if (whole == count) return;
+  uint8_t padded[kLanes] = {};
+  typename Element::Storage result[kLanes];
+  for (int i = whole; i < count; ++i) padded[i - whole] = codes[i];
+  Element::store_lanes(result, Code::decode(widen(load<LaneBytes>(padded))) * load<F32>(multipliers + whole));
+  for (int i = whole; i < count; ++i) out[i] = result[i - whole];
+}
+
+template <class Code, class Element, class Codes, class Fetch>
+void decode_block(const Codes& codes, const Scales<Fetch>& scales, const Matrix& out, const Block& b) {
+  Scratch scratch;
+  const float* multipliers = nullptr;
+  if (!codes.by_rows()) codes.prepare(b, scratch);
   for (int r = 0; r < b.rows; ++r) {
     const int64_t row = b.row + r;
     const bool fresh = r == 0 || scales.by_row || scales.tile_row(row) != scales.tile_row(row - 1);
-    if (fresh) scales.expand(b, row, multipliers);
-    const uint8_t* source = codes.in_place() ? codes.row(row, b.col) : buffer[r];
+    if (fresh) multipliers = scales.expand(b, row, scratch);
+    const uint8_t* source = codes.by_rows() ? codes.row(b, r, scratch) : scratch.square[r];
     auto* target = static_cast<typename Element::Storage*>(out.data) + row * out.cols + b.col;
     decode_row<Code, Element>(source, multipliers, b.cols, target);
   }
 }
 
-template <class Code, class Codes, class Scale>
-void decode(const Codes& codes, const Scales<Scale>& scales, const Matrix& out, int threads) {
-  const int64_t block_cols = (out.cols + kCols - 1) / kCols, block_rows = (out.rows + kRows - 1) / kRows;
+template <class Code, class Codes, class Fetch>
+void decode(const Codes& codes, const Scales<Fetch>& scales, const Matrix& out, int threads) {
+  const int height = codes.by_rows() ? kLongRows : kSquare, width = codes.by_rows() ? kLongCols : kSquare;
+  const int64_t block_rows = (out.rows + height - 1) / height, block_cols = (out.cols + width - 1) / width;
   with_element(out.dtype, [&](auto element) {
     parallel_for(block_rows * block_cols, threads, [&](int64_t index) {
-      const int64_t row = index / block_cols * kRows, col = index % block_cols * kCols;
-      const int rows = int(out.rows - row < kRows ? out.rows - row : kRows);
-      const int cols = int(out.cols - col < kCols ? out.cols - col : kCols);
+      const int64_t row = index / block_cols * height, col = index % block_cols * width;
+      const int rows = int(out.rows - row < height ? out.rows - row : height);
+      const int cols = int(out.cols - col < width ? out.cols - col : width);
       decode_block<Code, decltype(element)>(codes, scales, out, Block{row, col, rows, cols});
     });
   });
@@ -126,23 +178,35 @@ void decode(const Codes& codes, const Scales<Scale>& scales, const Matrix& out, 
 }  // namespace
 
 void dequantize_float8(const DequantizeFloat8& op, int threads) {
-  auto scale = [&](int64_t row, int64_t col, int64_t) { return op.scale.at(row, col); };
-  const Scales<decltype(scale)> scales{op.tile, op.phase, op.tile.rows == 1, scale};
+  auto fetch = [&](int64_t grid_row, int64_t grid_col, int count, int64_t, float* out) {
+    const float* source = &op.scale.at(grid_row, grid_col);
+    for (int i = 0; i < count; ++i) out[i] = source[i * op.scale.col_stride];
+  };
+  const Scales<decltype(fetch)> scales{op.tile, op.phase, op.tile.rows == 1, fetch};
   with_fp8(op.fp8, [&](auto code) { decode<decltype(code)>(ByteCodes{op.data}, scales, op.out, threads); });
 }
 
 void dequantize_mxfp8(const DequantizeMxFp8& op, int threads) {
-  auto scale = [&](int64_t row, int64_t col, int64_t) { return e8m0_value(op.scale.at(row, col)); };
-  const Scales<decltype(scale)> scales{op.grain, op.phase, op.grain.rows == 1, scale};
+  auto fetch = [&](int64_t grid_row, int64_t grid_col, int count, int64_t, float* out) {
+    alignas(64) uint32_t exponents[kLongCols + kLanes];
+    fetch_bytes(op.scale, grid_row, grid_col, count, exponents);
+    for (int i = 0; i < count; i += kLanes) store(out + i, e8m0_value(load<U32>(exponents + i)));
+  };
+  const Scales<decltype(fetch)> scales{op.grain, op.phase, op.grain.rows == 1, fetch};
   with_fp8(op.fp8, [&](auto code) { decode<decltype(code)>(ByteCodes{op.data}, scales, op.out, threads); });
 }
 
 void dequantize_nvfp4(const DequantizeNvFp4& op, int threads) {
-  auto scale = [&](int64_t grid_row, int64_t grid_col, int64_t row) {
-    return nvfp4_decode_scale(op.scale.at(grid_row, grid_col), op.amax.at(row, 0), op.e4m3_max);
+  auto fetch = [&](int64_t grid_row, int64_t grid_col, int count, int64_t row, float* out) {
+    alignas(64) uint32_t codes[kLongCols + kLanes];
+    fetch_bytes(op.scale, grid_row, grid_col, count, codes);
+    const float amax = op.amax.at(row, 0);
+    for (int i = 0; i < count; i += kLanes) {
+      store(out + i, nvfp4_decode_scale(load<U32>(codes + i), amax, op.e4m3_max));
+    }
   };
   const bool by_row = op.grain.rows == 1 || op.amax.row_stride != 0;
-  const Scales<decltype(scale)> scales{op.grain, op.phase, by_row, scale};
+  const Scales<decltype(fetch)> scales{op.grain, op.phase, by_row, fetch};
   const NibbleCodes codes{op.data, op.packed_dim, (op.packed_dim == 1 ? op.out.cols : op.out.rows) / 2};
   decode<E2M1>(codes, scales, op.out, threads);
 }

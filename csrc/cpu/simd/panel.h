@@ -1,11 +1,11 @@
 // Panels: the unit in which a matrix is quantized. A panel is as high as a tile and some tiles wide, aligned to tiles,
-// and held as fp32 in a buffer that fits the cache. Where the matrix covers a part of a panel only (ragged edges, cuts
-// through a tile), the rest is zeros, which change no amax and are not written.
+// and held in a buffer that fits the cache. Where the matrix covers a part of a panel only (ragged edges, cuts through a
+// tile), the rest is zeros, which change no amax and are not written.
 #pragma once
 
 #include <cstring>
 
-#include "elements.h"
+#include "encode.h"
 
 namespace te_dist::cpu::TE_DIST_ISA {
 
@@ -48,21 +48,42 @@ struct PanelGrid {
   }
 };
 
-template <int kRows, int kCols>
+template <class Element_, int kRows, int kCols>
 struct Panel {
-  alignas(64) float values[kRows][kCols];
+  using Element = Element_;
+  using Storage = typename Element::Storage;
+  alignas(64) Storage elements[kRows][kCols];
 
   void load(const Matrix& x, const Window& w) {
-    if (w.rows < kRows || w.cols < kCols) std::memset(values, 0, sizeof values);
-    with_element(x.dtype, [&](auto element) {
-      using Element = decltype(element);
-      const auto* source = static_cast<const typename Element::Storage*>(x.data) + w.row * x.cols + w.col;
-      for (int r = 0; r < w.rows; ++r) {
-        load_row<Element>(source + r * x.cols, w.cols, &values[w.row_offset + r][w.col_offset]);
-      }
-    });
+    if (w.rows < kRows || w.cols < kCols) std::memset(elements, 0, sizeof elements);
+    const auto* source = static_cast<const Storage*>(x.data) + w.row * x.cols + w.col;
+    for (int r = 0; r < w.rows; ++r) {
+      Storage* target = &elements[w.row_offset + r][w.col_offset];
+      const size_t bytes = w.cols == kCols ? sizeof(Storage) * kCols : sizeof(Storage) * size_t(w.cols);
+      std::memcpy(target, source + r * x.cols, bytes);
+    }
   }
 };
+
+// Fetches a panel's rows ahead of time, a row whenever the caller has done a row's work.
+struct PanelPrefetch {
+  const char* first = nullptr;
+  int64_t stride = 0;  // bytes
+  int rows = 0, bytes = 0;
+
+  void row(int r) const {
+    if (r >= rows) return;
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(first + r * stride + i);
+  }
+};
+
+template <class Grid>
+static inline PanelPrefetch prefetch_of(const Grid& grid, const Matrix& x, int itemsize, int64_t index) {
+  if (index >= grid.count()) return {};
+  const Window w = grid.window(index);
+  const char* first = static_cast<const char*>(x.data) + (w.row * x.cols + w.col) * itemsize;
+  return {first, x.cols * itemsize, w.rows, w.cols * itemsize};
+}
 
 // Cells of a grid (tiles, or what one stored scale covers) along one dimension of a panel.
 struct CellRange {
@@ -90,17 +111,18 @@ struct TileGrid {
 
   static constexpr int kMaxCount = kRows * kCols / 16;
 
-  int index(int panel_row, int panel_col) const { return panel_row / tile_rows * cols + panel_col / tile_cols; }
-
-  // Copies between `tiles` (this grid) and a plane with one value per `grain`, for what touches the window.
+  // copy(tile, row, col) for what touches the window of a plane with one value per `grain`, a part of a tile.
   template <class Copy>
   void for_each_cell(const Window& w, Tile grain, const Copy& copy) const {
     const int grain_rows = int(grain.rows), grain_cols = int(grain.cols);
     const CellRange r = cell_range<kRows>(grain_rows, w.panel_row, w.row, w.rows, w.row_offset);
     const CellRange c = cell_range<kCols>(grain_cols, w.panel_col, w.col, w.cols, w.col_offset);
+    const int cells_per_tile = __builtin_ctz(unsigned(tile_cols / grain_cols));  // as a power of two
     for (int i = r.begin; i < r.end; ++i) {
+      const int first_tile = i * grain_rows / tile_rows * cols;
+      const int64_t row = r.grid_begin + i - r.begin;
       for (int j = c.begin; j < c.end; ++j) {
-        copy(index(i * grain_rows, j * grain_cols), r.grid_begin + i - r.begin, c.grid_begin + j - c.begin);
+        copy(first_tile + (j >> cells_per_tile), row, c.grid_begin + j - c.begin);
       }
     }
   }
@@ -111,18 +133,24 @@ struct TileGrid {
                   [&](int tile, int64_t row, int64_t col) { amax[tile] = plane.at(row, col); });
   }
 
-  void find_amax(const Panel<kRows, kCols>& panel, float* amax) const {
-    if (tile_rows == 1) {
-      for (int r = 0; r < kRows; ++r) reduce_runs(panel.values[r], amax + r * cols);
-      return;
+  // NaN left out. Says whether all elements of the panel are finite.
+  template <class Panel>
+  bool find_amax(const Panel& panel, float* amax) const {
+    using Element = typename Panel::Element;
+    if (tile_rows == 1) return find_run_amax(panel, amax);
+    alignas(64) typename Element::Key keys[kCols] = {};
+    for (int r = 0; r < kRows; ++r) raise_keys<Element>(panel.elements[r], kCols, keys);
+    const bool finite = largest_of_row(keys) < Element::kNotFinite;
+    if (!finite) {
+      std::memset(keys, 0, sizeof keys);
+      for (int r = 0; r < kRows; ++r) raise_finite_keys<Element>(panel.elements[r], kCols, keys);
     }
-    alignas(64) float columns[kCols];
-    reduce_columns(panel, columns);
-    if (tile_cols == 1) {
-      std::memcpy(amax, columns, sizeof columns);
-    } else {
-      reduce_runs(columns, amax);
+    for (int t = 0; t < cols; ++t) {
+      typename Element::Key key = 0;
+      for (int i = 0; i < tile_cols; ++i) key = larger(key, keys[t * tile_cols + i]);
+      amax[t] = Element::magnitude_of(key);
     }
+    return finite;
   }
 
   // One multiplier per element of a panel row, from one per tile.
@@ -131,6 +159,7 @@ struct TileGrid {
       std::memcpy(elements, tiles, sizeof(float) * kCols);
       return;
     }
+    // A step never straddles two tiles of 32 and more: the order inside one does not matter.
     for (int t = 0; t < cols; ++t) {
       for (int i = 0; i < kRows; ++i) elements[t * kRows + i] = tiles[t];
     }
@@ -138,26 +167,24 @@ struct TileGrid {
 
  private:
   // Tiles are kRows wide: a panel is one tile high, and tiles are runs of equal length in both directions.
-  static void reduce_runs(const float* __restrict values, float* __restrict amax) {
-    for (int t = 0; t < kCols / kRows; ++t) {
-      uint32_t key = 0;
-      for (int i = 0; i < kRows; ++i) {
-        const uint32_t other = magnitude_key(values[t * kRows + i]);
-        key = key > other ? key : other;
+  template <class Panel>
+  bool find_run_amax(const Panel& panel, float* amax) const {
+    bool all_finite = true;
+    for (int r = 0; r < kRows; ++r) {
+      for (int t = 0; t < cols; ++t) {
+        bool finite;
+        amax[r * cols + t] = run_amax<typename Panel::Element, kRows>(&panel.elements[r][t * kRows], &finite);
+        all_finite &= finite;
       }
-      amax[t] = float_of(key);
     }
+    return all_finite;
   }
 
-  static void reduce_columns(const Panel<kRows, kCols>& panel, float* __restrict amax) {
-    uint32_t keys[kCols] = {};
-    for (int r = 0; r < kRows; ++r) {
-      for (int c = 0; c < kCols; ++c) {
-        const uint32_t other = magnitude_key(panel.values[r][c]);
-        keys[c] = keys[c] > other ? keys[c] : other;
-      }
-    }
-    for (int c = 0; c < kCols; ++c) amax[c] = float_of(keys[c]);
+  template <class Key>
+  static Key largest_of_row(const Key* keys) {
+    Key key = 0;
+    for (int i = 0; i < kCols; ++i) key = larger(key, keys[i]);
+    return key;
   }
 };
 
@@ -166,27 +193,43 @@ template <int kRows, int kCols>
 struct CodePanel {
   alignas(64) uint8_t codes[kRows][kCols];
 
-  // Multipliers: one per tile.
-  template <class Code>
-  void encode(const Panel<kRows, kCols>& panel, const TileGrid<kRows, kCols>& tiles, const float* multipliers) {
-    alignas(64) float row_multipliers[kCols];
+  // FP8 codes, by one multiplier per tile. `trusted`: see encode_row. Meanwhile fetches what is needed `next`.
+  template <class Code, class Panel>
+  void encode(const Panel& panel, const TileGrid<kRows, kCols>& tiles, const float* multipliers, bool trusted,
+              const PanelPrefetch& next) {
+    using Element = typename Panel::Element;
+    alignas(64) float of_elements[kCols];
     for (int r = 0; r < kRows; ++r) {
-      if (r % tiles.tile_rows == 0) tiles.expand(multipliers + r / tiles.tile_rows * tiles.cols, row_multipliers);
-      encode_row<Code>(panel.values[r], row_multipliers, codes[r]);
+      if (r % tiles.tile_rows == 0) {
+        tiles.expand(multipliers + r / tiles.tile_rows * tiles.cols, of_elements);
+        if (tiles.tile_cols == 1) order_as_steps<Element>(of_elements, kCols);
+      }
+      next.row(r);
+      const LaneMultipliers lanes{of_elements};
+      if (trusted) {
+        encode_row<Element, Code, true>(panel.elements[r], kCols, lanes, codes[r]);
+      } else {
+        encode_row<Element, Code, false>(panel.elements[r], kCols, lanes, codes[r]);
+      }
     }
-  }
-
-  template <class Code>
-  static void encode_row(const float* __restrict values, const float* __restrict multipliers, uint8_t* __restrict out) {
-    for (int c = 0; c < kCols; ++c) out[c] = uint8_t(Code::encode(values[c] * multipliers[c]));
   }
 
   // First code of the window's row `row`.
   const uint8_t* row(const Window& w, int row) const { return &codes[w.row_offset + row][w.col_offset]; }
 
-  // Into a (rows, cols) matrix with `stride` codes a row.
+  // Into a (rows, cols) matrix with `stride` codes a row; past the caches where whole vectors fit.
   void write(const Window& w, uint8_t* data, int64_t stride) const {
-    for (int r = 0; r < w.rows; ++r) std::memcpy(data + (w.row + r) * stride + w.col, row(w, r), size_t(w.cols));
+    const uint8_t* first = row(w, 0);
+    uint8_t* out = data + w.row * stride + w.col;
+    const bool whole = w.cols == kCols && reinterpret_cast<uintptr_t>(out) % kVectorBytes == 0 &&
+                       stride % kVectorBytes == 0;
+    for (int r = 0; r < w.rows; ++r, first += kCols, out += stride) {
+      if (whole) {
+        for (int i = 0; i < kCols; i += kVectorBytes) stream(out + i, load<VectorOf<uint8_t, kVectorBytes>>(first + i));
+      } else {
+        std::memcpy(out, first, size_t(w.cols));
+      }
+    }
   }
 };
 

@@ -1,12 +1,14 @@
 // Largest magnitude of every tile.
-#include "elements.h"
+#include "encode.h"
 #include "kernels_of_level.h"
 #include "parallel.h"
+
+#include <cstring>
 
 namespace te_dist::cpu::TE_DIST_ISA {
 namespace {
 
-constexpr int kColumns = 1024;  // columns reduced at a time
+constexpr int kColumns = 8192;  // columns reduced at a time, as many as the cache holds keys for
 constexpr int kRows = 128;      // rows reduced at a time, at most
 
 struct RowRange {
@@ -40,18 +42,22 @@ struct Chunks {
   }
 };
 
+// Largest keys of `count` columns, NaN left out.
 template <class Element>
 void reduce_rows(const TileAmax& op, const RowRange& rows, int64_t col, int count, typename Element::Key* keys) {
   using Key = typename Element::Key;
-  const auto* x = static_cast<const typename Element::Storage*>(op.x.data);
-  for (int c = 0; c < count; ++c) keys[c] = 0;
+  const auto* x = static_cast<const typename Element::Storage*>(op.x.data) + col;
+  const int whole = count / kStep * kStep;
+  std::memset(keys, 0, sizeof(Key) * size_t(count));
   for (int64_t r = rows.begin; r < rows.end; ++r) {
-    const auto* source = x + r * op.x.cols + col;
-    for (int c = 0; c < count; ++c) {
-      const Key key = Element::key(source[c]);
-      keys[c] = keys[c] > key ? keys[c] : key;
-    }
+    raise_keys<Element>(x + r * op.x.cols, whole, keys);
+    raise_finite_keys<Element>(x + r * op.x.cols + whole, count - whole, keys + whole);
   }
+  Key largest = 0;
+  for (int c = 0; c < whole; ++c) largest = larger(largest, keys[c]);
+  if (largest <= Element::kNotFinite) return;
+  std::memset(keys, 0, sizeof(Key) * size_t(count));
+  for (int64_t r = rows.begin; r < rows.end; ++r) raise_finite_keys<Element>(x + r * op.x.cols, count, keys);
 }
 
 template <class Element>
@@ -69,8 +75,8 @@ void reduce_chunk(const TileAmax& op, const RowRange& rows, int64_t grid_cols) {
       const int64_t tile_stop = (grid_col + 1) * tile - phase - col;
       const int stop = tile_stop < count ? int(tile_stop) : count;
       Key largest = 0;
-      for (; c < stop; ++c) largest = largest > keys[c] ? largest : keys[c];
-      raise_to(out + grid_col, Element::magnitude(largest));
+      for (; c < stop; ++c) largest = larger(largest, keys[c]);
+      raise_to(out + grid_col, Element::magnitude_of(largest));
     }
   }
 }

@@ -1,0 +1,142 @@
+// FP8 with a scale for every run of 128, rowwise only: rows are read and written from end to end.
+#pragma once
+
+#include <cstring>
+
+#include "../../numerics/scale.h"
+#include "../kernels.h"
+#include "apply.h"
+#include "encode.h"
+#include "parallel.h"
+
+namespace te_dist::cpu::TE_DIST_ISA {
+
+constexpr int kRun = 128;
+constexpr int kBatch = 32;  // runs whose scales are found together, so that no run waits for another's division
+constexpr int64_t kStreamedBytes = 4 << 20;  // outputs from this size on do not stay in the cache anyway
+
+struct RunScales {
+  alignas(64) float amax[kBatch] = {};
+  alignas(64) float multipliers[kBatch];
+  alignas(64) float inverses[kBatch];
+  bool trusted[kBatch] = {};  // see encode_row
+
+  void find(const FloatScaleRule& rule) {
+    apply(amax, kBatch, [&](int i, F32 run_amax) {
+      const F32 scale = scale_from_amax(run_amax, rule);
+      store(multipliers + i, scale);
+      store(inverses + i, 1.0f / scale);
+    });
+  }
+};
+
+template <class Element, class Code, class Sink>
+TE_DIST_INLINE void encode_run(const typename Element::Storage* source, float multiplier, bool trusted, bool pow2,
+                               uint8_t* out) {
+  if (__builtin_expect(!trusted, 0)) {
+    return encode_row<Element, Code, false, Sink>(source, kRun, OneMultiplier(multiplier), out);
+  }
+  if constexpr (Element::interleaved) {
+    if (pow2 && encode_run_by_power<Code, kRun, Sink>(source, multiplier, out)) return;
+  }
+  encode_row<Element, Code, true, Sink>(source, kRun, OneMultiplier(multiplier), out);
+}
+
+// Fetches a run of what is read next while this one is encoded: finding amaxes alone would wait for memory. Beyond the end
+// of the matrix this does nothing.
+template <class Element>
+TE_DIST_INLINE void prefetch_run(const typename Element::Storage* source) {
+  const char* first = reinterpret_cast<const char*>(source);
+  for (int i = 0; i < kRun * int(sizeof(*source)); i += 64) __builtin_prefetch(first + i);
+}
+
+// A part of a row: its first element, codes and run, and how far behind lies what is read next.
+template <class Element>
+struct RowPart {
+  const typename Element::Storage* source;
+  uint8_t* out;
+  int64_t row, run;
+  int64_t ahead;  // elements
+};
+
+template <class Element, class Code, class Sink>
+void quantize_batch(const QuantizeFloat8Block& op, const FloatScaleRule& rule, const RowPart<Element>& part, int runs) {
+  RunScales scales;
+  for (int i = 0; i < runs; ++i) {
+    if (op.row.amax.data) {
+      scales.amax[i] = op.row.amax.at(part.row, part.run + i);
+    } else {
+      scales.amax[i] = run_amax<Element, kRun>(part.source + i * kRun, &scales.trusted[i]);
+    }
+  }
+  scales.find(rule);
+  for (int i = 0; i < runs; ++i) {
+    prefetch_run<Element>(part.source + part.ahead + i * kRun);
+    encode_run<Element, Code, Sink>(part.source + i * kRun, scales.multipliers[i], scales.trusted[i], rule.pow2,
+                                    part.out + i * kRun);
+    op.row.scale.at(part.row, part.run + i) = scales.inverses[i];
+  }
+}
+
+// A run of which the matrix covers `count` elements only.
+template <class Element, class Code>
+void quantize_partial_run(const QuantizeFloat8Block& op, const FloatScaleRule& rule, const RowPart<Element>& part,
+                          int count) {
+  typename Element::Storage padded[kRun] = {};
+  uint8_t codes[kRun];
+  std::memcpy(padded, part.source, sizeof(padded[0]) * size_t(count));
+  quantize_batch<Element, Code, Cached>(op, rule, {padded, codes, part.row, part.run, 0}, 1);
+  std::memcpy(part.out, codes, size_t(count));
+}
+
+// Columns of a row, aligned to runs; all of them, or those of a strip.
+struct Columns {
+  int64_t first, count, run;
+  bool all;
+};
+
+template <class Element, class Code, class Sink>
+void quantize_row(const QuantizeFloat8Block& op, const FloatScaleRule& rule, int64_t row, const Columns& columns) {
+  const int64_t start = row * op.x.cols + columns.first;
+  const int64_t phase = columns.run ? 0 : op.phase.col % kRun;
+  RowPart<Element> part{static_cast<const typename Element::Storage*>(op.x.data) + start, op.row.data + start, row,
+                        columns.run, columns.all ? kBatch * kRun : op.x.cols};
+  int64_t left = columns.count;
+  const auto advance = [&](int64_t elements, int64_t runs) {
+    part.source += elements;
+    part.out += elements;
+    part.run += runs;
+    left -= elements;
+  };
+  if (phase) {
+    const int64_t count = left < kRun - phase ? left : kRun - phase;
+    quantize_partial_run<Element, Code>(op, rule, part, int(count));
+    advance(count, 1);
+  }
+  while (left >= kRun) {
+    const int runs = int(left / kRun < kBatch ? left / kRun : kBatch);
+    quantize_batch<Element, Code, Sink>(op, rule, part, runs);
+    advance(runs * kRun, runs);
+  }
+  if (left) quantize_partial_run<Element, Code>(op, rule, part, int(left));
+}
+
+static inline bool may_stream(const QuantizeFloat8Block& op) {
+  return reinterpret_cast<uintptr_t>(op.row.data) % kVectorBytes == 0 && op.x.cols % kVectorBytes == 0 &&
+         op.phase.col % kVectorBytes == 0 && op.x.rows * op.x.cols >= kStreamedBytes;
+}
+
+template <class Element, class Code>
+void quantize_rows(const QuantizeFloat8Block& op, const FloatScaleRule& rule, int64_t first, int64_t count,
+                   const Columns& columns) {
+  const bool streamed = may_stream(op);
+  for (int64_t row = first; row < first + count; ++row) {
+    if (streamed) {
+      quantize_row<Element, Code, Streamed>(op, rule, row, columns);
+    } else {
+      quantize_row<Element, Code, Cached>(op, rule, row, columns);
+    }
+  }
+}
+
+}  // namespace te_dist::cpu::TE_DIST_ISA

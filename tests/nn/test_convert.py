@@ -1,0 +1,120 @@
+"""Models that somebody else wrote: their linear modules exchanged by name."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import te_dist as te
+from te_dist import recipe
+from te_dist.fsdp2 import QuantizedParameter
+from te_dist.testing import assert_bitwise
+
+BLOCK = recipe.Float8BlockScaling()
+
+
+class Block(nn.Module):
+    """Two projections around an activation, and attention that owns a linear module of its own kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 64)
+        self.down = nn.Linear(64, 32, bias=False)
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(x, x, x)[0]
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    """Blocks between an embedding and a head tied to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 32)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(32, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+TOKENS = torch.arange(12).view(2, 6)
+
+
+def test_modules_are_exchanged_by_pattern() -> None:
+    model = Model()
+    before = copy.deepcopy(model)
+    made = te.convert(model, {"layers.0.down": None, "layers.*": BLOCK})
+    assert sorted(made) == ["layers.0.down", "layers.0.up", "layers.1.down", "layers.1.up"]
+    assert type(model.head) is nn.Linear
+    assert type(model.layers[0].down.weight) is nn.Parameter
+    assert isinstance(model.layers[1].up.weight, QuantizedParameter)
+    assert model.layers[0].up.name == "layers.0.up"
+    assert list(model.state_dict()) == list(before.state_dict())
+    want = te.Float8BlockQuantizer()(before.layers[1].up.weight.detach())
+    assert_bitwise(model.layers[1].up.weight.dequantize(), want.dequantize(), "weight")
+    with te.autocast(recipe=BLOCK):
+        out = model(TOKENS)
+    assert (out - before(TOKENS)).norm() < 0.05 * out.norm()
+    out.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_plain_parameters_stay_the_same_objects() -> None:
+    model = Model()
+    before = dict(model.named_parameters())
+    te.convert(model, {"*": None})
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys()
+    assert all(after[name] is param for name, param in before.items())
+    assert model.head.weight is model.embedding.weight
+
+
+def test_what_is_frozen_or_evaluated_stays_so() -> None:
+    model = Model().eval()
+    model.layers[0].up.weight.requires_grad_(False)
+    te.convert(model, {"layers.*": BLOCK})
+    assert not model.layers[0].up.weight.requires_grad
+    assert model.layers[1].up.weight.requires_grad
+    assert not model.layers[0].up.training
+
+
+def test_a_model_on_meta_is_converted_there() -> None:
+    with torch.device("meta"):
+        model = Model()
+    te.convert(model, {"layers.*": BLOCK})
+    assert model.layers[0].up.weight.is_meta
+    assert isinstance(model.layers[0].up.weight, QuantizedParameter)
+
+
+@pytest.mark.parametrize(
+    ("plan", "match"),
+    [
+        ({"layers.*": BLOCK, "layer.*": None}, r"named \['layer\.\*'\]"),
+        ({"head": BLOCK}, "tied, as .*embedding.weight"),
+        ({"*": BLOCK}, "tied"),
+    ],
+    ids=["unused", "tied", "tied-star"],
+)
+def test_a_plan_that_cannot_be_followed_changes_nothing(plan, match) -> None:
+    model = Model()
+    before = dict(model.named_modules())
+    with pytest.raises(ValueError, match=match):
+        te.convert(model, plan)
+    assert dict(model.named_modules()) == before
+
+
+def test_features_that_do_not_fit_change_nothing() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 33))
+    with pytest.raises(ValueError, match="1: out_features=33"):
+        te.convert(model, {"*": recipe.NVFP4BlockScaling()})
+    assert all(type(module) is nn.Linear for module in model)

@@ -1,0 +1,126 @@
+"""Offloading on streams: the same bits, less device memory, in any order in which copies and kernels happen to run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from te_dist import offload
+from te_dist.catalog import FORMATS
+from te_dist.formats import Region
+from te_dist.offload.host import pool_of
+from te_dist.tensor import QuantizedTensor, empty
+from te_dist.testing import assert_bitwise
+
+pytestmark = pytest.mark.gpu
+LAYERS, ROWS, WIDTH = 24, 8192, 1024  # each layer saves 48 MiB
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.up(self.norm(x)))
+
+
+@pytest.fixture(scope="module")
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer() for _ in range(LAYERS))).cuda().bfloat16()
+
+
+@pytest.fixture(scope="module")
+def x() -> Tensor:
+    return torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
+
+
+def train(net: nn.Module, x: Tensor) -> tuple[list[Tensor], int]:
+    """(gradients, peak of device memory above what is there before)."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    net(x).float().square().mean().backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    grads = [p.grad for p in net.parameters()]
+    net.zero_grad()
+    return grads, peak
+
+
+@pytest.mark.parametrize("window", ["16MiB", "256MiB"])
+def test_results_are_bitwise_the_same_and_memory_is_less(net, x, window):
+    want, plain_peak = train(net, x)
+    for _ in range(5):  # pinned memory is used again from the second step on
+        with offload.activations(window=window) as statistics:
+            got, peak = train(net, x)
+        for a, b in zip(got, want, strict=True):
+            assert_bitwise(a, b, "gradient")
+        assert statistics.live == 0
+        assert peak < plain_peak - statistics.parked / 2 or window == "256MiB"
+    assert statistics.parked > LAYERS * 2 * x.nbytes
+    assert pool_of(torch.empty(0, device="cuda").device).reserved < 2 * statistics.parked
+
+
+def test_pinned_memory_does_not_grow_with_steps(net, x):
+    reserved = []
+    for _ in range(4):
+        with offload.activations():
+            train(net, x)
+        reserved.append(pool_of(torch.empty(0, device="cuda").device).reserved)
+    assert len(set(reserved[1:])) == 1
+    assert torch.empty(0).is_pinned() is False
+
+
+@pytest.mark.parametrize("late", ["producer", "consumer"])
+def test_copies_wait_for_kernels_and_kernels_for_copies(late):
+    """A long kernel on the compute stream before the tensor is written, or before memory is used again."""
+    for _ in range(20):
+        a = torch.randn(1 << 20, device="cuda", requires_grad=True)
+        with offload.activations(window=0):
+            if late == "producer":
+                torch.cuda._sleep(20_000_000)
+            y = (a * 1.5).exp()
+            loss = (y * y).sum()
+            if late == "consumer":
+                torch.cuda._sleep(20_000_000)
+            del y
+            for _ in range(4):
+                torch.full((1 << 20,), float("nan"), device="cuda")
+        loss.backward()
+        y = (a.detach() * 1.5).exp()
+        assert_bitwise(a.grad, 2 * y * y * 1.5, "gradient")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantized_tensors_come_back_on_their_device(name):
+    format, region = FORMATS[name], Region.whole(2048, 2048)
+    storage = empty(format, region, dtype=torch.bfloat16, device="cuda", fields=format.canonical.fields)
+    for buffer in storage.buffers.values():
+        buffer.view(torch.uint8).random_(0, 255)
+    want = QuantizedTensor(storage, region.shape)
+    seen: list[Tensor] = []
+
+    def look(saved: Tensor) -> Tensor:
+        seen.append(saved)
+        return saved
+
+    class Keep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, one: Tensor, kept: Tensor) -> Tensor:
+            ctx.save_for_backward(kept)
+            return one.clone()
+
+        @staticmethod
+        def backward(ctx, grad: Tensor):
+            look(ctx.saved_tensors[0])
+            return grad, None
+
+    with offload.activations(window=0) as statistics:
+        y = Keep.apply(torch.ones(1, device="cuda", requires_grad=True), want)
+    y.backward()
+    assert statistics.parked == storage.nbytes()
+    for field in format.canonical.fields:
+        assert seen[0].storage.buffers[field.name].device == storage.device
+        assert_bitwise(seen[0].storage.buffers[field.name], storage.buffers[field.name], field.name)
