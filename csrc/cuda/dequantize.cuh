@@ -28,7 +28,7 @@ struct NvFp4Scales {
     int64_t e4m3_max;
   };
   TE_DIST_INLINE float value(const Extra& extra, uint8_t stored, int64_t row) {
-    return nvfp4_decode_scale(stored, extra.amax.at(row, 0), int(extra.e4m3_max));
+    return nvfp4_decode_scale(uint32_t(stored), extra.amax.at(row, 0), int(extra.e4m3_max));
   }
 };
 
