@@ -178,9 +178,7 @@ def main(out: Path | None = None, repeats: int = 41) -> None:
         check=True,
     ).stdout.split()[0]
     about = {"gpu": torch.cuda.get_device_name(), "driver": driver, "torch": torch.__version__}
-    lines = [
-        f"# CUDA quantizers\n\n{about['gpu']}, driver {driver}, torch {torch.__version__}; {__doc__.split('out')[0][:0]}"
-    ]
+    lines = [f"# CUDA quantizers\n\n{about['gpu']}, driver {driver}, torch {torch.__version__}."]
     lines += ["bf16 in, cold L2, medians. Ratio: time of a device copy of the same bytes over the kernel's.\n"]
     lines += [
         "| shape | kernel | directions | bytes/element | us | TB/s | copy us | ratio |",

@@ -105,13 +105,15 @@ def test_repeats_give_the_same_bytes():
 def test_ops_run_on_the_current_stream():
     side = torch.cuda.Stream()
     x, out = torch.ones(64, 128, device="cuda"), empty(1, 1, dtype=torch.float32)
+    ops.tile_amax(x, phase=(0, 0), tile=(WHOLE, WHOLE), out=out)  # compiled and loaded
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)
+        x.fill_(2.0)
         ops.tile_amax(x, phase=(0, 0), tile=(WHOLE, WHOLE), out=out)
     assert not side.query()
     side.synchronize()
-    assert out.item() == 1.0
+    assert out.item() == 2.0
 
 
 def test_tensors_of_more_than_2_31_elements():
