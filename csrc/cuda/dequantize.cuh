@@ -1,7 +1,7 @@
 // Codes times scales: one fp32 product for each element, rounded once to the output type.
 #pragma once
 
-#include "../numerics/scale.h"
+#include "common/codes.cuh"
 #include "common/patch.cuh"
 
 namespace te_dist::cuda {
@@ -81,18 +81,18 @@ struct Dequantize {
     }
   }
 
-  // Tiles along the rows of a patch: divided once, then counted.
-  struct TileRow {
-    int64_t index, left;  // left: rows of it from here on
+  // Tiles along a dimension of a patch: divided once, then counted.
+  struct Tiles {
+    int64_t index, left;  // left: elements of it from here on
 
-    TE_DIST_DEVICE void advance(int64_t rows) {
+    TE_DIST_DEVICE void advance(int64_t extent) {
       if (--left > 0) return;
       ++index;
-      left = rows;
+      left = extent;
     }
   };
 
-  TE_DIST_DEVICE float scale(const TileRow& tile, int64_t tile_col, int i) const {
+  TE_DIST_DEVICE float scale(const Tiles& tile, int64_t tile_col, int i) const {
     return Scales::value(p.extra, p.scale.at(tile.index, tile_col), place.row + i);
   }
 
@@ -115,28 +115,45 @@ struct Dequantize {
     if (place.cols.is_empty()) return;
     const int64_t first_col = p.phase.col + place.col, first_row = p.phase.row + place.row;
     const int64_t tile_col = first_col / p.tile.cols;
-    const bool is_one_col = tile_col == (first_col + place.cols.end - 1) / p.tile.cols;
-    TileRow tile{first_row / p.tile.rows, p.tile.rows - first_row % p.tile.rows};
+    int tile_of_col[kPatch];  // counted from the first
+    Tiles cols{0, p.tile.cols - first_col % p.tile.cols};
+#pragma unroll
+    for (int j = 0; j < kPatch; ++j, cols.advance(p.tile.cols)) tile_of_col[j] = int(cols.index);
+    Tiles tile{first_row / p.tile.rows, p.tile.rows - first_row % p.tile.rows};
 #pragma unroll
     for (int i = 0; i < kPatch; ++i, tile.advance(p.tile.rows)) {
       if (!place.rows.has(i)) continue;
       float values[kPatch], scales[kPatch];
-      if (is_one_col) {
+      if (tile_of_col[kPatch - 1] == 0) {
         fill(scales, scale(tile, tile_col, i));
       } else {
 #pragma unroll
         for (int j = 0; j < kPatch; ++j) {
-          scales[j] = place.cols.has(j) ? scale(tile, (first_col + j) / p.tile.cols, i) : 0.0f;
+          scales[j] = place.cols.has(j) ? scale(tile, tile_col + tile_of_col[j], i) : 0.0f;
         }
       }
-#pragma unroll
-      for (int j = 0; j < kPatch; ++j) values[j] = Code::decode(kTurned ? code(lines[j], i) : code(lines[i], j));
+      decode(lines, i, values);
       write_row(i, values, scales);
     }
   }
 
+  // Values of row `i` of the patch.
+  TE_DIST_INLINE void decode(const uint32_t (&lines)[kPatch][kWords], int i, float (&values)[kPatch]) {
+#pragma unroll
+    for (int j = 0; j < kPatch; j += 2) {
+      const uint32_t first = kTurned ? code(lines[j], i) : code(lines[i], j);
+      const uint32_t second = kTurned ? code(lines[j + 1], i) : code(lines[i], j + 1);
+      if constexpr (kPairs) {
+        values[j] = Code::decode(first), values[j + 1] = Code::decode(second);
+      } else {
+        const float2 both = decode_pair<Code>(first | second << 8);
+        values[j] = both.x, values[j + 1] = both.y;
+      }
+    }
+  }
+
   TE_DIST_INLINE void run(const Params& p) {
-    Dequantize{p, Place::of<WideWarps>(p.extents, {0, 0}, blockIdx.x)}.dequantize();
+    Dequantize{p, Place::of(p.extents, {0, 0}, blockIdx.x)}.dequantize();
   }
 };
 

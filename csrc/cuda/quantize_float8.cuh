@@ -194,7 +194,7 @@ struct QuantizeFloat8 {
 
   TE_DIST_INLINE void run(const Params& p) {
     __shared__ Shared shared;
-    QuantizeFloat8{p, Place::of<WideWarps>(p.extents, p.phase, blockIdx.x), shared, {}}.quantize();
+    QuantizeFloat8{p, Place::of(p.extents, p.phase, blockIdx.x), shared, {}}.quantize();
   }
 };
 

@@ -6,8 +6,8 @@
 
 namespace te_dist::cuda {
 
-// kLoad, kStore: bytes that can be read and written at a time.
-template <class Element, class Code, Share kRow, Share kCol, int kLoad, int kStore>
+// kLoad, kStore, kScaleStore: bytes that can be read and written at a time, of values, codes, and scale bytes of a row.
+template <class Element, class Code, Share kRow, Share kCol, int kLoad, int kStore, int kScaleStore>
 struct QuantizeMxFp8 {
   static constexpr int kThreads = kPanelThreads;
   static constexpr int kBlocks = Element::kPerWord == 2 && kLoad >= 8 ? 3 : 2;
@@ -21,86 +21,136 @@ struct QuantizeMxFp8 {
     BlockOutput<uint8_t> col;  // data (rows, cols)
   };
 
-  using Rows = SharedOut<1, 2>;
+  static constexpr bool kHasRow = kRow != Share::kAbsent, kHasCol = kCol != Share::kAbsent;
+  static constexpr bool kHasSquare = kRow == Share::kSquare || kCol == Share::kSquare;
+  static constexpr int kTiles = kPanel / kTile;  // side by side in a panel
+
+  // Amaxes of columns of each warp's 16 rows, of squares of 16 rows and 32 columns, and the columns' multipliers.
+  struct Shared {
+    float columns[kCol == Share::kRun ? kWarps : 1][kPanel];
+    float squares[kWarps][kTiles];
+    float multipliers[kCol == Share::kRun ? kTiles : 1][kPanel];
+  };
+
+  // Four lanes hold a run of a row; each settles two of the eight rows of a patch.
+  using Rows = SharedOut<2, 4>;
+  static constexpr int kOtherRuns[] = {8, 16};  // masks of the lanes with the other runs of the same rows
 
   const Params& p;
   const Place place;
+  Shared& shared;
   Patch<Element> patch;
-
-  int64_t tile_row, tile_col;    // of the patch in the grid of the matrix
-  bool touches_row, touches_col;  // whether that tile has a row, or a column, in the matrix
 
   TE_DIST_INLINE uint32_t exponent(float amax) {
     const uint32_t bits = Code::kShift == E4M3::kShift ? kReciprocalOfE4M3Max : kReciprocalOfE5M2Max;
     return e8m0_round_up(amax * float_of(bits));
   }
 
-  // Exponents of the rows' runs: four lanes hold one, each of them settles two rows.
+  TE_DIST_DEVICE int64_t tile_row() const { return place.panel_row * kTiles + place.local_row / kTile; }
+  TE_DIST_DEVICE int64_t tile_col() const { return place.panel_col * kTiles + place.local_col / kTile; }
+
+  // Number of tiles that the matrix touches.
+  TE_DIST_DEVICE int64_t grid_rows() const { return (p.phase.row + p.extents.rows + kTile - 1) / kTile; }
+  TE_DIST_DEVICE int64_t grid_cols() const { return (p.phase.col + p.extents.cols + kTile - 1) / kTile; }
+
+  // Stores the exponents of the four runs of a row: each lane gives its own, all get the whole, one writes.
+  TE_DIST_DEVICE void store_row_exponents(int i, uint32_t found) const {
+    uint32_t bytes = found << (8 * (place.local_col / kTile));
+    for (int mask : kOtherRuns) bytes |= __shfl_xor_sync(kFullWarp, bytes, mask);
+    if (threadIdx.x & (kOtherRuns[0] | kOtherRuns[1])) return;
+    const int64_t first = place.panel_col * kTiles;
+    const Inside inside = Inside::of(first, kTiles, grid_cols()).only_if(place.rows.has(i));
+    if constexpr (kScaleStore > 1) {
+      store_run<kTiles, kScaleStore>(reinterpret_cast<char*>(&p.row.scale.at(place.row + i, first)), inside, &bytes);
+    } else {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        if (inside.has(t)) p.row.scale.at(place.row + i, first + t) = uint8_t(bytes >> (8 * t));
+      }
+    }
+  }
+
   TE_DIST_DEVICE void settle_runs_of_rows(float (&multipliers)[kPatch]) const {
     float values[kPatch], owned[Rows::kOwned];
     patch.row_amax(values);
     Rows::largest(values, owned);
 #pragma unroll
-    for (int i = 0; i < Rows::kOwned; ++i) {
-      const int64_t row = place.row + Rows::first() + i;
-      const bool is_inside = place.rows.has(Rows::first() + i) && touches_col;
-      if (is_inside && p.row.amax.data) owned[i] = p.row.amax.at(row, tile_col);
-      const uint32_t found = exponent(owned[i]);
-      if (is_inside) p.row.scale.at(row, tile_col) = uint8_t(found);
-      owned[i] = e8m0_inverse(found);
+    for (int k = 0; k < Rows::kOwned; ++k) {
+      const int i = Rows::first() + k;
+      const bool is_given = p.row.amax.data && place.rows.has(i) && tile_col() < grid_cols();
+      const uint32_t found = exponent(is_given ? p.row.amax.at(place.row + i, tile_col()) : owned[k]);
+      store_row_exponents(i, found);
+      owned[k] = e8m0_inverse(found);
     }
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) multipliers[i] = Rows::of(owned, i);
   }
 
-  // Exponents of the columns' runs: every lane settles its eight columns, one of four lanes writes them.
-  TE_DIST_DEVICE void settle_runs_of_columns(float (&multipliers)[kPatch]) const {
-    uint32_t columns[Patch<Element>::kWords];
-    patch.col_amax(columns);
+  // Puts what other warps need to know of the amaxes of columns and of squares into shared memory.
+  TE_DIST_DEVICE void share_amaxes() {
+    if constexpr (kCol == Share::kRun) {
+      uint32_t columns[Patch<Element>::kWords];
+      patch.col_amax(columns);
 #pragma unroll
-    for (int w = 0; w < Patch<Element>::kWords; ++w) {
-      columns[w] = Element::raise(columns[w], __shfl_xor_sync(kFullWarp, columns[w], 8));
-      columns[w] = Element::raise(columns[w], __shfl_xor_sync(kFullWarp, columns[w], 16));
+      for (int w = 0; w < Patch<Element>::kWords; ++w) {
+        columns[w] = Element::raise(columns[w], __shfl_xor_sync(kFullWarp, columns[w], 1));
+      }
+      if ((threadIdx.x & 1) == 0) {
+        float* target = &shared.columns[threadIdx.x / 32][place.local_col];
+#pragma unroll
+        for (int j = 0; j < kPatch; ++j) {
+          target[j] = Element::value(columns[j / Element::kPerWord], j % Element::kPerWord);
+        }
+      }
     }
-    const bool writes = (threadIdx.x & 24) == 0;
+    if constexpr (kHasSquare) {
+      float amax = patch.amax();
 #pragma unroll
-    for (int j = 0; j < kPatch; ++j) {
-      float amax = Element::value(columns[j / Element::kPerWord], j % Element::kPerWord);
-      const bool is_inside = touches_row && place.cols.has(j);
-      if (is_inside && p.col.amax.data) amax = p.col.amax.at(tile_row, place.col + j);
+      for (int mask : {1, 2, 4}) amax = larger_of_lanes(amax, mask);
+      if (threadIdx.x % 8 == 0) shared.squares[threadIdx.x / 32][place.local_col / kTile] = amax;
+    }
+  }
+
+  // Exponents of the columns' runs, two to a thread; neighbours write neighbouring bytes.
+  TE_DIST_DEVICE void settle_runs_of_columns() {
+#pragma unroll
+    for (int k = 0; k < kTiles * kPanel / kThreads; ++k) {
+      const int tile = k * (kThreads / kPanel) + threadIdx.x / kPanel, local_col = threadIdx.x % kPanel;
+      const int64_t row = place.panel_row * kTiles + tile, col = place.first_col() + local_col;
+      const bool is_inside = row < grid_rows() && col >= 0 && col < p.extents.cols;
+      float amax = fmaxf(shared.columns[2 * tile][local_col], shared.columns[2 * tile + 1][local_col]);
+      if (is_inside && p.col.amax.data) amax = p.col.amax.at(row, col);
       const uint32_t found = exponent(amax);
-      if (is_inside && writes) p.col.scale.at(tile_row, place.col + j) = uint8_t(found);
-      multipliers[j] = e8m0_inverse(found);
+      if (is_inside) p.col.scale.at(row, col) = uint8_t(found);
+      shared.multipliers[tile][local_col] = e8m0_inverse(found);
     }
   }
 
   TE_DIST_DEVICE uint32_t square_exponent(const BlockOutput<uint8_t>& output) const {
-    float amax = patch.amax();
-#pragma unroll
-    for (int mask : {1, 2, 8, 16}) amax = larger_of_lanes(amax, mask);
-    if (output.amax.data && touches_row && touches_col) amax = output.amax.at(tile_row, tile_col);
+    const int warp = threadIdx.x / 64 * 2, tile = place.local_col / kTile;
+    float amax = fmaxf(shared.squares[warp][tile], shared.squares[warp + 1][tile]);
+    const bool is_inside = tile_row() < grid_rows() && tile_col() < grid_cols();
+    if (output.amax.data && is_inside) amax = output.amax.at(tile_row(), tile_col());
     return exponent(amax);
   }
 
   // A square's exponent is stored once for every row; or for every column.
-  TE_DIST_DEVICE void settle_square_by_rows(float (&multipliers)[kPatch]) const {
+  TE_DIST_DEVICE float settle_square_by_rows() const {
     const uint32_t found = square_exponent(p.row);
-    fill(multipliers, e8m0_inverse(found));
 #pragma unroll
-    for (int i = 0; i < kPatch; ++i) {
-      const bool writes = (threadIdx.x & 3) == 0 && touches_col && place.rows.has(i);
-      if (writes) p.row.scale.at(place.row + i, tile_col) = uint8_t(found);
-    }
+    for (int k = 0; k < Rows::kOwned; ++k) store_row_exponents(Rows::first() + k, found);
+    return e8m0_inverse(found);
   }
 
-  TE_DIST_DEVICE void settle_square_by_columns(float (&multipliers)[kPatch]) const {
+  TE_DIST_DEVICE float settle_square_by_columns() const {
     const uint32_t found = square_exponent(p.col);
-    fill(multipliers, e8m0_inverse(found));
+    // Of the lanes with the same columns, four in two warps, one writes.
+    const bool writes = (threadIdx.x & 33) == 0 && tile_row() < grid_rows();
 #pragma unroll
     for (int j = 0; j < kPatch; ++j) {
-      const bool writes = (threadIdx.x & 24) == 0 && touches_row && place.cols.has(j);
-      if (writes) p.col.scale.at(tile_row, place.col + j) = uint8_t(found);
+      if (writes && place.cols.has(j)) p.col.scale.at(tile_row(), place.col + j) = uint8_t(found);
     }
+    return e8m0_inverse(found);
   }
 
   TE_DIST_INLINE void encode(const float (&values)[kPatch], const float (&multipliers)[kPatch], uint32_t (&codes)[2]) {
@@ -123,12 +173,12 @@ struct QuantizeMxFp8 {
       uint32_t codes[2];
 #pragma unroll
       for (int j = 0; j < kPatch; ++j) values[j] = patch.value(i, j);
-      if constexpr (kRow != Share::kAbsent) {
+      if constexpr (kHasRow) {
         fill(multipliers, by_row[i]);
         encode(values, multipliers, codes);
         store_run<kPatch, kStore>(row_code, inside, codes);
       }
-      if constexpr (kCol != Share::kAbsent) {
+      if constexpr (kHasCol) {
         encode(values, by_col, codes);
         store_run<kPatch, kStore>(col_code, inside, codes);
       }
@@ -136,21 +186,27 @@ struct QuantizeMxFp8 {
   }
 
   TE_DIST_DEVICE void quantize() {
-    tile_row = place.panel_row * (kPanel / kTile) + place.local_row / kTile;
-    tile_col = place.panel_col * (kPanel / kTile) + place.local_col / kTile;
-    touches_row = place.tile_has_rows(kTile);
-    touches_col = place.tile_has_cols(kTile);
-    patch.template load<kLoad>(p.x, place);
     float by_row[kPatch], by_col[kPatch];
+    patch.template load<kLoad>(p.x, place);
+    if constexpr (kCol == Share::kRun || kHasSquare) {
+      share_amaxes();
+      __syncthreads();
+    }
+    if constexpr (kCol == Share::kRun) settle_runs_of_columns();
     if constexpr (kRow == Share::kRun) settle_runs_of_rows(by_row);
-    if constexpr (kRow == Share::kSquare) settle_square_by_rows(by_row);
-    if constexpr (kCol == Share::kRun) settle_runs_of_columns(by_col);
-    if constexpr (kCol == Share::kSquare) settle_square_by_columns(by_col);
+    if constexpr (kRow == Share::kSquare) fill(by_row, settle_square_by_rows());
+    if constexpr (kCol == Share::kSquare) fill(by_col, settle_square_by_columns());
+    if constexpr (kCol == Share::kRun) {
+      __syncthreads();
+#pragma unroll
+      for (int j = 0; j < kPatch; ++j) by_col[j] = shared.multipliers[place.local_row / kTile][place.local_col + j];
+    }
     write(by_row, by_col);
   }
 
   TE_DIST_INLINE void run(const Params& p) {
-    QuantizeMxFp8{p, Place::of<TallWarps>(p.extents, p.phase, blockIdx.x), {}}.quantize();
+    __shared__ Shared shared;
+    QuantizeMxFp8{p, Place::of(p.extents, p.phase, blockIdx.x), shared, {}}.quantize();
   }
 };
 

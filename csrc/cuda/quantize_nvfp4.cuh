@@ -65,7 +65,7 @@ struct QuantizeNvFp4 {
   }
 
   TE_DIST_INLINE float error(const Scale& scale, float tensor_amax, float e4m3_max, float value) {
-    const float difference = nvfp4_decode_error(E2M1::encode(value * scale.multiplier), E4M3::decode(scale.code),
+    const float difference = nvfp4_decode_error(encode_e2m1(value * scale.multiplier), E4M3::decode(scale.code),
                                                 tensor_amax, e4m3_max, value);
     return Rule::kFourOverSix == FourOverSix::kMeanSquare ? difference * difference : fabsf(difference);
   }
@@ -233,9 +233,9 @@ struct QuantizeNvFp4 {
 
   TE_DIST_INLINE uint32_t encode(float value, float noise) {
     if constexpr (kStochastic) {
-      return encode_e2m1_stochastic(value, noise);
+      return encode_e2m1_noisy(value, noise);
     } else {
-      return E2M1::encode(value);
+      return encode_e2m1(value);
     }
   }
 
@@ -311,7 +311,7 @@ struct QuantizeNvFp4 {
 
   TE_DIST_INLINE void run(const Params& p) {
     __shared__ Shared shared;
-    QuantizeNvFp4{p, Place::of<WideWarps>(p.extents, p.phase, blockIdx.x), shared, {}, {}}.quantize();
+    QuantizeNvFp4{p, Place::of(p.extents, p.phase, blockIdx.x), shared, {}, {}}.quantize();
   }
 };
 

@@ -11,7 +11,6 @@ template <class Element, int kLoad>
 struct TileAmax {
   static constexpr int kThreads = 256;
   static constexpr int kBlocks = Element::kPerWord == 2 && kLoad >= 8 ? 4 : 2;
-  static constexpr int kStrip = 64;
   static constexpr int kWords = kPatch / Element::kPerWord;
   static constexpr int kBlockCols = kThreads * kPatch;
 
@@ -22,6 +21,7 @@ struct TileAmax {
     Extents tile;  // no larger than the matrix in a dimension without phase: one tile
     uint32_t* out;  // bits of magnitudes, whose order is that of the magnitudes
     int64_t grid_cols;
+    int64_t strip;  // rows that a block of threads reduces
   };
 
   const Params& p;
@@ -42,7 +42,14 @@ struct TileAmax {
     }
     const int64_t before = __shfl_up_sync(kFullWarp, tile_col, 1);
     const bool is_first = lane == 0 || before != tile_col;
-    if (is_first && magnitude > 0.0f) atomicMax(p.out + tile_row * p.grid_cols + tile_col, bits_of(magnitude));
+    if (is_first) raise_out(tile_col, magnitude);
+  }
+
+  // Most magnitudes are smaller than what is there already: reading is cheaper than an atomic that changes nothing.
+  TE_DIST_DEVICE void raise_out(int64_t its_tile, float magnitude) const {
+    if (!(magnitude > 0.0f)) return;
+    uint32_t* out = p.out + tile_row * p.grid_cols + its_tile;
+    if (__ldcg(out) < bits_of(magnitude)) atomicMax(out, bits_of(magnitude));
   }
 
   TE_DIST_DEVICE float column(int j) const {
@@ -58,9 +65,7 @@ struct TileAmax {
     if (!is_one) {
 #pragma unroll
       for (int j = 0; j < kPatch; ++j) {
-        const float single = column(j);
-        const int64_t its_tile = (p.phase.col + col + j) / p.tile.cols;
-        if (single > 0.0f) atomicMax(p.out + tile_row * p.grid_cols + its_tile, bits_of(single));
+        raise_out((p.phase.col + col + j) / p.tile.cols, column(j));
       }
     }
 #pragma unroll
@@ -103,8 +108,8 @@ struct TileAmax {
     const int64_t strip = blockIdx.x / col_blocks;
     TileAmax self{p};
     self.col = (blockIdx.x % col_blocks) * kBlockCols + threadIdx.x * kPatch;
-    self.row = strip * kStrip;
-    self.row_end = self.row + kStrip < p.extents.rows ? self.row + kStrip : p.extents.rows;
+    self.row = strip * p.strip;
+    self.row_end = self.row + p.strip < p.extents.rows ? self.row + p.strip : p.extents.rows;
     self.tile_col = (p.phase.col + self.col) / p.tile.cols;
     self.last_tile_col = (p.phase.col + self.col + kPatch - 1) / p.tile.cols;
     self.cols = Inside::of(self.col, kPatch, p.extents.cols);

@@ -7,6 +7,7 @@ from functools import cache
 
 from torch import Tensor
 
+from te_dist.formats import WHOLE
 from te_dist.formats.region import Pair
 from te_dist.kernels.arguments import (
     ELEMENTS,
@@ -20,8 +21,10 @@ from te_dist.kernels.arguments import (
 from te_dist.kernels.runtime import fill_zero, launch
 from te_dist.kernels.spec import Layout, Spec
 
-_AMAX_BLOCK = (64, 2048)  # elements that a block of threads reduces
-_AMAX = Layout(f"x:P {EXTENTS} {PHASE} tile.rows:q tile.cols:q out:P grid_cols:q")
+_AMAX_COLS = 2048  # columns that a block of threads reduces
+_AMAX_STRIPS = (64, 32, 16, 8)  # rows that it may reduce: fewer where blocks would be
+_ENOUGH_BLOCKS = 2048
+_AMAX = Layout(f"x:P {EXTENTS} {PHASE} tile.rows:q tile.cols:q out:P grid_cols:q strip:q")
 
 
 @cache
@@ -38,9 +41,14 @@ def tile_amax(x: Tensor, phase: Pair, tile: Pair, out: Tensor) -> None:
     if x.numel() == 0:
         return
     spec = amax(ELEMENTS[x.dtype], access_bytes(16, x.data_ptr(), x.shape[1] * x.element_size()))
-    place = (*phase_in(tile, phase), *extents_of(tile, x.shape))
-    values = (x.data_ptr(), *x.shape, *place, out.data_ptr(), out.shape[1])
-    launch(spec, x, (blocks_for(x.shape, _AMAX_BLOCK), 1), values)
+    shape = x.shape
+    if tuple(tile) == (WHOLE, WHOLE) and x.numel() % _AMAX_COLS == 0:
+        shape = (x.numel() // _AMAX_COLS, _AMAX_COLS)  # one tile may be cut into rows of any length
+    place = (*phase_in(tile, phase), *extents_of(tile, shape))
+    blocks = [blocks_for(shape, (strip, _AMAX_COLS)) for strip in _AMAX_STRIPS]
+    chosen = next((i for i, count in enumerate(blocks) if count >= _ENOUGH_BLOCKS), -1)
+    values = (x.data_ptr(), *shape, *place, out.data_ptr(), out.shape[1], _AMAX_STRIPS[chosen])
+    launch(spec, x, (blocks[chosen], 1), values)
 
 
 _HADAMARD_GROUP = 16

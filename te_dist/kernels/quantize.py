@@ -108,8 +108,8 @@ def quantize_float8_block(
 
 
 @cache
-def mxfp8(element: str, code: str, shares: tuple[str, str], widths: tuple[int, int]) -> Spec:
-    """Spec of an MXFP8 quantizer. `widths`: bytes read and written at a time."""
+def mxfp8(element: str, code: str, shares: tuple[str, str], widths: tuple[int, int, int]) -> Spec:
+    """Spec of an MXFP8 quantizer. `widths`: bytes read, written to data, written to scales of a row at a time."""
     constants = ", ".join((element, code, *shares, *map(str, widths)))
     return Spec("quantize_mxfp8.cuh", f"QuantizeMxFp8<{constants}>", _MXFP8)
 
@@ -121,10 +121,22 @@ def quantize_mxfp8(x: Tensor, phase: Pair, fp8: str, *planes: Pair | Tensor | No
         return
     phase = phase_in(MX_TILE, phase)
     store = access_bytes(8, pointer(row_data), pointer(col_data), x.shape[1], phase[1])
+    widths = (_load_bytes(x, phase), store, _scale_store_bytes(row_scale))
     shares = (_share(row_tile, row_data), _share(col_tile, col_data))
-    spec = mxfp8(ELEMENTS[x.dtype], CODES[fp8], shares, (_load_bytes(x, phase), store))
+    spec = mxfp8(ELEMENTS[x.dtype], CODES[fp8], shares, widths)
     outputs = (*_output(row_amax, row_data, row_scale), *_output(col_amax, col_data, col_scale))
     launch(spec, x, (blocks_for(x.shape, PANEL, phase), 1), (x.data_ptr(), *x.shape, *phase, *outputs))
+
+
+def _scale_store_bytes(scale: Tensor | None) -> int:
+    """Bytes of one row's scales, four in a panel, that can be written at a time."""
+    limit = PANEL[1] // MX_TILE[1]
+    if scale is None:
+        return limit
+    rows, cols = scale.shape
+    if scale.stride(1) != 1:
+        return 1
+    return access_bytes(limit, scale.data_ptr(), cols, scale.stride(0) if rows > 1 else 0)
 
 
 _FOUR_OVER_SIX = {"none": "kNone", "mae": "kMeanAbsolute", "mse": "kMeanSquare"}

@@ -24,13 +24,13 @@ def quantizers(element: str) -> Iterator[Spec]:
     for code, shares in product(_CODES, (*_BLOCK_SHARES, *_TENSOR_SHARES)):
         yield quantize.float8(element, code, shares, (16, 8, 16))
     for code, shares in product(_CODES, _BLOCK_SHARES):
-        yield quantize.mxfp8(element, code, shares, (16, 8))
+        yield quantize.mxfp8(element, code, shares, (16, 8, 4))
     rounding = ("kNearest", "kStochasticAligned")
     for rule, shares in product(((name, "kNone") for name in rounding), _BLOCK_SHARES):
         yield quantize.nvfp4(element, rule, shares, (16, 4, 16))
     for shares in ((_RUN, _RUN), (_SQUARE, _SQUARE)):
         yield quantize.float8(element, "E4M3", shares, (narrow, 1, 1))
-        yield quantize.mxfp8(element, "E4M3", shares, (narrow, 1))
+        yield quantize.mxfp8(element, "E4M3", shares, (narrow, 1, 1))
         yield quantize.nvfp4(element, ("kStochastic", "kNone"), shares, (narrow, 1, 1))
         yield quantize.nvfp4(element, ("kNearest", "kMeanSquare"), shares, (16, 4, 16))
     for load in (16, narrow):

@@ -24,4 +24,40 @@ TE_DIST_INLINE uint32_t encode_four(float a, float b, float c, float d) {
   return encode_pair<Code>(a, b) | encode_pair<Code>(c, d) << 16;
 }
 
+// Magnitudes of e2m1 codes are 2 a, a + 2 and a / 2 + 4, whichever is the smallest, and at most 7. Added to 2^23, each of
+// them is rounded to an integer in one step, to nearest even or toward zero as `add` rounds, and the smallest is found
+// afterwards. What is not a number loses every comparison: it becomes 7, the sign of a product of it being positive.
+template <class Add>
+TE_DIST_INLINE uint32_t e2m1_code(float value, const Add& add) {
+  constexpr float kUnit = 8388608.0f;
+  const float below_two = add(fabsf(value * 2.0f), kUnit), below_four = add(fabsf(value), kUnit + 2.0f);
+  const float rest = add(fabsf(value * 0.5f), kUnit + 4.0f);
+  const float code = fminf(fminf(below_two, below_four), fminf(rest, kUnit + 7.0f));
+  return (bits_of(code) & 7u) | (bits_of(value) >> 28 & 8u);
+}
+
+TE_DIST_INLINE uint32_t encode_e2m1(float value) {
+  return e2m1_code(value, [](float a, float b) { return __fadd_rn(a, b); });
+}
+
+// As encode_e2m1_stochastic of csrc/numerics.
+TE_DIST_INLINE uint32_t encode_e2m1_noisy(float value, float noise) {
+  const float size = fabsf(value);
+  const float step = size < 2.0f ? 0.001953125f : size < 4.0f ? 0.00390625f : 0.0078125f;  // / 256
+  const float raised = fminf(size + noise * step, 6.0f);
+  return e2m1_code(copysignf(raised, value), [](float a, float b) { return __fadd_rz(a, b); });
+}
+
+// Values of two codes, of which the first lies in the low byte. FP8 is exact in fp16.
+template <class Code>
+TE_DIST_INLINE float2 decode_pair(uint32_t codes) {
+  uint32_t halves;
+  if constexpr (Code::kShift == E4M3::kShift) {
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(uint16_t(codes)));
+  } else {
+    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(uint16_t(codes)));
+  }
+  return make_float2(Float16::value(halves, 0), Float16::value(halves, 1));
+}
+
 }  // namespace te_dist::cuda

@@ -12,15 +12,9 @@ constexpr int kWarps = kPanelThreads / 32;
 constexpr uint32_t kFullWarp = 0xFFFFFFFFu;
 
 // A warp holds 16 rows of a panel: lane bit 0 says which 8 rows, bits 1 to 4 which 8 columns.
-struct WideWarps {
+struct Lanes {
   TE_DIST_INLINE int row(int thread) { return thread / 32 * 16 + (thread & 1) * kPatch; }
   TE_DIST_INLINE int col(int thread) { return (thread >> 1 & 15) * kPatch; }
-};
-
-// A warp holds 32 rows of half a panel: lane bits 0 to 2 say which 8 columns, bits 3 and 4 which 8 rows.
-struct TallWarps {
-  TE_DIST_INLINE int row(int thread) { return thread / 64 * 32 + (thread >> 3 & 3) * kPatch; }
-  TE_DIST_INLINE int col(int thread) { return (thread >> 5 & 1) * 64 + (thread & 7) * kPatch; }
 };
 
 // Where a thread's patch lies. Panels are aligned to tiles, so the first panel begins `phase` before the matrix.
@@ -31,15 +25,14 @@ struct Place {
   int local_row, local_col;      // the same inside the panel
   Inside rows, cols;             // of the patch that lie in the matrix
 
-  template <class Warps>
   TE_DIST_INLINE Place of(const Extents& extents, const Phase& phase, int64_t panel) {
     Place place;
     const int64_t panel_cols = (phase.col + extents.cols + kPanel - 1) / kPanel;
     place.extents = extents;
     place.panel_row = panel / panel_cols;
     place.panel_col = panel - place.panel_row * panel_cols;
-    place.local_row = Warps::row(threadIdx.x);
-    place.local_col = Warps::col(threadIdx.x);
+    place.local_row = Lanes::row(threadIdx.x);
+    place.local_col = Lanes::col(threadIdx.x);
     place.row = place.panel_row * kPanel - phase.row + place.local_row;
     place.col = place.panel_col * kPanel - phase.col + place.local_col;
     place.rows = Inside::of(place.row, kPatch, extents.rows);
