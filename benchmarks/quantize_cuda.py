@@ -136,7 +136,7 @@ def direction(side: str, shape: tuple[int, int], length: int, square: bool) -> d
     if length == 16:
         data = empty(data.shape[0], data.shape[1] // 2)
     scale = empty(*grid, dtype=torch.float32 if length == 128 else torch.uint8)
-    if is_row == (length == 128) and not (square and length == 128):
+    if (is_row and length == 128 and not square) or (not is_row and length == 16):
         scale = empty(*grid[::-1], dtype=scale.dtype).t()
     return {f"{side}_tile": tile, f"{side}_data": data, f"{side}_scale": scale}
 

@@ -11,15 +11,18 @@ namespace te_dist::cuda {
 enum class FourOverSix { kNone, kMeanAbsolute, kMeanSquare };
 enum class Rounding { kNearest, kStochastic, kStochasticAligned };
 
-// How values become codes.
-template <Rounding kRounding_, FourOverSix kFourOverSix_>
+// How values become codes; kAmaxPerRow: every row has its own tensor amax, in the row direction.
+template <Rounding kRounding_, FourOverSix kFourOverSix_, bool kAmaxPerRow_>
 struct NvFp4Rule {
+  static constexpr bool kAmaxPerRow = kAmaxPerRow_;
   static constexpr Rounding kRounding = kRounding_;
   static constexpr FourOverSix kFourOverSix = kFourOverSix_;
 };
 
-// kLoad, kRowStore, kColStore: bytes that can be read and written at a time.
-template <class Element, class Rule, Share kRow, Share kCol, int kLoad, int kRowStore, int kColStore>
+// kLoad, kRowStore, kColStore: bytes that can be read and written at a time. kRowScaleStore, kColScaleStore: the same of the
+// scale bytes of one row, or column; 0 where they do not lie beside each other.
+template <class Element, class Rule, Share kRow, Share kCol, int kLoad, int kRowStore, int kColStore, int kRowScaleStore,
+          int kColScaleStore>
 struct QuantizeNvFp4 {
   static constexpr int kThreads = kPanelThreads;
   static constexpr int kBlocks = 2;
@@ -41,8 +44,13 @@ struct QuantizeNvFp4 {
     BlockOutput<uint8_t> col;  // data (cols, rows / 2)
   };
 
+  static constexpr int kTiles = kPanel / kTile;  // side by side in a panel
+
+  // Codes of columns, and scale bytes of every row and column of the panel: all of one are written at a time.
   struct Shared {
     alignas(16) uint32_t transposed[kHasCol ? kPanel * kPanel / 8 : 1];
+    alignas(8) uint8_t row_scales[kHasRow ? kPanel : 1][kTiles];
+    alignas(8) uint8_t col_scales[kHasCol ? kPanel : 1][kTiles];
   };
 
   // A tile's scale byte and the multiplier of its elements.
@@ -58,6 +66,46 @@ struct QuantizeNvFp4 {
   Noise<kStochastic> noise;
   int64_t tile_row, tile_col;    // of the patch in the grid of the matrix
   bool touches_row, touches_col;  // whether that tile has a row, or a column, in the matrix
+
+  TE_DIST_DEVICE void keep_row_scale(int i, const Scale& scale) const {
+    shared.row_scales[place.local_row + i][place.local_col / kTile] = uint8_t(scale.code);
+  }
+
+  TE_DIST_DEVICE void keep_col_scale(int j, const Scale& scale) const {
+    shared.col_scales[place.local_col + j][place.local_row / kTile] = uint8_t(scale.code);
+  }
+
+  // Writes the kTiles scale bytes of one row, or column, of the panel: half of the threads take rows, half columns.
+  TE_DIST_DEVICE void write_scales() const {
+    const int line = threadIdx.x % kPanel;
+    const Phase& phase = p.phase;
+    if (kHasRow && threadIdx.x < kPanel) {
+      const int64_t row = place.first_row() + line, first = place.panel_col * kTiles;
+      const Inside inside = Inside::of(first, kTiles, (phase.col + p.extents.cols + kTile - 1) / kTile);
+      write_line<kRowScaleStore>(shared.row_scales[line], &p.row.scale.at(row, first), p.row.scale.col_stride,
+                                 inside.only_if(row >= 0 && row < p.extents.rows));
+    }
+    if (kHasCol && threadIdx.x >= kPanel) {
+      const int64_t col = place.first_col() + line, first = place.panel_row * kTiles;
+      const Inside inside = Inside::of(first, kTiles, (phase.row + p.extents.rows + kTile - 1) / kTile);
+      write_line<kColScaleStore>(shared.col_scales[line], &p.col.scale.at(first, col), p.col.scale.row_stride,
+                                 inside.only_if(col >= 0 && col < p.extents.cols));
+    }
+  }
+
+  template <int kWidth>
+  TE_DIST_INLINE void write_line(const uint8_t* bytes, uint8_t* target, int64_t stride, const Inside& inside) {
+    const uint2 v = *reinterpret_cast<const uint2*>(bytes);
+    const uint32_t words[2] = {v.x, v.y};
+    if constexpr (kWidth > 0) {
+      store_run<kTiles, kWidth>(reinterpret_cast<char*>(target), inside, words);
+    } else {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        if (inside.has(t)) target[t * stride] = uint8_t(words[t / 4] >> (8 * (t % 4)));
+      }
+    }
+  }
 
   TE_DIST_DEVICE Scale nearest_scale(float amax, float tensor_scale) const {
     const uint32_t code = nvfp4_block_code(amax, tensor_scale);
@@ -125,6 +173,10 @@ struct QuantizeNvFp4 {
   // Rows are settled by turns: a lane settles four of the eight that it shares with the lane beside.
   using Rows = SharedOut<kLaneBesideCols>;
 
+  TE_DIST_DEVICE float tensor_amax_of_row(int64_t row) const {
+    return *(p.row_tensor_amax.data + (Rule::kAmaxPerRow ? row * p.row_tensor_amax.row_stride : 0));
+  }
+
   TE_DIST_DEVICE void settle_runs_of_rows(float (&multipliers)[kPatch]) const {
     float values[kPatch], owned[Rows::kOwned];
     patch.row_amax(values);
@@ -135,9 +187,9 @@ struct QuantizeNvFp4 {
       const bool is_inside = place.rows.has(Rows::first() + i) && touches_col;
       if (is_inside && p.row.amax.data) owned[i] = p.row.amax.at(row, tile_col);
       if constexpr (!kChooses) {
-        const float tensor_amax = is_inside ? p.row_tensor_amax.at(row, 0) : 0.0f;
+        const float tensor_amax = is_inside || !Rule::kAmaxPerRow ? tensor_amax_of_row(row) : 0.0f;
         const Scale scale = nearest_scale(owned[i], nvfp4_tensor_scale(tensor_amax, p.e4m3_max));
-        if (is_inside) p.row.scale.at(row, tile_col) = uint8_t(scale.code);
+        keep_row_scale(Rows::first() + i, scale);
         owned[i] = scale.multiplier;
       }
     }
@@ -150,11 +202,11 @@ struct QuantizeNvFp4 {
 
   TE_DIST_DEVICE float choose_row(int i, float amax) const {
     const bool is_inside = place.rows.has(i) && touches_col;
-    const float tensor_amax = is_inside ? p.row_tensor_amax.at(place.row + i, 0) : 0.0f;
+    const float tensor_amax = is_inside || !Rule::kAmaxPerRow ? tensor_amax_of_row(place.row + i) : 0.0f;
     const Scale scale = chosen_scale(amax, nvfp4_tensor_scale(tensor_amax, p.e4m3_max), [&](const Scale& candidate) {
       return sum_of_run(kLaneBesideCols, [&](int j) { return error_of(candidate, tensor_amax, i, j); });
     });
-    if (is_inside && !(threadIdx.x & kLaneBesideCols)) p.row.scale.at(place.row + i, tile_col) = uint8_t(scale.code);
+    if (!(threadIdx.x & kLaneBesideCols)) keep_row_scale(i, scale);
     return scale.multiplier;
   }
 
@@ -176,7 +228,7 @@ struct QuantizeNvFp4 {
       if (is_inside && p.col.amax.data) owned[j] = p.col.amax.at(tile_row, col);
       if constexpr (!kChooses) {
         const Scale scale = nearest_scale(owned[j], tensor_scale);
-        if (is_inside) p.col.scale.at(tile_row, col) = uint8_t(scale.code);
+        keep_col_scale(Cols::first() + j, scale);
         owned[j] = scale.multiplier;
       }
     }
@@ -191,8 +243,7 @@ struct QuantizeNvFp4 {
     const Scale scale = chosen_scale(amax, tensor_scale, [&](const Scale& candidate) {
       return sum_of_run(kLaneBesideRows, [&](int i) { return error_of(candidate, tensor_amax, i, j); });
     });
-    const bool writes = touches_row && place.cols.has(j) && !(threadIdx.x & kLaneBesideRows);
-    if (writes) p.col.scale.at(tile_row, place.col + j) = uint8_t(scale.code);
+    if (!(threadIdx.x & kLaneBesideRows)) keep_col_scale(j, scale);
     return scale.multiplier;
   }
 
@@ -214,21 +265,17 @@ struct QuantizeNvFp4 {
   TE_DIST_DEVICE void settle_square_by_rows(float (&multipliers)[kPatch]) const {
     const Scale scale = square_scale(p.row, p.row_tensor_amax);
     fill(multipliers, scale.multiplier);
+    if (threadIdx.x & kLaneBesideCols) return;
 #pragma unroll
-    for (int i = 0; i < kPatch; ++i) {
-      const bool writes = !(threadIdx.x & kLaneBesideCols) && touches_col && place.rows.has(i);
-      if (writes) p.row.scale.at(place.row + i, tile_col) = uint8_t(scale.code);
-    }
+    for (int i = 0; i < kPatch; ++i) keep_row_scale(i, scale);
   }
 
   TE_DIST_DEVICE void settle_square_by_columns(float (&multipliers)[kPatch]) const {
     const Scale scale = square_scale(p.col, p.col_tensor_amax);
     fill(multipliers, scale.multiplier);
+    if (threadIdx.x & kLaneBesideRows) return;
 #pragma unroll
-    for (int j = 0; j < kPatch; ++j) {
-      const bool writes = !(threadIdx.x & kLaneBesideRows) && touches_row && place.cols.has(j);
-      if (writes) p.col.scale.at(tile_row, place.col + j) = uint8_t(scale.code);
-    }
+    for (int j = 0; j < kPatch; ++j) keep_col_scale(j, scale);
   }
 
   TE_DIST_INLINE uint32_t encode(float value, float noise) {
@@ -245,7 +292,8 @@ struct QuantizeNvFp4 {
     return warp * 256 + col % 8 * 32 + ((half * 16 + col / 8) ^ (warp / 2 * 8));
   }
 
-  // Writes codes of rows, and those of columns into shared memory.
+  // Writes codes of rows, and those of columns into shared memory. kSame: both have the same codes.
+  template <bool kSame>
   TE_DIST_DEVICE void write(const float (&by_row)[kPatch], const float (&by_col)[kPatch]) {
     const int64_t stride = place.extents.cols / 2;
     char* first = reinterpret_cast<char*>(p.row.data) + place.row * stride + place.col / 2;
@@ -257,8 +305,11 @@ struct QuantizeNvFp4 {
 #pragma unroll
       for (int j = 0; j < kPatch; ++j) {
         const float value = patch.value(i, j), drawn = noise.at(i, j);
-        if constexpr (kHasRow) codes |= encode(value * by_row[i], drawn) << (4 * j);
-        if constexpr (kHasCol) columns[j] |= encode(value * by_col[j], drawn) << (4 * i);
+        uint32_t code = 0;
+        if constexpr (kHasRow) code = encode(value * by_row[i], drawn);
+        codes += code << (4 * j);
+        if constexpr (kHasCol && !kSame) code = encode(value * by_col[j], drawn);
+        columns[j] += code << (4 * i);
       }
       if constexpr (kHasRow) store_run<kPatch / 2, kRowStore>(first, pairs.only_if(place.rows.has(i)), &codes);
     }
@@ -302,11 +353,15 @@ struct QuantizeNvFp4 {
     if constexpr (kRow == Share::kSquare) settle_square_by_rows(by_row);
     if constexpr (kCol == Share::kRun) settle_runs_of_columns(by_col);
     if constexpr (kCol == Share::kSquare) settle_square_by_columns(by_col);
-    write(by_row, by_col);
-    if constexpr (kHasCol) {
-      __syncthreads();
-      write_transposed();
+    // Where squares have the same scale in both directions, as they have by their own amax, so have they the same codes.
+    if (kRow == Share::kSquare && kCol == Share::kSquare && by_row[0] == by_col[0]) {
+      write<true>(by_row, by_col);
+    } else {
+      write<false>(by_row, by_col);
     }
+    __syncthreads();
+    write_scales();
+    if constexpr (kHasCol) write_transposed();
   }
 
   TE_DIST_INLINE void run(const Params& p) {

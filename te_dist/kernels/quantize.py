@@ -143,12 +143,28 @@ _FOUR_OVER_SIX = {"none": "kNone", "mae": "kMeanAbsolute", "mse": "kMeanSquare"}
 
 
 @cache
-def nvfp4(element: str, rule: tuple[str, str], shares: tuple[str, str], widths: tuple[int, int, int]) -> Spec:
-    """Spec of an NVFP4 quantizer. `rule`: rounding and four-over-six. `widths` as in `float8`."""
-    rounding, four_over_six = rule
-    rule_type = f"NvFp4Rule<Rounding::{rounding}, FourOverSix::{four_over_six}>"
+def nvfp4(element: str, rule: tuple[str, str, str], shares: tuple[str, str], widths: tuple[int, ...]) -> Spec:
+    """Spec of an NVFP4 quantizer.
+
+    Args:
+        element: type of the input.
+        rule: rounding, four-over-six, and whether every row has its own amax ("true", "false").
+        shares: what shares a scale in each direction.
+        widths: bytes read, written to row data, column data, row scales and column scales at a time.
+    """
+    rounding, four_over_six, amax_per_row = rule
+    rule_type = f"NvFp4Rule<Rounding::{rounding}, FourOverSix::{four_over_six}, {amax_per_row}>"
     constants = ", ".join((element, rule_type, *shares, *map(str, widths)))
     return Spec("quantize_nvfp4.cuh", f"QuantizeNvFp4<{constants}>", _NVFP4)
+
+
+def _line_store_bytes(scale: Tensor | None, *, dim: int) -> int:
+    """Bytes of the scales of one row (dim 1), or column (dim 0), of a panel that can be written at a time."""
+    limit = PANEL[dim] // NVFP4_TILE[dim]
+    if scale is None:
+        return limit
+    length, pitch = scale.shape[dim], scale.stride(1 - dim) if scale.shape[1 - dim] > 1 else 0
+    return access_bytes(limit, scale.data_ptr(), length, pitch) if scale.stride(dim) == 1 else 0
 
 
 def quantize_nvfp4(x: Tensor, phase: Pair, e4m3_max: int, four_over_six: str, *rest: Pair | Tensor | None) -> None:
@@ -164,12 +180,16 @@ def quantize_nvfp4(x: Tensor, phase: Pair, e4m3_max: int, four_over_six: str, *r
         _load_bytes(x, phase),
         access_bytes(4, pointer(row_data), cols // 2, phase[1] // 2) if row_data is not None else 4,
         access_bytes(16, pointer(col_data), rows // 2, phase[0] // 2) if col_data is not None else 16,
+        _line_store_bytes(row_scale if row_data is not None else None, dim=1),
+        _line_store_bytes(col_scale if col_data is not None else None, dim=0),
     )
     rounding = "kNearest"
     if rng_state is not None:
         rounding = "kStochastic" if phase[1] or cols % NVFP4_TILE[1] else "kStochasticAligned"
     shares = (_share(row_tile, row_data), _share(col_tile, col_data))
-    spec = nvfp4(ELEMENTS[x.dtype], (rounding, _FOUR_OVER_SIX[four_over_six]), shares, widths)
+    per_row = "true" if row_tensor_amax is not None and row_tensor_amax.shape[0] > 1 else "false"
+    rule = (rounding, _FOUR_OVER_SIX[four_over_six], per_row)
+    spec = nvfp4(ELEMENTS[x.dtype], rule, shares, widths)
     amaxes = (*plane(row_tensor_amax), *plane(col_tensor_amax))
     outputs = (*_output(row_amax, row_data, row_scale), *_output(col_amax, col_data, col_scale))
     values = (x.data_ptr(), *x.shape, *phase, e4m3_max, pointer(rng_state), *amaxes, *outputs)

@@ -26,13 +26,13 @@ def quantizers(element: str) -> Iterator[Spec]:
     for code, shares in product(_CODES, _BLOCK_SHARES):
         yield quantize.mxfp8(element, code, shares, (16, 8, 4))
     rounding = ("kNearest", "kStochasticAligned")
-    for rule, shares in product(((name, "kNone") for name in rounding), _BLOCK_SHARES):
-        yield quantize.nvfp4(element, rule, shares, (16, 4, 16))
+    for rule, shares in product(((name, "kNone", "false") for name in rounding), _BLOCK_SHARES):
+        yield quantize.nvfp4(element, rule, shares, (16, 4, 16, 8, 8))
     for shares in ((_RUN, _RUN), (_SQUARE, _SQUARE)):
         yield quantize.float8(element, "E4M3", shares, (narrow, 1, 1))
         yield quantize.mxfp8(element, "E4M3", shares, (narrow, 1, 1))
-        yield quantize.nvfp4(element, ("kStochastic", "kNone"), shares, (narrow, 1, 1))
-        yield quantize.nvfp4(element, ("kNearest", "kMeanSquare"), shares, (16, 4, 16))
+        yield quantize.nvfp4(element, ("kStochastic", "kNone", "true"), shares, (narrow, 1, 1, 1, 1))
+        yield quantize.nvfp4(element, ("kNearest", "kMeanSquare", "false"), shares, (16, 4, 16, 8, 8))
     for load in (16, narrow):
         yield movement.amax(element, load)
 

@@ -33,7 +33,8 @@ TE_DIST_INLINE uint32_t e2m1_code(float value, const Add& add) {
   const float below_two = add(fabsf(value * 2.0f), kUnit), below_four = add(fabsf(value), kUnit + 2.0f);
   const float rest = add(fabsf(value * 0.5f), kUnit + 4.0f);
   const float code = fminf(fminf(below_two, below_four), fminf(rest, kUnit + 7.0f));
-  return (bits_of(code) & 7u) | (bits_of(value) >> 28 & 8u);
+  const uint32_t top = bits_of(value) >> 28;
+  return ((bits_of(code) ^ top) & 7u) ^ top;  // the sign, and three bits of the code: one instruction
 }
 
 TE_DIST_INLINE uint32_t encode_e2m1(float value) {
