@@ -9,7 +9,6 @@ the same text for equal seeds. The figure is the loss on held-out files after th
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -78,13 +77,12 @@ def _train(options: Options, run: tuple[str, int], folder: Path, *, warm: bool =
         "checkpoint.every": steps,
     }
     arguments = [text for name, value in overrides.items() for text in (f"--{name}", str(value))]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    environment = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
+    threads = ["env", f"OMP_NUM_THREADS={options.threads}"]
+    launcher = [*threads, sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     subprocess.run(
         [*launcher, "-m", "te_dist.launch.train", str(options.config), *arguments],
         check=True,
         cwd=ROOT,
-        env=environment,
         stdout=subprocess.DEVNULL,
     )
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -31,8 +31,9 @@ def convert(model: nn.Module, plan: Mapping[str, Recipe | None]) -> dict[str, Li
         The new modules by name.
 
     Raises:
-        ValueError: a pattern fits no module, a weight to be quantized is tied to another module, the model is sharded
-            already, or features do not fit the recipe. The model is unchanged then.
+        ValueError: a pattern fits no module, the model is a `torch.nn.Linear` itself, a weight to be quantized is tied
+            to another module, the model is sharded already, or features do not fit the recipe. The model is unchanged
+            then.
     """
     chosen = _choose(model, plan)
     made = {name: _made_of(model.get_submodule(name), name, recipe) for name, recipe in chosen.items()}
@@ -45,6 +46,8 @@ def convert(model: nn.Module, plan: Mapping[str, Recipe | None]) -> dict[str, Li
 def _choose(model: nn.Module, plan: Mapping[str, Recipe | None]) -> dict[str, Recipe | None]:
     """By name of a module, what the first pattern that fits it says."""
     # NOTE: subclasses of nn.Linear are left alone: their owners (nn.MultiheadAttention) read the weight themselves.
+    if type(model) is nn.Linear:
+        raise ValueError("the model is a torch.nn.Linear itself, with no parent to hold another; make a te_dist.Linear")
     names = [name for name, module in model.named_modules(remove_duplicate=False) if type(module) is nn.Linear]
     unused = [pattern for pattern in plan if not any(fnmatchcase(name, pattern) for name in names)]
     if unused:

@@ -16,7 +16,7 @@ using te_dist::TensorRef;
 namespace {
 
 using Pair = std::pair<int64_t, int64_t>;
-using Direction = std::tuple<Pair, TensorRef, TensorRef, TensorRef>;  // tile, amax, data, scale
+using Direction = std::tuple<Pair, TensorRef, TensorRef, TensorRef>;                  // tile, amax, data, scale
 using NvFp4Direction = std::tuple<Pair, TensorRef, TensorRef, TensorRef, TensorRef>;  // tile, tensor amax, amax, ...
 
 // Below this many elements a second thread costs more than it saves.
@@ -46,7 +46,8 @@ FourOverSix four_over_six_of(const std::string& name) {
 }
 
 template <class Scale>
-BlockOutput<Scale> block_output(const Pair& tile, const TensorRef& amax, const TensorRef& data, const TensorRef& scale) {
+BlockOutput<Scale> block_output(const Pair& tile, const TensorRef& amax, const TensorRef& data,
+                                const TensorRef& scale) {
   return {tile_of(tile), amax.plane<const float>(), data.pointer<uint8_t>(), scale.plane<Scale>()};
 }
 
@@ -63,9 +64,9 @@ void tile_amax(const TensorRef& x, Pair phase, Pair tile, const TensorRef& out, 
 
 void quantize_float8_tensor(const TensorRef& x, const TensorRef& scale, const std::string& fp8,
                             const TensorRef& row_data, const TensorRef& col_data, int threads) {
-  kernels().quantize_float8_tensor({x.matrix(), *scale.pointer<float>(), fp8_of(fp8), row_data.pointer<uint8_t>(),
-                                    col_data.pointer<uint8_t>()},
-                                   threads_for(x.numel(), threads));
+  kernels().quantize_float8_tensor(
+      {x.matrix(), *scale.pointer<float>(), fp8_of(fp8), row_data.pointer<uint8_t>(), col_data.pointer<uint8_t>()},
+      threads_for(x.numel(), threads));
 }
 
 void quantize_float8_block(const TensorRef& x, Pair phase, const std::string& fp8, std::pair<bool, float> pow2_eps,
@@ -105,8 +106,8 @@ void hadamard(const TensorRef& x, int64_t sign_mask, const TensorRef& out, int t
 
 void dequantize_float8(const TensorRef& data, const TensorRef& scale, Pair tile, Pair phase, const std::string& fp8,
                        const TensorRef& out, int threads) {
-  kernels().dequantize_float8({data.plane<const uint8_t>(), scale.plane<const float>(), tile_of(tile), phase_in(tile, phase),
-                               fp8_of(fp8), out.matrix()},
+  kernels().dequantize_float8({data.plane<const uint8_t>(), scale.plane<const float>(), tile_of(tile),
+                               phase_in(tile, phase), fp8_of(fp8), out.matrix()},
                               threads_for(out.numel(), threads));
 }
 
@@ -119,10 +120,10 @@ void dequantize_mxfp8(const TensorRef& data, const TensorRef& scale, Pair grain,
 
 void dequantize_nvfp4(const TensorRef& data, const TensorRef& scale, const TensorRef& amax, Pair packed_dim_e4m3_max,
                       Pair grain, Pair phase, const TensorRef& out, int threads) {
-  kernels().dequantize_nvfp4({data.pointer<const uint8_t>(), int(packed_dim_e4m3_max.first), scale.plane<const uint8_t>(),
-                              tile_of(grain), phase_in(grain, phase), amax.plane<const float>(),
-                              int(packed_dim_e4m3_max.second), out.matrix()},
-                             threads_for(out.numel(), threads));
+  kernels().dequantize_nvfp4(
+      {data.pointer<const uint8_t>(), int(packed_dim_e4m3_max.first), scale.plane<const uint8_t>(), tile_of(grain),
+       phase_in(grain, phase), amax.plane<const float>(), int(packed_dim_e4m3_max.second), out.matrix()},
+      threads_for(out.numel(), threads));
 }
 
 void transpose(const TensorRef& src, int bits, const TensorRef& out, int threads) {

@@ -1,4 +1,5 @@
-// A torch.Tensor as pointer, extents and strides, read through its Python attributes: nothing of torch is needed to build.
+// A torch.Tensor as pointer, extents and strides, read through its Python attributes: nothing of torch is needed to
+// build.
 #pragma once
 
 #include <pybind11/pybind11.h>

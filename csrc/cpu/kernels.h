@@ -45,8 +45,8 @@ struct QuantizeNvFp4 {
   Phase phase;
   int e4m3_max;
   FourOverSix four_over_six;
-  BlockOutput<uint8_t> row;  // data (rows, cols / 2)
-  BlockOutput<uint8_t> col;  // data (cols, rows / 2)
+  BlockOutput<uint8_t> row;            // data (rows, cols / 2)
+  BlockOutput<uint8_t> col;            // data (cols, rows / 2)
   Plane<const float> row_tensor_amax;  // row stride 0: one for the tensor
   Plane<const float> col_tensor_amax;
   const int64_t* rng_state;  // (seed, offset); null: to nearest even

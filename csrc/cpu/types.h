@@ -41,7 +41,8 @@ struct Tile {
   int64_t cols;
 };
 
-// One direction of a block format. `amax` (on the tile grid) replaces what the kernel would find; `data` null: not wanted.
+// One direction of a block format. `amax` (on the tile grid) replaces what the kernel would find; `data` null: not
+// wanted.
 template <class Scale>
 struct BlockOutput {
   Tile tile{};

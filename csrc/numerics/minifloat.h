@@ -1,4 +1,5 @@
-// Casts between fp32 and small floating-point types, bit exact, round to nearest even. No branches: compilers vectorize them.
+// Casts between fp32 and small floating-point types, bit exact, round to nearest even. No branches: compilers vectorize
+// them.
 #pragma once
 
 #include "platform.h"
@@ -18,10 +19,11 @@ struct MiniFloat {
   static constexpr uint32_t kBias = (1u << (kExponentBits - 1)) - 1;
   static constexpr uint32_t kMinNormalBits = (128 - kBias) << 23;
   static constexpr uint32_t kNan = kNanCode;
+  static constexpr uint32_t kSpecial = kSpecialCode;
   static constexpr uint32_t kClamp = kClampBits;
 
-  // What has to be added to `rounded + (exponent >> kShift)` below to make the code, modulo 2^(kMagnitudeBits + 1). Even,
-  // so that adding it before rounding leaves ties alone.
+  // What has to be added to `rounded + (exponent >> kShift)` below to make the code, modulo 2^(kMagnitudeBits + 1).
+  // Even, so that adding it before rounding leaves ties alone.
   static constexpr uint32_t kCodeOffset = (0u - ((128 - kBias) << kMantissaBits)) & (2 * kSignCode - 1);
   static_assert(kCodeOffset % 2 == 0, "an odd offset would round ties the other way");
 
@@ -51,8 +53,7 @@ struct MiniFloat {
     const Integers magnitude = code & kCodeMask;
     const Integers shifted = magnitude << kShift;
     const Integers normal = shifted + ((127 - kBias) << 23);
-    const Integers subnormal =
-        bits_of(float_of(shifted | kMinNormalBits) - float_of(all<Integers>(kMinNormalBits)));
+    const Integers subnormal = bits_of(float_of(shifted | kMinNormalBits) - float_of(all<Integers>(kMinNormalBits)));
     Integers bits = magnitude < all<Integers>(1u << kMantissaBits) ? subnormal : normal;
     if constexpr (kSpecialCode <= kCodeMask) {
       bits = magnitude >= all<Integers>(kSpecialCode) ? shifted | kInfinityBits : bits;

@@ -20,8 +20,8 @@ constexpr uint32_t kInfinityBits = 0x7F800000u;
 constexpr uint32_t kMagnitudeMask = 0x7FFFFFFFu;
 constexpr float kFloatMax = 3.402823466e+38f;
 
-// What the numerics compute on: a float, or a vector of floats, with integers of the same shape. Every function below is
-// free of branches and written once for both; csrc/cpu adds the vectors.
+// What the numerics compute on: a float, or a vector of floats, with integers of the same shape. Every function below
+// is free of branches and written once for both; csrc/cpu adds the vectors.
 template <class Values>
 struct LanesOf;
 template <>

@@ -137,7 +137,6 @@ def finish_reading(named: dict[str, Tensor]) -> None:
     """Rebuilds what is derived from the bytes that were read, and forgets the values these replace."""
     for _, storage in _storages(named):
         storage.copy_(storage.select(*storage.format.canonical.directions))
-        storage.initial = None
 
 
 def _storages(named: dict[str, Tensor]) -> Iterable[tuple[str, QuantizedStorage]]:

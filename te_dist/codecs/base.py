@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from te_dist.formats import WHOLE, Encoding, Field, Region, geometry
+from te_dist.formats import Encoding, Field, Region, geometry
 from te_dist.formats.region import Pair
 from te_dist.ops import tile_amax
 
@@ -59,7 +59,7 @@ class Codec:
 
     def amax(self, x: Tensor, region: Region) -> Amax:
         """Largest magnitudes of `x` (rows, cols), NaN ignored: one fp32 grid per entry of `amax_tiles`."""
-        return tuple(_tile_amax(x, region, tile) for tile in self.amax_tiles)
+        return tuple(find_amax(x, region, tile) for tile in self.amax_tiles)
 
     def encode(self, x: Tensor, region: Region, planes: Sequence[Plane]) -> None:
         """Quantizes `x` (rows, cols; fp32, bf16 or fp16; contiguous) into one or two planes of equal `pass_key`."""
@@ -89,13 +89,9 @@ def encode(x: Tensor, region: Region, planes: Sequence[Plane]) -> None:
         group[0].encoding.codec.encode(x, region, group)
 
 
-def _tile_amax(x: Tensor, region: Region, tile: Pair) -> Tensor:
+def find_amax(x: Tensor, region: Region, tile: Pair) -> Tensor:
+    """Largest magnitude of every tile of `x` (rows, cols), NaN ignored: fp32, on the tile grid of `region`."""
     rows, cols = region.blocks(tile)
     out = torch.empty((len(rows), len(cols)), dtype=torch.float32, device=x.device)
     tile_amax(x, phase=region.phase(tile), tile=tile, out=out)
     return out
-
-
-def is_columnwise(field: Field) -> bool:
-    """Whether a scale field covers a run of rows rather than a run of columns."""
-    return field.grain[0] not in (1, WHOLE) and field.grain[1] == 1

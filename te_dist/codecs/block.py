@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from te_dist import ops
-from te_dist.codecs.base import Codec, Plane, logical_view
+from te_dist.codecs.base import Plane, logical_view
+from te_dist.codecs.tiled import TiledCodec, plane_arguments
 from te_dist.formats import Field, Region
-from te_dist.formats.region import Pair
 
 LARGEST_TILE = (128, 128)  # offsets inside it are offsets inside every smaller tile
 
 
 @dataclass(frozen=True)
-class Block(Codec):
+class Block(TiledCodec):
     """Fields: data (u8), scale_inv (f32, one per tile; a code times it is the value).
 
     Attributes:
@@ -26,33 +26,13 @@ class Block(Codec):
         eps: lower bound of a tile's amax.
     """
 
-    tile: Pair
     fp8: str = "e4m3"
     pow2: bool = True
     eps: float = 0.0
 
-    @property
-    def amax_tiles(self) -> tuple[Pair, ...]:
-        return (self.tile,)
-
-    @property
-    def pass_key(self) -> object:
-        return replace(self, tile=(0, 0))
-
     def encode(self, x: Tensor, region: Region, planes: Sequence[Plane]) -> None:
-        outputs = {}
-        for plane in planes:
-            side = "row" if plane.encoding.fields[0].order == "mk" else "col"
-            tile = plane.encoding.codec.tile
-            outputs |= {
-                f"{side}_tile": tile,
-                f"{side}_amax": plane.amax[0] if plane.amax else None,
-                f"{side}_data": plane.stored[0],
-                f"{side}_scale": plane.field_view(1, region),
-            }
-        ops.quantize_float8_block(
-            x, phase=region.phase(LARGEST_TILE), fp8=self.fp8, pow2=self.pow2, eps=self.eps, **outputs
-        )
+        outputs, phase = plane_arguments(planes, region), region.phase(LARGEST_TILE)
+        ops.quantize_float8_block(x, phase=phase, fp8=self.fp8, pow2=self.pow2, eps=self.eps, **outputs)
 
     def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, *, out: Tensor) -> None:
         data, scale = (logical_view(f, s, region) for f, s in zip(fields, stored, strict=True))

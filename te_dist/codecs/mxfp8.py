@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from te_dist import ops
-from te_dist.codecs.base import Codec, Plane, is_columnwise, logical_view
+from te_dist.codecs.base import Plane, logical_view
+from te_dist.codecs.tiled import TiledCodec, plane_arguments
 from te_dist.formats import Field, Region
-from te_dist.formats.region import Pair
 
 LARGEST_TILE = (32, 32)  # offsets inside it are offsets inside every smaller tile
 
 
 @dataclass(frozen=True)
-class MxFp8(Codec):
+class MxFp8(TiledCodec):
     """Fields: data (u8), scale (u8: the biased exponent of a power of two; a code times it is the value).
 
     Attributes:
@@ -24,28 +24,10 @@ class MxFp8(Codec):
         fp8: "e4m3" (largest 448) or "e5m2" (largest 57344).
     """
 
-    tile: Pair
     fp8: str = "e4m3"
 
-    @property
-    def amax_tiles(self) -> tuple[Pair, ...]:
-        return (self.tile,)
-
-    @property
-    def pass_key(self) -> object:
-        return replace(self, tile=(0, 0))
-
     def encode(self, x: Tensor, region: Region, planes: Sequence[Plane]) -> None:
-        outputs = {}
-        for plane in planes:
-            side = "col" if is_columnwise(plane.encoding.fields[1]) else "row"
-            outputs |= {
-                f"{side}_tile": plane.encoding.codec.tile,
-                f"{side}_amax": plane.amax[0] if plane.amax else None,
-                f"{side}_data": plane.stored[0],
-                f"{side}_scale": plane.field_view(1, region),
-            }
-        ops.quantize_mxfp8(x, phase=region.phase(LARGEST_TILE), fp8=self.fp8, **outputs)
+        ops.quantize_mxfp8(x, phase=region.phase(LARGEST_TILE), fp8=self.fp8, **plane_arguments(planes, region))
 
     def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, *, out: Tensor) -> None:
         data, scale = (logical_view(f, s, region) for f, s in zip(fields, stored, strict=True))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from te_dist import ops
-from te_dist.codecs.base import Amax, Codec, Plane, is_columnwise, logical_view
+from te_dist.codecs.base import Amax, Plane, find_amax, logical_view
+from te_dist.codecs.tiled import TiledCodec, plane_arguments, side
 from te_dist.formats import WHOLE, Field, Region
 from te_dist.formats.region import Pair
 
@@ -20,7 +21,7 @@ SIGN_MASK = 0xD7E8  # rows of each group of 16 whose sign the transform flips, a
 
 
 @dataclass(frozen=True)
-class NvFp4(Codec):
+class NvFp4(TiledCodec):
     """Fields: data (u8, two codes a byte), scale (u8: e4m3), amax (f32, of the tensor or of each row).
 
     A value is `e2m1 * e4m3 * amax / (6 * e4m3_max)`.
@@ -34,7 +35,6 @@ class NvFp4(Codec):
         stochastic: round stochastically, by draws from torch's generator.
     """
 
-    tile: Pair
     row_scaled: bool = False
     e4m3_max: int = 448
     four_over_six: Literal["none", "mae", "mse"] = "none"
@@ -53,10 +53,6 @@ class NvFp4(Codec):
     def amax_tiles(self) -> tuple[Pair, ...]:
         return ((1, WHOLE) if self.row_scaled else (WHOLE, WHOLE), self.tile)
 
-    @property
-    def pass_key(self) -> object:
-        return replace(self, tile=(0, 0))
-
     def alignment(self, dim: int) -> int:
         if self.four_over_six != "none":
             return self.tile[dim]  # the choice weighs the errors of a whole tile
@@ -73,19 +69,12 @@ class NvFp4(Codec):
 
     def encode(self, x: Tensor, region: Region, planes: Sequence[Plane]) -> None:
         x = self._transformed(x)
-        outputs = {}
+        outputs = plane_arguments(planes, region)
         for plane in planes:
             codec = plane.encoding.codec
-            side = "col" if is_columnwise(plane.encoding.fields[1]) else "row"
-            tensor_amax, tile_amax = plane.amax or (Codec.amax(codec, x, region)[0], None)
+            tensor_amax = plane.amax[0] if plane.amax else find_amax(x, region, codec.amax_tiles[0])
             plane.stored[2].copy_(tensor_amax)
-            outputs |= {
-                f"{side}_tile": codec.tile,
-                f"{side}_tensor_amax": tensor_amax,
-                f"{side}_amax": tile_amax,
-                f"{side}_data": plane.stored[0],
-                f"{side}_scale": plane.field_view(1, region),
-            }
+            outputs[f"{side(plane.encoding)}_tensor_amax"] = tensor_amax
         ops.quantize_nvfp4(
             x,
             phase=region.phase(LARGEST_TILE),

@@ -1,4 +1,4 @@
-"""From the largest magnitude of a tensor to its scale, where that is a handful of values rather than a kernel's work."""
+"""From the largest magnitude of a tensor to its scale, where that is a handful of values and not a kernel's work."""
 
 from __future__ import annotations
 

@@ -110,7 +110,6 @@ def _place(param: Any, whole: Tensor) -> None:
         quantized.initial = whole.to("cpu", copy=True).view(quantized.shape)
     part = _cut_out(quantized, local.storage.region)
     local.storage.copy_(part)
-    local.storage.initial = part.initial
 
 
 def _cut_out(whole: QuantizedStorage, region: Region) -> QuantizedStorage:

@@ -136,6 +136,10 @@ class QuantizedParameter(QuantizedTensor):
         out.wrap, out.keep_initial = self.wrap, self.keep_initial
         return out
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: not the wrap, which belongs to the model that was sharded."""
+        return {name: value for name, value in self.__dict__.items() if name != "wrap"}
+
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
         """What this rank sends, and what the other hook needs to know."""
         # NOTE: the signature with the mesh alone is the one that allows shards of unequal size.
@@ -143,6 +147,11 @@ class QuantizedParameter(QuantizedTensor):
         plans = self.gather_plans(mesh.size())
         phase = Phase.BACKWARD if _torch_private.in_backward() else Phase.FORWARD
         plan = plans[phase]
+        if storage.unsettled is not None and self._cut.of_part:
+            raise RuntimeError(
+                "high-precision values were written into shards of a weight that tensor parallelism cuts as well; the "
+                "ranks of one mesh dimension cannot settle its scales: call fsdp2.settle(model) after writing them"
+            )
         if storage.unsettled is not None:
             quantize_parts([(storage, storage.unsettled, Partition.of(plan.parts))], [mesh.get_group()])
         return plan.pack(storage.buffers, storage.region), (plans, phase, storage.buffers, self._cut.shape)

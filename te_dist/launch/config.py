@@ -6,18 +6,18 @@ Only values stand here: no mesh, device, tensor or process group. What depends o
 
 from __future__ import annotations
 
-import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
 from te_dist.launch.errors import require
+from te_dist.offload.host import parse_bytes
 
 RecipeName = Literal[
     "bf16", "float8_current", "float8_delayed", "float8_block", "mxfp8", "nvfp4", "hybrid_float8_mxfp8"
 ]
 BYTE_ALPHABET = 256  # a byte-level vocabulary holds every byte, so any text can be encoded
 SPECIAL_TOKENS = 1  # end of text
-BUDGET = re.compile(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB)")
 
 
 def _at_least(section: str, config: object, minimum: float, *names: str) -> None:
@@ -25,6 +25,13 @@ def _at_least(section: str, config: object, minimum: float, *names: str) -> None
         value = getattr(config, name)
         key = f"{section}.{name}" if section else name
         require(value >= minimum, key, got=value, wanted=f"at least {minimum}", remedy=f"raise {key}")
+
+
+def _is_size(text: str) -> bool:
+    with suppress(ValueError):
+        parse_bytes(text)
+        return True
+    return False
 
 
 def _fraction(section: str, config: object, *names: str) -> None:
@@ -245,7 +252,7 @@ class Config:
         _at_least("", self, 0, "seed")
         require(self.run_dir != "", "run_dir", got="an empty text", wanted="a directory", remedy="name one")
         require(
-            self.offload is False or BUDGET.fullmatch(self.offload) is not None,
+            self.offload is False or _is_size(self.offload),
             "offload",
             got=repr(self.offload),
             wanted='false or a size such as "2GiB" (KiB, MiB, GiB)',

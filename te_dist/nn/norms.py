@@ -16,16 +16,17 @@ Kind = Literal["LayerNorm", "RMSNorm"]
 
 
 def normalize(x: Tensor, kind: Kind, *, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """`x` (..., K) normalized along its last dimension, in its dtype.
+    """`x` (..., K) normalized along its last dimension, in its dtype; computed in that of `weight` where it is wider.
 
     Args:
         kind: "LayerNorm" (mean and deviation, with `bias`) or "RMSNorm" (root mean square).
         weight: (K,), as it multiplies; `bias` (K,) or None.
     """
-    weight = weight.to(x.dtype)
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    wide, weight = x.to(dtype), weight.to(dtype)
     if kind == "RMSNorm":
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return F.layer_norm(x, weight.shape, weight, None if bias is None else bias.to(x.dtype), eps)
+        return F.rms_norm(wide, weight.shape, weight, eps).to(x.dtype)
+    return F.layer_norm(wide, weight.shape, weight, None if bias is None else bias.to(dtype), eps).to(x.dtype)
 
 
 def _as_multiplied(weight: Tensor, *, zero_centered: bool) -> Tensor:

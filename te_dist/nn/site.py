@@ -110,17 +110,14 @@ class LinearSite(nn.Module):
         if not requests:
             return answers
         if self.scaling is None:
-            self.scaling = DelayedScalingState(requests, device=device)
+            with torch.inference_mode(False):  # a later step writes into what an evaluation came upon first
+                self.scaling = DelayedScalingState(requests, device=device)
         if self.scaling.requests != requests:
             raise ValueError(
                 f"{self.name} keeps histories for {self.scaling.requests}, the recipe asks for {requests}; use one "
                 "delayed recipe throughout, or set .scaling to None to start anew"
             )
         return answers
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What is copied and pickled: not the latest autocast, which may hold a process group."""
-        return self.__dict__ | {"_latest": Autocast()}
 
     def weight_format(self, recipe: Recipe, weight: Tensor) -> Format:
         """The format of a parameter with the values of `weight`.
@@ -147,7 +144,9 @@ class LinearSite(nn.Module):
             quantizers |= self.scaling.quantizers(current_autocast().amax_reduction_group, records=records)
         if self.placed is not None:
             quantizers = {kind: self.placed(kind, quantizer) for kind, quantizer in quantizers.items()}
-        return Plan(**quantizers, row_multiple=_row_multiple(recipe, self.name, x.dtype), moves_histories=records)
+        # What runs again in backward has its histories moved by the end of that backward pass.
+        moves = records and not _torch_private.in_backward()
+        return Plan(**quantizers, row_multiple=_row_multiple(recipe, self.name, x.dtype), moves_histories=moves)
 
 
 def prepare(model: nn.Module, recipe: Recipe) -> None:

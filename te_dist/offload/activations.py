@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from te_dist._torch_private import is_traceable_wrapper_subclass
-from te_dist.offload.copies import copies_of
+from te_dist.offload.copies import COPIED, copies_of
 from te_dist.offload.host import parse_bytes
 from te_dist.offload.saved import ParkedView, Rebuild, buffers_of, outlives_backward, take_apart
 from te_dist.offload.unit import Extent, Kept, Statistics, Unit, version_of
@@ -56,10 +56,9 @@ class Session:
         statistics: what was moved so far.
     """
 
-    def __init__(self, policy: Policy, device: torch.device) -> None:
+    def __init__(self, policy: Policy, device: torch.device | None) -> None:
         self.statistics = Statistics()
         self._policy, self._device = policy, device
-        self._copies = copies_of(device)
         self._units: weakref.WeakKeyDictionary[object, list[weakref.ref[Unit]]] = weakref.WeakKeyDictionary()
         self._leaving: deque[weakref.ref[Unit]] = deque()
         self._latest: Unit | None = None
@@ -87,15 +86,14 @@ class Session:
             return saved.tensor
         units = [leaf.unit for leaf in saved.leaves if isinstance(leaf, ParkedView)]
         leaves = [leaf.restore() if isinstance(leaf, ParkedView) else leaf for leaf in saved.leaves]
-        if self._copies.looks_ahead:
-            self._prefetch(units)
+        self._prefetch(units)
         return saved.rebuild(leaves)
 
     def _why_kept(self, tensor: Tensor) -> Kept | None:
         if outlives_backward(tensor):
             return Kept.PARAMETER
         buffers = buffers_of(tensor)
-        if not all(_is_plain(b) and b.device == self._device for b in buffers):
+        if not all(_is_plain(b) and self._takes(b.device) for b in buffers):
             return Kept.FOREIGN
         # What lies in a storage that was parked is had for nothing, and would keep it on the device.
         new = [b for b in buffers if b.numel() and self._find(b) is None]
@@ -104,25 +102,32 @@ class Session:
             return Kept.SMALL
         return None
 
+    def _takes(self, device: torch.device) -> bool:
+        return device.type in COPIED if self._device is None else device == self._device
+
     def _has_room(self, leaves: Sequence[Tensor]) -> bool:
         if self._policy.budget is None:
             return True
         extents = {
             (id(leaf.untyped_storage()), Extent.of(leaf)) for leaf in leaves if leaf.numel() and not self._find(leaf)
         }
-        return self._copies.pool.live + sum(len(extent) for _, extent in extents) <= self._policy.budget
+        live = sum(copies_of(device).pool.live for device in {leaf.device for leaf in leaves})
+        return live + sum(len(extent) for _, extent in extents) <= self._policy.budget
 
     def _park(self, leaf: Tensor) -> ParkedView | Tensor:
         if not leaf.numel():
             return leaf
         unit = self._find(leaf)
         if unit is None:
-            unit = Unit(leaf.detach(), Extent.of(leaf), self._copies, statistics=self.statistics)
+            unit = Unit(leaf.detach(), Extent.of(leaf), copies_of(leaf.device), statistics=self.statistics)
             unit.before = None if self._latest is None else weakref.ref(self._latest)
             self._latest = unit
             self._units.setdefault(leaf.untyped_storage(), []).append(weakref.ref(unit))
-            self._leaving.append(weakref.ref(unit))
-            self._let_go()
+            if unit.is_copied_aside:
+                self._leaving.append(weakref.ref(unit))
+                self._let_go()
+            else:
+                unit.let_go()
         return ParkedView(unit, leaf)
 
     def _find(self, leaf: Tensor) -> Unit | None:
@@ -138,8 +143,7 @@ class Session:
         """Drops the oldest sources, until those that are left fit into the window."""
         held = [unit for r in self._leaving if (unit := r()) is not None and unit.source is not None]
         total = sum(len(unit.extent) for unit in held)
-        window = self._policy.window if self._copies.looks_ahead else 0
-        while held and total > window:
+        while held and total > self._policy.window:
             unit = held.pop(0)
             total -= len(unit.extent)
             unit.let_go()
@@ -150,7 +154,7 @@ class Session:
         ahead, unit = 0, units[0] if units else None
         while unit is not None and ahead < self._policy.window:
             unit = unit.before() if unit.before is not None else None
-            if unit is not None:
+            if unit is not None and unit.is_copied_aside:
                 unit.prefetch()
                 ahead += len(unit.extent)
 
@@ -170,16 +174,18 @@ def activations(
     are bit for bit those without it.
 
     Args:
-        budget: host bytes at most, of all such blocks for the device together, as a number or as text ("16GiB").
+        budget: host bytes at most, of all such blocks for a device together, as a number or as text ("16GiB").
             None: no bound.
         min_bytes: saved tensors of fewer bytes stay.
         window: device bytes at most that are held for copies on their way, in either direction (GPU only).
-        device: whose tensors are parked; the current accelerator by default, the CPU where there is none.
+        device: whose tensors are parked; those of every device by default.
 
     Yields:
         Statistics of the block, kept up to date through backward.
     """
-    session = Session(policy(budget, min_bytes, window), offloaded_device(device))
+    # An index names the one meant by "cuda".
+    named = None if device is None else torch.empty(0, device=device).device
+    session = Session(policy(budget, min_bytes, window), named)
     with torch.autograd.graph.saved_tensors_hooks(session.pack, session.unpack):
         yield session.statistics
 
@@ -187,13 +193,6 @@ def activations(
 def policy(budget: int | str | None, min_bytes: int | str, window: int | str) -> Policy:
     """A policy from sizes as users write them."""
     return Policy(None if budget is None else parse_bytes(budget), parse_bytes(min_bytes), parse_bytes(window))
-
-
-def offloaded_device(device: torch.device | str | None) -> torch.device:
-    """`device` with its index; the current accelerator where none is named, the CPU where there is none."""
-    if device is None:
-        device = torch.accelerator.current_accelerator() or "cpu"
-    return torch.empty(0, device=device).device
 
 
 def _is_plain(tensor: Tensor) -> bool:

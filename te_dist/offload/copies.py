@@ -105,6 +105,9 @@ class _Reached:
 _AT_ONCE = _AtOnce()
 
 
+COPIED = ("cpu", "cuda")  # types of devices that `copies_of` knows
+
+
 @functools.cache
 def copies_of(device: torch.device) -> Copies:
     """What copies tensors of `device`; one per process, since streams and pinned memory are dear."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import bisect
 import functools
+import re
 from collections import deque
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import ClassVar
 
 import torch
@@ -15,21 +17,19 @@ ALIGNMENT = 512  # bytes at which ranges start, as the allocators of devices hav
 
 Range = tuple[int, int, int]  # (slab, first byte, end)
 UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
+SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(UNITS)})", re.ASCII)
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes from a number, or from text such as "16GiB" or "512 MiB"."""
+    """Bytes from a number, or from text such as "16GiB", "1.5GiB" or "512 MiB"; a fraction of a byte is dropped."""
     if isinstance(size, int):
-        value, shift = size, 0
-    else:
-        number = size.rstrip("BKMGTi ")
-        unit = size[len(number) :].strip()
-        if not number.strip().isdecimal() or unit not in UNITS:
-            raise ValueError(f"got {size!r} for a number of bytes; write it as 1048576 or with one of {list(UNITS)}")
-        value, shift = int(number), UNITS[unit]
-    if value < 0:
-        raise ValueError(f"got {size!r} for a number of bytes; it must be 0 or more")
-    return value << shift
+        if size < 0:
+            raise ValueError(f"got {size!r} for a number of bytes; it must be 0 or more")
+        return size
+    match = SIZE.fullmatch(size)
+    if match is None:
+        raise ValueError(f"got {size!r} for a number of bytes; write it as 1048576 or with one of {list(UNITS)}")
+    return int(Fraction(match[1]) * (1 << UNITS[match[2]]))
 
 
 class Block:

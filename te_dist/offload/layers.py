@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_dist.offload.activations import Session, offloaded_device, policy
+from te_dist.offload.activations import Session, policy
 
 # Further arguments of TransformerEngine's function: the values that ask for nothing, and what to do instead of others.
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -89,7 +89,7 @@ def get_cpu_offload_context(
             f"num_layers={num_layers} of model_layers={model_layers}: 1 to model_layers - 1 layers can be offloaded, "
             "since backward starts with the last one"
         )
-    session = Session(policy(None, "1MiB", "256MiB"), offloaded_device(None))
+    session = Session(policy(None, "1MiB", "256MiB"), None)
     layers = LayerwiseOffload(session, num_layers, model_layers)
     return layers, layers.synchronize
 

@@ -102,6 +102,11 @@ class Unit:
         if getattr(self, "_back", None) is not None:
             self._copied.wait()
 
+    @property
+    def is_copied_aside(self) -> bool:
+        """Whether its copies run beside the compute stream, so that it pays to start them early."""
+        return self._copies.looks_ahead
+
     def holds(self, extent: Extent, version: int) -> bool:
         """Whether the bytes of `extent` of a tensor at `version` are among those parked."""
         return version == self._version and self.extent.start <= extent.start and extent.stop <= self.extent.stop

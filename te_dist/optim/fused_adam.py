@@ -74,6 +74,20 @@ class FusedAdam(torch.optim.Optimizer):
         self._write_back(updated)
         return loss
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, but state stays fp32: torch would round it to the dtype of its parameter."""
+        super().load_state_dict(state_dict)
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for key, param in zip(saved, params, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[param][name] = value.to(param.device, torch.float32)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled."""
+        return super().__getstate__() | {"master_weights": self.master_weights, "_update": self._update}
+
     def initialize_state(self, param: Tensor) -> None:
         """Creates step, moments and master of `param`, unless they are there."""
         state = self.state[param]
@@ -97,12 +111,13 @@ class FusedAdam(torch.optim.Optimizer):
         return local_tensor(self.state[param].get("master_param", param))
 
     def _adam(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        gradients = {p: _gradient(p) for p in params}
         held = [p for p in params if _shape(p).numel()]  # a rank may hold an empty shard
         targets = [self._target(p) for p in held]
         if held:
             self._update(
                 targets,
-                [local_tensor(p.grad).to(t.dtype) for p, t in zip(held, targets, strict=True)],
+                [gradients[p].to(t.dtype) for p, t in zip(held, targets, strict=True)],
                 [local_tensor(self.state[p]["exp_avg"]).view_as(t) for p, t in zip(held, targets, strict=True)],
                 [local_tensor(self.state[p]["exp_avg_sq"]).view_as(t) for p, t in zip(held, targets, strict=True)],
                 [],
@@ -132,6 +147,14 @@ class FusedAdam(torch.optim.Optimizer):
         for groups, together in waiting.items():
             parts = [(local_tensor(p).storage, self._target(p), _partition(p)) for p in together]
             quantize_parts(parts, groups)
+
+
+def _gradient(param: Tensor) -> Tensor:
+    """The gradient of what this rank holds. Collective where ranks have yet to sum it (sequence parallelism)."""
+    grad = param.grad
+    if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
+        grad = grad.redistribute(placements=param.placements)
+    return local_tensor(grad)
 
 
 def _shape(param: Tensor) -> torch.Size:

@@ -11,7 +11,7 @@ from torch import Tensor
 from te_dist import catalog
 from te_dist.formats import Direction, Format
 from te_dist.quantizers.base import Quantizer, declared
-from te_dist.tensor import QuantizedStorage, QuantizedTensor, empty
+from te_dist.tensor import QuantizedStorage, QuantizedTensor
 
 HybridQuantizedTensor = QuantizedTensor  # a hybrid is a format like any other; there is one class of tensors
 
@@ -65,7 +65,6 @@ class HybridQuantizer(Quantizer):
             return x
         if Direction.ROWWISE in storage.directions:
             return storage.dequantize(x.dtype, Direction.ROWWISE)
-        format = self.rowwise_quantizer.declare(x.dtype).select(Direction.ROWWISE)
-        rowwise = empty(format, storage.region, dtype=x.dtype, device=x.device)
+        rowwise = storage.blank(self.rowwise_quantizer.declare(x.dtype).select(Direction.ROWWISE))
         self.rowwise_quantizer.write(x, rowwise)
         return rowwise.dequantize()

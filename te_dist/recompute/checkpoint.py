@@ -23,7 +23,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
 
     Backward usually runs outside of `autocast`; torch restores its own autocast and the generators (so that stochastic
     rounding draws the same numbers), this restores the recipe. Delayed scaling moves its histories when backward ends,
-    so that both passes see the same scales; it needs the non-reentrant kind.
+    so that both passes see the same scales.
 
     Args:
         function: called with `args` now, and again in backward.

@@ -4,8 +4,10 @@
 Forward quantizes inputs, backward quantizes gradients, each by the scale of the step before, and both leave their amax
 in row 0 of the history. When backward ends, all states that took part move on together: one reduction of all amaxes
 per process group, one update of all scales. Forward passes that backward runs again (activation checkpointing) thus
-see the scales of the first time. A backward pass inside another one (reentrant checkpointing) would move histories too
-early: use the non-reentrant kind. Passes without gradients leave no trace.
+see the scales of the first time. Where that ends in a backward pass inside the outer one (reentrant checkpointing),
+the outer one's end counts: what was run again asks for it, its own backward does not. Passes without gradients leave no
+trace. With several forward passes before the first backward (pipelines) the first end moves histories; forward passes
+that are run again after that see the newer scales.
 """
 
 from __future__ import annotations
@@ -64,6 +66,8 @@ class DelayedScalingState(nn.Module):
         """
         if records:
             _recording[self] = group if next(iter(self.requests.values())).reduce_amax else None
+            if _torch_private.in_backward():
+                update_when_backward_ends()
         return {
             name: Float8Quantizer(
                 self.scale[i : i + 1], self.amax_history[0, i : i + 1] if records else None, request.fp8

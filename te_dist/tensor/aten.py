@@ -91,7 +91,7 @@ def _empty_like(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     tensor, old = args[0], args[0].storage
     device, dtype = kwargs.get("device") or tensor.device, kwargs.get("dtype") or tensor.dtype
     storage = empty(old.format, old.region, dtype=dtype, device=device, fields=old.fields)
-    storage.cut = old.cut
+    storage.cut, storage.cut_dims = old.cut, old.cut_dims
     return tensor.like(storage, tensor.shape)
 
 
@@ -113,7 +113,7 @@ def _blank(tensor: QuantizedTensor, size: torch.Size) -> QuantizedStorage:
     old = tensor.storage
     blank = old.narrow(0, old.shape[0], 0)
     being_cut = size[0] < tensor.shape[0] or old.cut is None
-    blank.cut = Cut(old.region, tensor.shape) if being_cut else old.cut
+    blank.cut = Cut(old.region, tensor.shape, bool(old.cut_dims)) if being_cut else old.cut
     return blank
 
 
@@ -159,11 +159,23 @@ def _split(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
     parts, start = [], 0
     for length in sizes:
         storage = _part(tensor, dim, start, length)
-        storage.cut = Cut(tensor.storage.region, tensor.shape) if dim == 0 else None
+        storage.cut = Cut(tensor.storage.region, tensor.shape, bool(tensor.storage.cut_dims)) if dim == 0 else None
         shape = [length if d == dim else n for d, n in enumerate(tensor.shape)]
         parts.append(tensor.like(storage, shape))
         start += length
     return parts
+
+
+@OPS.implements(aten.constant_pad_nd.default)
+def _pad(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    """Rows behind those of a shard, by which DTensor makes all shards equally long; in name only."""
+    tensor, pad = args[:2]
+    if tensor.storage.cut is None or len(pad) != 2 * tensor.dim() or any(pad[:-1]):
+        raise NotImplementedError(
+            f"a quantized tensor is padded behind the rows of a shard only, got {list(pad)} for {tuple(tensor.shape)}; "
+            "call .dequantize() first"
+        )
+    return tensor.like(tensor.storage, (tensor.shape[0] + pad[-1], *tensor.shape[1:]))
 
 
 @OPS.implements(aten.select.int)
@@ -191,16 +203,23 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
         dst.quantize_(src.dequantize())
     elif _is_blank(dst):
         dst.storage.adopt(src.storage)
-    elif src.storage.shape == dst.storage.shape and _same_tiles(src.storage, dst.storage):
+    elif _holds_bytes_of(src.storage, dst.storage):
         dst.storage.copy_(src.storage, non_blocking=non_blocking)
     else:
         dst.quantize_(src.dequantize())
     return dst
 
 
-def _same_tiles(a: QuantizedStorage, b: QuantizedStorage) -> bool:
-    """Whether both regions meet their tiles alike, so that bytes of one are bytes of the other."""
-    return all(a.region.phase(f.tile) == b.region.phase(f.tile) for f in a.format.fields)
+def _holds_bytes_of(src: QuantizedStorage, dst: QuantizedStorage) -> bool:
+    """Whether the bytes of `src` can be those of `dst`, of the same format; the same answer on all ranks.
+
+    Both regions have to meet their tiles alike. A part that shares scales with others takes the bytes of the same part
+    only: those of a matrix that was quantized alone would leave every rank with a scale of its own.
+    """
+    if dst.may_share_scales():
+        return src.region == dst.region and src.cut == dst.cut and src.cut_dims == dst.cut_dims
+    same_tiles = all(src.region.phase(f.tile) == dst.region.phase(f.tile) for f in src.format.fields)
+    return src.shape == dst.shape and same_tiles
 
 
 @OPS.implements(aten.equal.default)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed.tensor  # noqa: F401  (defines the ops below)
 from torch import Tensor
+from torch.nn import functional
 
 from te_dist._torch_private import process_group
-from te_dist.formats import Region, geometry
+from te_dist.formats import Field, Region, Span, geometry
 from te_dist.tensor import collectives
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
 from te_dist.tensor.storage import QuantizedStorage
@@ -21,28 +23,39 @@ if hasattr(torch.ops._c10d_functional, "_wrap_tensor_autograd"):  # later than t
 
 @OPS.implements(torch.ops._c10d_functional.all_gather_into_tensor.default)
 def _all_gather(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
-    """Row parts of equal length, cut from one tensor, put together from their canonical bytes."""
+    """Row parts cut from one tensor, put together from their canonical bytes; rows of padding stay in name only."""
     tensor, world, name = args
     group = process_group(name)
     own = tensor.storage
-    rows, rank = own.region.rows, group.rank()
-    start = rows.start - rank * len(rows)
-    if start < 0:
-        raise ValueError(
-            f"rank {rank} has rows {rows.start} to {rows.stop} of a whole, no part {rank} of {world} equal ones: it "
-            "was quantized alone; te_dist.tensor_parallel.gather quantizes parts as the whole"
+    if own.unsettled is not None:
+        raise RuntimeError(
+            "high-precision values were written into parts, each by its own scales, which are none of the whole; call "
+            "te_dist.fsdp2.settle(model) before gathering them"
         )
-    whole = Region(type(rows)(start, world * len(rows)), own.region.cols)
-    parts = [whole.narrow(0, index * len(rows), len(rows)) for index in range(world)]
+    whole, parts = _cut(own, group.rank(), world)
     storage = QuantizedStorage(own.format, {}, whole, dtype=own.dtype)
     for field in own.format.canonical.fields:
         buffer = own.buffers[field.name]
         if not field.is_shared(0):
-            wire = geometry.compact(field, buffer, own.region).contiguous()
-            wires = _gathered(wire, group).unbind()
-            buffer = geometry.assemble(field, wires, parts, whole)
+            buffer = geometry.assemble(field, _wires(field, buffer, parts, group), parts, whole)
         storage.buffers[field.name] = buffer
     return tensor.like(storage, (world * tensor.shape[0], *tensor.shape[1:]))
+
+
+def _cut(own: QuantizedStorage, rank: int, world: int) -> tuple[Region, tuple[Region, ...]]:
+    """The region that `world` ranks hold together, and that of every rank: as it was cut, else equal parts."""
+    if own.cut is not None:
+        whole, parts = own.cut.region, own.cut.parts(world)
+    else:
+        rows = own.region.rows
+        whole = Region(Span(max(rows.start - rank * len(rows), 0), world * len(rows)), own.region.cols)
+        parts = whole.chunk(world)
+    if parts[rank] != own.region:
+        raise ValueError(
+            f"rank {rank} has {own.region} of a whole, no part {rank} of {world}, which is {parts[rank]}: it was "
+            "quantized alone, or cut over other ranks; te_dist.tensor_parallel.gather quantizes parts as the whole"
+        )
+    return whole, parts
 
 
 @OPS.implements(*_WAITS)
@@ -51,7 +64,13 @@ def _wait(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     return args[0]
 
 
-def _gathered(wire: Tensor, group: Any) -> Tensor:
-    """(world, outer, inner) from every rank's wire (outer, inner), sent as bytes."""
-    flat = collectives.all_gather(wire.view(-1).view(torch.uint8), group)
-    return flat.view(wire.dtype).view(group.size(), *wire.shape)
+def _wires(field: Field, buffer: Tensor, parts: Sequence[Region], group: Any) -> list[Tensor]:
+    """The wire of `field` of every part, sent as bytes; shorter ones are filled up to the longest."""
+    own = geometry.compact(field, buffer, parts[group.rank()]).contiguous().view(-1).view(torch.uint8)
+    sizes = [field.compact_bytes(part) for part in parts]
+    sent = functional.pad(own, (0, max(sizes) - own.numel()))
+    rows = collectives.all_gather(sent, group).view(group.size(), -1).unbind()
+    return [
+        row[:size].view(field.dtype).view(field.compact_shape(part))
+        for row, size, part in zip(rows, sizes, parts, strict=True)
+    ]

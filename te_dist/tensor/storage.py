@@ -26,10 +26,12 @@ class Cut:
     Attributes:
         region: rows and columns of the tensor before the cut.
         shape: its nominal shape; its first dimension was cut.
+        of_part: whether that tensor was itself a part of a larger matrix (tensor parallelism).
     """
 
     region: Region
     shape: torch.Size
+    of_part: bool = False
 
     @property
     def unit(self) -> int:
@@ -51,12 +53,14 @@ class QuantizedStorage:
         region: rows and columns of the whole matrix that the buffers describe.
         dtype: floating-point type of the values this stands for.
         cut: what this was cut from as a row shard; None for a matrix that was not cut.
+        cut_dims: dimensions (0: rows, 1: columns) along which it was cut out of a larger matrix.
         unsettled: values last written into a shard by their own amax, as long as the ranks that share a scale with
             it have not agreed on one; None once they have.
-        initial: (rows, cols) on the CPU, the values that initialization quantized, where they were asked to be kept.
+        initial: (rows, cols) on the CPU, the values that initialization quantized, where they were asked to be kept;
+            None once others have been written.
     """
 
-    __slots__ = ("__weakref__", "buffers", "cut", "dtype", "format", "initial", "region", "unsettled")
+    __slots__ = ("__weakref__", "buffers", "cut", "cut_dims", "dtype", "format", "initial", "region", "unsettled")
 
     def __init__(
         self,
@@ -72,6 +76,7 @@ class QuantizedStorage:
         self.region = region
         self.dtype = dtype
         self.cut = cut
+        self.cut_dims: frozenset[int] = frozenset()
         self.unsettled: Tensor | None = None
         self.initial: Tensor | None = None
 
@@ -137,6 +142,10 @@ class QuantizedStorage:
                 target = None if out is None else out.get(dst.name)
                 self.buffers[dst.name] = geometry.relayout(src, dst, self.buffers[src.name], self.region, target)
 
+    def blank(self, format: Format) -> QuantizedStorage:
+        """Uninitialised buffers in `format` for the values this stands for."""
+        return empty(format, self.region, dtype=self.dtype, device=self.device)
+
     def select(self, *directions: Direction) -> QuantizedStorage:
         """The same buffers, seen as a format of `directions` only."""
         part = self.format.select(*directions)
@@ -159,12 +168,16 @@ class QuantizedStorage:
             stored = tuple(self.buffers[f.name] for f in encoding.fields)
             planes.append(codecs.Plane(encoding, stored, (amaxes or {}).get(encoding.codec)))
         codecs.encode(matrix, self.region, planes)
-        self.unsettled = matrix.clone() if amaxes is None and self._may_share_scales() else None
+        if x is not self.unsettled:  # to agree on scales is to write the same values once more
+            self.initial = None
+        self.unsettled = matrix.clone() if amaxes is None and self.may_share_scales() else None
 
-    def _may_share_scales(self) -> bool:
+    def may_share_scales(self) -> bool:
         """Whether other shards can hold a part of a tile that this one holds a part of."""
         tiles = (tile for d in self.format.directions for tile in self.format[d].codec.amax_tiles)
-        return self.cut is not None and any(tile[0] != 1 for tile in tiles)
+        # NOTE: a shard of all rows counts as cut: other ranks hold shards without rows, and must not settle alone.
+        dims = self.cut_dims if self.cut is None else self.cut_dims | {0}
+        return any(tile[dim] != 1 for tile in tiles for dim in dims)
 
     def _independent_directions(self) -> tuple[Direction, ...]:
         """Present directions, without one that stores the very fields of another."""
@@ -253,6 +266,7 @@ class QuantizedStorage:
         fields = canonical if all(f.name in self.buffers for f in canonical) else self.fields
         buffers = {f.name: geometry.narrow(f, self.buffers[f.name], self.region, part) for f in fields}
         narrowed = QuantizedStorage(self.format, buffers, part, dtype=self.dtype)
+        narrowed.cut_dims = self.cut_dims | ({dim} if part != self.region else set())
         if self.initial is not None:
             narrowed.initial = self.initial.narrow(dim, start, length).clone()
         return narrowed
@@ -260,7 +274,7 @@ class QuantizedStorage:
     def adopt(self, source: QuantizedStorage) -> None:
         """Becomes a copy of `source`, of the same format, in place: every view of this storage sees it."""
         self.buffers = {name: buffer.clone() for name, buffer in source.buffers.items()}
-        self.region, self.cut = source.region, source.cut
+        self.region, self.cut, self.cut_dims = source.region, source.cut, source.cut_dims
         self.unsettled, self.initial = source.unsettled, source.initial
 
     # -- buffers ------------------------------------------------------------------------------------------------
@@ -269,19 +283,30 @@ class QuantizedStorage:
         """A storage around `fn` of every buffer."""
         buffers = {name: fn(buffer) for name, buffer in self.buffers.items()}
         mapped = QuantizedStorage(self.format, buffers, self.region, dtype=self.dtype, cut=self.cut)
+        mapped.cut_dims = self.cut_dims
         mapped.unsettled = None if self.unsettled is None else fn(self.unsettled)
         mapped.initial = self.initial
         return mapped
 
     def copy_(self, source: QuantizedStorage, *, non_blocking: bool = False) -> None:
-        """Takes over the bytes of `source`, of the same format and region; directions only this one has are derived."""
+        """Takes over the bytes of `source`, of the same format and region; directions only this one has are derived.
+
+        Raises:
+            RuntimeError: a direction is present here that is neither in `source` nor a relayout of what is.
+        """
+        missing = [d.value for d in self.directions if d not in source.directions]
+        if missing and not self.format.columnwise_is_derivable:
+            raise RuntimeError(
+                f"cannot copy: the source has no {missing[0]} direction, which is no relayout of what it has; "
+                "dequantize it and quantize the values, or give up that direction here by update_usage"
+            )
         for field in self.fields:
             if field.name in source.buffers:
                 self.buffers[field.name].copy_(source.buffers[field.name], non_blocking=non_blocking)
         for direction in self.directions:
             if direction not in source.directions:
                 self._refresh(direction)
-        self.unsettled = source.unsettled
+        self.unsettled, self.initial = source.unsettled, source.initial
 
     def __repr__(self) -> str:
         present = "+".join(d.value for d in self.directions) or "empty"
@@ -321,7 +346,8 @@ def quantize(
 def find_amaxes(x: Tensor, format: Format, region: Region) -> dict[Codec, Amax]:
     """By codec of `format`, the largest magnitudes of `x` that fix its scales."""
     matrix = _as_matrix(x, region.shape)
-    distinct = {format[d].codec for d in format.directions}
+    # NOTE: ranks lay out what they agree on in this order; that of a set differs between processes.
+    distinct = dict.fromkeys(format[d].codec for d in format.directions)
     return {codec: codec.amax(matrix, region) for codec in distinct if codec.amax_tiles}
 
 

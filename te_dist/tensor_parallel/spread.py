@@ -62,6 +62,9 @@ class SpreadStorage(QuantizedStorage):
         super().quantize_(x, amaxes)
         self.origin.agreed = True
 
+    def blank(self, format: Format) -> SpreadStorage:
+        return SpreadStorage(super().blank(format), self.partition, self.group)
+
     def select(self, *directions: Direction) -> SpreadStorage:
         return SpreadStorage(super().select(*directions), self.partition, self.group, origin=self.origin)
 
@@ -111,11 +114,17 @@ class RunsStorage(SpreadStorage):
             run.quantize_(part, {codec: self._of_run(codec, grid, run.region) for codec, grid in grids.items()})
         self.origin.agreed = True
 
+    def blank(self, format: Format) -> RunsStorage:
+        return RunsStorage([run.blank(format) for run in self.runs], self.region, self.group)
+
     def select(self, *directions: Direction) -> RunsStorage:
         return RunsStorage([run.select(*directions) for run in self.runs], self.region, self.group, origin=self.origin)
 
     def cut_into(self, runs: Sequence[Region]) -> list[QuantizedStorage]:
         return list(self.runs)
+
+    def _decoded(self, how: str, dtype: torch.dtype | None, direction: Direction | None) -> Tensor:
+        return torch.cat([run._decoded(how, dtype, direction) for run in self.runs])
 
     def _of_run(self, codec: Codec, grids: Amax, run: Region) -> Amax:
         tiles = zip(grids, codec.amax_tiles, strict=True)

@@ -151,6 +151,8 @@ class RowParallel(ParallelStyle):
         weight = cut_parameter(module.weight, device_mesh, dim=1, name=f"{_name_of(module)}.{WEIGHT}")
         module.register_parameter(WEIGHT, weight)
         site.placed = RowPlacement(parts, device_mesh.get_group())
+        if module.bias is not None and isinstance(self.output_layouts, Shard):
+            sum_gradients(module, [BIAS], device_mesh)  # each rank adds it to its part, or returns it for that
         site.register_forward_pre_hook(lambda site, args: (self._input(args[0], device_mesh), args[1]))
         site.register_forward_hook(lambda site, args, out: self._output(module, args, out, device_mesh))
         return module
@@ -164,7 +166,6 @@ class RowParallel(ParallelStyle):
         if isinstance(self.output_layouts, Shard):
             gradients = _gradient_gather(getattr(module, SITE), args, out)
             out = reduce_scatter(out, group, dim=self.output_layouts.dim, gradients=gradients)
-            bias = None if bias is None else replicate(bias, group)
         else:
             out = all_reduce(out, group)
         out = out if bias is None else out + bias.to(out.dtype)

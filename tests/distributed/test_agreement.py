@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from te_dist.formats import Partition, Region, Span
+from te_dist import fsdp2
+from te_dist.codecs import HighPrecision
+from te_dist.formats import WHOLE, Encoding, Field, Format, Partition, Region, Span
+from te_dist.fsdp2 import QuantizedParameter
 from te_dist.scaling.agreement import quantize_parts, shares_scales
-from te_dist.tensor import empty
+from te_dist.tensor import empty, find_amaxes
 from te_dist.tensor import storage as storages
+from te_dist.tensor.placement import local_tensor
+from te_dist.tensor_parallel.cutting import cut_parameter
 from te_dist.testing import assert_bitwise, mesh, pool
 from tests.distributed.probe import FORMATS, random_matrix, wires
 
@@ -46,3 +55,59 @@ def test_nothing_is_shared_where_no_tile_is_cut() -> None:
     assert shares_scales(FORMATS["float8_tensorwise"], aligned)
     assert not shares_scales(FORMATS["nvfp4_row_scaled"], through)
     assert shares_scales(FORMATS["nvfp4_row_scaled"], Partition((Span(0, 256),), (Span(0, 256), Span(256, 256))))
+
+
+@dataclass(frozen=True)
+class Hashed(HighPrecision):
+    """A codec whose hash is chosen: that of text, and so the order of a set, differs between processes."""
+
+    value: int = 0
+
+    def __hash__(self) -> int:
+        return self.value
+
+    @property
+    def amax_tiles(self) -> tuple[tuple[int, int], ...]:
+        return ((WHOLE, WHOLE),)
+
+
+@pytest.mark.parametrize("values", [(0, 1), (1, 0)])
+def test_amaxes_are_laid_out_in_the_order_of_directions(values: tuple[int, int]) -> None:
+    row, col = (Encoding(Hashed(value=v), (Field(f"data_{v}", torch.bfloat16),)) for v in values)
+    found = find_amaxes(random_matrix(4, 4, 0), Format(row, col), Region.whole(4, 4))
+    assert [codec.value for codec in found] == list(values)
+
+
+class Cut(nn.Module):
+    """A weight that tensor parallelism cuts by columns."""
+
+    def __init__(self, format: Format, tp: DeviceMesh) -> None:
+        super().__init__()
+        weight = QuantizedParameter(storages.quantize(random_matrix(336, 320, 0), format))
+        self.weight = cut_parameter(nn.Parameter(weight), tp, dim=1, name="weight")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.to_local().dequantize().t()
+
+
+def write_into_cut_weights(rank: int, world: int, name: str) -> None:
+    """Values written into shards that two mesh dimensions cut are settled over both, or the gather refuses them."""
+    grid = mesh((2, 2), ("dp", "tp"))
+    module = Cut(FORMATS[name], grid["tp"])
+    fsdp2.fully_shard(module, mesh=grid["dp"])
+    local = local_tensor(module.weight)
+    rows, cols = local.storage.region.rows, local.storage.region.cols
+    whole = random_matrix(336, 320, 5)
+    local.copy_(whole[rows.start : rows.stop, cols.start : cols.stop])
+    if local.storage.unsettled is not None:
+        with pytest.raises(RuntimeError, match="fsdp2.settle"):
+            module(torch.zeros(1, len(cols)))
+    fsdp2.settle(module)
+    want = storages.quantize(whole, FORMATS[name]).narrow(0, rows.start, len(rows)).narrow(1, cols.start, len(cols))
+    for field, wire in wires(local).items():
+        assert_bitwise(wire, wires(want)[field], f"{field} of rank {rank}")
+
+
+@pytest.mark.parametrize("name", ["float8_tensorwise", "float8_block_2d", "mxfp8_1d", "nvfp4_2d", "high_precision"])
+def test_values_written_into_weights_cut_both_ways(name: str) -> None:
+    pool(4).run(write_into_cut_weights, name)

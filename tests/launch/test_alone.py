@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from te_dist import checkpoints
@@ -49,7 +50,7 @@ def test_a_resumed_run_repeats_the_losses_of_the_unbroken_one(recipe: str, tiny_
     assert resumed.metrics("validation_loss") == unbroken.metrics("validation_loss")
 
 
-@pytest.mark.parametrize("switch", [("--recompute", "full"), ("--offload", "1MiB"), ("--train.micro-batch", "4")])
+@pytest.mark.parametrize("switch", [("--recompute", "full"), ("--offload", "1.5MiB"), ("--train.micro-batch", "4")])
 def test_switches_that_save_memory_change_no_loss(switch: tuple[str, str], tiny_job: Callable) -> None:
     plain, saving = tiny_job("float8_block"), tiny_job("float8_block")
     run(plain)
@@ -131,7 +132,6 @@ def test_only_the_newest_checkpoints_are_kept(tiny_job: Callable) -> None:
         (("--evaluation.sequences", "1"), ("evaluation", "at least dp x train.micro_batch = 2")),
         (("--run-dir", "/dev/null/run"), ("run directory /dev/null/run", "Not a directory", "change run_dir")),
         (("--mesh.tp", "2"), ("mesh.tp", "2 with 1 ranks")),
-        (("--device", "cuda"), ("device", "finds no GPU")),
         (("--recipe", "nvfp4", "--model.ffn", "101"), ("recipe nvfp4", "101 rows", "change [model], mesh or recipe")),
     ],
 )
@@ -140,6 +140,11 @@ def test_what_cannot_be_run_is_told_in_one_line(
 ) -> None:
     line = reason(tiny_job(), capsys, *overrides)
     assert all(word in line for word in words), line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU")
+def test_a_device_that_is_not_there_is_told(tiny_job: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "finds no GPU" in reason(tiny_job(), capsys, "--device", "cuda")
 
 
 def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,3 +118,8 @@ def test_features_that_do_not_fit_change_nothing() -> None:
     with pytest.raises(ValueError, match="1: out_features=33"):
         te.convert(model, {"*": recipe.NVFP4BlockScaling()})
     assert all(type(module) is nn.Linear for module in model)
+
+
+def test_a_linear_without_a_parent_is_refused() -> None:
+    with pytest.raises(ValueError, match="no parent"):
+        te.convert(nn.Linear(32, 32), {"*": None})

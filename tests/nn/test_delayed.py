@@ -117,6 +117,15 @@ def test_passes_without_gradients_leave_no_trace() -> None:
     assert_bitwise(module.gemm.scaling.amax_history, torch.zeros(3, 2), "history")
 
 
+def test_an_evaluation_may_come_first() -> None:
+    module, made_by, x = te.Linear(32, 32), recipe.DelayedScaling(), torch.ones(4, 32)
+    with torch.inference_mode(), te.autocast(recipe=made_by):
+        module(x)
+    with te.autocast(recipe=made_by):
+        module(x).sum().backward()
+    assert module.gemm.scaling.amax_history.count_nonzero() == len(module.gemm.scaling.requests)
+
+
 def test_state_is_saved_and_resumed_bitwise() -> None:
     module, other = linear(), linear()
     for _ in range(2):

@@ -103,6 +103,16 @@ def test_norms_are_those_of_torch() -> None:
     assert_bitwise(got, F.rms_norm(x, (32,), weight, 1e-5), "RMSNorm")
 
 
+@pytest.mark.parametrize("kind", [te.LayerNorm, te.RMSNorm])
+def test_a_zero_centered_weight_is_raised_at_full_precision(kind) -> None:
+    norm = kind(64, zero_centered_gamma=True, params_dtype=torch.bfloat16)
+    with torch.no_grad():
+        norm.weight.fill_(2**-9)  # one more than this is one again in bf16
+    x = normal(8, 64).bfloat16()
+    plain = getattr(F, {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}[kind.kind])(x.float(), (64,), eps=1e-5)
+    assert_bitwise(norm(x), (plain * (1 + 2**-9)).bfloat16(), "zero centered")
+
+
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="activation is one of"):
         te.LayerNormMLP(8, 8, activation="tanh")

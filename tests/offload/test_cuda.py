@@ -49,6 +49,15 @@ def train(net: nn.Module, x: Tensor) -> tuple[list[Tensor], int]:
     return grads, peak
 
 
+def test_tensors_of_every_device_are_parked_unless_one_is_named():
+    for device, parked in ((None, 2), ("cuda", 1), ("cpu", 1)):
+        with offload.activations(min_bytes=0, device=device) as statistics:
+            outs = [torch.ones(512, device=d, requires_grad=True).exp() for d in ("cpu", "cuda")]
+        assert statistics.parked == parked * 2048
+        for out in outs:
+            out.sum().backward()
+
+
 @pytest.mark.parametrize("window", ["16MiB", "256MiB"])
 def test_results_are_bitwise_the_same_and_memory_is_less(net, x, window):
     want, plain_peak = train(net, x)

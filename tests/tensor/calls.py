@@ -18,6 +18,7 @@ WRITTEN_OUT: dict[str, Any] = {
     "bernoulli_.float": lambda t: (0.5,),
     "clamp.default": lambda t: (0.2, 1.0),
     "clamp_.default": lambda t: (0.2, 1.0),
+    "constant_pad_nd.default": lambda t: ((0, 0, 0, 2),),
     "copy_.default": lambda t: (_other(t),),
     "embedding.default": lambda t: (torch.tensor([0, 2]),),
     "exponential_.default": lambda t: (2.0,),

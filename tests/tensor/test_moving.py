@@ -168,3 +168,10 @@ def test_assigned_data_is_taken_over(name: str) -> None:
     assert tensor.shape == (48, 160)
     with pytest.raises(ValueError, match="shape"):
         tensor.data = torch.zeros(3, 3)
+
+
+def test_a_copy_that_would_leave_a_direction_behind_is_refused() -> None:
+    target, source = sample("mxfp8_1d"), sample("mxfp8_1d")
+    source.update_usage(columnwise_usage=False)
+    with pytest.raises(RuntimeError, match="no columnwise direction"):
+        target.copy_(source)

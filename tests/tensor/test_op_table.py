@@ -83,6 +83,7 @@ def test_every_listed_op_can_be_called(name: str) -> None:
     shape = (1, *SHAPE)
     for op_name, op in present([n for n in listed if n not in NEEDS_CUDA]):
         tensor = sample(name, *shape) if op_name == "squeeze.dim" else sample(name)
+        tensor = tensor.split(48)[0] if op_name == "constant_pad_nd.default" else tensor
         op(*arguments(op, tensor))
 
 

@@ -1,6 +1,6 @@
 // Codes times scales: one fp32 product for each element, rounded once to the output type.
 #include "../../numerics/scale.h"
-#include "elements.h"
+#include "decode.h"
 #include "kernels_of_level.h"
 #include "parallel.h"
 #include "transpose.h"
@@ -8,8 +8,9 @@
 namespace te_dist::cpu::TE_DIST_ISA {
 namespace {
 
-// What is decoded at a time: long parts of rows where codes lie in the order of rows, squares where they are transposed.
-constexpr int kLongRows = 32, kLongCols = 2048, kSquare = 128;
+// What is decoded at a time: long parts of rows where codes lie in the order of rows; less where they are transposed.
+constexpr int kLongRows = 32, kLongCols = 2048, kTurnedRows = 128, kTurnedCols = 512;
+constexpr int kLargestSpread = 128;  // elements of a tile that `spread` takes
 
 struct Block {
   int64_t row, col;
@@ -17,12 +18,20 @@ struct Block {
 };
 
 struct Scratch {
-  alignas(64) uint8_t square[kSquare][kSquare];
-  alignas(64) uint8_t pairs[kSquare / 2][kSquare];
+  alignas(64) uint8_t turned[kTurnedRows][kTurnedCols];
+  alignas(64) uint8_t pairs[kTurnedRows / 2][kTurnedCols];
   alignas(64) uint8_t row[kLongCols];
-  alignas(64) float of_tiles[kLongCols + kLanes];
-  alignas(64) float of_elements[kLongCols + 2 * kSquare];
+  alignas(64) float of_tiles[kLongCols + kStep];
+  alignas(64) float of_elements[kLongCols + 2 * kLargestSpread];
 };
+
+// Transposes `rows` (a block's columns) of at most kFarCols bytes into rows of kTurnedCols bytes.
+void turn(const uint8_t* source, int64_t stride, int rows, int cols, uint8_t* out) {
+  for (int r = 0; r < rows; r += kFarRows) {
+    const int count = rows - r < kFarRows ? rows - r : kFarRows;
+    transpose_far_block(source + r * stride, stride, count, cols, out + r, kTurnedCols);
+  }
+}
 
 // Codes of which one fills a byte. `prepare` fetches what is not in the order of rows; `row` gives a row of a block.
 struct ByteCodes {
@@ -32,11 +41,10 @@ struct ByteCodes {
 
   void prepare(const Block& b, Scratch& scratch) const {
     if (plane.row_stride == 1) {
-      const uint8_t* source = plane.data + b.col * plane.col_stride + b.row;
-      return transpose_block(source, plane.col_stride, b.cols, b.rows, scratch.square[0], kSquare);
+      return turn(plane.data + b.col * plane.col_stride + b.row, plane.col_stride, b.cols, b.rows, scratch.turned[0]);
     }
     for (int r = 0; r < b.rows; ++r) {
-      for (int c = 0; c < b.cols; ++c) scratch.square[r][c] = plane.at(b.row + r, b.col + c);
+      for (int c = 0; c < b.cols; ++c) scratch.turned[r][c] = plane.at(b.row + r, b.col + c);
     }
   }
 
@@ -55,12 +63,12 @@ struct NibbleCodes {
 
   void prepare(const Block& b, Scratch& scratch) const {
     const uint8_t* source = data + b.col * stride + b.row / 2;
-    transpose_block(source, stride, b.cols, b.rows / 2, scratch.pairs[0], kSquare);
+    turn(source, stride, b.cols, b.rows / 2, scratch.pairs[0]);
     for (int r = 0; r < b.rows / 2; ++r) {
-      for (int c = 0; c < kSquare; c += kVectorBytes) {
+      for (int c = 0; c < kTurnedCols; c += kVectorBytes) {
         const U16 pairs = load<U16>(&scratch.pairs[r][c]);
-        store(&scratch.square[2 * r][c], pairs & uint16_t(0x0F0F));
-        store(&scratch.square[2 * r + 1][c], (pairs >> 4) & uint16_t(0x0F0F));
+        store(&scratch.turned[2 * r][c], pairs & uint16_t(0x0F0F));
+        store(&scratch.turned[2 * r + 1][c], (pairs >> 4) & uint16_t(0x0F0F));
       }
     }
   }
@@ -133,16 +141,21 @@ void fetch_bytes(const Plane<const uint8_t>& plane, int64_t row, int64_t col, in
 }
 
 template <class Code, class Element>
+TE_DIST_INLINE void decode_step(const uint8_t* codes, const float* multipliers, typename Element::Storage* out) {
+  const Step values = decode_codes<Code>(codes);
+  Element::store_lanes(out, values.a * load<F32>(multipliers));
+  Element::store_lanes(out + kLanes, values.b * load<F32>(multipliers + kLanes));
+}
+
+template <class Code, class Element>
 void decode_row(const uint8_t* codes, const float* multipliers, int count, typename Element::Storage* out) {
-  const int whole = count / kLanes * kLanes;
-  for (int c = 0; c < whole; c += kLanes) {
-    Element::store_lanes(out + c, Code::decode(widen(load<LaneBytes>(codes + c))) * load<F32>(multipliers + c));
-  }
+  const int whole = count / kStep * kStep;
+  for (int c = 0; c < whole; c += kStep) decode_step<Code, Element>(codes + c, multipliers + c, out + c);
   if (whole == count) return;
-  uint8_t padded[kLanes] = {};
-  typename Element::Storage result[kLanes];
+  uint8_t padded[kStep] = {};
+  typename Element::Storage result[kStep];
   for (int i = whole; i < count; ++i) padded[i - whole] = codes[i];
-  Element::store_lanes(result, Code::decode(widen(load<LaneBytes>(padded))) * load<F32>(multipliers + whole));
+  decode_step<Code, Element>(padded, multipliers + whole, result);
   for (int i = whole; i < count; ++i) out[i] = result[i - whole];
 }
 
@@ -155,7 +168,7 @@ void decode_block(const Codes& codes, const Scales<Fetch>& scales, const Matrix&
     const int64_t row = b.row + r;
     const bool fresh = r == 0 || scales.by_row || scales.tile_row(row) != scales.tile_row(row - 1);
     if (fresh) multipliers = scales.expand(b, row, scratch);
-    const uint8_t* source = codes.by_rows() ? codes.row(b, r, scratch) : scratch.square[r];
+    const uint8_t* source = codes.by_rows() ? codes.row(b, r, scratch) : scratch.turned[r];
     auto* target = static_cast<typename Element::Storage*>(out.data) + row * out.cols + b.col;
     decode_row<Code, Element>(source, multipliers, b.cols, target);
   }
@@ -163,7 +176,7 @@ void decode_block(const Codes& codes, const Scales<Fetch>& scales, const Matrix&
 
 template <class Code, class Codes, class Fetch>
 void decode(const Codes& codes, const Scales<Fetch>& scales, const Matrix& out, int threads) {
-  const int height = codes.by_rows() ? kLongRows : kSquare, width = codes.by_rows() ? kLongCols : kSquare;
+  const int height = codes.by_rows() ? kLongRows : kTurnedRows, width = codes.by_rows() ? kLongCols : kTurnedCols;
   const int64_t block_rows = (out.rows + height - 1) / height, block_cols = (out.cols + width - 1) / width;
   with_element(out.dtype, [&](auto element) {
     parallel_for(block_rows * block_cols, threads, [&](int64_t index) {

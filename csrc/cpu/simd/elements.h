@@ -1,4 +1,5 @@
-// Elements of fp32, bf16 or fp16 matrices: a step of them as two vectors of fp32, their magnitudes as integers, and back.
+// Elements of fp32, bf16 or fp16 matrices: a step of them as two vectors of fp32, their magnitudes as integers, and
+// back.
 #pragma once
 
 #include "../types.h"
@@ -6,8 +7,8 @@
 
 namespace te_dist::cpu::TE_DIST_ISA {
 
-// Two vectors of fp32. The order of a step's elements in them is the element type's own: `interleaved` says that `a` holds
-// the even and `b` the odd ones, which costs no shuffle for 16-bit elements.
+// Two vectors of fp32. The order of a step's elements in them is the element type's own: `interleaved` says that `a`
+// holds the even and `b` the odd ones, which costs no shuffle for 16-bit elements.
 struct Step {
   F32 a, b;
 };

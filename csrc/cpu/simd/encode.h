@@ -120,30 +120,75 @@ TE_DIST_INLINE void encode_row(const typename Element::Storage* source, int coun
   }
 }
 
-// FP8 codes of `kCount` finite bf16 elements times a power of two that maps none beyond the largest code. Scaling then only
-// shifts exponents, and rounding happens in 16-bit lanes. Gives up (false) where a code would be subnormal.
-template <class Code, int kCount, class Sink>
-TE_DIST_INLINE bool encode_run_by_power(const uint16_t* source, float scale, uint8_t* out) {
-  constexpr int kShift = 7 - (23 - Code::kShift);  // bits of a bf16 mantissa beyond the code's
-  constexpr uint16_t kMagnitude = 0x7FFF, kRoundDown = (1 << (kShift - 1)) - 1;
+// Multiplying by a power of two only shifts exponents, so that bf16 elements can be rounded to FP8 in 16-bit lanes, as
+// long as no code is subnormal. This holds what an element's magnitude is compared with, and what is taken off it.
+template <class Code>
+struct PowerOfTwo {
+  static constexpr int kShift = 7 - (23 - Code::kShift);  // bits of a bf16 mantissa beyond the code's
+  static constexpr int kRoundDown = (1 << (kShift - 1)) - 1;
+
   // The exponent field of the smallest bf16 number whose code is normal.
-  const int threshold = int(Code::kMinNormalBits >> 23) - (int(bits_of(scale) >> 23) - 127);
-  if (threshold < 2 || threshold > 254) return false;
+  TE_DIST_INLINE int threshold(float multiplier) {
+    return int(Code::kMinNormalBits >> 23) - (int(bits_of(multiplier) >> 23) - 127);
+  }
+  TE_DIST_INLINE bool usable(int threshold) { return threshold >= 2 && threshold <= 254; }
+  TE_DIST_INLINE uint16_t least(int threshold) { return uint16_t(threshold * 128 - 1); }
+  TE_DIST_INLINE uint16_t offset(int threshold) { return uint16_t((threshold - 1) * 128 - kRoundDown); }
+
+  TE_DIST_INLINE U16 encode(U16 words, U16 magnitude, U16 offset) {
+    const U16 codes = (subtract_saturating(magnitude, offset) + ((magnitude >> kShift) & uint16_t(1))) >> kShift;
+    return codes | ((words >> 8) & uint16_t(0x80));
+  }
+};
+
+// FP8 codes of `kCount` finite bf16 elements times a power of two that maps none beyond the largest code. Gives up
+// (false) where a code would be subnormal.
+template <class Code, int kCount, class Sink>
+TE_DIST_INLINE bool encode_run_by_power(const uint16_t* source, float multiplier, uint8_t* out) {
+  using Power = PowerOfTwo<Code>;
+  constexpr uint16_t kMagnitude = 0x7FFF;
+  const int threshold = Power::threshold(multiplier);
+  if (!Power::usable(threshold)) return false;
   U16 least = all<U16>(uint16_t(0xFFFF));
   for (int i = 0; i < kCount; i += kStep) {
     least = smaller(least, (load<U16>(source + i) & kMagnitude) - uint16_t(1));  // zero wraps around to the largest
   }
-  const U16 too_small = least < all<U16>(uint16_t(threshold * 128 - 1));
-  if (any(too_small)) return false;
-  const U16 offset = all<U16>(uint16_t((threshold - 1) * 128 - kRoundDown));
+  if (any(least < all<U16>(Power::least(threshold)))) return false;
+  const U16 offset = all<U16>(Power::offset(threshold));
   for (int i = 0; i < kCount; i += kStep) {
     const U16 words = load<U16>(source + i);
-    const U16 magnitude = words & kMagnitude;
-    const U16 codes = (subtract_saturating(magnitude, offset) + ((magnitude >> kShift) & uint16_t(1))) >> kShift;
-    Sink::put(out + i, narrow(codes | ((words >> 8) & uint16_t(0x80))));
+    Sink::put(out + i, narrow(Power::encode(words, words & kMagnitude, offset)));
   }
   return true;
 }
+
+// The same for rows of which every element has its own power of two, as `prepare` finds them once for many rows.
+template <class Code, int kCount>
+struct PowerRow {
+  alignas(64) uint16_t least[kCount];
+  alignas(64) uint16_t offset[kCount];
+
+  bool prepare(const float* multipliers) {
+    bool usable = true;
+    for (int i = 0; i < kCount; ++i) {
+      const int threshold = PowerOfTwo<Code>::threshold(multipliers[i]);
+      usable &= PowerOfTwo<Code>::usable(threshold);
+      least[i] = PowerOfTwo<Code>::least(threshold);
+      offset[i] = PowerOfTwo<Code>::offset(threshold);
+    }
+    return usable;
+  }
+
+  bool encode(const uint16_t* source, uint8_t* out) const {
+    auto too_small = all<U16>(uint16_t(0)) != all<U16>(uint16_t(0));
+    for (int i = 0; i < kCount; i += kStep) {
+      const U16 words = load<U16>(source + i), magnitude = words & uint16_t(0x7FFF);
+      too_small |= magnitude - uint16_t(1) < load<U16>(least + i);
+      store(out + i, narrow(PowerOfTwo<Code>::encode(words, magnitude, load<U16>(offset + i))));
+    }
+    return !any(too_small);
+  }
+};
 
 // 4-bit codes of `count` elements, one in a byte; multipliers in the order of elements.
 template <class Element>

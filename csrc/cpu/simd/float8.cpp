@@ -1,7 +1,7 @@
 // FP8 with one scale for the tensor, or one for a tile of 128 or 128 x 128.
 #include "../../numerics/scale.h"
 #include "apply.h"
-#include "float8_rows.h"
+#include "float8_strips.h"
 #include "kernels_of_level.h"
 #include "panel.h"
 #include "parallel.h"
@@ -31,6 +31,14 @@ struct TileScales {
   bool trusted;  // see encode_row
 };
 
+void scales_from_amax(const float* amax, int count, const FloatScaleRule& rule, TileScales& scales) {
+  apply(amax, count, [&](int i, F32 tile_amax) {
+    const F32 scale = scale_from_amax(tile_amax, rule);
+    store(scales.multipliers + i, scale);
+    store(scales.inverses + i, 1.0f / scale);
+  });
+}
+
 template <class Values>
 void find_scales(const Values& values, const Window& w, const FloatScaleRule& rule, const BlockOutput<float>& output,
                  TileScales& scales) {
@@ -42,11 +50,7 @@ void find_scales(const Values& values, const Window& w, const FloatScaleRule& ru
   } else {
     scales.trusted = tiles.find_amax(values, amax);
   }
-  apply(amax, tiles.count, [&](int i, F32 tile_amax) {
-    const F32 scale = scale_from_amax(tile_amax, rule);
-    store(scales.multipliers + i, scale);
-    store(scales.inverses + i, 1.0f / scale);
-  });
+  scales_from_amax(amax, tiles.count, rule, scales);
 }
 
 void store_scales(const TileScales& scales, const Window& w, const BlockOutput<float>& output) {
@@ -57,8 +61,7 @@ void store_scales(const TileScales& scales, const Window& w, const BlockOutput<f
 
 // Whether both directions hold the same codes: square tiles, scaled alike.
 bool same_codes(const BlockOutput<float>& row, const BlockOutput<float>& col) {
-  return row.data && row.tile.rows == col.tile.rows && row.tile.cols == col.tile.cols &&
-         row.amax.data == col.amax.data;
+  return row.data && row.tile.rows == col.tile.rows && row.tile.cols == col.tile.cols && row.amax.data == col.amax.data;
 }
 
 template <class Element, class Code>
@@ -71,13 +74,13 @@ void quantize_block_panel(const QuantizeFloat8Block& op, const FloatScaleRule& r
   if (op.row.data) {
     find_scales(values, w, rule, op.row, scales);
     store_scales(scales, w, op.row);
-    codes.template encode<Code>(values, Tiles(op.row.tile), scales.multipliers, scales.trusted, next);
+    codes.template encode<Code>(values, Tiles(op.row.tile), {scales.multipliers, scales.trusted, rule.pow2}, next);
     codes.write(w, op.row.data, op.x.cols);
   }
   if (op.col.data) {
     if (!same_codes(op.row, op.col)) {
       find_scales(values, w, rule, op.col, scales);
-      codes.template encode<Code>(values, Tiles(op.col.tile), scales.multipliers, scales.trusted,
+      codes.template encode<Code>(values, Tiles(op.col.tile), {scales.multipliers, scales.trusted, rule.pow2},
                                   op.row.data ? PanelPrefetch{} : next);
     }
     store_scales(scales, w, op.col);
@@ -94,24 +97,37 @@ void quantize_panels(const QuantizeFloat8Block& op, const FloatScaleRule& rule, 
   });
 }
 
-// Runs along both dimensions: strips of one tile's height, small enough to stay in the cache, are read row by row from
-// memory, and then again panel by panel.
+// 128 columns of a strip whose rows are done.
+template <class Element, class Code>
+void quantize_strip_columns(const QuantizeFloat8Block& op, const FloatScaleRule& rule, const Window& w,
+                            const Strip<Element>& strip, int run) {
+  const Tiles tiles({kTile, 1});
+  alignas(64) float amax[kTile];
+  Codes codes;
+  TileScales scales;
+  if (op.col.amax.data) {
+    tiles.load_amax(op.col.amax, w, amax);
+    scales.trusted = false;
+  } else {
+    scales.trusted = column_amaxes(strip, run, amax);
+  }
+  scales_from_amax(amax, kTile, rule, scales);
+  store_scales(scales, w, op.col);
+  codes.template encode<Code>(strip.columns(run), tiles, {scales.multipliers, scales.trusted, rule.pow2}, {});
+  write_transposed(codes, w, op.col.data, op.x.rows);
+}
+
 template <class Element, class Code>
 void quantize_strips(const QuantizeFloat8Block& op, const FloatScaleRule& rule, int threads) {
-  constexpr int kStripPanels = 16;
-  using Strips = PanelGrid<kTile, kStripPanels * kTile>;
   const Grid panels(op.x, op.phase);
-  // The grid of strips starts where that of panels does: inside the first tile.
-  const Strips strips(op.x, {op.phase.row % kTile, op.phase.col % kTile});
-  QuantizeFloat8Block columnwise = op;
-  columnwise.row.data = nullptr;
+  const PanelGrid<kTile, kStripCols> strips(op.x, {op.phase.row % kTile, op.phase.col % kTile});
   parallel_for(strips.count(), threads, [&](int64_t index) {
-    const Window strip = strips.window(index);
-    const int64_t first_panel = strip.panel_col * kStripPanels;
-    quantize_rows<Element, Code>(op, rule, strip.row, strip.rows, {strip.col, strip.cols, first_panel, false});
-    for (int64_t col = first_panel; col < first_panel + kStripPanels && col < panels.panel_cols; ++col) {
-      const int64_t panel = strip.panel_row * panels.panel_cols + col;
-      quantize_block_panel<Element, Code>(columnwise, rule, panels.window(panel), {});
+    Strip<Element> strip;
+    const StripWindow window{op, strips.window(index)};
+    quantize_strip_rows<Element, Code>(window, rule, strip);
+    for (int run = window.first_run(); run <= window.last_run(); ++run) {
+      const int64_t panel = window.w.panel_row * panels.panel_cols + window.matrix_run(run);
+      quantize_strip_columns<Element, Code>(op, rule, panels.window(panel), strip, run);
     }
   });
 }
@@ -121,9 +137,35 @@ void quantize_tensor_panel(const QuantizeFloat8Tensor& op, const Window& w, cons
   Panel<Element, kTile, kTile> values;
   Codes codes;
   values.load(op.x, w);
-  codes.template encode<Code>(values, Tiles({kTile, kTile}), &op.scale, false, next);
+  codes.template encode<Code>(values, Tiles({kTile, kTile}), {&op.scale, false, false}, next);
   if (op.row_data) codes.write(w, op.row_data, op.x.cols);
   if (op.col_data) write_transposed(codes, w, op.col_data, op.x.rows);
+}
+
+// Rowwise only: where rows begin and end does not matter.
+template <class Element, class Code>
+void quantize_flat(const QuantizeFloat8Tensor& op, int threads) {
+  using Storage = typename Element::Storage;
+  constexpr int64_t kChunk = 16384;
+  const auto* source = static_cast<const Storage*>(op.x.data);
+  const int64_t count = op.x.rows * op.x.cols, whole = count / kStep * kStep;
+  const OneMultiplier multiplier(op.scale);
+  const bool streamed = reinterpret_cast<uintptr_t>(op.row_data) % kVectorBytes == 0 && count >= kStreamedBytes;
+  parallel_for((whole + kChunk - 1) / kChunk, threads, [&](int64_t index) {
+    const int64_t first = index * kChunk;
+    const int length = int(whole - first < kChunk ? whole - first : kChunk);
+    if (streamed) {
+      encode_row<Element, Code, false, Streamed>(source + first, length, multiplier, op.row_data + first);
+    } else {
+      encode_row<Element, Code, false, Cached>(source + first, length, multiplier, op.row_data + first);
+    }
+  });
+  if (whole == count) return;
+  Storage padded[kStep] = {};
+  uint8_t codes[kStep];
+  std::memcpy(padded, source + whole, sizeof(Storage) * size_t(count - whole));
+  encode_row<Element, Code, false>(padded, kStep, multiplier, codes);
+  std::memcpy(op.row_data + whole, codes, size_t(count - whole));
 }
 
 }  // namespace
@@ -134,11 +176,11 @@ void quantize_float8_block(const QuantizeFloat8Block& op, int threads) {
     with_fp8(op.fp8, [&](auto code) {
       using Code = decltype(code);
       const FloatScaleRule rule{float_of(Code::kClamp), op.eps, max_finite(op.x.dtype), op.pow2};
-      if (!op.row.data || op.row.tile.rows != 1) return quantize_panels<Element, Code>(op, rule, threads);
-      if (op.col.data) return quantize_strips<Element, Code>(op, rule, threads);
-      parallel_for(op.x.rows, threads, [&](int64_t row) {
-        quantize_rows<Element, Code>(op, rule, row, 1, {0, op.x.cols, 0, true});
-      });
+      const bool runs_of_rows = op.row.data && op.row.tile.rows == 1,
+                 runs_of_cols = op.col.data && op.col.tile.cols == 1;
+      if (runs_of_rows && !op.col.data) return quantize_rows<Element, Code>(op, rule, threads);
+      if (runs_of_rows && runs_of_cols) return quantize_strips<Element, Code>(op, rule, threads);
+      quantize_panels<Element, Code>(op, rule, threads);
     });
   });
 }
@@ -147,6 +189,7 @@ void quantize_float8_tensor(const QuantizeFloat8Tensor& op, int threads) {
   with_element(op.x.dtype, [&](auto element) {
     using Element = decltype(element);
     with_fp8(op.fp8, [&](auto code) {
+      if (!op.col_data) return quantize_flat<Element, decltype(code)>(op, threads);
       const Grid grid(op.x, {0, 0});
       parallel_for(grid.count(), threads, [&](int64_t index) {
         const PanelPrefetch next = prefetch_of(grid, op.x, sizeof(typename Element::Storage), index + 1);

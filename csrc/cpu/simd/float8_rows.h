@@ -42,21 +42,20 @@ TE_DIST_INLINE void encode_run(const typename Element::Storage* source, float mu
   encode_row<Element, Code, true, Sink>(source, kRun, OneMultiplier(multiplier), out);
 }
 
-// Fetches a run of what is read next while this one is encoded: finding amaxes alone would wait for memory. Beyond the end
-// of the matrix this does nothing.
+// Fetches a run of what is read next while this one is encoded: finding amaxes alone would wait for memory. Beyond the
+// end of the matrix this does nothing.
 template <class Element>
 TE_DIST_INLINE void prefetch_run(const typename Element::Storage* source) {
   const char* first = reinterpret_cast<const char*>(source);
   for (int i = 0; i < kRun * int(sizeof(*source)); i += 64) __builtin_prefetch(first + i);
 }
 
-// A part of a row: its first element, codes and run, and how far behind lies what is read next.
+// A part of a row: its first element, codes and run.
 template <class Element>
 struct RowPart {
   const typename Element::Storage* source;
   uint8_t* out;
   int64_t row, run;
-  int64_t ahead;  // elements
 };
 
 template <class Element, class Code, class Sink>
@@ -71,7 +70,7 @@ void quantize_batch(const QuantizeFloat8Block& op, const FloatScaleRule& rule, c
   }
   scales.find(rule);
   for (int i = 0; i < runs; ++i) {
-    prefetch_run<Element>(part.source + part.ahead + i * kRun);
+    prefetch_run<Element>(part.source + (kBatch + i) * kRun);
     encode_run<Element, Code, Sink>(part.source + i * kRun, scales.multipliers[i], scales.trusted[i], rule.pow2,
                                     part.out + i * kRun);
     op.row.scale.at(part.row, part.run + i) = scales.inverses[i];
@@ -85,23 +84,15 @@ void quantize_partial_run(const QuantizeFloat8Block& op, const FloatScaleRule& r
   typename Element::Storage padded[kRun] = {};
   uint8_t codes[kRun];
   std::memcpy(padded, part.source, sizeof(padded[0]) * size_t(count));
-  quantize_batch<Element, Code, Cached>(op, rule, {padded, codes, part.row, part.run, 0}, 1);
+  quantize_batch<Element, Code, Cached>(op, rule, {padded, codes, part.row, part.run}, 1);
   std::memcpy(part.out, codes, size_t(count));
 }
 
-// Columns of a row, aligned to runs; all of them, or those of a strip.
-struct Columns {
-  int64_t first, count, run;
-  bool all;
-};
-
 template <class Element, class Code, class Sink>
-void quantize_row(const QuantizeFloat8Block& op, const FloatScaleRule& rule, int64_t row, const Columns& columns) {
-  const int64_t start = row * op.x.cols + columns.first;
-  const int64_t phase = columns.run ? 0 : op.phase.col % kRun;
-  RowPart<Element> part{static_cast<const typename Element::Storage*>(op.x.data) + start, op.row.data + start, row,
-                        columns.run, columns.all ? kBatch * kRun : op.x.cols};
-  int64_t left = columns.count;
+void quantize_row(const QuantizeFloat8Block& op, const FloatScaleRule& rule, int64_t row) {
+  const int64_t start = row * op.x.cols, phase = op.phase.col % kRun;
+  RowPart<Element> part{static_cast<const typename Element::Storage*>(op.x.data) + start, op.row.data + start, row, 0};
+  int64_t left = op.x.cols;
   const auto advance = [&](int64_t elements, int64_t runs) {
     part.source += elements;
     part.out += elements;
@@ -121,22 +112,22 @@ void quantize_row(const QuantizeFloat8Block& op, const FloatScaleRule& rule, int
   if (left) quantize_partial_run<Element, Code>(op, rule, part, int(left));
 }
 
+// Whether codes may be written past the caches: every run starts at a whole vector, and there are many.
 static inline bool may_stream(const QuantizeFloat8Block& op) {
   return reinterpret_cast<uintptr_t>(op.row.data) % kVectorBytes == 0 && op.x.cols % kVectorBytes == 0 &&
          op.phase.col % kVectorBytes == 0 && op.x.rows * op.x.cols >= kStreamedBytes;
 }
 
 template <class Element, class Code>
-void quantize_rows(const QuantizeFloat8Block& op, const FloatScaleRule& rule, int64_t first, int64_t count,
-                   const Columns& columns) {
+void quantize_rows(const QuantizeFloat8Block& op, const FloatScaleRule& rule, int threads) {
   const bool streamed = may_stream(op);
-  for (int64_t row = first; row < first + count; ++row) {
+  parallel_for(op.x.rows, threads, [&](int64_t row) {
     if (streamed) {
-      quantize_row<Element, Code, Streamed>(op, rule, row, columns);
+      quantize_row<Element, Code, Streamed>(op, rule, row);
     } else {
-      quantize_row<Element, Code, Cached>(op, rule, row, columns);
+      quantize_row<Element, Code, Cached>(op, rule, row);
     }
-  }
+  });
 }
 
 }  // namespace te_dist::cpu::TE_DIST_ISA

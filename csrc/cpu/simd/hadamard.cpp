@@ -10,8 +10,8 @@ namespace {
 
 constexpr int kGroup = 16;
 
-// Rows are summed and subtracted in fp32 at distance 1, then 2, 4, 8, and the result is divided by 4 (exactly) and rounded
-// to bf16. This order is part of the definition: the CUDA kernel and the oracle follow it.
+// Rows are summed and subtracted in fp32 at distance 1, then 2, 4, 8, and the result is divided by 4 (exactly) and
+// rounded to bf16. This order is part of the definition: the CUDA kernel and the oracle follow it.
 TE_DIST_INLINE void transform(F32 (&rows)[kGroup]) {
   for (int distance = 1; distance < kGroup; distance *= 2) {
     for (int first = 0; first < kGroup; ++first) {

@@ -31,11 +31,10 @@ void quantize_direction(const Values& values, const Window& w, const BlockOutput
     store(exponents + i, exponent);
     store(multipliers + i, e8m0_inverse(exponent));
   });
-  tiles.for_each_cell(w, grain, [&](int tile, int64_t row, int64_t col) {
-    output.scale.at(row, col) = uint8_t(exponents[tile]);
-  });
+  tiles.for_each_cell(
+      w, grain, [&](int tile, int64_t row, int64_t col) { output.scale.at(row, col) = uint8_t(exponents[tile]); });
   Codes codes;
-  codes.template encode<Code>(values, tiles, multipliers, trusted, next);
+  codes.template encode<Code>(values, tiles, {multipliers, trusted, true}, next);
   codes.write(w, output.data, stride);
 }
 

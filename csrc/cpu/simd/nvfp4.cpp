@@ -1,4 +1,5 @@
-// NVFP4: 4-bit codes with an e4m3 scale byte for 16, or 16 x 16, values below one amax for the tensor (or for each row).
+// NVFP4: 4-bit codes with an e4m3 scale byte for 16, or 16 x 16, values below one amax for the tensor (or for each
+// row).
 #include "../../numerics/philox.h"
 #include "../../numerics/scale.h"
 #include "apply.h"
@@ -84,8 +85,8 @@ struct FloatPanel {
   }
 };
 
-// Error of a tile under one scale byte, in fp32: every row from left to right, then rows of a square folded in halves. A
-// run along rows is summed from top to bottom. This order is part of the definition.
+// Error of a tile under one scale byte, in fp32: every row from left to right, then rows of a square folded in halves.
+// A run along rows is summed from top to bottom. This order is part of the definition.
 float candidate_error(const FloatPanel& values, const Tiles& tiles, const TileWindow& t, const Candidate& candidate) {
   float rows[kTile] = {};
   for (int r = t.row; r < t.row + t.rows; ++r) {
@@ -223,7 +224,8 @@ void write_packed(const Codes& codes, const Window& w, uint8_t* data, int64_t st
   }
 }
 
-// Codes of up to kStripPanels panels, one below the other, in pairs of rows: high enough to be transposed in whole vectors.
+// Codes of up to kStripPanels panels, one below the other, in pairs of rows: high enough to be transposed in whole
+// vectors.
 constexpr int kStripPanels = 8;
 
 struct PackedStrip {

@@ -1,6 +1,6 @@
 // Panels: the unit in which a matrix is quantized. A panel is as high as a tile and some tiles wide, aligned to tiles,
-// and held in a buffer that fits the cache. Where the matrix covers a part of a panel only (ragged edges, cuts through a
-// tile), the rest is zeros, which change no amax and are not written.
+// and held in a buffer that fits the cache. Where the matrix covers a part of a panel only (ragged edges, cuts through
+// a tile), the rest is zeros, which change no amax and are not written.
 #pragma once
 
 #include <cstring>
@@ -25,8 +25,11 @@ struct PanelGrid {
 
   // Tiles are kRows long, so that a phase counts modulo kRows.
   PanelGrid(const Matrix& x, Phase phase_)
-      : phase{phase_.row % kRows, phase_.col % kRows}, rows(x.rows), cols(x.cols),
-        panel_rows((phase.row + x.rows + kRows - 1) / kRows), panel_cols((phase.col + x.cols + kCols - 1) / kCols) {}
+      : phase{phase_.row % kRows, phase_.col % kRows},
+        rows(x.rows),
+        cols(x.cols),
+        panel_rows((phase.row + x.rows + kRows - 1) / kRows),
+        panel_cols((phase.col + x.cols + kCols - 1) / kCols) {}
 
   int64_t count() const { return rows && cols ? panel_rows * panel_cols : 0; }
 
@@ -53,6 +56,8 @@ struct Panel {
   using Element = Element_;
   using Storage = typename Element::Storage;
   alignas(64) Storage elements[kRows][kCols];
+
+  const Storage* row(int r) const { return elements[r]; }
 
   void load(const Matrix& x, const Window& w) {
     if (w.rows < kRows || w.cols < kCols) std::memset(elements, 0, sizeof elements);
@@ -106,7 +111,9 @@ struct TileGrid {
   int count;
 
   explicit TileGrid(Tile tile)
-      : tile_rows(int(tile.rows)), tile_cols(int(tile.cols)), cols(kCols / tile_cols),
+      : tile_rows(int(tile.rows)),
+        tile_cols(int(tile.cols)),
+        cols(kCols / tile_cols),
         count(cols * (kRows / tile_rows)) {}
 
   static constexpr int kMaxCount = kRows * kCols / 16;
@@ -188,28 +195,38 @@ struct TileGrid {
   }
 };
 
+// What elements are multiplied by: one value for each tile of a panel.
+struct TileMultipliers {
+  const float* values;
+  bool trusted;  // see encode_row
+  bool powers_of_two;
+};
+
 // Codes of a panel, one byte each.
 template <int kRows, int kCols>
 struct CodePanel {
   alignas(64) uint8_t codes[kRows][kCols];
 
-  // FP8 codes, by one multiplier per tile. `trusted`: see encode_row. Meanwhile fetches what is needed `next`.
+  // FP8 codes. Meanwhile fetches what is needed `next`.
   template <class Code, class Panel>
-  void encode(const Panel& panel, const TileGrid<kRows, kCols>& tiles, const float* multipliers, bool trusted,
+  void encode(const Panel& panel, const TileGrid<kRows, kCols>& tiles, const TileMultipliers& multipliers,
               const PanelPrefetch& next) {
     using Element = typename Panel::Element;
     alignas(64) float of_elements[kCols];
+    if (multipliers.powers_of_two && multipliers.trusted && tiles.tile_rows == kRows) {
+      if constexpr (Element::interleaved) return encode_by_powers<Code>(panel, tiles, multipliers, next);
+    }
     for (int r = 0; r < kRows; ++r) {
       if (r % tiles.tile_rows == 0) {
-        tiles.expand(multipliers + r / tiles.tile_rows * tiles.cols, of_elements);
+        tiles.expand(multipliers.values + r / tiles.tile_rows * tiles.cols, of_elements);
         if (tiles.tile_cols == 1) order_as_steps<Element>(of_elements, kCols);
       }
       next.row(r);
       const LaneMultipliers lanes{of_elements};
-      if (trusted) {
-        encode_row<Element, Code, true>(panel.elements[r], kCols, lanes, codes[r]);
+      if (multipliers.trusted) {
+        encode_row<Element, Code, true>(panel.row(r), kCols, lanes, codes[r]);
       } else {
-        encode_row<Element, Code, false>(panel.elements[r], kCols, lanes, codes[r]);
+        encode_row<Element, Code, false>(panel.row(r), kCols, lanes, codes[r]);
       }
     }
   }
@@ -221,14 +238,32 @@ struct CodePanel {
   void write(const Window& w, uint8_t* data, int64_t stride) const {
     const uint8_t* first = row(w, 0);
     uint8_t* out = data + w.row * stride + w.col;
-    const bool whole = w.cols == kCols && reinterpret_cast<uintptr_t>(out) % kVectorBytes == 0 &&
-                       stride % kVectorBytes == 0;
+    const bool whole =
+        w.cols == kCols && reinterpret_cast<uintptr_t>(out) % kVectorBytes == 0 && stride % kVectorBytes == 0;
     for (int r = 0; r < w.rows; ++r, first += kCols, out += stride) {
       if (whole) {
         for (int i = 0; i < kCols; i += kVectorBytes) stream(out + i, load<VectorOf<uint8_t, kVectorBytes>>(first + i));
       } else {
         std::memcpy(out, first, size_t(w.cols));
       }
+    }
+  }
+
+ private:
+  // Rows in which a code is subnormal are done again the long way.
+  template <class Code, class Panel>
+  void encode_by_powers(const Panel& panel, const TileGrid<kRows, kCols>& tiles, const TileMultipliers& multipliers,
+                        const PanelPrefetch& next) {
+    using Element = typename Panel::Element;
+    alignas(64) float of_elements[kCols];
+    PowerRow<Code, kCols> powers;
+    tiles.expand(multipliers.values, of_elements);
+    const bool usable = powers.prepare(of_elements);
+    order_as_steps<Element>(of_elements, kCols);
+    for (int r = 0; r < kRows; ++r) {
+      next.row(r);
+      if (usable && powers.encode(panel.row(r), codes[r])) continue;
+      encode_row<Element, Code, true>(panel.row(r), kCols, LaneMultipliers{of_elements}, codes[r]);
     }
   }
 };

@@ -5,7 +5,8 @@
 
 namespace te_dist::cpu::TE_DIST_ISA {
 
-// body(index) for every index below `count`, split evenly into contiguous runs. What was streamed is visible afterwards.
+// body(index) for every index below `count`, split evenly into contiguous runs. What was streamed is visible
+// afterwards.
 template <class Body>
 void parallel_for(int64_t count, int threads, const Body& body) {
   if (threads <= 1 || count <= 1) {

@@ -30,7 +30,10 @@ struct Chunks {
   int64_t rows, phase, tile, per_tile, count;
 
   Chunks(int64_t rows_, int64_t phase_, int64_t tile_)
-      : rows(rows_), phase(tile_ ? phase_ : 0), tile(tile_ ? tile_ : rows_), per_tile((tile + kRows - 1) / kRows),
+      : rows(rows_),
+        phase(tile_ ? phase_ : 0),
+        tile(tile_ ? tile_ : rows_),
+        per_tile((tile + kRows - 1) / kRows),
         count(rows ? (phase + rows + tile - 1) / tile * per_tile : 0) {}
 
   RowRange operator[](int64_t index) const {

@@ -7,15 +7,14 @@
 namespace te_dist::cpu::TE_DIST_ISA {
 namespace {
 
-constexpr int kBlock = 128;
-
+// body(row, col, rows, cols) for blocks of kFarRows x `width` elements.
 template <class Body>
-void for_each_block(const Transpose& op, int threads, const Body& body) {
-  const int64_t block_rows = (op.rows + kBlock - 1) / kBlock, block_cols = (op.cols + kBlock - 1) / kBlock;
+void for_each_block(const Transpose& op, int width, int threads, const Body& body) {
+  const int64_t block_rows = (op.rows + kFarRows - 1) / kFarRows, block_cols = (op.cols + width - 1) / width;
   parallel_for(block_rows * block_cols, threads, [&](int64_t index) {
-    const int64_t row = index / block_cols * kBlock, col = index % block_cols * kBlock;
-    const int rows = int(op.rows - row < kBlock ? op.rows - row : kBlock);
-    const int cols = int(op.cols - col < kBlock ? op.cols - col : kBlock);
+    const int64_t row = index / block_cols * kFarRows, col = index % block_cols * width;
+    const int rows = int(op.rows - row < kFarRows ? op.rows - row : kFarRows);
+    const int cols = int(op.cols - col < width ? op.cols - col : width);
     body(row, col, rows, cols);
   });
 }
@@ -24,8 +23,9 @@ template <class T>
 void transpose_elements(const Transpose& op, int threads) {
   const T* src = static_cast<const T*>(op.src);
   T* out = static_cast<T*>(op.out);
-  for_each_block(op, threads, [&](int64_t row, int64_t col, int rows, int cols) {
-    transpose_block(src + row * op.cols + col, op.cols, rows, cols, out + col * op.rows + row, op.rows);
+  for_each_block(op, kFarCols<T>, threads, [&](int64_t row, int64_t col, int rows, int cols) {
+    const T* source = src + row * op.cols + col;
+    transpose_far_block<T, true>(source, op.cols, rows, cols, out + col * op.rows + row, op.rows);
   });
 }
 
@@ -34,8 +34,9 @@ void transpose_nibbles(const Transpose& op, int threads) {
   const uint8_t* src = static_cast<const uint8_t*>(op.src);
   uint8_t* out = static_cast<uint8_t*>(op.out);
   const int64_t src_stride = op.cols / 2, out_stride = op.rows / 2;
-  for_each_block(op, threads, [&](int64_t row, int64_t col, int rows, int cols) {
-    alignas(64) uint8_t even[kBlock / 2][kBlock / 2], odd[kBlock / 2][kBlock / 2];
+  constexpr int kCols = 256;
+  for_each_block(op, kCols, threads, [&](int64_t row, int64_t col, int rows, int cols) {
+    alignas(64) uint8_t even[kFarRows / 2][kCols / 2], odd[kFarRows / 2][kCols / 2];
     for (int r = 0; r < rows / 2; ++r) {
       const uint8_t* upper = src + (row + 2 * r) * src_stride + col / 2;
       const uint8_t* lower = upper + src_stride;
@@ -45,8 +46,8 @@ void transpose_nibbles(const Transpose& op, int threads) {
       }
     }
     uint8_t* target = out + col * out_stride + row / 2;
-    transpose_block(even[0], kBlock / 2, rows / 2, cols / 2, target, 2 * out_stride);
-    transpose_block(odd[0], kBlock / 2, rows / 2, cols / 2, target + out_stride, 2 * out_stride);
+    transpose_block<uint8_t, true>(even[0], kCols / 2, rows / 2, cols / 2, target, 2 * out_stride);
+    transpose_block<uint8_t, true>(odd[0], kCols / 2, rows / 2, cols / 2, target + out_stride, 2 * out_stride);
   });
 }
 

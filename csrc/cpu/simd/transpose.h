@@ -100,14 +100,14 @@ static inline void transpose_one_by_one(const T* src, int64_t src_stride, int ro
   }
 }
 
-// out[c][r] = src[r][c]; strides in elements. `src` should lie in the cache. Streams where the output permits it and
-// `kStream` asks for it.
+// out[c][r] = src[r][c]; strides in elements. `src` should lie close together in the cache. Streams where the output
+// permits it and `kStream` asks for it.
 template <class T, bool kStream = false>
 static inline void transpose_block(const T* src, int64_t src_stride, int rows, int cols, T* out, int64_t out_stride) {
   constexpr int kRows = kTransposeRows<T>, kCols = kTransposeCols<T>;
   const int whole_rows = rows / kRows * kRows, whole_cols = cols / kCols * kCols;
-  const bool aligned = reinterpret_cast<uintptr_t>(out) % kVectorBytes == 0 &&
-                       out_stride * int64_t(sizeof(T)) % kVectorBytes == 0;
+  const bool aligned =
+      reinterpret_cast<uintptr_t>(out) % kVectorBytes == 0 && out_stride * int64_t(sizeof(T)) % kVectorBytes == 0;
   // Column by column, so that what is written to one place is contiguous.
   for (int c = 0; c < whole_cols; c += kCols) {
     for (int r = 0; r < whole_rows; r += kRows) {
@@ -124,6 +124,28 @@ static inline void transpose_block(const T* src, int64_t src_stride, int rows, i
                        out_stride);
   transpose_one_by_one(src + whole_cols, src_stride, rows, cols - whole_cols, out + whole_cols * out_stride,
                        out_stride);
+}
+
+// Extents of a block that `transpose_far_block` takes.
+constexpr int kFarRows = 128;
+template <class T>
+constexpr int kFarCols = 128 / int(sizeof(T));
+
+// The same for a part of a matrix in memory. Its rows are gathered first: where they are a power of two apart they
+// would drive each other out of the cache while pieces of them are read.
+template <class T, bool kStream = false>
+static inline void transpose_far_block(const T* src, int64_t src_stride, int rows, int cols, T* out,
+                                       int64_t out_stride) {
+  alignas(64) T near[kFarRows][kFarCols<T>];
+  for (int r = 0; r < rows; ++r) {
+    const T* source = src + r * src_stride;
+    if (cols == kFarCols<T>) {
+      __builtin_memcpy(near[r], source, sizeof near[r]);
+    } else {
+      __builtin_memcpy(near[r], source, sizeof(T) * size_t(cols));
+    }
+  }
+  transpose_block<T, kStream>(near[0], kFarCols<T>, rows, cols, out, out_stride);
 }
 
 }  // namespace te_dist::cpu::TE_DIST_ISA

@@ -1,5 +1,5 @@
-// Vectors of the width this SIMD level has, in the compiler's portable vector types. Intrinsics stand here only, where the
-// compiler finds no good instruction by itself.
+// Vectors of the width this SIMD level has, in the compiler's portable vector types. Intrinsics stand here only, where
+// the compiler finds no good instruction by itself.
 #pragma once
 
 #include "../../numerics/minifloat.h"
@@ -30,9 +30,9 @@ using VectorOf = typename VectorType<T, kBytes>::type;
 using F32 = VectorOf<float, kVectorBytes>;
 using U32 = VectorOf<uint32_t, kVectorBytes>;
 using U16 = VectorOf<uint16_t, kVectorBytes>;
-using HalfU16 = VectorOf<uint16_t, kVectorBytes / 2>;  // kLanes of them
-using StepBytes = VectorOf<uint8_t, kVectorBytes / 2>;   // kStep of them
-using LaneBytes = VectorOf<uint8_t, kVectorBytes / 4>;   // kLanes of them
+using HalfU16 = VectorOf<uint16_t, kVectorBytes / 2>;   // kLanes of them
+using StepBytes = VectorOf<uint8_t, kVectorBytes / 2>;  // kStep of them
+using LaneBytes = VectorOf<uint8_t, kVectorBytes / 4>;  // kLanes of them
 
 }  // namespace te_dist::cpu::TE_DIST_ISA
 

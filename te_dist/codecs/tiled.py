@@ -1,0 +1,47 @@
+"""What codecs have in common whose scales belong to tiles: one pass over the input writes both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from te_dist.codecs.base import Codec, Plane
+from te_dist.formats import WHOLE, Encoding, Region
+from te_dist.formats.region import Pair
+
+
+@dataclass(frozen=True)
+class TiledCodec(Codec):
+    """Attributes: tile: (rows, cols) that share a scale."""
+
+    tile: Pair
+
+    @property
+    def amax_tiles(self) -> tuple[Pair, ...]:
+        return (self.tile,)
+
+    @property
+    def pass_key(self) -> object:
+        return replace(self, tile=(0, 0))
+
+
+def plane_arguments(planes: Sequence[Plane], region: Region) -> dict[str, Any]:
+    """`row_tile`, `row_amax`, `row_data`, `row_scale` and the same for `col`, as the quantize ops take them."""
+    arguments = {}
+    for plane in planes:
+        way = side(plane.encoding)
+        arguments |= {
+            f"{way}_tile": plane.encoding.codec.tile,
+            f"{way}_amax": plane.amax[-1] if plane.amax else None,
+            f"{way}_data": plane.stored[0],
+            f"{way}_scale": plane.field_view(1, region),
+        }
+    return arguments
+
+
+def side(encoding: Encoding) -> str:
+    """The side of the quantize ops: "col" where the data is transposed or a scale covers a run of rows, else "row"."""
+    data, scale = encoding.fields[:2]
+    runs_along_rows = scale.grain[0] not in (1, WHOLE) and scale.grain[1] == 1
+    return "col" if data.order == "km" or runs_along_rows else "row"

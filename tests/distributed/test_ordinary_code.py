@@ -1,0 +1,85 @@
+"""Code that knows nothing of quantized shards: state dictionaries, whole tensors, copies between models."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+from te_dist import fsdp2
+from te_dist.tensor import QuantizedTensor, quantize
+from te_dist.tensor.placement import local_tensor
+from te_dist.testing import assert_bitwise, mesh, pool
+from tests.distributed.probe import FORMATS, Layer, assert_seen, fits, random_matrix, wires
+
+COLS = 160
+
+
+def sharded(name: str, rows: int, world: int, seed: int = 0) -> Layer:
+    layer = Layer(FORMATS[name], random_matrix(rows, COLS, seed))
+    fsdp2.fully_shard(layer, mesh=mesh((world,), ("dp",)))
+    return layer
+
+
+def gather_whole(rank: int, world: int, name: str, rows: int) -> None:
+    layer, want = sharded(name, rows, world), quantize(random_matrix(rows, COLS, 0), FORMATS[name])
+    whole = layer.weight.full_tensor()
+    assert isinstance(whole, QuantizedTensor)
+    assert whole.shape == want.shape
+    got, wanted = wires(whole), wires(want)
+    for field in FORMATS[name].canonical.fields:
+        assert_bitwise(got[field.name], wanted[field.name], field.name)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(layer, options=options)
+    assert state.keys() == ({"weight"} if rank == 0 else set())
+    state = {key: value.dequantize() for key, value in state.items()}
+    set_model_state_dict(layer, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    local_tensor(layer.weight).fill_(1.0)
+    if local_tensor(layer.weight).storage.unsettled is not None:
+        with pytest.raises(RuntimeError, match="settle"):
+            layer.weight.full_tensor()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rows", [352, 2], ids=["uneven", "empty shards"])
+def test_the_whole_of_uneven_shards_is_gathered(name: str, rows: int) -> None:
+    if not fits(FORMATS[name], rows, 3):
+        rows = 96  # equal ones
+    pool(3).run(gather_whole, name, rows)
+
+
+def save_and_load(rank: int, world: int, name: str) -> None:
+    first, second = sharded(name, 96, world), sharded(name, 96, world, seed=1)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second.load_state_dict(torch.load(file, weights_only=False))
+    second(random_matrix(4, COLS, rank))
+    assert_seen(second, random_matrix(96, COLS, 0), backward=False)
+
+
+@pytest.mark.parametrize("name", ["float8_block_2d", "nvfp4_1d"])
+def test_state_of_shards_is_pickled(name: str) -> None:
+    pool(2).run(save_and_load, name)
+
+
+def copy_what_was_quantized_alone(rank: int, world: int, name: str) -> None:
+    layer, values = sharded(name, 64, world), random_matrix(64, COLS, 7)
+    local = local_tensor(layer.weight)
+    rows = local.storage.region.rows
+    with torch.no_grad():
+        local.copy_(quantize(values[rows.start : rows.stop], FORMATS[name]))
+    layer.unshard()
+    seen = layer.weight.dequantize()
+    everyone = [torch.empty_like(seen) for _ in range(world)]
+    dist.all_gather(everyone, seen)
+    for other in everyone:
+        assert_bitwise(other, seen, "the weight of another rank")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_ranks_agree_on_shards_that_were_quantized_alone(name: str) -> None:
+    pool(2).run(copy_what_was_quantized_alone, name)

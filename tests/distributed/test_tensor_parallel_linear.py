@@ -1,0 +1,91 @@
+"""One `Linear` under each style, in the corners: what is frozen, the bias returned, hybrids that requantize rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import te_dist as te
+from te_dist import testing
+from te_dist.recipe import CustomRecipe, Float8CurrentScaling, QuantizerRole, Recipe
+from te_dist.tensor_parallel import ColumnParallel, RowParallel
+from tests.distributed.test_tensor_parallel import assert_near, whole
+
+BATCH, SEQUENCE, WIDTH = 2, 32, 96
+STYLES = {
+    "column": (ColumnParallel, {}, None, -1),
+    "column_sequence": (ColumnParallel, {"input_layouts": Shard(1)}, 1, -1),
+    "row": (RowParallel, {}, -1, None),
+    "row_sequence": (RowParallel, {"output_layouts": Shard(1)}, -1, 1),
+}  # style, its keywords, the dimension along which inputs and outputs are cut
+
+
+def requantized(role: QuantizerRole) -> te.quantizers.Quantizer:
+    """Backward sees the values that forward has multiplied."""
+    if role.tensor_type == "grad_output":
+        return te.MXFP8Quantizer()
+    return te.HybridQuantizer(
+        rowwise_quantizer=te.Float8CurrentScalingQuantizer(),
+        columnwise_quantizer=te.MXFP8Quantizer(),
+        columnwise_source="rowwise_dequantized",
+    )
+
+
+RECIPES: dict[str, Recipe] = {"current": Float8CurrentScaling(), "requantized": CustomRecipe(requantized)}
+
+
+def part(x: Tensor, dim: int | None, rank: int, world: int) -> Tensor:
+    """What a rank holds of `x`."""
+    return (x if dim is None else x.chunk(world, dim)[rank]).clone()
+
+
+def results(linear: nn.Module, x: Tensor, grad: Tensor, made_by: Recipe) -> dict[str, Tensor | None]:
+    """Output and gradients of one pass; a bias that is returned is added."""
+    with te.autocast(recipe=made_by):
+        out = linear(x)
+        if linear.return_bias:
+            out, bias = out
+            out = out + (bias.to_local() if isinstance(bias, DTensor) else bias)
+    (out * grad).sum().backward()
+    named = {name: param.grad for name, param in linear.named_parameters()}
+    return {
+        "output": out.detach(),
+        "input": x.grad,
+        **{name: g if g is None else whole(g) for name, g in named.items()},
+    }
+
+
+def check_linear(rank: int, world: int, style: str, frozen: str) -> None:
+    kind, options, cut_in, cut_out = STYLES[style]
+    over = testing.mesh((world,), ("tp",))
+    x, grad = (torch.randn(BATCH, SEQUENCE, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    x *= torch.logspace(-2, 2, WIDTH)  # ranks hold values of unlike sizes
+    for name, made_by in RECIPES.items():
+        for returns in (False, True):
+            both = []
+            for is_cut in (False, True):
+                torch.manual_seed(0)
+                linear = te.Linear(WIDTH, WIDTH, return_bias=returns)
+                if is_cut:
+                    parallelize_module(linear, over, kind(**options))
+                if frozen in ("weight", "bias"):
+                    getattr(linear, frozen).requires_grad_(False)
+                own_x = part(x, cut_in, rank, world) if is_cut else x.clone()
+                own_grad = part(grad, cut_out, rank, world) if is_cut else grad
+                both.append(results(linear, own_x.requires_grad_(frozen != "input"), own_grad, made_by))
+            want, got = both
+            for key, cut in (("output", cut_out), ("input", cut_in)):
+                want[key] = None if want[key] is None else part(want[key], cut, rank, world)
+            for key, value in want.items():
+                assert (value is None) == (got[key] is None) == (key == frozen)
+                if value is not None:
+                    assert_near(got[key], value, f"{name}, {key}, bias returned: {returns}")
+
+
+@pytest.mark.parametrize("frozen", ["nothing", "weight", "bias", "input"])
+@pytest.mark.parametrize("style", STYLES)
+def test_a_parallel_linear_computes_what_a_whole_one_does(ranks, style, frozen):
+    ranks(2).run(check_linear, style, frozen)
