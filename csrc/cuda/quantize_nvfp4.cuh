@@ -25,7 +25,7 @@ template <class Element, class Rule, Share kRow, Share kCol, int kLoad, int kRow
           int kColScaleStore>
 struct QuantizeNvFp4 {
   static constexpr int kThreads = kPanelThreads;
-  static constexpr int kBlocks = 2;
+  static constexpr int kBlocks = Element::kPerWord == 2 && Rule::kRounding == Rounding::kNearest && kLoad >= 8 ? 3 : 2;
   static constexpr int kTile = 16;
   static constexpr bool kHasRow = kRow != Share::kAbsent, kHasCol = kCol != Share::kAbsent;
   static constexpr bool kStochastic = Rule::kRounding != Rounding::kNearest;

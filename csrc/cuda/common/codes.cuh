@@ -24,17 +24,20 @@ TE_DIST_INLINE uint32_t encode_four(float a, float b, float c, float d) {
   return encode_pair<Code>(a, b) | encode_pair<Code>(c, d) << 16;
 }
 
-// Magnitudes of e2m1 codes are 2 a, a + 2 and a / 2 + 4, whichever is the smallest, and at most 7. Added to 2^23, each of
-// them is rounded to an integer in one step, to nearest even or toward zero as `add` rounds, and the smallest is found
-// afterwards. What is not a number loses every comparison: it becomes 7, the sign of a product of it being positive.
+// Magnitudes of e2m1 codes are 2 a, a + 2 and a / 2 + 4, whichever is the smallest, and at most 7. Added to a power of two
+// whose last place is the unit of each, a magnitude is rounded to an integer in the low bits, in one step, to nearest even
+// or toward zero as `add` rounds; the smallest is found afterwards. What is not a number loses every comparison: it
+// becomes 7, the sign of a product of it being positive.
 template <class Add>
 TE_DIST_INLINE uint32_t e2m1_code(float value, const Add& add) {
-  constexpr float kUnit = 8388608.0f;
-  const float below_two = add(fabsf(value * 2.0f), kUnit), below_four = add(fabsf(value), kUnit + 2.0f);
-  const float rest = add(fabsf(value * 0.5f), kUnit + 4.0f);
-  const float code = fminf(fminf(below_two, below_four), fminf(rest, kUnit + 7.0f));
+  constexpr int kHalves = 0x4A800000, kUnits = 0x4B000000, kPairs = 0x4B800000;  // 2^22, 2^23, 2^24
+  const float size = fabsf(value);
+  const int below_two = int(bits_of(add(size, 4194304.0f)));
+  const int below_four = int(bits_of(add(size, 8388610.0f))) - (kUnits - kHalves);
+  const int rest = int(bits_of(add(size, 16777224.0f))) - (kPairs - kHalves);
+  const int code = min(min(rest, kHalves + 7), min(below_four, below_two));
   const uint32_t top = bits_of(value) >> 28;
-  return ((bits_of(code) ^ top) & 7u) ^ top;  // the sign, and three bits of the code: one instruction
+  return ((uint32_t(code) ^ top) & 7u) ^ top;  // the sign, and three bits of the code: one instruction
 }
 
 TE_DIST_INLINE uint32_t encode_e2m1(float value) {
