@@ -10,7 +10,10 @@ template <bool kDrawn>
 struct Noise {
   uint32_t words[kPatch][2];  // bytes of each row's eight elements
 
-  TE_DIST_DEVICE float at(int row, int col) const { return float((words[row][col / 4] >> (8 * (col % 4))) & 0xFFu); }
+  // A byte becomes the low end of 2^23 + byte: quicker than a conversion of an integer.
+  TE_DIST_DEVICE float at(int row, int col) const {
+    return float_of(__byte_perm(words[row][col / 4], 0x4B000000u, 0x7440u | uint32_t(col % 4))) - 8388608.0f;
+  }
 
   // kAligned: 16 elements of one block lie in two lanes beside each other, of which each draws for four rows of both.
   template <bool kAligned>
