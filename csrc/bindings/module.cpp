@@ -6,6 +6,7 @@
 
 #include "../cpu/assemble.h"
 #include "../cpu/dispatch.h"
+#include "host.h"
 #include "tensor_ref.h"
 
 namespace py = pybind11;
@@ -150,7 +151,7 @@ void define(py::module_& module, const char* name, Function function) {
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
-  module.doc() = "Compiled CPU kernels of te_dist.";
+  module.doc() = "Compiled CPU kernels of te_dist, and the launcher of its CUDA kernels.";
   module.def("simd_levels", &simd_levels, "Names of the SIMD levels this CPU can run, the slowest first.");
   module.def("simd_level", &simd_level, "The level in use.");
   module.def("set_simd_level", &set_simd_level, "Switches to another level; for tests and benchmarks.");
@@ -165,4 +166,5 @@ PYBIND11_MODULE(_C, module) {
   define(module, "dequantize_nvfp4", &dequantize_nvfp4);
   define(module, "transpose", &transpose);
   define(module, "assemble", &assemble);
+  te_dist::define_host(module);
 }

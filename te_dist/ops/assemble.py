@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from te_dist import _C
+from te_dist import _C, kernels
 from te_dist.ops._checks import check_dtype
 from te_dist.ops._library import register
 
@@ -44,4 +44,4 @@ def _cpu(wires: list[Tensor], row_starts: list[int], col_starts: list[int], out:
     _C.assemble(wires, row_starts, col_starts, out, torch.get_num_threads())
 
 
-register("assemble(Tensor[] wires, int[] row_starts, int[] col_starts, Tensor(a!) out) -> ()", _cpu)
+register("assemble(Tensor[] wires, int[] row_starts, int[] col_starts, Tensor(a!) out) -> ()", _cpu, kernels.assemble)

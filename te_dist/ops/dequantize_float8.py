@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_dist import _C
+from te_dist import _C, kernels
 from te_dist.formats.region import Pair
 from te_dist.ops._checks import FP8, check_choice, check_matrix, check_plane, grid_shape
 from te_dist.ops._library import register
@@ -36,4 +36,5 @@ def _cpu(*args: object) -> None:
 register(
     "dequantize_float8(Tensor data, Tensor scale, int[] tile, int[] phase, str fp8, Tensor(a!) out) -> ()",
     _cpu,
+    kernels.dequantize_float8,
 )

@@ -7,7 +7,7 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from te_dist import _C
+from te_dist import _C, kernels
 from te_dist.formats.region import Pair
 from te_dist.ops._checks import check_choice, check_matrix, check_output, check_plane, grid_shape
 from te_dist.ops._library import register
@@ -60,4 +60,5 @@ register(
     "dequantize_nvfp4(Tensor data, Tensor scale, Tensor amax, int packed_dim, int[] phase, int e4m3_max, "
     "Tensor(a!) out) -> ()",
     _cpu,
+    kernels.dequantize_nvfp4,
 )

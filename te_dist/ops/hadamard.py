@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_dist import _C
+from te_dist import _C, kernels
 from te_dist.ops._checks import check_matrix, check_output
 from te_dist.ops._library import register
 
@@ -33,4 +33,4 @@ def _cpu(x: Tensor, sign_mask: int, out: Tensor) -> None:
     _C.hadamard(x, sign_mask, out, torch.get_num_threads())
 
 
-register("hadamard(Tensor x, int sign_mask, Tensor(a!) out) -> ()", _cpu)
+register("hadamard(Tensor x, int sign_mask, Tensor(a!) out) -> ()", _cpu, kernels.hadamard)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_dist import _C
+from te_dist import _C, kernels
 from te_dist.ops._checks import FP8, check_choice, check_dtype, check_matrix, check_output, check_shape
 from te_dist.ops._library import register
 
@@ -39,5 +39,7 @@ def _cpu(x: Tensor, scale: Tensor, fp8: str, row_data: Tensor | None, col_data: 
 
 
 register(
-    "quantize_float8_tensor(Tensor x, Tensor scale, str fp8, Tensor(a!)? row_data, Tensor(b!)? col_data) -> ()", _cpu
+    "quantize_float8_tensor(Tensor x, Tensor scale, str fp8, Tensor(a!)? row_data, Tensor(b!)? col_data) -> ()",
+    _cpu,
+    kernels.quantize_float8_tensor,
 )

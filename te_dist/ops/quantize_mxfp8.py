@@ -7,7 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from te_dist import _C
+from te_dist import _C, kernels
 from te_dist.formats.region import Pair
 from te_dist.ops._checks import FP8, check_choice, check_matrix
 from te_dist.ops._library import register
@@ -43,4 +43,5 @@ register(
     "int[] row_tile, Tensor? row_amax, Tensor(a!)? row_data, Tensor(b!)? row_scale, "
     "int[] col_tile, Tensor? col_amax, Tensor(c!)? col_data, Tensor(d!)? col_scale) -> ()",
     _cpu,
+    kernels.quantize_mxfp8,
 )

@@ -7,7 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from te_dist import _C
+from te_dist import _C, kernels
 from te_dist.formats.region import Pair
 from te_dist.ops._checks import check_choice, check_dtype, check_matrix, check_plane, check_shape
 from te_dist.ops._library import register
@@ -94,4 +94,5 @@ register(
     "int[] col_tile, Tensor? col_tensor_amax, Tensor? col_amax, Tensor(c!)? col_data, Tensor(d!)? col_scale, "
     "Tensor? rng_state) -> ()",
     _cpu,
+    kernels.quantize_nvfp4,
 )

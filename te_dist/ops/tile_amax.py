@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_dist import _C
+from te_dist import _C, kernels
 from te_dist.formats.region import Pair
 from te_dist.ops._checks import check_matrix, check_output, grid_shape
 from te_dist.ops._library import register
@@ -29,4 +29,4 @@ def _cpu(x: Tensor, phase: list[int], tile: list[int], out: Tensor) -> None:
     _C.tile_amax(x, phase, tile, out, torch.get_num_threads())
 
 
-register("tile_amax(Tensor x, int[] phase, int[] tile, Tensor(a!) out) -> ()", _cpu)
+register("tile_amax(Tensor x, int[] phase, int[] tile, Tensor(a!) out) -> ()", _cpu, kernels.tile_amax)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_dist import _C
+from te_dist import _C, kernels
 from te_dist.ops._checks import check_choice, check_matrix, check_output
 from te_dist.ops._library import register
 
@@ -38,4 +38,4 @@ def _cpu(src: Tensor, bits: int, out: Tensor) -> None:
     _C.transpose(src, bits, out, torch.get_num_threads())
 
 
-register("transpose(Tensor src, int bits, Tensor(a!) out) -> ()", _cpu)
+register("transpose(Tensor src, int bits, Tensor(a!) out) -> ()", _cpu, kernels.transpose)

@@ -15,6 +15,7 @@ INTEGRATIONS = {"fsdp2", "tensor_parallel", "offload", "recompute", "checkpoints
 TIERS = (
     {"env", "_torch_private", "_C"},
     {"formats"},
+    {"kernels"},
     {"ops"},
     {"codecs"},
     {"catalog", "tensor"},
@@ -24,7 +25,7 @@ TIERS = (
     {"context"},
     INTEGRATIONS,
     {"nn"},
-    {"convert", "launch"},
+    {"convert", "launch", "__main__"},
 )
 TESTING = "testing"
 

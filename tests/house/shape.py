@@ -40,6 +40,7 @@ FOREIGN_SIGNATURES = {
 
 # Functions that may have many parameters, several bools or positional operands: `path` or `path::qualname` and why.
 WIDE_SIGNATURES = {
+    "te_dist/kernels/": "a kernel's launch has the signature of its op",
     "te_dist/ops/": "an op's signature is its schema: operands in order, outputs are arguments",
     "te_dist/codecs/reference/": "oracles take the operands of the op they witness",
     "te_dist/formats/geometry.py": "(field, stored, region, part, out) come in this order in every function",

@@ -11,7 +11,7 @@ from tests.house.source import ROOT, Function, Module, Violation, dotted_name, n
 
 # Extents of blocks. They have one home each; everything else computes with Field.
 BLOCK_EXTENTS = {16, 32, 128}
-KNOWS_EXTENTS = ("codecs", "catalog", "ops", "launch", "testing")
+KNOWS_EXTENTS = ("codecs", "catalog", "kernels", "ops", "launch", "testing")
 
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".sh", ".yaml", ".yml", ".cfg", ".txt", ".h", ".cpp", ".cu", ".cuh", ".slurm"}
 TEXT_FOLDERS = ("te_dist", "csrc", "tests", "benchmarks", "examples", "launch", "docs", ".ci")

@@ -1,0 +1,55 @@
+// te_dist._C.cuda: loads and launches compiled kernels.
+#include "../host/kernel.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+
+#include "host.h"
+
+namespace py = pybind11;
+
+namespace te_dist {
+namespace {
+
+using Grid = std::array<unsigned, 3>;
+
+std::unique_ptr<LoadedKernel> load(const py::bytes& cubin, const std::string& entry, const std::string& label,
+                                   unsigned cluster, unsigned shared_bytes, bool overlaps) {
+  return std::make_unique<LoadedKernel>(std::string(cubin), entry, label, LaunchShape{cluster, shared_bytes, overlaps});
+}
+
+// Every argument is a bytes object with one parameter of the kernel, as it lies in memory.
+void launch(LoadedKernel& kernel, int device, uint64_t stream, Grid grid, const py::args& arguments) {
+  std::vector<void*> pointers;
+  pointers.reserve(arguments.size());
+  for (const py::handle argument : arguments) pointers.push_back(PyBytes_AS_STRING(argument.ptr()));
+  const py::gil_scoped_release release;
+  kernel.launch(device, stream, grid, pointers);
+}
+
+py::bytes encode(int dtype, uint64_t address, std::vector<uint64_t> extents, std::vector<uint64_t> strides,
+                 std::vector<uint32_t> box, std::pair<int, int> swizzle_l2_promotion) {
+  return encode_tiled({dtype, address, std::move(extents), std::move(strides), std::move(box),
+                       swizzle_l2_promotion.first, swizzle_l2_promotion.second});
+}
+
+}  // namespace
+
+void define_host(py::module_& parent) {
+  py::module_ module = parent.def_submodule("cuda", "CUDA kernels by the driver's interface.");
+  py::class_<LoadedKernel>(module, "Kernel")
+      .def(py::init(&load), py::arg("cubin"), py::arg("entry"), py::arg("label"), py::kw_only(), py::arg("cluster") = 1,
+           py::arg("shared_bytes") = 0, py::arg("overlaps") = false)
+      .def("launch", &launch)
+      .def("registers", [](const LoadedKernel& k, int device) { return k.attribute(driver::kRegisters, device); })
+      .def("local_bytes", [](const LoadedKernel& k, int device) { return k.attribute(driver::kLocalBytes, device); })
+      .def_property_readonly("label", &LoadedKernel::label);
+  module.def("compute_capability", &compute_capability, "(major, minor) of a device.");
+  module.def("fill_words", &fill_words, py::call_guard<py::gil_scoped_release>(),
+             "Writes 32-bit words into device memory: (device, stream, address, value, count).");
+  module.def("encode_tiled", &encode, "A tensor map for the bulk copy engine, as bytes.");
+}
+
+}  // namespace te_dist

@@ -1,0 +1,182 @@
+// How a block of threads divides a panel of 128 x 128 elements: every thread holds a patch of 8 x 8 in registers.
+#pragma once
+
+#include "memory.cuh"
+
+namespace te_dist::cuda {
+
+constexpr int kPanel = 128;
+constexpr int kPatch = 8;
+constexpr int kPanelThreads = 256;
+constexpr int kWarps = kPanelThreads / 32;
+constexpr uint32_t kFullWarp = 0xFFFFFFFFu;
+
+// A warp holds 16 rows of a panel: lane bit 0 says which 8 rows, bits 1 to 4 which 8 columns.
+struct Lanes {
+  TE_DIST_INLINE int row(int thread) { return thread / 32 * 16 + (thread & 1) * kPatch; }
+  TE_DIST_INLINE int col(int thread) { return (thread >> 1 & 15) * kPatch; }
+};
+
+// Where a thread's patch lies. Panels are aligned to tiles, so the first panel begins `phase` before the matrix.
+struct Place {
+  Extents extents;
+  int64_t panel_row, panel_col;  // which panel
+  int64_t row, col;              // first element of the patch in the matrix; may be negative
+  int local_row, local_col;      // the same inside the panel
+  Inside rows, cols;             // of the patch that lie in the matrix
+
+  TE_DIST_INLINE Place of(const Extents& extents, const Phase& phase, int64_t panel) {
+    Place place;
+    const int64_t panel_cols = (phase.col + extents.cols + kPanel - 1) / kPanel;
+    place.extents = extents;
+    place.panel_row = panel / panel_cols;
+    place.panel_col = panel - place.panel_row * panel_cols;
+    place.local_row = Lanes::row(threadIdx.x);
+    place.local_col = Lanes::col(threadIdx.x);
+    place.row = place.panel_row * kPanel - phase.row + place.local_row;
+    place.col = place.panel_col * kPanel - phase.col + place.local_col;
+    place.rows = Inside::of(place.row, kPatch, extents.rows);
+    place.cols = Inside::of(place.col, kPatch, extents.cols);
+    return place;
+  }
+
+  TE_DIST_DEVICE int64_t first_row() const { return row - local_row; }
+  TE_DIST_DEVICE int64_t first_col() const { return col - local_col; }
+  // Whether the tile of `extent` rows, or columns, around the patch has any in the matrix.
+  TE_DIST_DEVICE bool tile_has_rows(int extent) const {
+    return !Inside::of(row - local_row % extent, extent, extents.rows).is_empty();
+  }
+  TE_DIST_DEVICE bool tile_has_cols(int extent) const {
+    return !Inside::of(col - local_col % extent, extent, extents.cols).is_empty();
+  }
+};
+
+template <class Element>
+struct Patch {
+  static constexpr int kWords = kPatch / Element::kPerWord;
+  uint32_t words[kPatch][kWords];
+
+  // kWidth: bytes read at a time, which addresses are multiples of. What lies outside of the matrix is zero.
+  template <int kWidth>
+  TE_DIST_DEVICE void load(const void* x, const Place& place) {
+    const int64_t row_bytes = place.extents.cols * Element::kBytes;
+    const char* first = static_cast<const char*>(x) + place.row * row_bytes + place.col * Element::kBytes;
+    const Inside inside = place.cols.scaled(Element::kBytes);
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i, first += row_bytes) {
+      load_run<kPatch * Element::kBytes, kWidth>(first, inside.only_if(place.rows.has(i)), words[i]);
+    }
+  }
+
+  // Keeps the compiler from holding elements unpacked, twice as many registers, from one direction to the next.
+  TE_DIST_DEVICE void keep_packed() {
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) asm volatile("" : "+r"(words[i][w]));
+    }
+  }
+
+  TE_DIST_DEVICE float value(int row, int col) const {
+    return Element::value(words[row][col / Element::kPerWord], col % Element::kPerWord);
+  }
+
+  // Largest magnitude of each row.
+  TE_DIST_DEVICE void row_amax(float (&amax)[kPatch]) const {
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) {
+      uint32_t largest = 0;
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) largest = Element::raise(largest, words[i][w]);
+      amax[i] = Element::largest(largest);
+    }
+  }
+
+  // Largest magnitudes of the columns, as words of elements.
+  TE_DIST_DEVICE void col_amax(uint32_t (&amax)[kWords]) const {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      amax[w] = 0;
+#pragma unroll
+      for (int i = 0; i < kPatch; ++i) amax[w] = Element::raise(amax[w], words[i][w]);
+    }
+  }
+
+  TE_DIST_DEVICE float amax() const {
+    uint32_t columns[kWords], largest = 0;
+    col_amax(columns);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) largest = Element::raise(largest, columns[w]);
+    return Element::largest(largest);
+  }
+};
+
+TE_DIST_INLINE void fill(float (&values)[kPatch], float value) {
+#pragma unroll
+  for (int i = 0; i < kPatch; ++i) values[i] = value;
+}
+
+// The larger of a value and that of the lane whose number differs in `mask`.
+TE_DIST_INLINE float larger_of_lanes(float value, int mask) {
+  return fmaxf(value, __shfl_xor_sync(kFullWarp, value, mask));
+}
+
+// Maxima over lanes, shared out so that each is found, and what follows from it computed, by few lanes. Of kPatch values in
+// every lane, those of the lanes that differ in `kMasks` are compared; afterwards a lane owns kOwned of the results, and
+// `of` hands one to all.
+template <int... kMasks>
+struct SharedOut {
+  static constexpr int kHalvings = sizeof...(kMasks) < 3 ? sizeof...(kMasks) : 3;
+  static constexpr int kOwned = kPatch >> kHalvings;
+  static constexpr int kAllMasks = (kMasks | ...);
+
+  // Index of the first value that this lane owns.
+  TE_DIST_INLINE int first() {
+    const int masks[] = {kMasks...};
+    int index = 0;
+#pragma unroll
+    for (int h = 0; h < kHalvings; ++h) index |= threadIdx.x & masks[h] ? kPatch >> (h + 1) : 0;
+    return index;
+  }
+
+  // Whether this lane is the one, of several that own the same values, which writes them.
+  TE_DIST_INLINE bool writes() {
+    const int masks[] = {kMasks...};
+    int rest = 0;
+#pragma unroll
+    for (int h = kHalvings; h < int(sizeof...(kMasks)); ++h) rest |= masks[h];
+    return (threadIdx.x & rest) == 0;
+  }
+
+  TE_DIST_INLINE void largest(float (&values)[kPatch], float (&owned)[kOwned]) {
+    const int masks[] = {kMasks...};
+#pragma unroll
+    for (int h = 0; h < kHalvings; ++h) {
+      const bool upper = threadIdx.x & masks[h];
+      const int count = kPatch >> (h + 1);
+#pragma unroll
+      for (int i = 0; i < count; ++i) {
+        const float kept = upper ? values[count + i] : values[i];
+        const float given = upper ? values[i] : values[count + i];
+        values[i] = fmaxf(kept, __shfl_xor_sync(kFullWarp, given, masks[h]));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) {
+      owned[i] = values[i];
+#pragma unroll
+      for (int h = kHalvings; h < int(sizeof...(kMasks)); ++h) owned[i] = larger_of_lanes(owned[i], masks[h]);
+    }
+  }
+
+  // Value number `index` (a constant), from the lane that owns it.
+  TE_DIST_INLINE float of(const float (&owned)[kOwned], int index) {
+    const int masks[] = {kMasks...};
+    int lane = threadIdx.x & 31 & ~kAllMasks;
+#pragma unroll
+    for (int h = 0; h < kHalvings; ++h) lane |= index & kPatch >> (h + 1) ? masks[h] : 0;
+    return __shfl_sync(kFullWarp, owned[index % kOwned], lane);
+  }
+};
+
+}  // namespace te_dist::cuda

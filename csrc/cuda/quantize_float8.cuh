@@ -1,0 +1,201 @@
+// FP8 with one scale for the tensor, or one for a tile of 128 or 128 x 128. Both directions in one pass over the input.
+#pragma once
+
+#include "common/codes.cuh"
+#include "common/patch.cuh"
+
+namespace te_dist::cuda {
+
+// kLoad, kRowStore, kColStore: bytes that can be read and written at a time.
+template <class Element, class Code, Share kRow, Share kCol, int kLoad, int kRowStore, int kColStore>
+struct QuantizeFloat8 {
+  static constexpr int kThreads = kPanelThreads;
+  static constexpr int kBlocks = Element::kPerWord == 2 && kLoad >= 8 ? 3 : 2;
+  static constexpr bool kHasRow = kRow != Share::kAbsent, kHasCol = kCol != Share::kAbsent;
+  static constexpr bool kHasSquare = kRow == Share::kSquare || kCol == Share::kSquare;
+
+  struct Params {
+    const void* x;
+    Extents extents;
+    Phase phase;
+    const float* tensor_scale;  // multiplier of kTensor
+    float eps;
+    int32_t pow2;
+    BlockOutput<float> row;  // data (rows, cols)
+    BlockOutput<float> col;  // data (cols, rows)
+  };
+
+  struct Shared {
+    float partial[kWarps][kPanel];       // amax of the columns in the rows of each warp
+    float multiplier[kPanel];            // of the columns
+    float square[kWarps];                // amax of each warp
+    alignas(16) uint8_t transposed[kHasCol ? kPanel * kPanel : 1];
+  };
+
+  using Rows = SharedOut<16, 8, 4, 2>;
+
+  const Params& p;
+  const Place place;
+  Shared& shared;
+  Patch<Element> patch;
+
+  TE_DIST_DEVICE FloatScaleRule rule() const {
+    return {float_of(Code::kClamp), p.eps, Element::kMaxFinite, p.pow2 != 0};
+  }
+
+  // Multiplier of a tile from its amax, found or given; one thread stores the inverse.
+  TE_DIST_DEVICE float scale(const BlockOutput<float>& output, float amax, int64_t row, int64_t col, bool writes) const {
+    if (output.amax.data) amax = output.amax.at(row, col);
+    const float multiplier = scale_from_amax(amax, rule());
+    if (writes) output.scale.at(row, col) = 1.0f / multiplier;
+    return multiplier;
+  }
+
+  // Puts what other warps need to know of the amaxes of columns and of the square into shared memory.
+  TE_DIST_DEVICE void share_amaxes() {
+    if constexpr (kCol == Share::kRun) {
+      uint32_t columns[Patch<Element>::kWords];
+      patch.col_amax(columns);
+#pragma unroll
+      for (int w = 0; w < Patch<Element>::kWords; ++w) {
+        columns[w] = Element::raise(columns[w], __shfl_xor_sync(kFullWarp, columns[w], 1));
+      }
+      if ((threadIdx.x & 1) == 0) {
+        float* target = &shared.partial[threadIdx.x / 32][place.local_col];
+#pragma unroll
+        for (int j = 0; j < kPatch; ++j) {
+          target[j] = Element::value(columns[j / Element::kPerWord], j % Element::kPerWord);
+        }
+      }
+    }
+    if constexpr (kHasSquare) {
+      float amax = patch.amax();
+#pragma unroll
+      for (int mask = 16; mask > 0; mask /= 2) amax = larger_of_lanes(amax, mask);
+      if (threadIdx.x % 32 == 0) shared.square[threadIdx.x / 32] = amax;
+    }
+  }
+
+  TE_DIST_DEVICE float square_scale(const BlockOutput<float>& output) const {
+    float amax = shared.square[0];
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) amax = fmaxf(amax, shared.square[w]);
+    return scale(output, amax, place.panel_row, place.panel_col, threadIdx.x == 0);
+  }
+
+  TE_DIST_DEVICE char* first_code() const {
+    return reinterpret_cast<char*>(p.row.data) + place.row * place.extents.cols + place.col;
+  }
+
+  TE_DIST_DEVICE void write_row(char* first, int i, float multiplier) const {
+    uint32_t codes[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      codes[h] = encode_four<Code>(patch.value(i, 4 * h) * multiplier, patch.value(i, 4 * h + 1) * multiplier,
+                                   patch.value(i, 4 * h + 2) * multiplier, patch.value(i, 4 * h + 3) * multiplier);
+    }
+    store_run<kPatch, kRowStore>(first, place.cols.only_if(place.rows.has(i)), codes);
+  }
+
+  TE_DIST_DEVICE void write_runs() {
+    float amax[kPatch], multipliers[Rows::kOwned];
+    patch.row_amax(amax);
+    Rows::largest(amax, multipliers);
+    const int own = Rows::first();
+    if (place.rows.has(own)) {
+      multipliers[0] = scale(p.row, multipliers[0], place.row + own, place.panel_col, Rows::writes());
+    }
+    char* first = first_code();
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i, first += place.extents.cols) write_row(first, i, Rows::of(multipliers, i));
+  }
+
+  TE_DIST_DEVICE void write_rows() {
+    if constexpr (kRow == Share::kRun) {
+      write_runs();
+    } else if constexpr (kHasRow) {
+      const float multiplier = kRow == Share::kTensor ? *p.tensor_scale : square_scale(p.row);
+      char* first = first_code();
+#pragma unroll
+      for (int i = 0; i < kPatch; ++i, first += place.extents.cols) write_row(first, i, multiplier);
+    }
+  }
+
+  // Multipliers of the columns, one column to a thread.
+  TE_DIST_DEVICE void scale_columns() {
+    if (threadIdx.x >= kPanel) return;
+    const int64_t col = place.first_col() + threadIdx.x;
+    float amax = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) amax = fmaxf(amax, shared.partial[w][threadIdx.x]);
+    if (col >= 0 && col < place.extents.cols) {
+      shared.multiplier[threadIdx.x] = scale(p.col, amax, place.panel_row, col, true);
+    }
+  }
+
+  // Position in shared memory of 16 rows of codes of a column. Threads that write, or read, at a time find different banks.
+  TE_DIST_INLINE int position(int col, int chunk) { return col * kPanel + ((chunk ^ (col / kPatch & 7)) * 16); }
+
+  TE_DIST_DEVICE void transpose_codes(float square) {
+    float multipliers[kPatch];
+    if constexpr (kCol == Share::kRun) {
+      load_shared(&shared.multiplier[place.local_col], multipliers);
+    }
+#pragma unroll
+    for (int j = 0; j < kPatch; ++j) {
+      const float m = kCol == Share::kRun ? multipliers[j] : square;
+      uint2 codes;
+      codes.x = encode_four<Code>(patch.value(0, j) * m, patch.value(1, j) * m, patch.value(2, j) * m, patch.value(3, j) * m);
+      codes.y = encode_four<Code>(patch.value(4, j) * m, patch.value(5, j) * m, patch.value(6, j) * m, patch.value(7, j) * m);
+      const int at = position(place.local_col + j, place.local_row / 16) + place.local_row % 16;
+      *reinterpret_cast<uint2*>(&shared.transposed[at]) = codes;
+    }
+  }
+
+  TE_DIST_INLINE void load_shared(const float* source, float (&values)[kPatch]) {
+    const float4 a = *reinterpret_cast<const float4*>(source), b = *reinterpret_cast<const float4*>(source + 4);
+    values[0] = a.x, values[1] = a.y, values[2] = a.z, values[3] = a.w;
+    values[4] = b.x, values[5] = b.y, values[6] = b.z, values[7] = b.w;
+  }
+
+  TE_DIST_DEVICE void write_transposed() const {
+    const int chunk = threadIdx.x % 8, first_col = threadIdx.x / 8, step = kThreads / 8;
+    const int64_t row = place.first_row() + chunk * 16, col = place.first_col() + first_col;
+    const Inside rows = Inside::of(row, 16, place.extents.rows);
+    char* first = reinterpret_cast<char*>(p.col.data) + col * place.extents.rows + row;
+#pragma unroll
+    for (int i = 0; i < kPanel / step; ++i, first += step * place.extents.rows) {
+      const uint4 v = *reinterpret_cast<const uint4*>(&shared.transposed[position(first_col + i * step, chunk)]);
+      const uint32_t codes[4] = {v.x, v.y, v.z, v.w};
+      const bool is_inside = col + i * step >= 0 && col + i * step < place.extents.cols;
+      store_run<16, kColStore>(first, rows.only_if(is_inside), codes);
+    }
+  }
+
+  TE_DIST_DEVICE void quantize() {
+    patch.template load<kLoad>(p.x, place);
+    if constexpr (kCol == Share::kRun || kHasSquare) {
+      share_amaxes();
+      __syncthreads();
+    }
+    if constexpr (kCol == Share::kRun) scale_columns();
+    write_rows();
+    if constexpr (kHasCol) {
+      patch.keep_packed();
+      if constexpr (kCol == Share::kRun) __syncthreads();
+      float multiplier = 0.0f;
+      if constexpr (kCol == Share::kSquare) multiplier = square_scale(p.col);
+      if constexpr (kCol == Share::kTensor) multiplier = *p.tensor_scale;
+      transpose_codes(multiplier);
+      __syncthreads();
+      write_transposed();
+    }
+  }
+
+  TE_DIST_INLINE void run(const Params& p) {
+    __shared__ Shared shared;
+    QuantizeFloat8{p, Place::of(p.extents, p.phase, blockIdx.x), shared, {}}.quantize();
+  }
+};
+
+}  // namespace te_dist::cuda

@@ -1,0 +1,213 @@
+// MXFP8: FP8 with a power-of-two scale byte for 32, or 32 x 32, values. Both directions in one pass over the input.
+#pragma once
+
+#include "common/codes.cuh"
+#include "common/patch.cuh"
+
+namespace te_dist::cuda {
+
+// kLoad, kStore, kScaleStore: bytes that can be read and written at a time, of values, codes, and scale bytes of a row.
+template <class Element, class Code, Share kRow, Share kCol, int kLoad, int kStore, int kScaleStore>
+struct QuantizeMxFp8 {
+  static constexpr int kThreads = kPanelThreads;
+  static constexpr int kBlocks = Element::kPerWord == 2 && kLoad >= 8 ? 3 : 2;
+  static constexpr int kTile = 32;
+
+  struct Params {
+    const void* x;
+    Extents extents;
+    Phase phase;
+    BlockOutput<uint8_t> row;  // data (rows, cols)
+    BlockOutput<uint8_t> col;  // data (rows, cols)
+  };
+
+  static constexpr bool kHasRow = kRow != Share::kAbsent, kHasCol = kCol != Share::kAbsent;
+  static constexpr bool kHasSquare = kRow == Share::kSquare || kCol == Share::kSquare;
+  static constexpr int kTiles = kPanel / kTile;  // side by side in a panel
+
+  // Amaxes of columns of each warp's 16 rows, of squares of 16 rows and 32 columns, and the columns' multipliers.
+  struct Shared {
+    float columns[kCol == Share::kRun ? kWarps : 1][kPanel];
+    float squares[kWarps][kTiles];
+    float multipliers[kCol == Share::kRun ? kTiles : 1][kPanel];
+  };
+
+  // Four lanes hold a run of a row; each settles two of the eight rows of a patch.
+  using Rows = SharedOut<2, 4>;
+  static constexpr int kOtherRuns[] = {8, 16};  // masks of the lanes with the other runs of the same rows
+
+  const Params& p;
+  const Place place;
+  Shared& shared;
+  Patch<Element> patch;
+
+  TE_DIST_INLINE uint32_t exponent(float amax) {
+    const uint32_t bits = Code::kShift == E4M3::kShift ? kReciprocalOfE4M3Max : kReciprocalOfE5M2Max;
+    return e8m0_round_up(amax * float_of(bits));
+  }
+
+  TE_DIST_DEVICE int64_t tile_row() const { return place.panel_row * kTiles + place.local_row / kTile; }
+  TE_DIST_DEVICE int64_t tile_col() const { return place.panel_col * kTiles + place.local_col / kTile; }
+
+  // Number of tiles that the matrix touches.
+  TE_DIST_DEVICE int64_t grid_rows() const { return (p.phase.row + p.extents.rows + kTile - 1) / kTile; }
+  TE_DIST_DEVICE int64_t grid_cols() const { return (p.phase.col + p.extents.cols + kTile - 1) / kTile; }
+
+  // Stores the exponents of the four runs of a row: each lane gives its own, all get the whole, one writes.
+  TE_DIST_DEVICE void store_row_exponents(int i, uint32_t found) const {
+    uint32_t bytes = found << (8 * (place.local_col / kTile));
+    for (int mask : kOtherRuns) bytes |= __shfl_xor_sync(kFullWarp, bytes, mask);
+    if (threadIdx.x & (kOtherRuns[0] | kOtherRuns[1])) return;
+    const int64_t first = place.panel_col * kTiles;
+    const Inside inside = Inside::of(first, kTiles, grid_cols()).only_if(place.rows.has(i));
+    if constexpr (kScaleStore > 1) {
+      store_run<kTiles, kScaleStore>(reinterpret_cast<char*>(&p.row.scale.at(place.row + i, first)), inside, &bytes);
+    } else {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        if (inside.has(t)) p.row.scale.at(place.row + i, first + t) = uint8_t(bytes >> (8 * t));
+      }
+    }
+  }
+
+  TE_DIST_DEVICE void settle_runs_of_rows(float (&multipliers)[kPatch]) const {
+    float values[kPatch], owned[Rows::kOwned];
+    patch.row_amax(values);
+    Rows::largest(values, owned);
+#pragma unroll
+    for (int k = 0; k < Rows::kOwned; ++k) {
+      const int i = Rows::first() + k;
+      const bool is_given = p.row.amax.data && place.rows.has(i) && tile_col() < grid_cols();
+      const uint32_t found = exponent(is_given ? p.row.amax.at(place.row + i, tile_col()) : owned[k]);
+      store_row_exponents(i, found);
+      owned[k] = e8m0_inverse(found);
+    }
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) multipliers[i] = Rows::of(owned, i);
+  }
+
+  // Puts what other warps need to know of the amaxes of columns and of squares into shared memory.
+  TE_DIST_DEVICE void share_amaxes() {
+    if constexpr (kCol == Share::kRun) {
+      uint32_t columns[Patch<Element>::kWords];
+      patch.col_amax(columns);
+#pragma unroll
+      for (int w = 0; w < Patch<Element>::kWords; ++w) {
+        columns[w] = Element::raise(columns[w], __shfl_xor_sync(kFullWarp, columns[w], 1));
+      }
+      if ((threadIdx.x & 1) == 0) {
+        float* target = &shared.columns[threadIdx.x / 32][place.local_col];
+#pragma unroll
+        for (int j = 0; j < kPatch; ++j) {
+          target[j] = Element::value(columns[j / Element::kPerWord], j % Element::kPerWord);
+        }
+      }
+    }
+    if constexpr (kHasSquare) {
+      float amax = patch.amax();
+#pragma unroll
+      for (int mask : {1, 2, 4}) amax = larger_of_lanes(amax, mask);
+      if (threadIdx.x % 8 == 0) shared.squares[threadIdx.x / 32][place.local_col / kTile] = amax;
+    }
+  }
+
+  // Exponents of the columns' runs, two to a thread; neighbours write neighbouring bytes.
+  TE_DIST_DEVICE void settle_runs_of_columns() {
+#pragma unroll
+    for (int k = 0; k < kTiles * kPanel / kThreads; ++k) {
+      const int tile = k * (kThreads / kPanel) + threadIdx.x / kPanel, local_col = threadIdx.x % kPanel;
+      const int64_t row = place.panel_row * kTiles + tile, col = place.first_col() + local_col;
+      const bool is_inside = row < grid_rows() && col >= 0 && col < p.extents.cols;
+      float amax = fmaxf(shared.columns[2 * tile][local_col], shared.columns[2 * tile + 1][local_col]);
+      if (is_inside && p.col.amax.data) amax = p.col.amax.at(row, col);
+      const uint32_t found = exponent(amax);
+      if (is_inside) p.col.scale.at(row, col) = uint8_t(found);
+      shared.multipliers[tile][local_col] = e8m0_inverse(found);
+    }
+  }
+
+  TE_DIST_DEVICE uint32_t square_exponent(const BlockOutput<uint8_t>& output) const {
+    const int warp = threadIdx.x / 64 * 2, tile = place.local_col / kTile;
+    float amax = fmaxf(shared.squares[warp][tile], shared.squares[warp + 1][tile]);
+    const bool is_inside = tile_row() < grid_rows() && tile_col() < grid_cols();
+    if (output.amax.data && is_inside) amax = output.amax.at(tile_row(), tile_col());
+    return exponent(amax);
+  }
+
+  // A square's exponent is stored once for every row; or for every column.
+  TE_DIST_DEVICE float settle_square_by_rows() const {
+    const uint32_t found = square_exponent(p.row);
+#pragma unroll
+    for (int k = 0; k < Rows::kOwned; ++k) store_row_exponents(Rows::first() + k, found);
+    return e8m0_inverse(found);
+  }
+
+  TE_DIST_DEVICE float settle_square_by_columns() const {
+    const uint32_t found = square_exponent(p.col);
+    // Of the lanes with the same columns, four in two warps, one writes.
+    const bool writes = (threadIdx.x & 33) == 0 && tile_row() < grid_rows();
+#pragma unroll
+    for (int j = 0; j < kPatch; ++j) {
+      if (writes && place.cols.has(j)) p.col.scale.at(tile_row(), place.col + j) = uint8_t(found);
+    }
+    return e8m0_inverse(found);
+  }
+
+  TE_DIST_INLINE void encode(const float (&values)[kPatch], const float (&multipliers)[kPatch], uint32_t (&codes)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int j = 4 * h;
+      codes[h] = encode_four<Code>(values[j] * multipliers[j], values[j + 1] * multipliers[j + 1],
+                                   values[j + 2] * multipliers[j + 2], values[j + 3] * multipliers[j + 3]);
+    }
+  }
+
+  TE_DIST_DEVICE void write(const float (&by_row)[kPatch], const float (&by_col)[kPatch]) const {
+    const int64_t first = place.row * place.extents.cols + place.col;
+    char* row_code = reinterpret_cast<char*>(p.row.data) + first;
+    char* col_code = reinterpret_cast<char*>(p.col.data) + first;
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i, row_code += place.extents.cols, col_code += place.extents.cols) {
+      const Inside inside = place.cols.only_if(place.rows.has(i));
+      float values[kPatch], multipliers[kPatch];
+      uint32_t codes[2];
+#pragma unroll
+      for (int j = 0; j < kPatch; ++j) values[j] = patch.value(i, j);
+      if constexpr (kHasRow) {
+        fill(multipliers, by_row[i]);
+        encode(values, multipliers, codes);
+        store_run<kPatch, kStore>(row_code, inside, codes);
+      }
+      if constexpr (kHasCol) {
+        encode(values, by_col, codes);
+        store_run<kPatch, kStore>(col_code, inside, codes);
+      }
+    }
+  }
+
+  TE_DIST_DEVICE void quantize() {
+    float by_row[kPatch], by_col[kPatch];
+    patch.template load<kLoad>(p.x, place);
+    if constexpr (kCol == Share::kRun || kHasSquare) {
+      share_amaxes();
+      __syncthreads();
+    }
+    if constexpr (kCol == Share::kRun) settle_runs_of_columns();
+    if constexpr (kRow == Share::kRun) settle_runs_of_rows(by_row);
+    if constexpr (kRow == Share::kSquare) fill(by_row, settle_square_by_rows());
+    if constexpr (kCol == Share::kSquare) fill(by_col, settle_square_by_columns());
+    if constexpr (kCol == Share::kRun) {
+      __syncthreads();
+#pragma unroll
+      for (int j = 0; j < kPatch; ++j) by_col[j] = shared.multipliers[place.local_row / kTile][place.local_col + j];
+    }
+    write(by_row, by_col);
+  }
+
+  TE_DIST_INLINE void run(const Params& p) {
+    __shared__ Shared shared;
+    QuantizeMxFp8{p, Place::of(p.extents, p.phase, blockIdx.x), shared, {}}.quantize();
+  }
+};
+
+}  // namespace te_dist::cuda

@@ -1,0 +1,67 @@
+// Compiled kernels: loaded from a cubin once, launched on any device of its architecture.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "driver.h"
+
+namespace te_dist {
+
+// What does not change from launch to launch. Threads of a block are those that the kernel was compiled for.
+struct LaunchShape {
+  unsigned cluster = 1;       // blocks of a cluster
+  unsigned shared_bytes = 0;  // dynamic shared memory
+  bool overlaps = false;      // may begin before the kernel in front of it in the stream has ended
+};
+
+class LoadedKernel {
+ public:
+  // `entry`: name of the kernel in the cubin. `label`: how messages call it.
+  LoadedKernel(const std::string& cubin, const std::string& entry, std::string label, LaunchShape shape);
+  ~LoadedKernel();
+  LoadedKernel(const LoadedKernel&) = delete;
+  LoadedKernel& operator=(const LoadedKernel&) = delete;
+
+  // One pointer to each argument's bytes, in the order of the kernel's parameters.
+  void launch(int device, uint64_t stream, std::array<unsigned, 3> grid, std::vector<void*>& arguments);
+
+  // Value of a kernel attribute (see driver_abi.h) on a device.
+  int attribute(int attribute, int device) const;
+
+  const std::string& label() const { return label_; }
+
+ private:
+  void prepare(int device);
+
+  std::string label_;
+  LaunchShape shape_;
+  driver::Library library_ = nullptr;
+  driver::Kernel kernel_ = nullptr;
+  std::mutex mutex_;
+  std::array<std::atomic<unsigned>, 64> threads_{};  // of a block, by device; 0: not yet loaded there
+};
+
+// Writes `count` words into device memory, in the order of the stream.
+void fill_words(int device, uint64_t stream, uint64_t address, uint32_t value, size_t count);
+
+// (major, minor) compute capability.
+std::array<int, 2> compute_capability(int device);
+
+// What cuTensorMapEncodeTiled takes, the innermost dimension first; strides in bytes, of all dimensions but that one.
+struct TiledMap {
+  int dtype;
+  uint64_t address;
+  std::vector<uint64_t> extents, strides;
+  std::vector<uint32_t> box;
+  int swizzle;       // 0 none, 1 to 3: 32, 64, 128 bytes
+  int l2_promotion;  // 0 none, 1 to 3: 64, 128, 256 bytes
+};
+
+// The descriptor, to be passed to a kernel by value.
+std::string encode_tiled(const TiledMap& map);
+
+}  // namespace te_dist

@@ -1,0 +1,29 @@
+"""CUDA kernels: compiled at first use by NVRTC for the GPU at hand, cached on disk, launched through the driver.
+
+Functions named as ops take the arguments of their op and launch its kernel; the rest makes kernels.
+"""
+
+from te_dist.kernels.compiler import CompilerError
+from te_dist.kernels.dequantize import dequantize_float8, dequantize_mxfp8, dequantize_nvfp4
+from te_dist.kernels.movement import assemble, hadamard, tile_amax, transpose
+from te_dist.kernels.quantize import (
+    quantize_float8_block,
+    quantize_float8_tensor,
+    quantize_mxfp8,
+    quantize_nvfp4,
+)
+
+__all__ = [
+    "CompilerError",
+    "assemble",
+    "dequantize_float8",
+    "dequantize_mxfp8",
+    "dequantize_nvfp4",
+    "hadamard",
+    "quantize_float8_block",
+    "quantize_float8_tensor",
+    "quantize_mxfp8",
+    "quantize_nvfp4",
+    "tile_amax",
+    "transpose",
+]

@@ -1,0 +1,56 @@
+"""Tensors as the arguments of kernels."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from te_dist.formats import WHOLE
+from te_dist.formats.region import Pair
+
+ELEMENTS = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
+CODES = {"e4m3": "E4M3", "e5m2": "E5M2"}
+
+EXTENTS = "extents.rows:q extents.cols:q"
+PHASE = "phase.row:q phase.col:q"
+
+
+def plane_layout(name: str) -> str:
+    """Fields of a `Plane`."""
+    return f"{name}.data:P {name}.row_stride:q {name}.col_stride:q"
+
+
+def pointer(tensor: Tensor | None) -> int:
+    """Address of a tensor's first element; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def plane(tensor: Tensor | None) -> tuple[int, int, int]:
+    """A matrix as values of a `Plane`. A dimension of extent 1 is read with stride 0, whichever the index."""
+    if tensor is None:
+        return 0, 0, 0
+    rows, cols = tensor.shape
+    row_stride, col_stride = tensor.stride()
+    return tensor.data_ptr(), row_stride if rows != 1 else 0, col_stride if cols != 1 else 0
+
+
+def access_bytes(limit: int, *positions: int) -> int:
+    """Bytes, at most `limit`, that can be read or written at a time where all `positions` (in bytes) may begin."""
+    return math.gcd(limit, *positions)
+
+
+def phase_in(tile: Pair, phase: Pair) -> Pair:
+    """Offset inside a tile; it means nothing where a tile is the entire dimension."""
+    return tuple(p % t if t != WHOLE else 0 for p, t in zip(phase, tile, strict=True))
+
+
+def extents_of(tile: Pair, shape: Pair) -> Pair:
+    """Extents of a tile, those of the matrix where it is the entire dimension; never 0."""
+    return tuple(max(1, t if t != WHOLE else s) for t, s in zip(tile, shape, strict=True))
+
+
+def blocks_for(shape: Pair, block: Pair, phase: Pair = (0, 0)) -> int:
+    """Number of blocks that cover a matrix whose first element lies `phase` inside the first block."""
+    return math.prod(-(-(p + s) // b) for s, b, p in zip(shape, block, phase, strict=True))

@@ -1,0 +1,86 @@
+"""NVRTC, through CuPy's binding. Nothing here is imported before a kernel has to be compiled."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from types import ModuleType
+
+from te_dist.kernels import sources
+from te_dist.kernels.spec import ENTRY, OPTIONS, Spec
+
+_BINDING = "cupy_backends.cuda.libs.nvrtc"
+_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
+_INSTALL = "install te_dist[cuda13] (or te_dist[cuda12]), which brings CuPy and NVRTC and needs no CUDA toolkit"
+_RESOURCES = re.compile(
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
+)
+_REGISTERS = re.compile(r"Used (\d+) registers")
+
+
+class CompilerError(RuntimeError):
+    """A kernel could not be compiled: no compiler, or a compiler that refuses."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A cubin and what the assembler said about it, in bytes per thread."""
+
+    cubin: bytes
+    registers: int
+    spilled: int
+
+
+@cache
+def version() -> str | None:
+    """Of the NVRTC that is installed, found without loading it where it came as a wheel; None where there is none."""
+    for wheel in _WHEELS:
+        try:
+            return metadata.version(wheel)
+        except metadata.PackageNotFoundError:
+            continue
+    try:
+        return ".".join(map(str, _binding().getVersion()))
+    except CompilerError:
+        return None
+
+
+def compile_kernel(spec: Spec, arch: str) -> Compiled:
+    """Compiles for "sm_90a" or the like; needs no GPU. Raises CompilerError."""
+    nvrtc = _binding()
+    options = (f"--gpu-architecture={arch}", f"--include-path={sources.folder()}", *OPTIONS)
+    program = nvrtc.createProgram(spec.source, f"{ENTRY}.cu", [], [])
+    try:
+        nvrtc.compileProgram(program, options)
+        log = nvrtc.getProgramLog(program)
+        # NOTE: CuPy's getCUBIN leaves out the last byte, which is always zero; without it the file is damaged.
+        cubin = nvrtc.getCUBIN(program) + b"\0"
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program)
+        raise CompilerError(f"{spec.template} does not compile for {arch} ({error}):\n{log}") from None
+    finally:
+        nvrtc.destroyProgram(program)
+    return Compiled(cubin, *_resources(log))
+
+
+def _resources(log: str) -> tuple[int, int]:
+    """Registers and bytes spilled."""
+    registers, spills = _REGISTERS.search(log), _RESOURCES.search(log)
+    spilled = max(int(spills["stores"]), int(spills["loads"])) if spills else 0
+    return int(registers[1]) if registers else 0, spilled
+
+
+@cache
+def _binding() -> ModuleType:
+    try:
+        binding = importlib.import_module(_BINDING)
+    except ImportError as error:
+        raise CompilerError(f"CUDA kernels need CuPy to be compiled: {error}; {_INSTALL}") from None
+    try:
+        binding.getVersion()
+    except Exception as error:  # CuPy raises its own types, and plain RuntimeError, where libnvrtc is missing
+        raise CompilerError(f"CuPy is installed but finds no NVRTC: {error}; {_INSTALL}") from None
+    return binding

@@ -1,0 +1,136 @@
+"""Launches of what finds amaxes and moves values. Arguments are those of the ops, in the order of their schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from torch import Tensor
+
+from te_dist.formats import WHOLE
+from te_dist.formats.region import Pair
+from te_dist.kernels.arguments import (
+    ELEMENTS,
+    EXTENTS,
+    PHASE,
+    access_bytes,
+    blocks_for,
+    extents_of,
+    phase_in,
+)
+from te_dist.kernels.runtime import fill_zero, launch
+from te_dist.kernels.spec import Layout, Spec
+
+_AMAX_COLS = 2048  # columns that a block of threads reduces
+_AMAX_STRIPS = (64, 32, 16, 8)  # rows that it may reduce: fewer where blocks would be
+_ENOUGH_BLOCKS = 2048
+_AMAX = Layout(f"x:P {EXTENTS} {PHASE} tile.rows:q tile.cols:q out:P grid_cols:q strip:q")
+
+
+@cache
+def amax(element: str, load: int) -> Spec:
+    """Spec of a reduction; `load`: bytes read at a time."""
+    return Spec("tile_amax.cuh", f"TileAmax<{element}, {load}>", _AMAX)
+
+
+def tile_amax(x: Tensor, phase: Pair, tile: Pair, out: Tensor) -> None:
+    """See te_dist.ops.tile_amax."""
+    if out.numel() == 0:
+        return
+    fill_zero(out)
+    if x.numel() == 0:
+        return
+    spec = amax(ELEMENTS[x.dtype], access_bytes(16, x.data_ptr(), x.shape[1] * x.element_size()))
+    shape = x.shape
+    if tuple(tile) == (WHOLE, WHOLE) and x.numel() % _AMAX_COLS == 0:
+        shape = (x.numel() // _AMAX_COLS, _AMAX_COLS)  # one tile may be cut into rows of any length
+    place = (*phase_in(tile, phase), *extents_of(tile, shape))
+    blocks = [blocks_for(shape, (strip, _AMAX_COLS)) for strip in _AMAX_STRIPS]
+    chosen = next((i for i, count in enumerate(blocks) if count >= _ENOUGH_BLOCKS), -1)
+    values = (x.data_ptr(), *shape, *place, out.data_ptr(), out.shape[1], _AMAX_STRIPS[chosen])
+    launch(spec, x, (blocks[chosen], 1), values)
+
+
+_HADAMARD_GROUP = 16
+_HADAMARD_THREADS = 128
+_HADAMARD = Layout(f"x:P out:P {EXTENTS} sign_mask:q")
+
+
+@cache
+def transform(width: int) -> Spec:
+    """Spec of a Hadamard transform; `width`: bytes read and written at a time."""
+    return Spec("hadamard.cuh", f"Hadamard<{width}>", _HADAMARD)
+
+
+def hadamard(x: Tensor, sign_mask: int, out: Tensor) -> None:
+    """See te_dist.ops.hadamard."""
+    if x.numel() == 0:
+        return
+    rows, cols = x.shape
+    width = access_bytes(8, x.data_ptr(), out.data_ptr(), cols * x.element_size())
+    threads = rows // _HADAMARD_GROUP * (cols * x.element_size() // width)
+    blocks = -(-threads // _HADAMARD_THREADS)
+    launch(transform(width), x, (blocks, 1), (x.data_ptr(), out.data_ptr(), rows, cols, sign_mask))
+
+
+_TRANSPOSE = Layout(f"src:P out:P {EXTENTS}")
+_BYTES_SQUARE = {8: (128, 128), 4: (256, 256)}  # values that a block of threads moves, by bits
+_WORDS_SQUARE = (64, 64)
+
+
+@cache
+def turn(bits: int, widths: tuple[int, int]) -> Spec:
+    """Spec of a transpose. `widths`: bytes read and written at a time, where values are bytes or less."""
+    if bits > 8:
+        return Spec("transpose.cuh", f"Transpose<{bits // 8}>", _TRANSPOSE)
+    return Spec("transpose.cuh", f"TransposeBytes<{bits}, {widths[0]}, {widths[1]}>", _TRANSPOSE)
+
+
+def transpose(src: Tensor, bits: int, out: Tensor) -> None:
+    """See te_dist.ops.transpose."""
+    if src.numel() == 0:
+        return
+    rows, cols = src.shape
+    shape = (rows, cols * 2 if bits == 4 else cols)
+    widths = (0, 0)
+    if bits <= 8:
+        widths = (access_bytes(4, src.data_ptr(), cols), access_bytes(16, out.data_ptr(), out.shape[1]))
+    square = _BYTES_SQUARE.get(bits, _WORDS_SQUARE)
+    values = (src.data_ptr(), out.data_ptr(), *shape)
+    launch(turn(bits, widths), src, (blocks_for(shape, square), 1), values)
+
+
+_MAX_PARTS = 48  # rectangles of one launch
+_PART = ("data:P", "stride:q", "rows:q", "row_bytes:q", "target:P")
+_ASSEMBLE = Layout("out_stride:q " + " ".join(f"parts[{i}].{field}" for i in range(_MAX_PARTS) for field in _PART))
+_ASSEMBLE_BLOCK_BYTES = 64 * 1024  # copied by one block of threads, about
+_MAX_BLOCKS_PER_PART = 1024
+
+
+@cache
+def copies(width: int) -> Spec:
+    """Spec of a copy of rectangles; `width`: bytes at a time."""
+    return Spec("assemble.cuh", f"Assemble<{width}>", _ASSEMBLE)
+
+
+def assemble(wires: Sequence[Tensor], row_starts: Sequence[int], col_starts: Sequence[int], out: Tensor) -> None:
+    """See te_dist.ops.assemble."""
+    size, pitch = out.element_size(), out.stride(0) * out.element_size()
+    parts = []
+    for wire, row, col in zip(wires, row_starts, col_starts, strict=True):
+        if wire.numel():
+            rows, cols = wire.shape
+            target = out.data_ptr() + row * pitch + col * size
+            parts.append((wire.data_ptr(), wire.stride(0) * size, rows, cols * size, target))
+    for first in range(0, len(parts), _MAX_PARTS):
+        batch = parts[first : first + _MAX_PARTS]
+        # Strides of one row mean nothing, and may be odd.
+        strides = [stride for _, stride, rows, _, _ in batch if rows > 1]
+        strides += [pitch] if any(rows > 1 for _, _, rows, _, _ in batch) else []
+        positions = [number for data, _, _, row_bytes, target in batch for number in (data, row_bytes, target)]
+        width = access_bytes(16, *strides, *positions)
+        largest = max(rows * row_bytes for _, _, rows, row_bytes, _ in batch)
+        blocks = min(_MAX_BLOCKS_PER_PART, -(-largest // _ASSEMBLE_BLOCK_BYTES))
+        filled = (*batch, *((0, 0, 0, 0, 0),) * (_MAX_PARTS - len(batch)))
+        values = (pitch, *(number for part in filled for number in part))
+        launch(copies(width), out, (blocks, len(batch)), values)

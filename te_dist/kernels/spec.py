@@ -1,0 +1,73 @@
+"""What a kernel is before it is compiled: a template with its constants, and the layout of its parameters."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+
+from te_dist.kernels import sources
+
+ENTRY = "te_dist_kernel"  # name of the kernel in every cubin
+OPTIONS = ("--std=c++17", "--fmad=false", "--ptxas-options=-v")
+
+
+class Layout:
+    """Fields of a kernel's `Params` as they lie in memory, by name and by the character of their type in `struct`.
+
+    Written as text: "x:P extents.rows:q". The compiler checks size and offset of every field.
+    """
+
+    def __init__(self, text: str) -> None:
+        fields = [field.split(":") for field in text.split()]
+        self.names = tuple(name for name, _ in fields)
+        self._types = tuple(code for _, code in fields)
+        self._struct = struct.Struct("@" + "".join(self._types) + "0q")
+        self.pack = self._struct.pack
+
+    def assertions(self) -> str:
+        """C++ that fails to compile where `Params` is laid out in another way."""
+        lines = [f'static_assert(sizeof(Kernel::Params) == {self._struct.size}, "size of Params");']
+        for index, name in enumerate(self.names):
+            before = "@" + "".join(self._types[: index + 1])
+            offset = struct.calcsize(before) - struct.calcsize("@" + self._types[index])
+            # NOTE: `offsetof`, as NVRTC's front end spells it; it has no <cstddef>.
+            place = f"__INTADDR__(&((Kernel::Params*)0)->{name})"
+            lines.append(f'static_assert({place} == {offset}, "place of {name}");')
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, eq=False)
+class Spec:
+    """A kernel to be compiled. Specs are made once each and compared by identity.
+
+    Attributes:
+        file: header in csrc/cuda.
+        template: class with its constants, as C++.
+        layout: of its parameters.
+    """
+
+    file: str
+    template: str
+    layout: Layout
+
+    @cached_property
+    def source(self) -> str:
+        """The translation unit."""
+        return f"""#include "cuda/{self.file}"
+using namespace te_dist;
+using namespace te_dist::cuda;
+using Kernel = {self.template};
+{self.layout.assertions()}
+extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
+{ENTRY}(const __grid_constant__ Kernel::Params params) {{
+  Kernel::run(params);
+}}
+"""
+
+    @cached_property
+    def key(self) -> str:
+        """Digest of everything but compiler and architecture that the cubin depends on."""
+        text = "\0".join((self.source, sources.fingerprint(), *OPTIONS))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]

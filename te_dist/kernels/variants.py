@@ -1,0 +1,62 @@
+"""Kernels that a model is likely to need: compiled ahead by `te-dist kernels build`, and checked by the tests.
+
+Everything is there aligned, as whole matrices are, and at the narrowest access for matrices cut at any element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from te_dist.kernels import dequantize, movement, quantize
+from te_dist.kernels.spec import Spec
+
+_BYTES = {"BFloat16": 2, "Float16": 2, "Float32": 4}
+_CODES = ("E4M3", "E5M2")
+_ABSENT, _RUN, _SQUARE, _TENSOR = (f"Share::k{name}" for name in ("Absent", "Run", "Square", "Tensor"))
+_BLOCK_SHARES = ((_RUN, _RUN), (_RUN, _ABSENT), (_ABSENT, _RUN), (_SQUARE, _SQUARE), (_SQUARE, _ABSENT))
+_TENSOR_SHARES = ((_TENSOR, _TENSOR), (_TENSOR, _ABSENT), (_ABSENT, _TENSOR))
+
+
+def quantizers(element: str) -> Iterator[Spec]:
+    """All codecs and directions for inputs of one type."""
+    narrow = _BYTES[element]
+    for code, shares in product(_CODES, (*_BLOCK_SHARES, *_TENSOR_SHARES)):
+        yield quantize.float8(element, code, shares, (16, 8, 16))
+    for code, shares in product(_CODES, _BLOCK_SHARES):
+        yield quantize.mxfp8(element, code, shares, (16, 8, 4))
+    rounding = ("kNearest", "kStochasticAligned")
+    for rule, shares in product(((name, "kNone", "false") for name in rounding), _BLOCK_SHARES):
+        yield quantize.nvfp4(element, rule, shares, (16, 4, 16, 8, 8))
+    for shares in ((_RUN, _RUN), (_SQUARE, _SQUARE)):
+        yield quantize.float8(element, "E4M3", shares, (narrow, 1, 1))
+        yield quantize.mxfp8(element, "E4M3", shares, (narrow, 1, 1))
+        yield quantize.nvfp4(element, ("kStochastic", "kNone", "true"), shares, (narrow, 1, 1, 1, 1))
+        yield quantize.nvfp4(element, ("kNearest", "kMeanSquare", "false"), shares, (16, 4, 16, 8, 8))
+    for load in (16, narrow):
+        yield movement.amax(element, load)
+
+
+def dequantizers(element: str) -> Iterator[Spec]:
+    """All codecs and orders of codes, for outputs of one type."""
+    narrow = _BYTES[element]
+    for scales, code, order in product(("FloatScales", "PowerScales"), _CODES, ("kRows", "kColumns")):
+        yield dequantize.decoder(element, code, scales, order, (8, 16))
+        yield dequantize.decoder(element, code, scales, order, (1, narrow))
+    for order in ("kPairsInRows", "kPairsInColumns"):
+        yield dequantize.decoder(element, "E2M1", "NvFp4Scales", order, (4, 16))
+        yield dequantize.decoder(element, "E2M1", "NvFp4Scales", order, (1, narrow))
+
+
+def movers() -> Iterator[Spec]:
+    """What moves values without a look at their types."""
+    yield from (movement.transform(width) for width in (8, 2))
+    yield from (movement.turn(bits, (0, 0)) for bits in (16, 32))
+    yield from (movement.turn(bits, widths) for bits in (4, 8) for widths in ((4, 16), (1, 1)))
+    yield from (movement.copies(width) for width in (16, 4, 1))
+
+
+def variants(*elements: str) -> list[Spec]:
+    """All of them, for inputs and outputs of the named types (all by default)."""
+    chosen = elements or tuple(_BYTES)
+    return [*movers(), *(spec for name in chosen for spec in (*quantizers(name), *dequantizers(name)))]
