@@ -107,9 +107,12 @@ def _transform(codec: Codec) -> int | None:
     return codec.hadamard if isinstance(codec, NvFp4) else None
 
 
-@implements(tuple(product((*QUANTIZED, HighPrecision), repeat=2)), "cpu")
+@implements(tuple(product((*QUANTIZED, HighPrecision), repeat=2)), "cpu", "cuda")
 def _by_values(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    """Values in fp32, where every code times its scale is rounded once, multiplied in fp32."""
+    """Values in fp32, where every code times its scale is rounded once, multiplied in fp32.
+
+    The definition of every product. On CUDA it is what there is until tensor cores read the codes: right, not fast.
+    """
     with torch.autocast(a.device.type, enabled=False):
         out = a.values(torch.float32) @ b.values(torch.float32).t()
     return (out if bias is None else out.add_(bias)).to(dtype)
