@@ -1,4 +1,4 @@
-"""Makes the virtual environment of the Makefile: `python3 .ci/environment.py FOLDER TORCH_REQUIREMENT`. Standard library only.
+"""Makes the virtual environment of the Makefile: `python3 .ci/environment.py FOLDER TORCH_REQUIREMENT`. No package needed.
 
 A PyTorch that the calling interpreter already has (a CUDA build, say) is used as it is; otherwise TORCH_REQUIREMENT
 is installed.
