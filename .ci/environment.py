@@ -1,7 +1,7 @@
 """Makes the virtual environment of the Makefile: `python3 .ci/environment.py FOLDER TORCH_REQUIREMENT`.
 
-Needs the standard library only. A PyTorch that the calling interpreter already has (a CUDA build, say) is used as it is; otherwise TORCH_REQUIREMENT
-is installed.
+Needs the standard library only. A PyTorch that the calling interpreter already has (a CUDA build, say) is used as it
+is; otherwise TORCH_REQUIREMENT is installed.
 """
 
 import importlib.metadata

@@ -25,6 +25,7 @@ hypothesis.settings.load_profile("te_dist")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "distributed: runs in worker processes of te_dist.testing.pool")
+    config.addinivalue_line("markers", "gloo_only(reason): not run over NCCL, for this reason")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -53,10 +54,13 @@ def device_type(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def ranks(device_type: str) -> Callable[[int], WorkerPool]:
+def ranks(device_type: str, request: pytest.FixtureRequest) -> Callable[[int], WorkerPool]:
     """`ranks(world)` is the worker pool of that size; the test is skipped where there are too few GPUs."""
+    gloo_only = request.node.get_closest_marker("gloo_only")
 
     def of(world: int) -> WorkerPool:
+        if device_type == "cuda" and gloo_only:
+            pytest.skip(f"on gloo only: {gloo_only.args[0]}")
         if device_type == "cuda" and torch.cuda.device_count() < world:
             pytest.skip(f"needs {world} GPUs, this machine has {torch.cuda.device_count()}")
         return pool(world, device_type)

@@ -54,6 +54,7 @@ def load_zoo(rank: int, world: int, path: Path, layout: Layout) -> None:
 # -- any number of processes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.gloo_only("its expected values are made on the CPU")
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
@@ -74,6 +75,7 @@ def test_bytes_are_the_same_on_any_mesh(ranks, tmp_path: Path, saved: Layout, lo
     ranks(loaded.world).run(load_zoo, tmp_path / "c", loaded)
 
 
+@pytest.mark.gloo_only("its expected values are made on the CPU")
 def test_one_process_without_a_process_group(ranks, tmp_path: Path) -> None:
     ranks(2).run(save_zoo, tmp_path / "c", data_parallel(2))
     model = zoo(2)

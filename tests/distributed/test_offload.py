@@ -14,6 +14,8 @@ from te_dist.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockS
 from te_dist.tensor_parallel import ColumnParallel, RowParallel
 from te_dist.testing import assert_bitwise
 
+pytestmark = pytest.mark.gloo_only("its inputs are made on the CPU")
+
 ROWS, WIDTH = 32, 128
 RECIPES: dict[str, Recipe | None] = {
     "none": None,

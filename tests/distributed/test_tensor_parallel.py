@@ -33,6 +33,8 @@ from te_dist.tensor_parallel.cuts import SequenceCut
 from te_dist.tensor_parallel.wires import wire_bytes
 from te_dist.testing import assert_bitwise
 
+pytestmark = pytest.mark.gloo_only("its inputs are made on the CPU")
+
 TOLERANCE = 2e-6  # relative, of sums of 512 fp32 products in another order
 
 

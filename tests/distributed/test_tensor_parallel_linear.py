@@ -14,6 +14,8 @@ from te_dist.recipe import CustomRecipe, Float8CurrentScaling, QuantizerRole, Re
 from te_dist.tensor_parallel import ColumnParallel, RowParallel
 from tests.distributed.test_tensor_parallel import assert_near, whole
 
+pytestmark = pytest.mark.gloo_only("its inputs are made on the CPU")
+
 BATCH, SEQUENCE, WIDTH = 2, 32, 96
 STYLES = {
     "column": (ColumnParallel, {}, None, -1),
