@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import re
 from dataclasses import dataclass
@@ -80,7 +81,22 @@ def _binding() -> ModuleType:
     except ImportError as error:
         raise CompilerError(f"CUDA kernels need CuPy to be compiled: {error}; {_INSTALL}") from None
     try:
+        _load_wheel()
         binding.getVersion()
     except Exception as error:  # CuPy raises its own types, and plain RuntimeError, where libnvrtc is missing
         raise CompilerError(f"CuPy is installed but finds no NVRTC: {error}; {_INSTALL}") from None
     return binding
+
+
+def _load_wheel() -> None:
+    """Loads the NVRTC that came as a wheel, wherever on the path it lies; CuPy looks in the folders of its own only."""
+    for wheel in _WHEELS:
+        try:
+            distribution = metadata.distribution(wheel)
+        except metadata.PackageNotFoundError:
+            continue
+        for library in ("libnvrtc-builtins.so.*", "libnvrtc.so.*"):  # the latter asks for the former, by name alone
+            for file in distribution.files or ():
+                if file.match(library):
+                    ctypes.CDLL(str(distribution.locate_file(file)))
+        return
