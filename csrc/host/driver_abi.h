@@ -1,5 +1,5 @@
-// The part of CUDA's driver interface that is used. Declared here so that nothing of CUDA is needed to build; written from
-// cuda.h of CUDA 13.0 and compared with it once; no test does so yet.
+// The part of CUDA's driver interface that is used. Declared here so that nothing of CUDA is needed to build;
+// tests/csrc/driver_abi.cpp holds it against cuda.h where that is installed.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +27,7 @@ constexpr int kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76;
 constexpr int kClusterDimension = 4, kProgrammaticStreamSerialization = 6;
 
 union LaunchAttributeValue {
-  char pad[64];
+  alignas(8) char pad[64];
   struct {
     unsigned x, y, z;
   } cluster;

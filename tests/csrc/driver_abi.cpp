@@ -1,0 +1,82 @@
+// Holds csrc/host against the declarations of CUDA's own cuda.h. Compiled by test_driver_abi.py, never run.
+#include <cuda.h>
+
+#include <cstddef>
+#include <type_traits>
+
+#include "driver.h"
+
+namespace ours = te_dist::driver;
+
+// Values.
+static_assert(ours::kSuccess == CUDA_SUCCESS);
+static_assert(ours::kMaxThreadsPerBlock == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK);
+static_assert(ours::kSharedBytes == CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES);
+static_assert(ours::kLocalBytes == CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES);
+static_assert(ours::kRegisters == CU_FUNC_ATTRIBUTE_NUM_REGS);
+static_assert(ours::kMaxDynamicSharedBytes == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
+static_assert(ours::kComputeCapabilityMajor == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
+static_assert(ours::kComputeCapabilityMinor == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
+static_assert(ours::kClusterDimension == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
+static_assert(ours::kProgrammaticStreamSerialization == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
+
+// Layouts. Every member in order, so that none is left out between two that agree.
+#define SAME_SIZE(a, b) static_assert(sizeof(a) == sizeof(b) && alignof(a) == alignof(b), "size or alignment of " #b)
+#define SAME_PLACE(a, member, b, theirs)                                                                    \
+  static_assert(offsetof(a, member) == offsetof(b, theirs) && sizeof(a::member) == sizeof(b::theirs), \
+                "place or size of " #theirs)
+
+SAME_SIZE(ours::LaunchAttributeValue, CUlaunchAttributeValue);
+SAME_PLACE(ours::LaunchAttributeValue, cluster, CUlaunchAttributeValue, clusterDim);
+SAME_PLACE(ours::LaunchAttributeValue, programmatic_stream_serialization, CUlaunchAttributeValue,
+           programmaticStreamSerializationAllowed);
+SAME_SIZE(ours::LaunchAttribute, CUlaunchAttribute);
+SAME_PLACE(ours::LaunchAttribute, id, CUlaunchAttribute, id);
+SAME_PLACE(ours::LaunchAttribute, value, CUlaunchAttribute, value);
+SAME_SIZE(ours::LaunchConfig, CUlaunchConfig);
+SAME_PLACE(ours::LaunchConfig, grid_x, CUlaunchConfig, gridDimX);
+SAME_PLACE(ours::LaunchConfig, grid_y, CUlaunchConfig, gridDimY);
+SAME_PLACE(ours::LaunchConfig, grid_z, CUlaunchConfig, gridDimZ);
+SAME_PLACE(ours::LaunchConfig, block_x, CUlaunchConfig, blockDimX);
+SAME_PLACE(ours::LaunchConfig, block_y, CUlaunchConfig, blockDimY);
+SAME_PLACE(ours::LaunchConfig, block_z, CUlaunchConfig, blockDimZ);
+SAME_PLACE(ours::LaunchConfig, shared_bytes, CUlaunchConfig, sharedMemBytes);
+SAME_PLACE(ours::LaunchConfig, stream, CUlaunchConfig, hStream);
+SAME_PLACE(ours::LaunchConfig, attributes, CUlaunchConfig, attrs);
+SAME_PLACE(ours::LaunchConfig, num_attributes, CUlaunchConfig, numAttrs);
+SAME_PLACE(ours::TensorMap, opaque, CUtensorMap, opaque);
+// cuda.h aligns a map to 64 bytes or more, by version; a kernel's parameter wants 64.
+static_assert(sizeof(ours::TensorMap) == sizeof(CUtensorMap) && alignof(ours::TensorMap) >= 64);
+
+// Functions: as many parameters, each passed in the same way (pointers as pointers, numbers of the same size and kind).
+template <class A, class B>
+constexpr bool kPassedAlike = std::is_pointer_v<A> == std::is_pointer_v<B> &&
+                              std::is_floating_point_v<A> == std::is_floating_point_v<B> && sizeof(A) == sizeof(B);
+template <class A, class B>
+constexpr bool kSame = false;
+template <class R, class... A, class S, class... B>
+constexpr bool kSame<R (*)(A...), S (*)(B...)> = [] {
+  if constexpr (sizeof...(A) == sizeof...(B)) return kPassedAlike<R, S> && (kPassedAlike<A, B> && ...);
+  return false;
+}();
+#define SAME_FUNCTION(name, theirs) \
+  static_assert(kSame<decltype(ours::Functions::name), decltype(&theirs)>, "parameters of " #theirs)
+
+SAME_FUNCTION(init, cuInit);
+SAME_FUNCTION(error_name, cuGetErrorName);
+SAME_FUNCTION(error_text, cuGetErrorString);
+SAME_FUNCTION(device_attribute, cuDeviceGetAttribute);
+SAME_FUNCTION(retain_primary_context, cuDevicePrimaryCtxRetain);
+SAME_FUNCTION(current_context, cuCtxGetCurrent);
+SAME_FUNCTION(push_context, cuCtxPushCurrent);
+SAME_FUNCTION(pop_context, cuCtxPopCurrent);
+SAME_FUNCTION(load_library, cuLibraryLoadData);
+SAME_FUNCTION(unload_library, cuLibraryUnload);
+SAME_FUNCTION(find_kernel, cuLibraryGetKernel);
+SAME_FUNCTION(kernel_attribute, cuKernelGetAttribute);
+SAME_FUNCTION(set_kernel_attribute, cuKernelSetAttribute);
+SAME_FUNCTION(load_into_context, cuKernelGetFunction);
+SAME_FUNCTION(fill_words, cuMemsetD32Async);
+SAME_FUNCTION(encode_tiled, cuTensorMapEncodeTiled);
+// A kernel is passed where the header says function: the driver takes both, cast as CUDA's own samples cast it.
+SAME_FUNCTION(launch, cuLaunchKernelEx);
