@@ -2,20 +2,21 @@
 #pragma once
 
 #include "common/codes.cuh"
-#include "common/patch.cuh"
+#include "common/source.cuh"
 
 namespace te_dist::cuda {
 
 // kLoad, kRowStore, kColStore: bytes that can be read and written at a time.
-template <class Element, class Code, Share kRow, Share kCol, int kLoad, int kRowStore, int kColStore>
+template <class Source, class Code, Share kRow, Share kCol, int kLoad, int kRowStore, int kColStore>
 struct QuantizeFloat8 {
+  using Element = typename Source::Element;
   static constexpr int kThreads = kPanelThreads;
   static constexpr int kBlocks = Element::kPerWord == 2 && kLoad >= 8 ? 3 : 2;
   static constexpr bool kHasRow = kRow != Share::kAbsent, kHasCol = kCol != Share::kAbsent;
   static constexpr bool kHasSquare = kRow == Share::kSquare || kCol == Share::kSquare;
 
   struct Params {
-    const void* x;
+    typename Source::Params source;
     Extents extents;
     Phase phase;
     const float* tensor_scale;  // multiplier of kTensor
@@ -173,7 +174,7 @@ struct QuantizeFloat8 {
   }
 
   TE_DIST_DEVICE void quantize() {
-    patch.template load<kLoad>(p.x, place);
+    load_patch<Source, kLoad>(p.source, place, patch);
     if constexpr (kCol == Share::kRun || kHasSquare) {
       share_amaxes();
       __syncthreads();

@@ -2,19 +2,20 @@
 #pragma once
 
 #include "common/codes.cuh"
-#include "common/patch.cuh"
+#include "common/source.cuh"
 
 namespace te_dist::cuda {
 
 // kLoad, kStore, kScaleStore: bytes that can be read and written at a time, of values, codes, and scale bytes of a row.
-template <class Element, class Code, Share kRow, Share kCol, int kLoad, int kStore, int kScaleStore>
+template <class Source, class Code, Share kRow, Share kCol, int kLoad, int kStore, int kScaleStore>
 struct QuantizeMxFp8 {
+  using Element = typename Source::Element;
   static constexpr int kThreads = kPanelThreads;
   static constexpr int kBlocks = Element::kPerWord == 2 && kLoad >= 8 ? 3 : 2;
   static constexpr int kTile = 32;
 
   struct Params {
-    const void* x;
+    typename Source::Params source;
     Extents extents;
     Phase phase;
     BlockOutput<uint8_t> row;  // data (rows, cols)
@@ -187,7 +188,7 @@ struct QuantizeMxFp8 {
 
   TE_DIST_DEVICE void quantize() {
     float by_row[kPatch], by_col[kPatch];
-    patch.template load<kLoad>(p.x, place);
+    load_patch<Source, kLoad>(p.source, place, patch);
     if constexpr (kCol == Share::kRun || kHasSquare) {
       share_amaxes();
       __syncthreads();

@@ -4,7 +4,7 @@
 
 #include "common/codes.cuh"
 #include "common/noise.cuh"
-#include "common/patch.cuh"
+#include "common/source.cuh"
 
 namespace te_dist::cuda {
 
@@ -21,9 +21,10 @@ struct NvFp4Rule {
 
 // kLoad, kRowStore, kColStore: bytes that can be read and written at a time. kRowScaleStore, kColScaleStore: the same of the
 // scale bytes of one row, or column; 0 where they do not lie beside each other.
-template <class Element, class Rule, Share kRow, Share kCol, int kLoad, int kRowStore, int kColStore, int kRowScaleStore,
+template <class Source, class Rule, Share kRow, Share kCol, int kLoad, int kRowStore, int kColStore, int kRowScaleStore,
           int kColScaleStore>
 struct QuantizeNvFp4 {
+  using Element = typename Source::Element;
   static constexpr int kThreads = kPanelThreads;
   static constexpr int kBlocks = Element::kPerWord == 2 && Rule::kRounding == Rounding::kNearest && kLoad >= 8 ? 3 : 2;
   static constexpr int kTile = 16;
@@ -33,7 +34,7 @@ struct QuantizeNvFp4 {
   static constexpr int kLaneBesideCols = 2, kLaneBesideRows = 1;  // masks of the lane with the rest of a tile
 
   struct Params {
-    const void* x;
+    typename Source::Params source;
     Extents extents;
     Phase phase;
     float e4m3_max;
@@ -343,7 +344,7 @@ struct QuantizeNvFp4 {
     tile_col = place.panel_col * (kPanel / kTile) + place.local_col / kTile;
     touches_row = place.tile_has_rows(kTile);
     touches_col = place.tile_has_cols(kTile);
-    patch.template load<kLoad>(p.x, place);
+    load_patch<Source, kLoad>(p.source, place, patch);
     if constexpr (kStochastic) {
       const PhiloxState state{uint64_t(__ldg(p.rng_state)), uint64_t(__ldg(p.rng_state + 1))};
       noise.template draw<Rule::kRounding == Rounding::kStochasticAligned>(state, place);

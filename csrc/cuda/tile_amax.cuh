@@ -1,21 +1,22 @@
 // Largest magnitude of every tile. `out` is zero beforehand.
 #pragma once
 
-#include "common/patch.cuh"
+#include "common/source.cuh"
 
 namespace te_dist::cuda {
 
 // kLoad: bytes that can be read at a time. A thread walks down 8 columns of a strip of rows and hands in the magnitudes
 // whenever a tile ends; lanes of a warp, side by side, that hold a part of the same tile hand in one.
-template <class Element, int kLoad>
+template <class Source, int kLoad>
 struct TileAmax {
+  using Element = typename Source::Element;
   static constexpr int kThreads = 256;
   static constexpr int kBlocks = Element::kPerWord == 2 && kLoad >= 8 ? 4 : 2;
   static constexpr int kWords = kPatch / Element::kPerWord;
   static constexpr int kBlockCols = kThreads * kPatch;
 
   struct Params {
-    const void* x;
+    typename Source::Params source;
     Extents extents;
     Phase phase;
     Extents tile;  // no larger than the matrix in a dimension without phase: one tile
@@ -78,9 +79,7 @@ struct TileAmax {
   }
 
   TE_DIST_DEVICE void reduce() {
-    const int64_t row_bytes = p.extents.cols * Element::kBytes;
-    const char* first = static_cast<const char*>(p.x) + row * row_bytes + col * Element::kBytes;
-    const Inside inside = cols.scaled(Element::kBytes);
+    typename Source::template Reader<kLoad> reader(p.source, p.extents, row, col, cols);
     tile_row = (p.phase.row + row) / p.tile.rows;
     for (; row < row_end; ++tile_row) {
       const int64_t tile_end = (tile_row + 1) * p.tile.rows - p.phase.row;
@@ -88,15 +87,13 @@ struct TileAmax {
       for (; row + kPatch <= stop; row += kPatch) {
         uint32_t words[kPatch][kWords];
 #pragma unroll
-        for (int i = 0; i < kPatch; ++i, first += row_bytes) {
-          load_run<kPatch * Element::kBytes, kLoad>(first, inside, words[i]);
-        }
+        for (int i = 0; i < kPatch; ++i) reader.read(true, words[i]);
 #pragma unroll
         for (int i = 0; i < kPatch; ++i) raise(words[i]);
       }
-      for (; row < stop; ++row, first += row_bytes) {
+      for (; row < stop; ++row) {
         uint32_t words[kWords];
-        load_run<kPatch * Element::kBytes, kLoad>(first, inside, words);
+        reader.read(true, words);
         raise(words);
       }
       end_tile();

@@ -18,19 +18,20 @@ from te_dist.kernels.arguments import (
     extents_of,
     phase_in,
 )
+from te_dist.kernels.inputs import Source, layout, plain
 from te_dist.kernels.runtime import fill_zero, launch
 from te_dist.kernels.spec import Layout, Spec
 
 _AMAX_COLS = 2048  # columns that a block of threads reduces
 _AMAX_STRIPS = (64, 32, 16, 8)  # rows that it may reduce: fewer where blocks would be
 _ENOUGH_BLOCKS = 2048
-_AMAX = Layout(f"x:P {EXTENTS} {PHASE} tile.rows:q tile.cols:q out:P grid_cols:q strip:q")
+_AMAX = f"{EXTENTS} {PHASE} tile.rows:q tile.cols:q out:P grid_cols:q strip:q"
 
 
 @cache
-def amax(element: str, load: int) -> Spec:
+def amax(source: Source, load: int) -> Spec:
     """Spec of a reduction; `load`: bytes read at a time."""
-    return Spec("tile_amax.cuh", f"TileAmax<{element}, {load}>", _AMAX)
+    return Spec("tile_amax.cuh", f"TileAmax<{source.template}, {load}>", layout(source, _AMAX))
 
 
 def tile_amax(x: Tensor, phase: Pair, tile: Pair, out: Tensor) -> None:
@@ -40,7 +41,7 @@ def tile_amax(x: Tensor, phase: Pair, tile: Pair, out: Tensor) -> None:
     fill_zero(out)
     if x.numel() == 0:
         return
-    spec = amax(ELEMENTS[x.dtype], access_bytes(16, x.data_ptr(), x.shape[1] * x.element_size()))
+    spec = amax(plain(ELEMENTS[x.dtype]), access_bytes(16, x.data_ptr(), x.shape[1] * x.element_size()))
     shape = x.shape
     if tuple(tile) == (WHOLE, WHOLE) and x.numel() % _AMAX_COLS == 0:
         shape = (x.numel() // _AMAX_COLS, _AMAX_COLS)  # one tile may be cut into rows of any length

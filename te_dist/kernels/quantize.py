@@ -19,8 +19,9 @@ from te_dist.kernels.arguments import (
     plane_layout,
     pointer,
 )
+from te_dist.kernels.inputs import Source, layout, plain
 from te_dist.kernels.runtime import launch
-from te_dist.kernels.spec import Layout, Spec
+from te_dist.kernels.spec import Spec
 
 PANEL = (128, 128)  # elements that a block of threads quantizes
 BLOCK_TILE, MX_TILE, NVFP4_TILE = (128, 128), (32, 32), (16, 16)
@@ -38,10 +39,10 @@ def _output(amax: Tensor | None, data: Tensor | None, scale: Tensor | None) -> t
 
 
 _OUTPUTS = f"{_output_layout('row')} {_output_layout('col')}"
-_FLOAT8 = Layout(f"x:P {EXTENTS} {PHASE} tensor_scale:P eps:f pow2:i {_OUTPUTS}")
-_MXFP8 = Layout(f"x:P {EXTENTS} {PHASE} {_OUTPUTS}")
-_NVFP4 = Layout(
-    f"x:P {EXTENTS} {PHASE} e4m3_max:f rng_state:P {plane_layout('row_tensor_amax')} "
+_FLOAT8 = f"{EXTENTS} {PHASE} tensor_scale:P eps:f pow2:i {_OUTPUTS}"
+_MXFP8 = f"{EXTENTS} {PHASE} {_OUTPUTS}"
+_NVFP4 = (
+    f"{EXTENTS} {PHASE} e4m3_max:f rng_state:P {plane_layout('row_tensor_amax')} "
     f"{plane_layout('col_tensor_amax')} {_OUTPUTS}"
 )
 
@@ -63,10 +64,10 @@ def _load_bytes(x: Tensor, phase: Pair) -> int:
 
 
 @cache
-def float8(element: str, code: str, shares: tuple[str, str], widths: tuple[int, int, int]) -> Spec:
+def float8(source: Source, code: str, shares: tuple[str, str], widths: tuple[int, int, int]) -> Spec:
     """Spec of an FP8 quantizer. `widths`: bytes read, written to row data, written to column data at a time."""
-    constants = ", ".join((element, code, *shares, *map(str, widths)))
-    return Spec("quantize_float8.cuh", f"QuantizeFloat8<{constants}>", _FLOAT8)
+    constants = ", ".join((source.template, code, *shares, *map(str, widths)))
+    return Spec("quantize_float8.cuh", f"QuantizeFloat8<{constants}>", layout(source, _FLOAT8))
 
 
 def _float8_spec(x: Tensor, phase: Pair, fp8: str, shares: tuple[str, str], data: tuple[Tensor | None, ...]) -> Spec:
@@ -76,7 +77,7 @@ def _float8_spec(x: Tensor, phase: Pair, fp8: str, shares: tuple[str, str], data
         access_bytes(8, pointer(data[0]), cols, phase[1]),
         access_bytes(16, pointer(data[1]), rows, phase[0]),
     )
-    return float8(ELEMENTS[x.dtype], CODES[fp8], shares, widths)
+    return float8(plain(ELEMENTS[x.dtype]), CODES[fp8], shares, widths)
 
 
 def quantize_float8_tensor(
@@ -108,10 +109,10 @@ def quantize_float8_block(
 
 
 @cache
-def mxfp8(element: str, code: str, shares: tuple[str, str], widths: tuple[int, int, int]) -> Spec:
+def mxfp8(source: Source, code: str, shares: tuple[str, str], widths: tuple[int, int, int]) -> Spec:
     """Spec of an MXFP8 quantizer. `widths`: bytes read, written to data, written to scales of a row at a time."""
-    constants = ", ".join((element, code, *shares, *map(str, widths)))
-    return Spec("quantize_mxfp8.cuh", f"QuantizeMxFp8<{constants}>", _MXFP8)
+    constants = ", ".join((source.template, code, *shares, *map(str, widths)))
+    return Spec("quantize_mxfp8.cuh", f"QuantizeMxFp8<{constants}>", layout(source, _MXFP8))
 
 
 def quantize_mxfp8(x: Tensor, phase: Pair, fp8: str, *planes: Pair | Tensor | None) -> None:
@@ -123,7 +124,7 @@ def quantize_mxfp8(x: Tensor, phase: Pair, fp8: str, *planes: Pair | Tensor | No
     store = access_bytes(8, pointer(row_data), pointer(col_data), x.shape[1], phase[1])
     widths = (_load_bytes(x, phase), store, _scale_store_bytes(row_scale))
     shares = (_share(row_tile, row_data), _share(col_tile, col_data))
-    spec = mxfp8(ELEMENTS[x.dtype], CODES[fp8], shares, widths)
+    spec = mxfp8(plain(ELEMENTS[x.dtype]), CODES[fp8], shares, widths)
     outputs = (*_output(row_amax, row_data, row_scale), *_output(col_amax, col_data, col_scale))
     launch(spec, x, (blocks_for(x.shape, PANEL, phase), 1), (x.data_ptr(), *x.shape, *phase, *outputs))
 
@@ -143,19 +144,19 @@ _FOUR_OVER_SIX = {"none": "kNone", "mae": "kMeanAbsolute", "mse": "kMeanSquare"}
 
 
 @cache
-def nvfp4(element: str, rule: tuple[str, str, str], shares: tuple[str, str], widths: tuple[int, ...]) -> Spec:
+def nvfp4(source: Source, rule: tuple[str, str, str], shares: tuple[str, str], widths: tuple[int, ...]) -> Spec:
     """Spec of an NVFP4 quantizer.
 
     Args:
-        element: type of the input.
+        source: of the input.
         rule: rounding, four-over-six, and whether every row has its own amax ("true", "false").
         shares: what shares a scale in each direction.
         widths: bytes read, written to row data, column data, row scales and column scales at a time.
     """
     rounding, four_over_six, amax_per_row = rule
     rule_type = f"NvFp4Rule<Rounding::{rounding}, FourOverSix::{four_over_six}, {amax_per_row}>"
-    constants = ", ".join((element, rule_type, *shares, *map(str, widths)))
-    return Spec("quantize_nvfp4.cuh", f"QuantizeNvFp4<{constants}>", _NVFP4)
+    constants = ", ".join((source.template, rule_type, *shares, *map(str, widths)))
+    return Spec("quantize_nvfp4.cuh", f"QuantizeNvFp4<{constants}>", layout(source, _NVFP4))
 
 
 def _line_store_bytes(scale: Tensor | None, *, dim: int) -> int:
@@ -189,7 +190,7 @@ def quantize_nvfp4(x: Tensor, phase: Pair, e4m3_max: int, four_over_six: str, *r
     shares = (_share(row_tile, row_data), _share(col_tile, col_data))
     per_row = "true" if row_tensor_amax is not None and row_tensor_amax.shape[0] > 1 else "false"
     rule = (rounding, _FOUR_OVER_SIX[four_over_six], per_row)
-    spec = nvfp4(ELEMENTS[x.dtype], rule, shares, widths)
+    spec = nvfp4(plain(ELEMENTS[x.dtype]), rule, shares, widths)
     amaxes = (*plane(row_tensor_amax), *plane(col_tensor_amax))
     outputs = (*_output(row_amax, row_data, row_scale), *_output(col_amax, col_data, col_scale))
     values = (x.data_ptr(), *x.shape, *phase, e4m3_max, pointer(rng_state), *amaxes, *outputs)

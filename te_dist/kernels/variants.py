@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from te_dist.kernels import dequantize, movement, quantize
+from te_dist.kernels.inputs import plain
 from te_dist.kernels.spec import Spec
 
 _BYTES = {"BFloat16": 2, "Float16": 2, "Float32": 4}
@@ -20,21 +21,21 @@ _TENSOR_SHARES = ((_TENSOR, _TENSOR), (_TENSOR, _ABSENT), (_ABSENT, _TENSOR))
 
 def quantizers(element: str) -> Iterator[Spec]:
     """All codecs and directions for inputs of one type."""
-    narrow = _BYTES[element]
+    source, narrow = plain(element), _BYTES[element]
     for code, shares in product(_CODES, (*_BLOCK_SHARES, *_TENSOR_SHARES)):
-        yield quantize.float8(element, code, shares, (16, 8, 16))
+        yield quantize.float8(source, code, shares, (16, 8, 16))
     for code, shares in product(_CODES, _BLOCK_SHARES):
-        yield quantize.mxfp8(element, code, shares, (16, 8, 4))
+        yield quantize.mxfp8(source, code, shares, (16, 8, 4))
     rounding = ("kNearest", "kStochasticAligned")
     for rule, shares in product(((name, "kNone", "false") for name in rounding), _BLOCK_SHARES):
-        yield quantize.nvfp4(element, rule, shares, (16, 4, 16, 8, 8))
+        yield quantize.nvfp4(source, rule, shares, (16, 4, 16, 8, 8))
     for shares in ((_RUN, _RUN), (_SQUARE, _SQUARE)):
-        yield quantize.float8(element, "E4M3", shares, (narrow, 1, 1))
-        yield quantize.mxfp8(element, "E4M3", shares, (narrow, 1, 1))
-        yield quantize.nvfp4(element, ("kStochastic", "kNone", "true"), shares, (narrow, 1, 1, 1, 1))
-        yield quantize.nvfp4(element, ("kNearest", "kMeanSquare", "false"), shares, (16, 4, 16, 8, 8))
+        yield quantize.float8(source, "E4M3", shares, (narrow, 1, 1))
+        yield quantize.mxfp8(source, "E4M3", shares, (narrow, 1, 1))
+        yield quantize.nvfp4(source, ("kStochastic", "kNone", "true"), shares, (narrow, 1, 1, 1, 1))
+        yield quantize.nvfp4(source, ("kNearest", "kMeanSquare", "false"), shares, (16, 4, 16, 8, 8))
     for load in (16, narrow):
-        yield movement.amax(element, load)
+        yield movement.amax(source, load)
 
 
 def dequantizers(element: str) -> Iterator[Spec]:

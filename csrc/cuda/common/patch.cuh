@@ -56,18 +56,6 @@ struct Patch {
   static constexpr int kWords = kPatch / Element::kPerWord;
   uint32_t words[kPatch][kWords];
 
-  // kWidth: bytes read at a time, which addresses are multiples of. What lies outside of the matrix is zero.
-  template <int kWidth>
-  TE_DIST_DEVICE void load(const void* x, const Place& place) {
-    const int64_t row_bytes = place.extents.cols * Element::kBytes;
-    const char* first = static_cast<const char*>(x) + place.row * row_bytes + place.col * Element::kBytes;
-    const Inside inside = place.cols.scaled(Element::kBytes);
-#pragma unroll
-    for (int i = 0; i < kPatch; ++i, first += row_bytes) {
-      load_run<kPatch * Element::kBytes, kWidth>(first, inside.only_if(place.rows.has(i)), words[i]);
-    }
-  }
-
   // Keeps the compiler from holding elements unpacked, twice as many registers, from one direction to the next.
   TE_DIST_DEVICE void keep_packed() {
 #pragma unroll
