@@ -193,10 +193,12 @@ struct QuantizeFloat8 {
     }
   }
 
-  TE_DIST_INLINE void run(const Params& p) {
+  TE_DIST_INLINE void run(const Params& p, int64_t panel) {
     __shared__ Shared shared;
-    QuantizeFloat8{p, Place::of(p.extents, p.phase, blockIdx.x), shared, {}}.quantize();
+    QuantizeFloat8{p, Place::of(p.extents, p.phase, panel), shared, {}}.quantize();
   }
+
+  TE_DIST_INLINE void run(const Params& p) { run(p, blockIdx.x); }
 };
 
 }  // namespace te_dist::cuda

@@ -205,10 +205,12 @@ struct QuantizeMxFp8 {
     write(by_row, by_col);
   }
 
-  TE_DIST_INLINE void run(const Params& p) {
+  TE_DIST_INLINE void run(const Params& p, int64_t panel) {
     __shared__ Shared shared;
-    QuantizeMxFp8{p, Place::of(p.extents, p.phase, blockIdx.x), shared, {}}.quantize();
+    QuantizeMxFp8{p, Place::of(p.extents, p.phase, panel), shared, {}}.quantize();
   }
+
+  TE_DIST_INLINE void run(const Params& p) { run(p, blockIdx.x); }
 };
 
 }  // namespace te_dist::cuda

@@ -365,10 +365,12 @@ struct QuantizeNvFp4 {
     if constexpr (kHasCol) write_transposed();
   }
 
-  TE_DIST_INLINE void run(const Params& p) {
+  TE_DIST_INLINE void run(const Params& p, int64_t panel) {
     __shared__ Shared shared;
-    QuantizeNvFp4{p, Place::of(p.extents, p.phase, blockIdx.x), shared, {}, {}}.quantize();
+    QuantizeNvFp4{p, Place::of(p.extents, p.phase, panel), shared, {}, {}}.quantize();
   }
+
+  TE_DIST_INLINE void run(const Params& p) { run(p, blockIdx.x); }
 };
 
 }  // namespace te_dist::cuda

@@ -100,11 +100,11 @@ struct TileAmax {
     }
   }
 
-  TE_DIST_INLINE void run(const Params& p) {
+  TE_DIST_INLINE void run(const Params& p, int64_t block) {
     const int64_t col_blocks = (p.extents.cols + kBlockCols - 1) / kBlockCols;
-    const int64_t strip = blockIdx.x / col_blocks;
+    const int64_t strip = block / col_blocks;
     TileAmax self{p};
-    self.col = (blockIdx.x % col_blocks) * kBlockCols + threadIdx.x * kPatch;
+    self.col = (block - strip * col_blocks) * kBlockCols + threadIdx.x * kPatch;
     self.row = strip * p.strip;
     self.row_end = self.row + p.strip < p.extents.rows ? self.row + p.strip : p.extents.rows;
     self.tile_col = (p.phase.col + self.col) / p.tile.cols;
@@ -114,6 +114,8 @@ struct TileAmax {
     for (int w = 0; w < kWords; ++w) self.largest[w] = 0;
     self.reduce();
   }
+
+  TE_DIST_INLINE void run(const Params& p) { run(p, blockIdx.x); }
 };
 
 }  // namespace te_dist::cuda

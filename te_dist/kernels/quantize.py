@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 from torch import Tensor
 
 from te_dist.formats.region import Pair
 from te_dist.kernels.arguments import (
     CODES,
-    ELEMENTS,
     EXTENTS,
     PHASE,
     access_bytes,
@@ -19,9 +18,9 @@ from te_dist.kernels.arguments import (
     plane_layout,
     pointer,
 )
-from te_dist.kernels.inputs import Source, layout, plain
-from te_dist.kernels.runtime import launch
+from te_dist.kernels.inputs import Source, layout
 from te_dist.kernels.spec import Spec
+from te_dist.kernels.task import Task, Widths, start
 
 PANEL = (128, 128)  # elements that a block of threads quantizes
 BLOCK_TILE, MX_TILE, NVFP4_TILE = (128, 128), (32, 32), (16, 16)
@@ -64,69 +63,82 @@ def _load_bytes(x: Tensor, phase: Pair) -> int:
 
 
 @cache
-def float8(source: Source, code: str, shares: tuple[str, str], widths: tuple[int, int, int]) -> Spec:
+def float8(source: Source, widths: Widths, *, code: str, shares: tuple[str, str]) -> Spec:
     """Spec of an FP8 quantizer. `widths`: bytes read, written to row data, written to column data at a time."""
     constants = ", ".join((source.template, code, *shares, *map(str, widths)))
     return Spec("quantize_float8.cuh", f"QuantizeFloat8<{constants}>", layout(source, _FLOAT8))
 
 
-def _float8_spec(x: Tensor, phase: Pair, fp8: str, shares: tuple[str, str], data: tuple[Tensor | None, ...]) -> Spec:
+def _float8(x: Tensor, phase: Pair, shares: tuple[str, str], *rest: object) -> Task:
+    fp8, row_data, col_data, values = rest
     rows, cols = x.shape
     widths = (
         _load_bytes(x, phase),
-        access_bytes(8, pointer(data[0]), cols, phase[1]),
-        access_bytes(16, pointer(data[1]), rows, phase[0]),
+        access_bytes(8, pointer(row_data), cols, phase[1]),
+        access_bytes(16, pointer(col_data), rows, phase[0]),
     )
-    return float8(plain(ELEMENTS[x.dtype]), CODES[fp8], shares, widths)
+    kernel = partial(float8, code=CODES[fp8], shares=shares)
+    blocks = blocks_for(x.shape, PANEL, phase)
+    return Task(x, kernel, widths, (x.element_size(), 1, 1), blocks, (*x.shape, *phase, *values))
 
 
-def quantize_float8_tensor(
+def float8_tensor_task(
     x: Tensor, scale: Tensor, fp8: str, row_data: Tensor | None, col_data: Tensor | None
-) -> None:
-    """See te_dist.ops.quantize_float8_tensor."""
+) -> Task | None:
+    """What quantize_float8_tensor launches."""
     if _is_idle(x, row_data, col_data):
-        return
+        return None
     shares = tuple(_ABSENT if data is None else _TENSOR for data in (row_data, col_data))
-    spec = _float8_spec(x, (0, 0), fp8, shares, (row_data, col_data))
     outputs = (*_output(None, row_data, None), *_output(None, col_data, None))
-    values = (x.data_ptr(), *x.shape, 0, 0, scale.data_ptr(), 0.0, 0, *outputs)
-    launch(spec, x, (blocks_for(x.shape, PANEL), 1), values)
+    return _float8(x, (0, 0), shares, fp8, row_data, col_data, (scale.data_ptr(), 0.0, 0, *outputs))
 
 
-def quantize_float8_block(
+def quantize_float8_tensor(*arguments: object) -> None:
+    """See te_dist.ops.quantize_float8_tensor."""
+    start(float8_tensor_task(*arguments))
+
+
+def float8_block_task(
     x: Tensor, phase: Pair, fp8: str, pow2: bool, eps: float, *planes: Pair | Tensor | None
-) -> None:
-    """See te_dist.ops.quantize_float8_block; `planes` are tile, amax, data and scale of both directions."""
+) -> Task | None:
+    """What quantize_float8_block launches; `planes` are tile, amax, data and scale of both directions."""
     row_tile, row_amax, row_data, row_scale, col_tile, col_amax, col_data, col_scale = planes
     if _is_idle(x, row_data, col_data):
-        return
-    phase = phase_in(BLOCK_TILE, phase)
+        return None
     shares = (_share(row_tile, row_data), _share(col_tile, col_data))
-    spec = _float8_spec(x, phase, fp8, shares, (row_data, col_data))
     outputs = (*_output(row_amax, row_data, row_scale), *_output(col_amax, col_data, col_scale))
-    values = (x.data_ptr(), *x.shape, *phase, 0, eps, pow2, *outputs)
-    launch(spec, x, (blocks_for(x.shape, PANEL, phase), 1), values)
+    return _float8(x, phase_in(BLOCK_TILE, phase), shares, fp8, row_data, col_data, (0, eps, pow2, *outputs))
+
+
+def quantize_float8_block(*arguments: object) -> None:
+    """See te_dist.ops.quantize_float8_block."""
+    start(float8_block_task(*arguments))
 
 
 @cache
-def mxfp8(source: Source, code: str, shares: tuple[str, str], widths: tuple[int, int, int]) -> Spec:
+def mxfp8(source: Source, widths: Widths, *, code: str, shares: tuple[str, str]) -> Spec:
     """Spec of an MXFP8 quantizer. `widths`: bytes read, written to data, written to scales of a row at a time."""
     constants = ", ".join((source.template, code, *shares, *map(str, widths)))
     return Spec("quantize_mxfp8.cuh", f"QuantizeMxFp8<{constants}>", layout(source, _MXFP8))
 
 
-def quantize_mxfp8(x: Tensor, phase: Pair, fp8: str, *planes: Pair | Tensor | None) -> None:
-    """See te_dist.ops.quantize_mxfp8."""
+def mxfp8_task(x: Tensor, phase: Pair, fp8: str, *planes: Pair | Tensor | None) -> Task | None:
+    """What quantize_mxfp8 launches."""
     row_tile, row_amax, row_data, row_scale, col_tile, col_amax, col_data, col_scale = planes
     if _is_idle(x, row_data, col_data):
-        return
+        return None
     phase = phase_in(MX_TILE, phase)
     store = access_bytes(8, pointer(row_data), pointer(col_data), x.shape[1], phase[1])
     widths = (_load_bytes(x, phase), store, _scale_store_bytes(row_scale))
-    shares = (_share(row_tile, row_data), _share(col_tile, col_data))
-    spec = mxfp8(plain(ELEMENTS[x.dtype]), CODES[fp8], shares, widths)
+    kernel = partial(mxfp8, code=CODES[fp8], shares=(_share(row_tile, row_data), _share(col_tile, col_data)))
     outputs = (*_output(row_amax, row_data, row_scale), *_output(col_amax, col_data, col_scale))
-    launch(spec, x, (blocks_for(x.shape, PANEL, phase), 1), (x.data_ptr(), *x.shape, *phase, *outputs))
+    blocks = blocks_for(x.shape, PANEL, phase)
+    return Task(x, kernel, widths, (x.element_size(), 1, 1), blocks, (*x.shape, *phase, *outputs))
+
+
+def quantize_mxfp8(*arguments: object) -> None:
+    """See te_dist.ops.quantize_mxfp8."""
+    start(mxfp8_task(*arguments))
 
 
 def _scale_store_bytes(scale: Tensor | None) -> int:
@@ -144,14 +156,14 @@ _FOUR_OVER_SIX = {"none": "kNone", "mae": "kMeanAbsolute", "mse": "kMeanSquare"}
 
 
 @cache
-def nvfp4(source: Source, rule: tuple[str, str, str], shares: tuple[str, str], widths: tuple[int, ...]) -> Spec:
+def nvfp4(source: Source, widths: Widths, *, rule: tuple[str, str, str], shares: tuple[str, str]) -> Spec:
     """Spec of an NVFP4 quantizer.
 
     Args:
         source: of the input.
+        widths: bytes read, written to row data, column data, row scales and column scales at a time.
         rule: rounding, four-over-six, and whether every row has its own amax ("true", "false").
         shares: what shares a scale in each direction.
-        widths: bytes read, written to row data, column data, row scales and column scales at a time.
     """
     rounding, four_over_six, amax_per_row = rule
     rule_type = f"NvFp4Rule<Rounding::{rounding}, FourOverSix::{four_over_six}, {amax_per_row}>"
@@ -168,13 +180,13 @@ def _line_store_bytes(scale: Tensor | None, *, dim: int) -> int:
     return access_bytes(limit, scale.data_ptr(), length, pitch) if scale.stride(dim) == 1 else 0
 
 
-def quantize_nvfp4(x: Tensor, phase: Pair, e4m3_max: int, four_over_six: str, *rest: Pair | Tensor | None) -> None:
-    """See te_dist.ops.quantize_nvfp4."""
+def nvfp4_task(x: Tensor, phase: Pair, e4m3_max: int, four_over_six: str, *rest: Pair | Tensor | None) -> Task | None:
+    """What quantize_nvfp4 launches."""
     *planes, rng_state = rest
     (row_tile, row_tensor_amax, row_amax, row_data, row_scale) = planes[:5]
     (col_tile, col_tensor_amax, col_amax, col_data, col_scale) = planes[5:]
     if _is_idle(x, row_data, col_data):
-        return
+        return None
     phase = phase_in(NVFP4_TILE, phase)
     rows, cols = x.shape
     widths = (
@@ -189,9 +201,13 @@ def quantize_nvfp4(x: Tensor, phase: Pair, e4m3_max: int, four_over_six: str, *r
         rounding = "kStochastic" if phase[1] or cols % NVFP4_TILE[1] else "kStochasticAligned"
     shares = (_share(row_tile, row_data), _share(col_tile, col_data))
     per_row = "true" if row_tensor_amax is not None and row_tensor_amax.shape[0] > 1 else "false"
-    rule = (rounding, _FOUR_OVER_SIX[four_over_six], per_row)
-    spec = nvfp4(plain(ELEMENTS[x.dtype]), rule, shares, widths)
+    kernel = partial(nvfp4, rule=(rounding, _FOUR_OVER_SIX[four_over_six], per_row), shares=shares)
     amaxes = (*plane(row_tensor_amax), *plane(col_tensor_amax))
     outputs = (*_output(row_amax, row_data, row_scale), *_output(col_amax, col_data, col_scale))
-    values = (x.data_ptr(), *x.shape, *phase, e4m3_max, pointer(rng_state), *amaxes, *outputs)
-    launch(spec, x, (blocks_for(x.shape, PANEL, phase), 1), values)
+    values = (*x.shape, *phase, e4m3_max, pointer(rng_state), *amaxes, *outputs)
+    return Task(x, kernel, widths, (x.element_size(), 1, 1, 0, 0), blocks_for(x.shape, PANEL, phase), values)
+
+
+def quantize_nvfp4(*arguments: object) -> None:
+    """See te_dist.ops.quantize_nvfp4."""
+    start(nvfp4_task(*arguments))

@@ -23,19 +23,19 @@ def quantizers(element: str) -> Iterator[Spec]:
     """All codecs and directions for inputs of one type."""
     source, narrow = plain(element), _BYTES[element]
     for code, shares in product(_CODES, (*_BLOCK_SHARES, *_TENSOR_SHARES)):
-        yield quantize.float8(source, code, shares, (16, 8, 16))
+        yield quantize.float8(source, (16, 8, 16), code=code, shares=shares)
     for code, shares in product(_CODES, _BLOCK_SHARES):
-        yield quantize.mxfp8(source, code, shares, (16, 8, 4))
+        yield quantize.mxfp8(source, (16, 8, 4), code=code, shares=shares)
     rounding = ("kNearest", "kStochasticAligned")
     for rule, shares in product(((name, "kNone", "false") for name in rounding), _BLOCK_SHARES):
-        yield quantize.nvfp4(source, rule, shares, (16, 4, 16, 8, 8))
+        yield quantize.nvfp4(source, (16, 4, 16, 8, 8), rule=rule, shares=shares)
     for shares in ((_RUN, _RUN), (_SQUARE, _SQUARE)):
-        yield quantize.float8(source, "E4M3", shares, (narrow, 1, 1))
-        yield quantize.mxfp8(source, "E4M3", shares, (narrow, 1, 1))
-        yield quantize.nvfp4(source, ("kStochastic", "kNone", "true"), shares, (narrow, 1, 1, 1, 1))
-        yield quantize.nvfp4(source, ("kNearest", "kMeanSquare", "false"), shares, (16, 4, 16, 8, 8))
+        yield quantize.float8(source, (narrow, 1, 1), code="E4M3", shares=shares)
+        yield quantize.mxfp8(source, (narrow, 1, 1), code="E4M3", shares=shares)
+        yield quantize.nvfp4(source, (narrow, 1, 1, 1, 1), rule=("kStochastic", "kNone", "true"), shares=shares)
+        yield quantize.nvfp4(source, (16, 4, 16, 8, 8), rule=("kNearest", "kMeanSquare", "false"), shares=shares)
     for load in (16, narrow):
-        yield movement.amax(source, load)
+        yield movement.amax(source, (load,))
 
 
 def dequantizers(element: str) -> Iterator[Spec]:

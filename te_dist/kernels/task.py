@@ -1,0 +1,42 @@
+"""A kernel and what it is to work on, before it is launched: alone, or with others of its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from te_dist.kernels.arguments import ELEMENTS
+from te_dist.kernels.inputs import Source, plain
+from te_dist.kernels.runtime import launch
+from te_dist.kernels.spec import Spec
+
+Widths = tuple[int, ...]
+
+
+class Task(NamedTuple):
+    """One matrix for a kernel that goes by blocks of threads in one dimension.
+
+    Attributes:
+        x: (rows, cols), what the kernel reads.
+        kernel: spec by source and by the bytes accessed at a time.
+        widths: the widest accesses that all addresses allow.
+        narrowest: accesses that any address allows.
+        blocks: number of blocks of threads.
+        values: of the kernel's parameters, but for those of the source, which come first.
+    """
+
+    x: Tensor
+    kernel: Callable[[Source, Widths], Spec]
+    widths: Widths
+    narrowest: Widths
+    blocks: int
+    values: tuple[int | float, ...]
+
+
+def start(task: Task | None) -> None:
+    """Launches a task alone; None is nothing to do."""
+    if task is not None:
+        spec = task.kernel(plain(ELEMENTS[task.x.dtype]), task.widths)
+        launch(spec, task.x, (task.blocks, 1), (task.x.data_ptr(), *task.values))
