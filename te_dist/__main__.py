@@ -6,8 +6,10 @@ te-dist kernels list
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -17,9 +19,10 @@ from rich.progress import track
 from rich.table import Table
 
 from te_dist import env
-from te_dist.kernels import CompilerError
-from te_dist.kernels.cache import KernelCache
-from te_dist.kernels.runtime import ARCHES, cubin_of
+from te_dist.kernels import CompilerError, compiler
+from te_dist.kernels.cache import Compiled, KernelCache
+from te_dist.kernels.runtime import ARCHES, entry_of
+from te_dist.kernels.spec import Spec
 from te_dist.kernels.variants import variants
 
 Element = Literal["BFloat16", "Float16", "Float32"]
@@ -32,33 +35,57 @@ def build(arch: str = "sm_90a", elements: tuple[Element, ...] = ("BFloat16",)) -
         arch: architectures, separated by commas: sm_90a, sm_100a.
         elements: types of the matrices to be quantized.
     """
-    arches = arch.split(",")
+    arches = tuple(dict.fromkeys(arch.split(",")))
     unknown = [name for name in arches if name not in ARCHES]
     if unknown:
-        raise SystemExit(f"--arch: got {', '.join(unknown)}; choose from {', '.join(ARCHES)}")
+        raise SystemExit(f"--arch: got {', '.join(map(repr, unknown))}; choose from {', '.join(ARCHES)}")
+    cache = _cache()
     work = [(spec, name) for name in arches for spec in variants(*elements)]
+    missing = [(spec, name) for spec, name in work if cache.get(entry_of(spec, name)) is None]
     try:
-        for spec, name in track(work, "compiling"):
-            cubin_of(spec, name)
+        made = _compile(missing, cache)
     except CompilerError as error:
         raise SystemExit(str(error)) from None
-    Console().print(f"{len(work)} kernels in {_folder()}")
+    except OSError as error:
+        raise SystemExit(
+            f"{error}; name a folder that can be written, with enough space, in {env.KERNEL_CACHE.name}"
+        ) from None
+    size = sum(len(kernel.cubin) for kernel in made)
+    console = Console(soft_wrap=True)
+    console.print(f"{len(made)} kernels compiled ({size / 2**20:.1f} MiB), {len(work) - len(made)} were there")
+    console.print(f"{', '.join(arches)}: all {len(work)} in {cache.folder}")
+
+
+def _compile(work: list[tuple[Spec, str]], cache: KernelCache) -> list[Compiled]:
+    """Compiles for the named architectures, one kernel for each core at a time, into the cache."""
+
+    def one(place: tuple[Spec, str]) -> Compiled:
+        made = compiler.compile_kernel(*place)
+        cache.put(entry_of(*place), made)
+        return made
+
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        return list(track(pool.map(one, work), "compiling", total=len(work), console=Console(stderr=True)))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def list_kernels() -> None:
     """Lists the compiled CUDA kernels in the cache."""
-    table = Table("architecture", "kernels", "KiB", "damaged", title=str(_folder()))
-    by_arch: dict[str, list[tuple[Path, bool]]] = {}
-    for file, is_whole in KernelCache(_folder()).entries():
-        by_arch.setdefault(file.parent.name, []).append((file, is_whole))
+    cache = _cache()
+    table = Table("architecture", "kernels", "KiB", "damaged", title=str(cache.folder))
+    by_arch: dict[str, list[tuple[Path, Compiled | None]]] = {}
+    for file, kernel in cache.entries():
+        by_arch.setdefault(file.parent.name, []).append((file, kernel))
     for arch, files in by_arch.items():
         size = sum(file.stat().st_size for file, _ in files) // 1024
-        table.add_row(arch, str(len(files)), str(size), str(sum(not is_whole for _, is_whole in files)))
+        table.add_row(arch, str(len(files)), str(size), str(sum(kernel is None for _, kernel in files)))
     Console().print(table)
 
 
-def _folder() -> Path:
-    return env.KERNEL_CACHE.get()
+def _cache() -> KernelCache:
+    return KernelCache(env.KERNEL_CACHE.get())
 
 
 COMMANDS: dict[str, dict[str, Callable[..., None]]] = {"kernels": {"build": build, "list": list_kernels}}

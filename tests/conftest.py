@@ -23,6 +23,10 @@ hypothesis.settings.register_profile("te_dist", deadline=None, derandomize=True,
 hypothesis.settings.load_profile("te_dist")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-kernels", action="store_true", help="compile CUDA kernels of all types, not of bf16 alone")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "distributed: runs in worker processes of te_dist.testing.pool")
     config.addinivalue_line("markers", "gloo_only(reason): not run over NCCL, for this reason")

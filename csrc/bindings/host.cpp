@@ -42,6 +42,7 @@ void define_host(py::module_& parent) {
   py::class_<LoadedKernel>(module, "Kernel")
       .def(py::init(&load), py::arg("cubin"), py::arg("entry"), py::arg("label"), py::kw_only(), py::arg("cluster") = 1,
            py::arg("shared_bytes") = 0, py::arg("overlaps") = false)
+      .def("load", &LoadedKernel::load, py::call_guard<py::gil_scoped_release>())
       .def("launch", &launch)
       .def("registers", [](const LoadedKernel& k, int device) { return k.attribute(driver::kRegisters, device); })
       .def("local_bytes", [](const LoadedKernel& k, int device) { return k.attribute(driver::kLocalBytes, device); })

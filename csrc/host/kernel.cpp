@@ -40,8 +40,8 @@ int LoadedKernel::attribute(int attribute, int device) const {
   return value;
 }
 
-// Loads the kernel into the context now, so that a first launch under graph capture has nothing left to load.
-void LoadedKernel::prepare(int device) {
+void LoadedKernel::load(int device) {
+  const driver::ContextGuard guard(device);
   const std::lock_guard<std::mutex> lock(mutex_);
   if (threads_[size_t(device)]) return;
   void* function = nullptr;
@@ -56,7 +56,7 @@ void LoadedKernel::prepare(int device) {
 
 void LoadedKernel::launch(int device, uint64_t stream, std::array<unsigned, 3> grid, std::vector<void*>& arguments) {
   const driver::ContextGuard guard(device);
-  if (!threads_[size_t(device)].load(std::memory_order_acquire)) prepare(device);
+  if (!threads_[size_t(device)].load(std::memory_order_acquire)) load(device);
   driver::LaunchAttribute attributes[2] = {};
   unsigned count = 0;
   if (shape_.cluster > 1) {

@@ -26,6 +26,9 @@ class LoadedKernel {
   LoadedKernel(const LoadedKernel&) = delete;
   LoadedKernel& operator=(const LoadedKernel&) = delete;
 
+  // Brings the kernel to a device, so that a first launch there, under graph capture perhaps, has nothing left to load.
+  void load(int device);
+
   // One pointer to each argument's bytes, in the order of the kernel's parameters.
   void launch(int device, uint64_t stream, std::array<unsigned, 3> grid, std::vector<void*>& arguments);
 
@@ -35,8 +38,6 @@ class LoadedKernel {
   const std::string& label() const { return label_; }
 
  private:
-  void prepare(int device);
-
   std::string label_;
   LaunchShape shape_;
   driver::Library library_ = nullptr;

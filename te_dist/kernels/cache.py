@@ -1,25 +1,40 @@
 """Compiled kernels on disk, shared by processes and hosts without locks.
 
 [Note: The kernel cache]
-An entry is a file `<arch>/<key>-<compiler version>.cubin`, made of a digest and the cubin. It is written under another
-name and renamed, so that a reader sees a whole entry or none, also on a shared file system; several ranks that compile
-the same kernel at once write the same bytes. A reader checks the digest: what is damaged is as good as missing and is
-written anew. A folder that cannot be written (read-only, full) costs a warning, not the run. Where no compiler is
-installed, an entry of any compiler version serves: a cache may be filled elsewhere and shipped.
+An entry is a file `<arch>/<key>-<compiler version>.cubin`, made of a digest, what the assembler said and the cubin. It
+is written under another name and renamed, so that a reader sees a whole entry or none, also on a shared file system;
+several ranks that compile the same kernel at once write the same bytes. A reader checks the digest: what is damaged is
+as good as missing and is written anew. Where no compiler is installed, an entry of any compiler version serves: a cache
+may be filled elsewhere and shipped.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import struct
 import tempfile
-import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_MAGIC = b"te_dist kernel\n\0"
+_MAGIC = b"te_dist kernel 2\n"
 _DIGEST_BYTES = hashlib.sha256().digest_size
+_RESOURCES = struct.Struct("<II")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A cubin and what the assembler said about it.
+
+    Attributes:
+        registers: of a thread.
+        spilled: bytes that a thread keeps in local memory for want of registers.
+    """
+
+    cubin: bytes
+    registers: int
+    spilled: int
 
 
 @dataclass(frozen=True)
@@ -42,44 +57,42 @@ class KernelCache:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def get(self, entry: Entry) -> bytes | None:
-        """The cubin, or None where it is missing or damaged."""
+    def get(self, entry: Entry) -> Compiled | None:
+        """The kernel, or None where it is missing or damaged."""
         folder = self.folder / entry.arch
         files = [folder / entry.pattern] if entry.version else sorted(folder.glob(entry.pattern), reverse=True)
-        return next((cubin for file in files if (cubin := _read(file)) is not None), None)
+        return next((compiled for file in files if (compiled := _read(file)) is not None), None)
 
-    def put(self, entry: Entry, cubin: bytes) -> None:
-        """Writes an entry; warns where that fails."""
+    def put(self, entry: Entry, compiled: Compiled) -> None:
+        """Writes an entry. Raises OSError where the folder cannot be written: read-only, full."""
+        assert entry.version is not None
         folder = self.folder / entry.arch
-        temporary = None
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as file:
-                temporary = Path(file.name)
-                file.write(_MAGIC + hashlib.sha256(cubin).digest() + cubin)
-            temporary.chmod(0o644)
-            os.replace(temporary, folder / entry.pattern)
-        except OSError as error:
-            if temporary is not None:
+        content = _RESOURCES.pack(compiled.registers, compiled.spilled) + compiled.cubin
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as file:
+            temporary = Path(file.name)
+            try:
+                file.write(_MAGIC + hashlib.sha256(content).digest() + content)
+                file.flush()
+                temporary.chmod(0o644)
+                os.replace(temporary, folder / entry.pattern)
+            except OSError:
                 with suppress(OSError):
                     temporary.unlink()
-            warnings.warn(
-                f"compiled CUDA kernels are not kept: {error}; every process compiles its own until "
-                "TE_DIST_KERNEL_CACHE names a folder that can be written",
-                stacklevel=2,
-            )
+                raise
 
-    def entries(self) -> list[tuple[Path, bool]]:
-        """All files of the cache, and whether each is whole."""
-        return [(file, _read(file) is not None) for file in sorted(self.folder.glob("*/*.cubin"))]
+    def entries(self) -> list[tuple[Path, Compiled | None]]:
+        """All files of the cache and what they hold; None where they are damaged."""
+        return [(file, _read(file)) for file in sorted(self.folder.glob("*/*.cubin"))]
 
 
-def _read(file: Path) -> bytes | None:
+def _read(file: Path) -> Compiled | None:
     try:
-        content = file.read_bytes()
+        stored = file.read_bytes()
     except OSError:
         return None
     head = len(_MAGIC) + _DIGEST_BYTES
-    digest, cubin = content[len(_MAGIC) : head], content[head:]
-    is_whole = content.startswith(_MAGIC) and hashlib.sha256(cubin).digest() == digest
-    return cubin if is_whole else None
+    digest, content = stored[len(_MAGIC) : head], stored[head:]
+    if not stored.startswith(_MAGIC) or hashlib.sha256(content).digest() != digest:
+        return None
+    return Compiled(content[_RESOURCES.size :], *_RESOURCES.unpack_from(content))

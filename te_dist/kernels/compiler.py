@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import importlib
 import re
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from types import ModuleType
 
 from te_dist.kernels import sources
+from te_dist.kernels.cache import Compiled
 from te_dist.kernels.spec import ENTRY, OPTIONS, Spec
 
 _BINDING = "cupy_backends.cuda.libs.nvrtc"
@@ -24,15 +24,6 @@ _REGISTERS = re.compile(r"Used (\d+) registers")
 
 class CompilerError(RuntimeError):
     """A kernel could not be compiled: no compiler, or a compiler that refuses."""
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A cubin and what the assembler said about it, in bytes per thread."""
-
-    cubin: bytes
-    registers: int
-    spilled: int
 
 
 @cache

@@ -1,9 +1,20 @@
-"""From a spec to a launched kernel: looked up in memory, then on disk, then compiled."""
+"""From a spec to a launched kernel: looked up in memory, then on disk, then compiled.
+
+[Note: Kernels ahead of time]
+Which kernels a model launches is found by a rehearsal: its modules run once on meta tensors inside of `recording()`,
+where an op computes nothing and notes the specs that it would launch. `prepare` compiles and loads them. Both happen
+when a model is wrapped, so that no rank waits in a collective for another's compiler, and no graph capture comes upon
+a kernel that has still to be loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import os
+import warnings
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 
 import torch
@@ -12,7 +23,7 @@ from torch import Tensor
 from te_dist import _C, env
 from te_dist._torch_private import current_cuda_stream
 from te_dist.kernels import compiler
-from te_dist.kernels.cache import Entry, KernelCache
+from te_dist.kernels.cache import Compiled, Entry, KernelCache
 from te_dist.kernels.spec import ENTRY, Spec
 
 MEASURED = {(9, 0): "sm_90a"}
@@ -20,7 +31,7 @@ UNMEASURED = {(10, 0): "sm_100a"}
 ARCHES = (*MEASURED.values(), *UNMEASURED.values())
 
 _loaded: dict[tuple[Spec, int], _C.cuda.Kernel] = {}
-_cubins: dict[tuple[str, str], bytes] = {}  # by (arch, key)
+_recorded: ContextVar[list[Spec] | None] = ContextVar("te_dist_recorded_specs", default=None)
 
 
 @cache
@@ -42,25 +53,57 @@ def arch_of(device: int) -> str:
     return UNMEASURED[capability]
 
 
-def cubin_of(spec: Spec, arch: str, *, build: Callable[[Spec, str], compiler.Compiled] | None = None) -> bytes:
-    """The compiled kernel, from the cache where it has it. `build` compiles in place of NVRTC."""
-    place = (arch, spec.key)
-    if place not in _cubins:
-        stored = KernelCache(env.KERNEL_CACHE.get())
-        entry = Entry(arch, spec.key, compiler.version())
-        cubin = stored.get(entry)
-        if cubin is None:
-            cubin = (build or compiler.compile_kernel)(spec, arch).cubin
-            stored.put(Entry(arch, spec.key, entry.version or "unknown"), cubin)
-        _cubins[place] = cubin
-    return _cubins[place]
+def entry_of(spec: Spec, arch: str) -> Entry:
+    """Where a cache has the kernel, as the compiler that is installed makes it."""
+    return Entry(arch, spec.key, compiler.version())
 
 
-def prepare(specs: Iterable[Spec], arch: str, *, threads: int = 4) -> None:
-    """Compiles what is missing, several at a time."""
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(lambda spec: cubin_of(spec, arch), specs):
-            pass
+def compiled(spec: Spec, arch: str) -> Compiled:
+    """The kernel, from the user's cache where it has it. Raises CompilerError."""
+    cache, entry = KernelCache(env.KERNEL_CACHE.get()), entry_of(spec, arch)
+    found = cache.get(entry)
+    if found is not None:
+        return found
+    made = compiler.compile_kernel(spec, arch)
+    try:
+        cache.put(entry, made)
+    except OSError as error:
+        warnings.warn(
+            f"compiled CUDA kernels are not kept in {cache.folder}: {error.strerror}; every process compiles its own "
+            f"until {env.KERNEL_CACHE.name} names a folder that can be written",
+            stacklevel=2,
+        )
+    return made
+
+
+@contextmanager
+def recording() -> Iterator[list[Spec]]:
+    """A block in which ops on meta tensors note, in the list, the kernels that they would launch on CUDA tensors."""
+    specs: list[Spec] = []
+    token = _recorded.set(specs)
+    try:
+        yield specs
+    finally:
+        _recorded.reset(token)
+
+
+def is_recording() -> bool:
+    """Whether this runs inside of `recording()`."""
+    return _recorded.get() is not None
+
+
+def prepare(specs: Iterable[Spec], device: int) -> None:
+    """Compiles and loads on a device what is not there yet, several at a time. Raises CompilerError.
+
+    Processes of one host, each with a device of its own, begin at different places of the list; where they share a
+    cache, each finds there what others have compiled by then.
+    """
+    missing = [spec for spec in dict.fromkeys(specs) if (spec, device) not in _loaded]
+    num_devices = torch.cuda.device_count()
+    first = device * len(missing) // num_devices
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // num_devices)) as pool:
+        for kernel in pool.map(lambda spec: _load(spec, device), missing[first:] + missing[:first]):
+            kernel.load(device)
 
 
 def launch(spec: Spec, on: Tensor, grid: tuple[int, int], values: tuple[int | float, ...]) -> None:
@@ -69,7 +112,11 @@ def launch(spec: Spec, on: Tensor, grid: tuple[int, int], values: tuple[int | fl
     Not a host synchronization, not an allocation on the device; outputs must be there.
     """
     device = on.get_device()
-    kernel = _loaded.get((spec, device)) or _load(spec, device)
+    kernel = _loaded.get((spec, device))
+    if kernel is None:
+        if on.is_meta:
+            return _record(spec)
+        kernel = _load(spec, device)
     try:
         kernel.launch(device, current_cuda_stream(device), (*grid, 1), spec.layout.pack(*values))
     except RuntimeError as error:
@@ -79,12 +126,23 @@ def launch(spec: Spec, on: Tensor, grid: tuple[int, int], values: tuple[int | fl
 
 def fill_zero(tensor: Tensor) -> None:
     """Zeros into a contiguous tensor of 4-byte elements, in the order of its device's current stream."""
+    if tensor.is_meta:
+        return
     device = tensor.get_device()
     _C.cuda.fill_words(device, current_cuda_stream(device), tensor.data_ptr(), 0, tensor.numel())
 
 
+def _record(spec: Spec) -> None:
+    specs = _recorded.get()
+    assert specs is not None  # meta tensors come here from a rehearsal only
+    specs.append(spec)
+
+
 def _load(spec: Spec, device: int) -> _C.cuda.Kernel:
-    if torch.cuda.is_current_stream_capturing() and (arch_of(device), spec.key) not in _cubins:
-        raise RuntimeError(f"{spec.template} would be compiled under CUDA graph capture; run it once before")
-    kernel = _C.cuda.Kernel(cubin_of(spec, arch_of(device)), ENTRY, spec.template)
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{spec.template} would be loaded under CUDA graph capture; run what is captured once before, or prepare "
+            "the model (te_dist.prepare)"
+        )
+    kernel = _C.cuda.Kernel(compiled(spec, arch_of(device)).cubin, ENTRY, spec.template)
     return _loaded.setdefault((spec, device), kernel)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from te_dist.kernels.runtime import is_recording
+
 LIBRARY = torch.library.Library("te_dist", "DEF")
 
 
@@ -15,8 +17,13 @@ def register(schema: str, cpu: Callable[..., None], cuda: Callable[..., None]) -
     LIBRARY.define(schema)
     LIBRARY.impl(name, cpu, "CPU")
     LIBRARY.impl(name, cuda, "CUDA")
-    torch.library.register_fake(f"te_dist::{name}", _fake, lib=LIBRARY)
+    torch.library.register_fake(f"te_dist::{name}", _rehearsed(cuda), lib=LIBRARY)
 
 
-def _fake(*_: object) -> None:
-    """Outputs are arguments: there is nothing to make up."""
+def _rehearsed(cuda: Callable[..., None]) -> Callable[..., None]:
+    def fake(*args: object) -> None:
+        """Outputs are arguments: there is nothing to make up. See [Note: Kernels ahead of time]."""
+        if is_recording():
+            cuda(*args)
+
+    return fake

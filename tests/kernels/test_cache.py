@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import warnings
 from pathlib import Path
 
 import pytest
 
-from te_dist.kernels import CompilerError, compiler, movement, runtime
-from te_dist.kernels.cache import Entry, KernelCache
+from te_dist.kernels import compiler, movement, runtime
+from te_dist.kernels.cache import Compiled, Entry, KernelCache
 
-CUBIN = b"\x7fELF and so on" * 1000
+KERNEL = Compiled(b"\x7fELF and so on" * 1000, registers=40, spilled=8)
 ENTRY = Entry("sm_90a", "a" * 32, "13.0.88")
 RANKS = 8
 
@@ -25,14 +24,14 @@ def stored(folder: Path) -> Path:
 def test_an_entry_comes_back(tmp_path):
     cache = KernelCache(tmp_path)
     assert cache.get(ENTRY) is None
-    cache.put(ENTRY, CUBIN)
-    assert cache.get(ENTRY) == CUBIN
-    assert cache.entries() == [(stored(tmp_path), True)]
+    cache.put(ENTRY, KERNEL)
+    assert cache.get(ENTRY) == KERNEL
+    assert cache.entries() == [(stored(tmp_path), KERNEL)]
 
 
 def test_key_architecture_and_compiler_are_told_apart(tmp_path):
     cache = KernelCache(tmp_path)
-    cache.put(ENTRY, CUBIN)
+    cache.put(ENTRY, KERNEL)
     others = (
         Entry("sm_100a", ENTRY.key, ENTRY.version),
         Entry(ENTRY.arch, "b" * 32, ENTRY.version),
@@ -43,44 +42,44 @@ def test_key_architecture_and_compiler_are_told_apart(tmp_path):
 
 def test_without_a_compiler_an_entry_of_any_version_serves(tmp_path):
     cache = KernelCache(tmp_path)
-    cache.put(ENTRY, CUBIN)
-    assert cache.get(Entry(ENTRY.arch, ENTRY.key, None)) == CUBIN
+    cache.put(ENTRY, KERNEL)
+    assert cache.get(Entry(ENTRY.arch, ENTRY.key, None)) == KERNEL
 
 
-@pytest.mark.parametrize("damage", [b"", b"short", CUBIN, "cut", "flipped"])
+@pytest.mark.parametrize("damage", [b"", b"short", KERNEL.cubin, "cut", "flipped"])
 def test_a_damaged_entry_is_missing_and_is_written_anew(tmp_path, damage):
     cache = KernelCache(tmp_path)
-    cache.put(ENTRY, CUBIN)
+    cache.put(ENTRY, KERNEL)
     file = stored(tmp_path)
     content = file.read_bytes()
     flipped = content[:-5] + bytes([content[-5] ^ 1]) + content[-4:]
     file.write_bytes({"cut": content[:-1], "flipped": flipped}.get(damage, damage))
     assert cache.get(ENTRY) is None
-    cache.put(ENTRY, CUBIN)
-    assert cache.get(ENTRY) == CUBIN
+    cache.put(ENTRY, KERNEL)
+    assert cache.get(ENTRY) == KERNEL
 
 
-def test_a_folder_that_cannot_be_made_costs_a_warning(tmp_path):
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.warns(UserWarning, match="TE_DIST_KERNEL_CACHE"):
-        KernelCache(tmp_path / "file").put(ENTRY, CUBIN)
+    with pytest.raises(OSError, match="directory"):
+        KernelCache(tmp_path / "file").put(ENTRY, KERNEL)
 
 
-def test_a_full_disk_costs_a_warning_and_leaves_nothing_behind(tmp_path, monkeypatch):
+def test_a_full_disk_is_an_error_and_leaves_nothing_behind(tmp_path, monkeypatch):
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.warns(UserWarning, match="No space left"):
-        KernelCache(tmp_path).put(ENTRY, CUBIN)
+    with pytest.raises(OSError, match="No space left"):
+        KernelCache(tmp_path).put(ENTRY, KERNEL)
     assert list((tmp_path / ENTRY.arch).iterdir()) == []
 
 
 def _write_and_read(folder: Path) -> bool:
     cache = KernelCache(folder)
     for _ in range(20):
-        cache.put(ENTRY, CUBIN)
-        if cache.get(ENTRY) != CUBIN:
+        cache.put(ENTRY, KERNEL)
+        if cache.get(ENTRY) != KERNEL:
             return False
     return True
 
@@ -92,46 +91,31 @@ def test_many_ranks_may_write_the_same_entry_at_once(tmp_path):
 
 
 @pytest.fixture
-def fresh(tmp_path, monkeypatch):
-    """An empty cache, in memory and on disk."""
-    monkeypatch.setenv("TE_DIST_KERNEL_CACHE", str(tmp_path))
-    monkeypatch.setattr(runtime, "_cubins", {})
-    monkeypatch.setattr(compiler, "version", lambda: "1.2.3")
-    return tmp_path
-
-
-def test_a_kernel_is_compiled_once(fresh, monkeypatch):
+def built(tmp_path, monkeypatch):
+    """An empty cache, and a compiler that notes what it compiles."""
     built = []
 
-    def build(spec, arch):
+    def compile_kernel(spec, arch):
         built.append((spec.template, arch))
-        return compiler.Compiled(CUBIN, 32, 0)
+        return KERNEL
 
-    spec = movement.transform(8)
-    assert runtime.cubin_of(spec, "sm_90a", build=build) == CUBIN
-    assert runtime.cubin_of(spec, "sm_90a", build=build) == CUBIN
-    monkeypatch.setattr(runtime, "_cubins", {})
-    assert runtime.cubin_of(spec, "sm_90a", build=build) == CUBIN
+    monkeypatch.setenv("TE_DIST_KERNEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler, "version", lambda: "1.2.3")
+    monkeypatch.setattr(compiler, "compile_kernel", compile_kernel)
+    return built
+
+
+def test_a_kernel_is_compiled_once(built):
+    for _ in range(2):
+        assert runtime.compiled(movement.transform(8), "sm_90a") == KERNEL
     assert built == [("Hadamard<8>", "sm_90a")]
 
 
-def test_a_kernel_that_cannot_be_kept_is_used_all_the_same(fresh, monkeypatch):
-    (fresh / "file").write_text("in the way")
-    monkeypatch.setenv("TE_DIST_KERNEL_CACHE", str(fresh / "file"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        cubin = runtime.cubin_of(movement.transform(8), "sm_90a", build=lambda *_: compiler.Compiled(CUBIN, 32, 0))
-    assert cubin == CUBIN
-
-
-def test_without_cupy_the_message_names_the_extra(fresh, monkeypatch):
-    monkeypatch.setattr(compiler, "_BINDING", "te_dist.no_such_module")
-    compiler._binding.cache_clear()
-    try:
-        with pytest.raises(CompilerError, match=r"install te_dist\[cuda13\]"):
-            runtime.cubin_of(movement.transform(8), "sm_90a")
-    finally:
-        compiler._binding.cache_clear()
+def test_a_kernel_that_cannot_be_kept_is_used_all_the_same(built, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("TE_DIST_KERNEL_CACHE", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match=r"not kept in .*file: Not a directory.* until TE_DIST_KERNEL_CACHE names"):
+        assert runtime.compiled(movement.transform(8), "sm_90a") == KERNEL
 
 
 def test_without_a_driver_a_launch_says_so():

@@ -1,0 +1,115 @@
+"""`te-dist kernels build` and `list`: what they leave in the cache, what they print, how they end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from te_dist import __main__ as command
+from te_dist.kernels import CompilerError, compiler, movement
+from te_dist.kernels.cache import Compiled, KernelCache
+
+KERNEL = Compiled(b"cubin" * 1000, registers=40, spilled=0)
+LISTED = [movement.transform(8), movement.copies(16), movement.copies(4)]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs `te-dist` with these arguments over an empty cache; returns what it printed and its exit status."""
+    monkeypatch.setenv("TE_DIST_KERNEL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(command, "variants", lambda *_: LISTED)
+    monkeypatch.setattr(compiler, "version", lambda: "1.2.3")
+    monkeypatch.setattr(compiler, "compile_kernel", lambda *_: KERNEL)
+
+    def run(*arguments: str) -> tuple[str, object]:
+        monkeypatch.setattr(sys, "argv", ["te-dist", *arguments])
+        status = 0
+        try:
+            command.main()
+        except SystemExit as end:
+            status = end.code
+        return " ".join(capsys.readouterr().out.split()), status
+
+    return run
+
+
+def test_build_fills_the_cache_once(run, tmp_path):
+    first, again = run("kernels", "build"), run("kernels", "build")
+    assert first == (f"3 kernels compiled (0.0 MiB), 0 were there sm_90a: all 3 in {tmp_path / 'cache'}", 0)
+    assert again == (f"0 kernels compiled (0.0 MiB), 3 were there sm_90a: all 3 in {tmp_path / 'cache'}", 0)
+
+
+def test_build_takes_several_architectures(run, tmp_path):
+    printed, status = run("kernels", "build", "--arch", "sm_90a,sm_100a")
+    assert "6 kernels compiled" in printed and status == 0
+    assert {folder.name for folder in (tmp_path / "cache").iterdir()} == {"sm_90a", "sm_100a"}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a,", "sm_90a, sm_100a", ""])
+def test_an_unknown_architecture_is_refused_before_anything_is_compiled(run, arch, tmp_path):
+    _, status = run("kernels", "build", "--arch", arch)
+    assert "choose from sm_90a, sm_100a" in status
+    assert not (tmp_path / "cache").exists()
+
+
+def test_damaged_entries_are_listed_and_built_anew(run, tmp_path):
+    run("kernels", "build")
+    damaged = sorted((tmp_path / "cache").glob("*/*"))[0]
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert "sm_90a │ 3 │ 14 │ 1" in run("kernels", "list")[0]
+    assert "1 kernels compiled" in run("kernels", "build")[0]
+    assert "sm_90a │ 3 │ 14 │ 0" in run("kernels", "list")[0]
+
+
+def test_an_empty_cache_is_listed(run, tmp_path):
+    printed, status = run("kernels", "list")
+    assert "architecture" in printed and status == 0
+
+
+def test_a_folder_that_cannot_be_written_ends_the_build(run, tmp_path):
+    (tmp_path / "cache").write_text("in the way")
+    _, status = run("kernels", "build")
+    assert "Not a directory" in status and "TE_DIST_KERNEL_CACHE" in status
+
+
+def test_a_full_disk_ends_the_build(run, monkeypatch):
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    _, status = run("kernels", "build")
+    assert "No space left" in status and "TE_DIST_KERNEL_CACHE" in status
+
+
+def test_a_kernel_that_does_not_compile_ends_the_build(run, monkeypatch):
+    def fail(spec, arch):
+        raise CompilerError(f"{spec.template} does not compile for {arch}")
+
+    monkeypatch.setattr(compiler, "compile_kernel", fail)
+    _, status = run("kernels", "build")
+    assert "does not compile for sm_90a" in status
+
+
+def test_without_a_command_the_usage_is_shown(run):
+    assert run()[1] == "usage: te-dist {kernels} ..."
+
+
+def _build(folder: Path) -> int:
+    cache = KernelCache(folder)
+    command._cache = lambda: cache
+    command.variants = lambda *_: LISTED
+    compiler.version = lambda: "1.2.3"
+    compiler.compile_kernel = lambda *_: KERNEL
+    command.build()
+    return len(cache.entries())
+
+
+def test_two_builds_at_once_leave_a_whole_cache(tmp_path):
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        assert pool.map(_build, [tmp_path] * 2) == [3, 3]
+    assert not [file for file in tmp_path.glob("*/*") if file.name.startswith(".")]

@@ -1,0 +1,58 @@
+"""Where kernels cannot be compiled the message says what to install, and CPU tensors are none the worse."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from te_dist import ops
+from te_dist.formats import WHOLE
+from te_dist.kernels import CompilerError, compiler, movement, runtime
+from te_dist.kernels.spec import Spec
+
+INSTALL = r"install te_dist\[cuda13\] \(or te_dist\[cuda12\]\)"
+
+
+def no_cupy(name):
+    raise ModuleNotFoundError(f"No module named {name!r}")
+
+
+def no_nvrtc(_):
+    def version():
+        raise RuntimeError("Failed to dlopen libnvrtc.so.13")
+
+    return SimpleNamespace(getVersion=version)
+
+
+@pytest.fixture(params=[no_cupy, no_nvrtc])
+def broken(request, monkeypatch, tmp_path):
+    """An environment without one part of the compiler, and an empty cache."""
+    monkeypatch.setenv("TE_DIST_KERNEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler.importlib, "import_module", request.param)
+    for cached in (compiler._binding, compiler.version):
+        cached.cache_clear()
+    yield request.param
+    for cached in (compiler._binding, compiler.version):
+        cached.cache_clear()
+
+
+def test_the_message_names_the_extra(broken):
+    what = "CUDA kernels need CuPy" if broken is no_cupy else "finds no NVRTC: Failed to dlopen libnvrtc.so.13"
+    with pytest.raises(CompilerError, match=f"{what}.*{INSTALL}"):
+        runtime.compiled(movement.transform(8), "sm_90a")
+
+
+def test_cpu_tensors_go_on_working(broken):
+    out = torch.empty(1, 1)
+    ops.tile_amax(torch.tensor([[1.0, -3.0]]), phase=(0, 0), tile=(WHOLE, WHOLE), out=out)
+    assert out.item() == 3.0
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy_backends") is None, reason="needs the extra cuda13")
+def test_a_kernel_that_does_not_compile_comes_with_the_log():
+    spec = Spec("transpose.cuh", "Transpose<no_such_type>", movement.turn(16, (0, 0)).layout)
+    with pytest.raises(CompilerError, match=r"(?s)Transpose<no_such_type> does not compile for sm_90a.*undefined"):
+        compiler.compile_kernel(spec, "sm_90a")
