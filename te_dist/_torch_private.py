@@ -36,6 +36,7 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "process_group",
     "reshards_between_passes",
+    "scaled_mm",
     "return_and_correct_aliasing",
     "tree_leaves",
     "tree_map_only",
@@ -67,6 +68,19 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def current_cuda_stream(device: int) -> int:
     """Handle of the current stream of a CUDA device."""
     return torch._C._cuda_getCurrentRawStream(device)
+
+
+def scaled_mm(
+    a: Tensor, b: Tensor, *, scales: tuple[Tensor, Tensor], bias: Tensor | None, fast: bool, out: Tensor
+) -> None:
+    """`a` (m, k) times `b` (k, n), of FP8 codes with one f32 scale each, plus `bias` (n,) of the type of `out` (m, n).
+
+    Args:
+        a: contiguous.
+        b: the transpose of a contiguous matrix.
+        fast: accumulate in the tensor cores' own precision, below that of fp32.
+    """
+    torch._scaled_mm(a, b, *scales, bias, None, out.dtype, fast, out=out)
 
 
 def reshards_between_passes(unit: nn.Module) -> bool:
@@ -140,6 +154,10 @@ IMPORTED = (
 )
 
 ATTRIBUTES = (
+    Private(
+        "torch._scaled_mm",
+        "cuBLASLt's FP8 GEMM into a given output; `torch.nn.functional.scaled_mm` allocates its own",
+    ),
     Private(
         "torch._C._cuda_getCurrentRawStream",
         "the stream's handle in a tenth of the time that torch.cuda.current_stream takes; Triton asks the same way",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from te_dist.ops import tile_amax
 Amax = tuple[Tensor, ...]  # one fp32 grid per entry of `Codec.amax_tiles`
 
 
-@dataclass(frozen=True)
-class Plane:
+class Plane(NamedTuple):
     """One direction to be written: its encoding, its stored tensors, and the amax to use where it is already known."""
 
     encoding: Encoding
@@ -82,11 +81,11 @@ def logical_view(field: Field, stored: Tensor, region: Region) -> Tensor:
 
 def encode(x: Tensor, region: Region, planes: Sequence[Plane]) -> None:
     """Quantizes `x` into all `planes`, in as few passes over it as their codecs allow."""
-    groups: dict[object, list[Plane]] = {}
-    for plane in planes:
-        groups.setdefault(plane.encoding.codec.pass_key, []).append(plane)
-    for group in groups.values():
-        group[0].encoding.codec.encode(x, region, group)
+    codec = planes[0].encoding.codec
+    alike = [plane for plane in planes if plane.encoding.codec.pass_key == codec.pass_key]
+    codec.encode(x, region, alike)
+    if len(alike) < len(planes):
+        encode(x, region, [plane for plane in planes if plane.encoding.codec.pass_key != codec.pass_key])
 
 
 def find_amax(x: Tensor, region: Region, tile: Pair) -> Tensor:

@@ -10,12 +10,13 @@ A product sums over one logical dimension of each operand and keeps the other:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from te_dist import _torch_private
 from te_dist.codecs.base import Codec
 from te_dist.codecs.block import Block
 from te_dist.codecs.high_precision import HighPrecision
@@ -25,8 +26,7 @@ from te_dist.codecs.tensorwise import Tensorwise
 from te_dist.formats import Encoding, Region
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """One matrix of a product, as it is stored.
 
     Attributes:
@@ -45,6 +45,17 @@ class Operand:
     def device(self) -> torch.device:
         return self.stored[0].device
 
+    @property
+    def extents(self) -> tuple[int, int]:
+        """(kept, summed)."""
+        rows, cols = self.region.shape
+        return (rows, cols) if self.sums_over == 1 else (cols, rows)
+
+    def matrix(self) -> Tensor:
+        """(kept, summed) view of the first stored tensor."""
+        stored_as = 1 if self.encoding.fields[0].order == "mk" else 0
+        return self.stored[0] if stored_as == self.sums_over else self.stored[0].t()
+
     def values(self, dtype: torch.dtype) -> Tensor:
         """(kept, summed) values in `dtype`: what is multiplied, any transform left in."""
         out = torch.empty(self.region.shape, dtype=dtype, device=self.device)
@@ -52,51 +63,102 @@ class Operand:
         return out if self.sums_over == 1 else out.t()
 
 
-Gemm = Callable[[Operand, Operand, torch.dtype, Tensor | None], Tensor]
+class Result(NamedTuple):
+    """Where a product goes.
+
+    Attributes:
+        out: (kept of a, kept of b), contiguous.
+        bias: (kept of b,), added before rounding to the type of `out`; None for none.
+        accumulate: whether the product is added to what `out` (fp32) holds.
+    """
+
+    out: Tensor
+    bias: Tensor | None
+    accumulate: bool
+
+
+class Entry(NamedTuple):
+    """One function of the table.
+
+    Attributes:
+        gemm: writes the product.
+        multiple: extents it takes are multiples of this.
+    """
+
+    gemm: Callable[[Operand, Operand, Result], None]
+    multiple: int
+
+
 QUANTIZED = (Block, MxFp8, NvFp4, Tensorwise)
-_TABLE: dict[tuple[type[Codec], type[Codec], str], Gemm] = {}
+_FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+READS_ANY_ORDER = ("cpu",)  # types of devices whose functions read either direction of equal values alike
+_TABLE: dict[tuple[type[Codec], type[Codec], str], Entry] = {}
 
 
-def multiply(a: Operand, b: Operand, *, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """(kept of a, kept of b) product in `dtype`; `bias`, of kept of b, is added before rounding to it.
+def multiply(
+    a: Operand,
+    b: Operand,
+    *,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+    bias: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
+    """(kept of a, kept of b) product in `dtype`.
+
+    Args:
+        a, b: both sum over the same extent.
+        dtype: fp32, bf16 or fp16.
+        out: where it is written; contiguous, of `dtype`. Made where not given.
+        bias: (kept of b,), added before rounding to `dtype`.
+        accumulate: add to what `out`, fp32, holds.
 
     Raises:
         NotImplementedError: no function multiplies these two encodings on this device.
-        ValueError: the operands were not transformed alike, or do not sum over the same extent.
+        ValueError: the operands were not transformed alike, do not sum over the same extent, or have extents that the
+            function does not take.
     """
-    gemm = find(a.encoding.codec, b.encoding.codec, a.device.type)
-    extents = [operand.region.shape[operand.sums_over] for operand in (a, b)]
-    if extents[0] != extents[1]:
-        raise ValueError(f"a product sums over {extents[0]} values of one operand and {extents[1]} of the other")
-    return gemm(a, b, dtype, bias)
+    entry = find(a.encoding.codec, b.encoding.codec, a.device.type)
+    (rows, summed), (cols, also_summed) = a.extents, b.extents
+    if summed != also_summed:
+        raise ValueError(f"a product sums over {summed} values of one operand and {also_summed} of the other")
+    if summed % entry.multiple or cols % entry.multiple:
+        raise ValueError(
+            f"a product of {rows} x {summed} by {summed} x {cols} does not fit {type(a.encoding.codec).__name__} on "
+            f"{a.device.type}, which takes multiples of {entry.multiple} but for the first; pad with zeros"
+        )
+    if out is None:
+        out = torch.empty((rows, cols), dtype=dtype, device=a.device)
+    entry.gemm(a, b, Result(out, bias, accumulate))
+    return out
 
 
-def find(a: Codec, b: Codec, device: str) -> Gemm:
-    """The function that multiplies encodings of `a` and `b` on devices of this type; raises as `multiply` does."""
-    gemm = _TABLE.get((type(a), type(b), device))
-    if gemm is None:
+def find(a: Codec, b: Codec, device: str) -> Entry:
+    """What multiplies encodings of `a` and `b` on devices of this type; raises as `multiply` does."""
+    entry = _TABLE.get((type(a), type(b), device))
+    if entry is None:
         known = sorted({kind for *_, kind in _TABLE})
         raise NotImplementedError(
             f"no GEMM of {type(a).__name__} by {type(b).__name__} on {device}; there are GEMMs on {known}. "
             f"Choose a recipe whose pairs exist on {device}, or move the module"
         )
-    transforms = [_transform(codec) for codec in (a, b)]
+    transforms = _transform(a), _transform(b)
     if transforms[0] != transforms[1]:
         raise ValueError(
             f"operands of one product must be transformed alike, got sign masks {transforms[0]} and {transforms[1]} "
             f"(None: not transformed) of {a} and {b}; give both the same hadamard or none"
         )
-    return gemm
+    return entry
 
 
-def implements(pairs: Iterable[tuple[type[Codec], type[Codec]]], *devices: str) -> Callable[[Gemm], Gemm]:
+def implements(pairs: Iterable[tuple[type[Codec], type[Codec]]], *devices: str, multiple: int = 1) -> Callable:
     """Decorator: enters a function for `pairs` of codec types on `devices`; a pair can have one only."""
 
-    def register(gemm: Gemm) -> Gemm:
+    def register(gemm: Callable[[Operand, Operand, Result], None]) -> Callable[[Operand, Operand, Result], None]:
         for key in ((*pair, device) for pair in pairs for device in devices):
             if key in _TABLE:
                 raise ValueError(f"{key} is implemented twice; remove one function")
-            _TABLE[key] = gemm
+            _TABLE[key] = Entry(gemm, multiple)
         return gemm
 
     return register
@@ -107,12 +169,63 @@ def _transform(codec: Codec) -> int | None:
     return codec.hadamard if isinstance(codec, NvFp4) else None
 
 
-@implements(tuple(product((*QUANTIZED, HighPrecision), repeat=2)), "cpu", "cuda")
-def _by_values(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+_ALL = frozenset(product((*QUANTIZED, HighPrecision), repeat=2))
+_TENSORWISE, _HIGH_PRECISION = (Tensorwise, Tensorwise), (HighPrecision, HighPrecision)
+
+
+@implements(_ALL, "cpu")
+@implements(_ALL - {_TENSORWISE, _HIGH_PRECISION}, "cuda")
+def _by_values(a: Operand, b: Operand, result: Result) -> None:
     """Values in fp32, where every code times its scale is rounded once, multiplied in fp32.
 
     The definition of every product. On CUDA it is what there is until tensor cores read the codes: right, not fast.
     """
     with torch.autocast(a.device.type, enabled=False):
-        out = a.values(torch.float32) @ b.values(torch.float32).t()
-    return (out if bias is None else out.add_(bias)).to(dtype)
+        product = a.values(torch.float32) @ b.values(torch.float32).t()
+    if result.bias is not None:
+        product.add_(result.bias)
+    (result.out.add_ if result.accumulate else result.out.copy_)(product)
+
+
+@implements([_TENSORWISE], "cuda", multiple=16)
+def _by_cublaslt(a: Operand, b: Operand, result: Result) -> None:
+    """cuBLASLt reads both operands with the summed dimension contiguous, and adds a bias of the type of the output.
+
+    Forward accumulates in the tensor cores' own precision, gradients in fp32, as TransformerEngine's recipes do.
+    """
+    out, bias, accumulate = result
+    types = [_FP8[operand.encoding.codec.fp8] for operand in (a, b)]
+    if types == [torch.float8_e5m2] * 2:
+        return _by_values(a, b, result)  # tensor cores multiply e4m3 with either, e5m2 with e4m3 only
+    fuses_bias = bias is not None and out.dtype != torch.float32
+    target = torch.empty_like(out) if accumulate else out
+    _torch_private.scaled_mm(
+        a.stored[0].view(types[0]),
+        b.stored[0].view(types[1]).t(),
+        scales=(a.stored[1], b.stored[1]),
+        bias=bias.to(out.dtype) if fuses_bias else None,
+        fast=a.sums_over == b.sums_over == 1,
+        out=target,
+    )
+    if accumulate:
+        out.add_(target)
+    if bias is not None and not fuses_bias:
+        out.add_(bias)
+
+
+@implements([_HIGH_PRECISION], "cuda")
+def _by_torch(a: Operand, b: Operand, result: Result) -> None:
+    """torch's own matrix product in the type of the operands, the wider where they differ."""
+    out, bias, accumulate = result
+    dtype = torch.promote_types(*(operand.encoding.codec.dtype for operand in (a, b)))
+    left, right = a.matrix().to(dtype), b.matrix().to(dtype).t()
+    # NOTE: functions that write into `out` are left alone by torch.autocast.
+    target = torch.empty_like(out, dtype=dtype) if accumulate or out.dtype != dtype else out
+    if bias is None:
+        torch.mm(left, right, out=target)
+    else:
+        torch.addmm(bias.to(dtype), left, right, out=target)
+    if accumulate:
+        out.add_(target)
+    elif target is not out:
+        out.copy_(target)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
-from te_dist.codecs.base import Codec, Plane
+from te_dist.codecs.base import Codec, Plane, logical_view
 from te_dist.formats import WHOLE, Encoding, Region
 from te_dist.formats.region import Pair
+
+# By side of the quantize ops, the keywords of a direction.
+_KEYWORDS = {way: tuple(f"{way}_{part}" for part in ("tile", "amax", "data", "scale")) for way in ("row", "col")}
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class TiledCodec(Codec):
     def amax_tiles(self) -> tuple[Pair, ...]:
         return (self.tile,)
 
-    @property
+    @cached_property
     def pass_key(self) -> object:
         return replace(self, tile=(0, 0))
 
@@ -29,17 +33,18 @@ class TiledCodec(Codec):
 def plane_arguments(planes: Sequence[Plane], region: Region) -> dict[str, Any]:
     """`row_tile`, `row_amax`, `row_data`, `row_scale` and the same for `col`, as the quantize ops take them."""
     arguments = {}
-    for plane in planes:
-        way = side(plane.encoding)
-        arguments |= {
-            f"{way}_tile": plane.encoding.codec.tile,
-            f"{way}_amax": plane.amax[-1] if plane.amax else None,
-            f"{way}_data": plane.stored[0],
-            f"{way}_scale": plane.field_view(1, region),
-        }
+    for encoding, stored, amax in planes:
+        values = (
+            encoding.codec.tile,
+            amax[-1] if amax else None,
+            stored[0],
+            logical_view(encoding.fields[1], stored[1], region),
+        )
+        arguments.update(zip(_KEYWORDS[side(encoding)], values, strict=True))
     return arguments
 
 
+@lru_cache(maxsize=1024)
 def side(encoding: Encoding) -> str:
     """The side of the quantize ops: "col" where the data is transposed or a scale covers a run of rows, else "row"."""
     data, scale = encoding.fields[:2]

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, Protocol
 
 import torch
 
-from te_dist.formats.region import WHOLE, Pair, Region
+from te_dist.formats.region import WHOLE, Pair, Region, hashed_once
 
 Order = Literal["mk", "km"]
 _AS_GRAIN: Pair = (-1, -1)
@@ -27,7 +27,10 @@ class Direction(Enum):
     ROWWISE = "rowwise"  # contraction runs along K: weight and input of the forward pass
     COLUMNWISE = "columnwise"  # contraction runs along M: weight in dgrad, both operands of wgrad
 
+    __hash__ = object.__hash__  # members are singletons; Enum hashes their names, in Python
 
+
+@hashed_once
 @dataclass(frozen=True)
 class Field:
     """One stored 2-D tensor of a quantized matrix.
@@ -85,14 +88,11 @@ class Field:
 
     def compact_shape(self, region: Region) -> Pair:
         """Stored (outer, inner) extents of the values that touch `region`, without padding."""
-        rows, cols = (len(span) for span in region.blocks(self.grain))
-        outer, inner = (rows, cols) if self.order == "mk" else (cols, rows)
-        return outer, -(-inner // self.pack)
+        return _shapes(self, region)[0]
 
     def shape(self, region: Region) -> Pair:
         """Allocated (outer, inner) extents: `compact_shape` rounded up to `pad`."""
-        outer, inner = self.compact_shape(region)
-        return -(-outer // self.pad[0]) * self.pad[0], -(-inner // self.pad[1]) * self.pad[1]
+        return _shapes(self, region)[1]
 
     def compact_bytes(self, region: Region) -> int:
         """Bytes of the unpadded field: what crosses a wire or goes to disk."""
@@ -100,7 +100,17 @@ class Field:
 
     def is_padded(self, region: Region) -> bool:
         """Whether the allocation of `region` holds padding."""
-        return self.shape(region) != self.compact_shape(region)
+        compact, allocated = _shapes(self, region)
+        return compact != allocated
+
+
+@lru_cache(maxsize=16384)
+def _shapes(field: Field, region: Region) -> tuple[Pair, Pair]:
+    """`Field.compact_shape` and `Field.shape`."""
+    rows, cols = (len(span) for span in region.blocks(field.grain))
+    outer, inner = (rows, cols) if field.order == "mk" else (cols, rows)
+    inner = -(-inner // field.pack)
+    return (outer, inner), (-(-outer // field.pad[0]) * field.pad[0], -(-inner // field.pad[1]) * field.pad[1])
 
 
 class Numerics(Protocol):
@@ -113,6 +123,7 @@ class Numerics(Protocol):
         ...
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Encoding:
     """A self-sufficient representation for one GEMM direction.
@@ -125,7 +136,13 @@ class Encoding:
     codec: Numerics
     fields: tuple[Field, ...]
 
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of the fields."""
+        return tuple(field.name for field in self.fields)
 
+
+@hashed_once
 @dataclass(frozen=True)
 class Format:
     """Up to two encodings of one logical matrix. A hybrid is `Format(a.rowwise, b.columnwise)`."""
@@ -158,13 +175,27 @@ class Format:
         return tuple(direction for direction, encoding in present.items() if encoding is not None)
 
     @cached_property
+    def independent(self) -> tuple[Direction, ...]:
+        """The directions, without one that stores the very fields of another."""
+        same = len(self.directions) == 2 and self.rowwise.fields == self.columnwise.fields
+        return self.directions[:1] if same else self.directions
+
+    @cached_property
     def fields(self) -> tuple[Field, ...]:
         """Distinct fields; one that both directions name is stored once."""
         return tuple({f.name: f for d in self.directions for f in self[d].fields}.values())
 
     def select(self, *directions: Direction) -> Format:
         """The part of this format that serves `directions`."""
-        return Format(**{d.value: self[d] for d in directions})
+        part = self._parts.get(directions)
+        if part is None:
+            part = self._parts[directions] = Format(**{d.value: self[d] for d in directions})
+        return part
+
+    @cached_property
+    def _parts(self) -> dict[tuple[Direction, ...], Format]:
+        """What `select` gave; itself for all that there is."""
+        return {self.directions: self}
 
     @cached_property
     def columnwise_is_derivable(self) -> bool:

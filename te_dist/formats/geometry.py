@@ -7,6 +7,8 @@ a tensor on the tile grid of the region, in logical (row, col) order, one elemen
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +20,20 @@ from te_dist.formats.region import WHOLE, Region, Span
 
 def empty(field: Field, region: Region, *, device: torch.device | str) -> Tensor:
     """An uninitialised stored tensor whose padding, if any, is zero."""
-    make = torch.zeros if field.is_padded(region) else torch.empty
-    return make(field.shape(region), dtype=field.dtype, device=device)
+    (tensor,) = empty_all((field,), region, device=device).values()
+    return tensor
+
+
+def empty_all(fields: tuple[Field, ...], region: Region, *, device: torch.device | str) -> dict[str, Tensor]:
+    """`empty` for each of `fields`, by name."""
+    return {name: make(shape, dtype=dtype, device=device) for name, make, shape, dtype in _allocations(fields, region)}
+
+
+@lru_cache(maxsize=4096)
+def _allocations(fields: tuple[Field, ...], region: Region) -> list[tuple[str, Any, tuple[int, int], torch.dtype]]:
+    """(name, function, shape, dtype) of each."""
+    makers = (torch.zeros if field.is_padded(region) else torch.empty for field in fields)
+    return [(f.name, make, f.shape(region), f.dtype) for f, make in zip(fields, makers, strict=True)]
 
 
 def load(field: Field, stored: Tensor, region: Region) -> Tensor:
@@ -46,6 +60,8 @@ def store(field: Field, values: Tensor, region: Region, out: Tensor | None = Non
 
 def compact(field: Field, stored: Tensor, region: Region) -> Tensor:
     """The wire of a stored tensor: a view without its padding, in stored order."""
+    if not field.is_padded(region):
+        return stored
     outer, inner = field.compact_shape(region)
     return stored[:outer, :inner]
 

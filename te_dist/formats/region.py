@@ -8,9 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, TypeVar
 
 WHOLE = 0  # grain or tile entry: one value covers the entire dimension
 Pair = tuple[int, int]
+_T = TypeVar("_T")
+
+
+def hashed_once(cls: type[_T]) -> type[_T]:
+    """Class decorator of frozen dataclasses that are keys of caches: an instance computes its hash once.
+
+    What is cached in an instance, its hash and cached properties, is not pickled: hashes of strings differ between
+    processes.
+    """
+    compute = cls.__hash__
+    names = tuple(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+
+    def hash_of(self: _T) -> int:
+        found = self.__dict__.get("_hash")
+        if found is None:
+            found = self.__dict__["_hash"] = compute(self)
+        return found
+
+    def state_of(self: _T) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in names}
+
+    cls.__hash__, cls.__getstate__ = hash_of, state_of  # type: ignore[method-assign,attr-defined]
+    return cls
 
 
 @dataclass(frozen=True)
@@ -45,6 +70,7 @@ class Span:
         return self.start <= part.start and part.stop <= self.stop
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Region:
     """A rectangle of the whole matrix. `Region.whole(m, k)` is a matrix that was not cut."""
@@ -53,15 +79,16 @@ class Region:
     cols: Span
 
     @staticmethod
+    @lru_cache(maxsize=4096)
     def whole(m: int, k: int) -> Region:
         return Region(Span(0, m), Span(0, k))
 
-    @property
+    @cached_property
     def shape(self) -> Pair:
         """(rows, cols) of this region."""
         return len(self.rows), len(self.cols)
 
-    @property
+    @cached_property
     def origin(self) -> Pair:
         """(first row, first column) in the whole."""
         return self.rows.start, self.cols.start

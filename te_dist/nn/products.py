@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from te_dist.codecs.gemm import Operand, multiply
+from te_dist.codecs.gemm import READS_ANY_ORDER, Operand, multiply
 from te_dist.formats import Direction
 from te_dist.quantizers import Quantizer
 from te_dist.scaling import delayed
@@ -101,17 +101,21 @@ class _Linear(torch.autograd.Function):
 def operand(storage: QuantizedStorage, direction: Direction) -> Operand:
     """`storage` as a product reads it that sums along `direction`.
 
+    A direction that is absent is read from the other one where that holds the same values: as it is on devices that
+    read either order, from a transposed copy on the others.
+
     Raises:
         RuntimeError: the direction is neither present nor a relayout of the one that is.
     """
     source = direction
-    if direction not in storage.directions:
+    if direction not in storage.format or not storage.has(direction):
         if not storage.format.columnwise_is_derivable:
             raise storage.absent(direction)
-        (source,) = storage.directions  # the same values, laid out the other way
-    encoding = storage.format[source]
-    stored = tuple(storage.buffers[f.name] for f in encoding.fields)
-    return Operand(encoding, stored, storage.region, 1 if direction is ROWWISE else 0)
+        if storage.device.type in READS_ANY_ORDER:
+            (source,) = storage.directions
+        else:
+            storage = storage.with_derived(direction)
+    return Operand(storage.format[source], storage.stored(source), storage.region, 1 if direction is ROWWISE else 0)
 
 
 def _quantized_input(x: Tensor, plan: Plan, directions: tuple[Direction, ...]) -> QuantizedStorage:
@@ -119,7 +123,7 @@ def _quantized_input(x: Tensor, plan: Plan, directions: tuple[Direction, ...]) -
         return plan.input.encode(_padded(x, plan), *directions)
     if x.storage.shape[0] % plan.row_multiple:
         raise ValueError(
-            f"a quantized input of {x.storage.shape[0]} rows does not fit the format of the gradient, which takes "
+            f"a quantized input of {x.storage.shape[0]} rows does not fit the product with the gradient, which takes "
             f"multiples of {plan.row_multiple}; pad it with zeros before quantizing, or pass it unquantized"
         )
     return x.storage

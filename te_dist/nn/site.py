@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from math import lcm
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from te_dist import _torch_private
 from te_dist.codecs import gemm
-from te_dist.context import Autocast, current_autocast, restore_autocast
+from te_dist.context import Autocast, current_autocast
 from te_dist.formats import Direction, Format
 from te_dist.nn.products import Plan, linear
 from te_dist.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, Quantizer
@@ -26,8 +28,26 @@ from te_dist.tensor import QuantizedTensor
 
 ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
 Answers = Mapping[str, Quantizer | DelayedScalingRequest]
-# What surrounded the latest forward pass of a map; beside the modules, since it may hold a process group.
-_latest: WeakKeyDictionary[nn.Module, Autocast] = WeakKeyDictionary()
+
+
+class _Pass(NamedTuple):
+    """A forward pass of a map.
+
+    Attributes:
+        state: what surrounded it.
+        key: what else the plan depends on.
+        plan: how its products were computed; roles that have a history have no quantizer in it.
+        requests: by role, what asked for a history.
+    """
+
+    state: Autocast
+    key: Any = None
+    plan: Plan | None = None
+    requests: Mapping[str, DelayedScalingRequest] = MappingProxyType({})
+
+
+# The latest pass of every map; beside the modules, since it may hold a process group.
+_latest: WeakKeyDictionary[nn.Module, _Pass] = WeakKeyDictionary()
 _WEIGHT_ONLY = Plan(IdentityQuantizer(), IdentityQuantizer(), IdentityQuantizer())
 
 
@@ -97,32 +117,25 @@ class LinearSite(nn.Module):
         A forward pass that torch's own checkpoint runs again, in backward and so outside of `autocast`, is computed as
         the latest one was. `te_dist.checkpoint` restores the very one.
         """
-        state = current_autocast()
-        if state.recipe is None and _torch_private.in_backward():
-            state = _latest.get(self, state)
-        else:
-            _latest[self] = state
+        state, last = current_autocast(), _latest.get(self)
         if state.recipe is None:
-            return None
-        with restore_autocast(state):
-            return self._plan(state.recipe, x, weight)
+            if last is None or last.state.recipe is None:
+                return None
+            if not _torch_private.in_backward():
+                del _latest[self]
+                return None
+            state = last.state
+        key = (x.dtype, weight.device, self.placed)
+        if last is None or last.key != key or last.state != state:
+            last = _latest[self] = self._plan(state, key)
+        return self._with_histories(last, x, weight) if last.requests else last.plan
 
     def prepare(self, recipe: Recipe, device: torch.device) -> Answers:
         """Makes what this map keeps under `recipe` and checks that `device` can compute it; the answers by role."""
         answers = _answers(recipe, self.name)
         if device.type != "meta":
             _check(recipe, (self.name, self.in_features, self.out_features), device.type)
-        requests = {kind: answer for kind, answer in answers.items() if isinstance(answer, DelayedScalingRequest)}
-        if not requests:
-            return answers
-        if self.scaling is None:
-            with torch.inference_mode(False):  # a later step writes into what an evaluation came upon first
-                self.scaling = DelayedScalingState(requests, device=device)
-        if self.scaling.requests != requests:
-            raise ValueError(
-                f"{self.name or 'Linear'} keeps histories for {self.scaling.requests}, the recipe asks for "
-                f"{requests}; use one delayed recipe throughout, or set .scaling to None to start anew"
-            )
+        self._histories(_requests(answers), device)
         return answers
 
     def weight_format(self, recipe: Recipe, weight: Tensor) -> Format:
@@ -142,18 +155,40 @@ class LinearSite(nn.Module):
             )
         return quantizer.format(weight.dtype)
 
-    def _plan(self, recipe: Recipe, x: Tensor, weight: Tensor) -> Plan:
-        answers = self.prepare(recipe, weight.device)
-        quantizers = {kind: answer for kind, answer in answers.items() if isinstance(answer, Quantizer)}
-        records = False
-        if self.scaling is not None and len(quantizers) < len(answers):
-            records = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-            quantizers |= self.scaling.quantizers(current_autocast().amax_reduction_group, records=records)
+    def _plan(self, state: Autocast, key: tuple[torch.dtype, torch.device, Any]) -> _Pass:
+        dtype, device, placed = key
+        answers = self.prepare(state.recipe, device)
+        requests = _requests(answers)
+        quantizers = {kind: None if kind in requests else answer for kind, answer in answers.items()}
+        if placed is not None:
+            quantizers |= {kind: placed(kind, found) for kind, found in quantizers.items() if found is not None}
+        multiple = _row_multiple(state.recipe, self.name, dtype, device.type)
+        return _Pass(state, key, Plan(**quantizers, row_multiple=multiple), requests)
+
+    def _with_histories(self, current: _Pass, x: Tensor, weight: Tensor) -> Plan:
+        """The plan of a pass that uses, and in training moves, the histories of this map."""
+        scaling = self._histories(current.requests, weight.device)
+        records = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        quantizers: dict[str, Any] = scaling.quantizers(current.state.amax_reduction_group, records=records)
         if self.placed is not None:
             quantizers = {kind: self.placed(kind, quantizer) for kind, quantizer in quantizers.items()}
         # What runs again in backward has its histories moved by the end of that backward pass.
         moves = records and not _torch_private.in_backward()
-        return Plan(**quantizers, row_multiple=_row_multiple(recipe, self.name, x.dtype), moves_histories=moves)
+        return replace(current.plan, **quantizers, moves_histories=moves)
+
+    def _histories(self, requests: Mapping[str, DelayedScalingRequest], device: torch.device) -> Any:
+        """The state that keeps what was asked for, made where there is none; None where nothing was."""
+        if not requests:
+            return None
+        if self.scaling is None:
+            with torch.inference_mode(False):  # a later step writes into what an evaluation came upon first
+                self.scaling = DelayedScalingState(requests, device=device)
+        if self.scaling.requests != requests:
+            raise ValueError(
+                f"{self.name or 'Linear'} keeps histories for {self.scaling.requests}, the recipe asks for "
+                f"{requests}; use one delayed recipe throughout, or set .scaling to None to start anew"
+            )
+        return self.scaling
 
 
 def prepare(model: nn.Module, recipe: Recipe) -> None:
@@ -177,11 +212,21 @@ def _answers(recipe: Recipe, name: str) -> Answers:
     return answers
 
 
+def _requests(answers: Answers) -> dict[str, DelayedScalingRequest]:
+    """Those that ask for a history."""
+    return {kind: answer for kind, answer in answers.items() if isinstance(answer, DelayedScalingRequest)}
+
+
 @lru_cache(maxsize=1024)
-def _row_multiple(recipe: Recipe, name: str, dtype: torch.dtype) -> int:
+def _row_multiple(recipe: Recipe, name: str, dtype: torch.dtype, device: str) -> int:
     """See `Plan.row_multiple`."""
-    answers = _answers(recipe, name)
-    return lcm(*(_quantizer(answers[kind]).multiple(0, dtype) for kind in ("input", "grad_output")))
+    quantizers = {kind: _quantizer(answer) for kind, answer in _answers(recipe, name).items()}
+    pair = quantizers["grad_output"], quantizers["input"]
+    multiples = [quantizer.multiple(0, dtype) for quantizer in pair]
+    formats = [quantizer.declare(dtype) for quantizer in pair]
+    if all(COLUMNWISE in format for format in formats):
+        multiples.append(gemm.find(*(format[COLUMNWISE].codec for format in formats), device).multiple)
+    return lcm(*multiples)
 
 
 @lru_cache(maxsize=4096)
@@ -189,17 +234,23 @@ def _check(recipe: Recipe, place: tuple[str, int, int], device: str) -> None:
     """Raises where a map of `place` (name, K, N) cannot be computed by `recipe` on this type of device."""
     name, in_features, out_features = place
     quantizers = {kind: _quantizer(answer) for kind, answer in _answers(recipe, name).items()}
+    multiple = _gemm_multiple(quantizers, device)
     for what, extent, *needs in (
         ("in_features", in_features, ("input", 1), ("weight", 1)),
         ("out_features", out_features, ("grad_output", 1), ("weight", 0)),
     ):
-        multiple = lcm(*(quantizers[kind].multiple(dim, torch.bfloat16) for kind, dim in needs))
-        if extent % multiple:
+        wanted = lcm(multiple, *(quantizers[kind].multiple(dim, torch.bfloat16) for kind, dim in needs))
+        if extent % wanted:
             raise ValueError(
-                f"{name or 'Linear'}: {what}={extent} does not fit {recipe}, which takes multiples of {multiple}; "
-                f"change {what}, or compute this module outside of the recipe"
+                f"{name or 'Linear'}: {what}={extent} does not fit {recipe}, which takes multiples of {wanted} on "
+                f"{device}; change {what}, or compute this module outside of the recipe"
             )
+
+
+def _gemm_multiple(quantizers: Mapping[str, Quantizer], device: str) -> int:
+    """What the features have to be multiples of for the three products; raises where there is no function for one."""
     formats = {kind: quantizer.declare(torch.bfloat16) for kind, quantizer in quantizers.items()}
+    multiple = 1
     for a, b, directions in (
         ("input", "weight", (ROWWISE, ROWWISE)),
         ("grad_output", "weight", (ROWWISE, COLUMNWISE)),
@@ -207,7 +258,9 @@ def _check(recipe: Recipe, place: tuple[str, int, int], device: str) -> None:
     ):
         pair = [(formats[kind], direction) for kind, direction in zip((a, b), directions, strict=True)]
         if all(direction in format for format, direction in pair):
-            gemm.find(*(format[direction].codec for format, direction in pair), device)
+            entry = gemm.find(*(format[direction].codec for format, direction in pair), device)
+            multiple = lcm(multiple, entry.multiple)
+    return multiple
 
 
 def _quantizer(answer: Quantizer | DelayedScalingRequest) -> Quantizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -21,9 +22,15 @@ def tiles_touched(length: int, phase: int, tile: int) -> int:
     return (phase % tile + length - 1) // tile + 1 if length else 0
 
 
-def grid_shape(shape: Sequence[int], phase: Pair, tile: Pair) -> tuple[int, int]:
+def grid_shape(shape: Sequence[int], phase: Sequence[int], tile: Sequence[int]) -> Pair:
     """Extents of the grid of `tile`s over a matrix of `shape`."""
-    return tiles_touched(shape[0], phase[0], tile[0]), tiles_touched(shape[1], phase[1], tile[1])
+    return _grid_shape(*shape, *phase, *tile)
+
+
+@lru_cache(maxsize=4096)
+def _grid_shape(rows: int, cols: int, *place: int) -> Pair:
+    row_phase, col_phase, *tile = place
+    return tiles_touched(rows, row_phase, tile[0]), tiles_touched(cols, col_phase, tile[1])
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
@@ -33,11 +40,12 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
 
 def check_matrix(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype] = HIGH_PRECISION) -> None:
     """A contiguous 2-D tensor of one of `dtypes`."""
+    if tensor.dtype in dtypes and tensor.dim() == 2 and tensor.is_contiguous():
+        return
     check_dtype(name, tensor, dtypes)
     if tensor.dim() != 2:
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, wanted 2 dimensions; flatten the leading ones")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name}: got strides {tensor.stride()}, wanted a contiguous matrix; call .contiguous()")
+    raise ValueError(f"{name}: got strides {tensor.stride()}, wanted a contiguous matrix; call .contiguous()")
 
 
 def check_dtype(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> None:
@@ -47,19 +55,21 @@ def check_dtype(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> Non
 
 
 def check_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
-    if tuple(tensor.shape) != tuple(shape):
+    if tensor.shape != tuple(shape):
         raise ValueError(
             f"{name}: got shape {tuple(tensor.shape)}, wanted {tuple(shape)}; allocate it as its field declares"
         )
 
 
-def check_plane(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
+def check_plane(name: str, tensor: Tensor, dtype: torch.dtype, shape: Pair) -> None:
     """A strided 2-D view in logical (row, col) order."""
-    check_dtype(name, tensor, (dtype,))
-    check_shape(name, tensor, shape)
+    if tensor.dtype is not dtype or tensor.shape != shape:
+        check_dtype(name, tensor, (dtype,))
+        check_shape(name, tensor, shape)
 
 
-def check_output(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
+def check_output(name: str, tensor: Tensor, dtype: torch.dtype, shape: Pair) -> None:
     """A contiguous matrix of exactly this dtype and shape."""
-    check_matrix(name, tensor, (dtype,))
-    check_shape(name, tensor, shape)
+    if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_contiguous():
+        check_matrix(name, tensor, (dtype,))
+        check_shape(name, tensor, shape)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -30,8 +29,7 @@ class Planes(TypedDict, total=False):
     col_scale: Tensor | None
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(NamedTuple):
     """What one direction must look like. `length` is the extent of a tile along the direction it is a run in."""
 
     side: str  # "row" or "col"
@@ -45,24 +43,29 @@ class Wanted:
         return (1, self.tile_length) if self.side == "row" else (self.tile_length, 1)
 
 
+# By side, the keywords of a direction in the order of the schemas.
+KEYS = {side: tuple(f"{side}_{part}" for part in ("tile", "amax", "data", "scale")) for side in ("row", "col")}
+
+
 def check_direction(planes: Planes, wanted: Wanted, x: Tensor, phase: Pair) -> None:
     """Raises ValueError where the buffers of a direction do not fit `x` (rows, cols)."""
-    side = wanted.side
-    data, scale, amax = (planes.get(f"{side}_{part}") for part in ("data", "scale", "amax"))
+    keys = KEYS[wanted.side]
+    tile, amax, data, scale = map(planes.get, keys)
     if data is None:
         return
     if scale is None:
-        raise ValueError(f"{side}_scale: got None beside {side}_data; a direction is written with its scales")
-    tile = planes.get(f"{side}_tile") or (0, 0)
-    check_choice(f"{side}_tile", tuple(tile), (wanted.run, (wanted.tile_length, wanted.tile_length)))
-    check_output(f"{side}_data", data, torch.uint8, wanted.data_shape)
-    scale_tile = tile if wanted.scale_per_tile else wanted.run
-    check_plane(f"{side}_scale", scale, wanted.scale_dtype, grid_shape(x.shape, phase, scale_tile))
+        raise ValueError(f"{keys[3]}: got None beside {keys[2]}; a direction is written with its scales")
+    tile, run = tuple(tile or (0, 0)), wanted.run
+    if tile != run:
+        check_choice(keys[0], tile, (run, (wanted.tile_length, wanted.tile_length)))
+    check_output(keys[2], data, torch.uint8, wanted.data_shape)
+    scale_tile = tile if wanted.scale_per_tile else run
+    check_plane(keys[3], scale, wanted.scale_dtype, grid_shape(x.shape, phase, scale_tile))
     if amax is not None:
-        check_plane(f"{side}_amax", amax, torch.float32, grid_shape(x.shape, phase, tile))
+        check_plane(keys[1], amax, torch.float32, grid_shape(x.shape, phase, tile))
 
 
-def flat(planes: Planes, side: str) -> tuple[list[int], Tensor | None, Tensor | None, Tensor | None]:
+def flat(planes: Planes, side: str) -> tuple[Pair, Tensor | None, Tensor | None, Tensor | None]:
     """(tile, amax, data, scale) of one direction, in the order of the schemas."""
-    tile = planes.get(f"{side}_tile") or (1, 1)
-    return list(tile), planes.get(f"{side}_amax"), planes.get(f"{side}_data"), planes.get(f"{side}_scale")
+    tile, *tensors = map(planes.get, KEYS[side])
+    return tile or (1, 1), *tensors

@@ -7,16 +7,17 @@ process group to agree with, are made where these are known and never put on a r
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from math import lcm
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from te_dist.codecs.gemm import READS_ANY_ORDER
 from te_dist.formats import Direction, Encoding, Format, Region
 from te_dist.tensor import QuantizedStorage, QuantizedTensor, empty, find_amaxes
 
@@ -67,12 +68,23 @@ class Quantizer:
     __call__ = quantize
 
     def encode(self, x: Tensor, *directions: Direction) -> QuantizedStorage:
-        """Quantizes `x` of shape (..., K) in `directions` only (default: the usages), in as few passes as can be."""
-        format = self.declare(x.dtype).select(*directions) if directions else self.format(x.dtype)
+        """Quantizes `x` of shape (..., K) in as few passes as can be.
+
+        Args:
+            directions: those that products will sum along; where a device reads equal values in either order, a
+                columnwise direction that is a relayout of the rowwise one is not written. The usages by default.
+        """
+        format = self.declare(x.dtype) if directions else self.format(x.dtype)
         region = region_of(x.shape)
+        fields = format.fields
+        if directions and format.columnwise_is_derivable and x.device.type in READS_ANY_ORDER:
+            fields = format.canonical.fields
+        elif directions:
+            format = format.select(*directions)
+            fields = format.fields
         for direction in format.directions:
             format[direction].codec.check(region)
-        storage = empty(format, region, dtype=x.dtype, device=x.device)
+        storage = empty(format, region, dtype=x.dtype, device=x.device, fields=fields)
         self.write(x, storage)
         return storage
 
@@ -121,7 +133,7 @@ class Quantizer:
     def multiple(self, dim: int, dtype: torch.dtype, *directions: Direction) -> int:
         """Extents of dimension `dim` (0: rows, 1: columns) that fit: multiples of this. All directions by default."""
         declared = self.declare(dtype)
-        return lcm(*(declared.select(d).alignment(dim) for d in directions or declared.directions))
+        return math.lcm(*(declared.select(d).alignment(dim) for d in directions or declared.directions))
 
 
 @dataclass
@@ -164,8 +176,7 @@ class _StraightThrough(torch.autograd.Function):
 
 def region_of(shape: torch.Size | tuple[int, ...]) -> Region:
     """The whole matrix behind a tensor of this shape: leading dimensions flattened."""
-    *lead, cols = shape
-    return Region.whole(torch.Size(lead).numel(), cols)
+    return Region.whole(math.prod(shape[:-1]), shape[-1])
 
 
 def fp8_name(dtype: Fp8Type) -> str:

@@ -28,16 +28,16 @@ class Float8Quantizer(Quantizer):
     fp8_dtype: Fp8Type = torch.float8_e4m3fn
 
     def declare(self, dtype: torch.dtype) -> Format:
-        return declared(catalog.float8_tensorwise, fp8=fp8_name(self.fp8_dtype))
+        return declared(catalog.float8_tensorwise, fp8=fp8_name(self.fp8_dtype), columnwise="transposed")
 
     def write(self, x: Tensor, storage: QuantizedStorage) -> None:
         matrix = x.detach().reshape(storage.shape).contiguous()
-        encodings = [storage.format[direction] for direction in storage.directions]
-        codec = encodings[0].codec
+        directions = storage.directions
+        codec = storage.format[directions[0]].codec
         if self.amax is not None:
             (found,) = codec.amax(matrix, storage.region)
             torch.maximum(self.amax, found.view_as(self.amax), out=self.amax)
-        planes = [codecs.Plane(e, tuple(storage.buffers[f.name] for f in e.fields)) for e in encodings]
+        planes = [codecs.Plane(storage.format[d], storage.stored(d)) for d in directions]
         codec.encode_scaled(matrix, self.scale, planes)
 
 
@@ -56,5 +56,6 @@ class Float8CurrentScalingQuantizer(AgreeingQuantizer):
     amax_epsilon: float = field(default=0.0, kw_only=True)
 
     def declare(self, dtype: torch.dtype) -> Format:
-        format = declared(catalog.float8_tensorwise, fp8=fp8_name(self.fp8_dtype), pow2=self.force_pow_2_scales)
+        fp8, pow2 = fp8_name(self.fp8_dtype), self.force_pow_2_scales
+        format = declared(catalog.float8_tensorwise, fp8=fp8, pow2=pow2, columnwise="transposed")
         return with_eps(format, self.amax_epsilon)

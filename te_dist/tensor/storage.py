@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from te_dist import codecs
+from te_dist import codecs, ops
 from te_dist.codecs import Amax, Codec
 from te_dist.formats import Direction, Field, Format, Region, geometry
 
 Amaxes = Mapping[Codec, Amax]
+_NO_DIMS: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class QuantizedStorage:
         self.region = region
         self.dtype = dtype
         self.cut = cut
-        self.cut_dims: frozenset[int] = frozenset()
+        self.cut_dims = _NO_DIMS
         self.unsettled: Tensor | None = None
         self.initial: Tensor | None = None
         self.mastered = False
@@ -107,7 +108,9 @@ class QuantizedStorage:
     @property
     def directions(self) -> tuple[Direction, ...]:
         """Directions whose fields are all present."""
-        return tuple(d for d in self.format.directions if self._has(d))
+        if len(self.buffers) == len(self.format.fields):
+            return self.format.directions
+        return tuple(filter(self.has, self.format.directions))
 
     @property
     def fields(self) -> tuple[Field, ...]:
@@ -122,8 +125,13 @@ class QuantizedStorage:
         """Allocated bytes of all buffers, padding included."""
         return sum(b.untyped_storage().nbytes() for b in self.buffers.values())
 
-    def _has(self, direction: Direction) -> bool:
-        return all(f.name in self.buffers for f in self.format[direction].fields)
+    def has(self, direction: Direction) -> bool:
+        """Whether all fields of `direction`, which the format declares, are present."""
+        return all(map(self.buffers.__contains__, self.format[direction].names))
+
+    def stored(self, direction: Direction) -> tuple[Tensor, ...]:
+        """The stored tensors of `direction`, in the order of its fields."""
+        return tuple(map(self.buffers.__getitem__, self.format[direction].names))
 
     # -- directions ---------------------------------------------------------------------------------------------
 
@@ -145,7 +153,7 @@ class QuantizedStorage:
     def derive(self, direction: Direction, out: Mapping[str, Tensor] | None = None) -> None:
         """Adds `direction` as a relayout of the other one, into `out` (stored tensor by field name) where given."""
         other = Direction.COLUMNWISE if direction is Direction.ROWWISE else Direction.ROWWISE
-        if not self.format.columnwise_is_derivable or not self._has(other):
+        if not self.format.columnwise_is_derivable or not self.has(other):
             raise RuntimeError(
                 f"the {direction.value} direction is not present and no relayout of what is: this format quantizes "
                 f"its directions independently. Present: {[d.value for d in self.directions]}; quantize it again"
@@ -153,7 +161,13 @@ class QuantizedStorage:
         for src, dst in zip(self.format[other].fields, self.format[direction].fields, strict=True):
             if dst.name not in self.buffers or out is not None and dst.name in out:
                 target = None if out is None else out.get(dst.name)
-                self.buffers[dst.name] = geometry.relayout(src, dst, self.buffers[src.name], self.region, target)
+                self.buffers[dst.name] = _relaid(src, dst, self.buffers[src.name], self.region, target)
+
+    def with_derived(self, direction: Direction) -> QuantizedStorage:
+        """The same buffers with `direction` added by `derive`; this storage is left as it is."""
+        both = QuantizedStorage(self.format, dict(self.buffers), self.region, dtype=self.dtype)
+        both.derive(direction)
+        return both
 
     def blank(self, format: Format) -> QuantizedStorage:
         """Uninitialised buffers in `format` for the values this stands for."""
@@ -162,9 +176,8 @@ class QuantizedStorage:
     def select(self, *directions: Direction) -> QuantizedStorage:
         """The same buffers, seen as a format of `directions` only."""
         part = self.format.select(*directions)
-        return QuantizedStorage(
-            part, {f.name: self.buffers[f.name] for f in part.fields}, self.region, dtype=self.dtype
-        )
+        buffers = {name: self.buffers[name] for d in directions for name in part[d].names}
+        return QuantizedStorage(part, buffers, self.region, dtype=self.dtype)
 
     # -- values -------------------------------------------------------------------------------------------------
 
@@ -175,11 +188,11 @@ class QuantizedStorage:
             amaxes: by codec, the amax grids to use instead of those of `x`: what ranks have agreed on.
         """
         matrix = _as_matrix(x, self.shape)
-        planes = []
-        for direction in self._independent_directions():
-            encoding = self.format[direction]
-            stored = tuple(self.buffers[f.name] for f in encoding.fields)
-            planes.append(codecs.Plane(encoding, stored, (amaxes or {}).get(encoding.codec)))
+        encodings = {d: self.format[d] for d in self.format.independent if self.has(d)}
+        planes = [
+            codecs.Plane(encoding, self.stored(d), amaxes.get(encoding.codec) if amaxes else None)
+            for d, encoding in encodings.items()
+        ]
         codecs.encode(matrix, self.region, planes)
         if x is not self.unsettled:  # to agree on scales is to write the same values once more
             self.initial, self.mastered = None, False
@@ -187,16 +200,12 @@ class QuantizedStorage:
 
     def may_share_scales(self) -> bool:
         """Whether other shards can hold a part of a tile that this one holds a part of."""
+        if self.cut is None and not self.cut_dims:
+            return False
         tiles = (tile for d in self.format.directions for tile in self.format[d].codec.amax_tiles)
         # NOTE: a shard of all rows counts as cut: other ranks hold shards without rows, and must not settle alone.
         dims = self.cut_dims if self.cut is None else self.cut_dims | {0}
         return any(tile[dim] != 1 for tile in tiles for dim in dims)
-
-    def _independent_directions(self) -> tuple[Direction, ...]:
-        """Present directions, without one that stores the very fields of another."""
-        present = self.directions
-        same = len(present) == 2 and self.format.rowwise.fields == self.format.columnwise.fields
-        return present[:1] if same else present
 
     def dequantize(self, dtype: torch.dtype | None = None, direction: Direction | None = None) -> Tensor:
         """Values (rows, cols) in `dtype` (default: the nominal one), from `direction` (default: rowwise if present)."""
@@ -215,9 +224,7 @@ class QuantizedStorage:
             direction = present[0]  # the same values, laid out the other way
         encoding = self.format[direction]
         out = torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
-        getattr(encoding.codec, how)(
-            [self.buffers[f.name] for f in encoding.fields], encoding.fields, self.region, out=out
-        )
+        getattr(encoding.codec, how)(self.stored(direction), encoding.fields, self.region, out=out)
         return out
 
     def absent(self, direction: Direction) -> RuntimeError:
@@ -341,7 +348,7 @@ def empty(
     format: Format, region: Region, *, dtype: torch.dtype, device: torch.device | str, fields: Iterable[Field] = ()
 ) -> QuantizedStorage:
     """Uninitialised buffers (padding zero) for `fields` of `format`; for all of them where none are named."""
-    buffers = {f.name: geometry.empty(f, region, device=device) for f in fields or format.fields}
+    buffers = geometry.empty_all(tuple(fields) or format.fields, region, device=device)
     return QuantizedStorage(format, buffers, region, dtype=dtype)
 
 
@@ -365,6 +372,17 @@ def quantize(
     storage = empty(format, region, dtype=x.dtype, device=x.device)
     storage.quantize_(x, amaxes)
     return storage
+
+
+def _relaid(src: Field, dst: Field, stored: Tensor, region: Region, out: Tensor | None) -> Tensor:
+    """`geometry.relayout`, by the compiled kernel where it is a transpose of whole matrices."""
+    turns = src.order != dst.order and src.bits == dst.bits and src.grain == src.tile == dst.grain == dst.tile
+    padded = src.is_padded(region) or dst.is_padded(region)
+    if not turns or padded or src.pack > 1 and any(extent % src.pack for extent in region.shape):
+        return geometry.relayout(src, dst, stored, region, out)
+    out = geometry.empty(dst, region, device=stored.device) if out is None else out
+    ops.transpose(stored, bits=src.bits, out=out)
+    return out
 
 
 def find_amaxes(x: Tensor, format: Format, region: Region) -> dict[Codec, Amax]:

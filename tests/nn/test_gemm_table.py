@@ -59,7 +59,24 @@ def test_different_transforms_are_refused() -> None:
 
 def test_a_pair_has_one_function() -> None:
     with pytest.raises(ValueError, match="implemented twice"):
-        gemm.implements([(Block, Block)], "cpu")(lambda a, b, dtype, bias: None)
+        gemm.implements([(Block, Block)], "cpu")(lambda a, b, result: None)
+
+
+def test_a_product_may_be_added_to_what_is_there() -> None:
+    a, b = (quantize(torch.randn(16, 32), FORMATS["mxfp8_1d"]).storage for _ in range(2))
+    pair = operand(a, Direction.ROWWISE), operand(b, Direction.ROWWISE)
+    product, there = gemm.multiply(*pair, dtype=torch.float32), torch.randn(16, 16)
+    out = there.clone()
+    assert gemm.multiply(*pair, dtype=torch.float32, out=out, accumulate=True) is out
+    assert torch.equal(out, there + product)
+
+
+def test_extents_that_a_function_does_not_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = (Block, Block, "cpu")
+    monkeypatch.setitem(gemm._TABLE, key, gemm.Entry(gemm._TABLE[key].gemm, 16))
+    a, b = (quantize(torch.randn(20, 32), FORMATS["float8_block_1d"]).storage for _ in range(2))
+    with pytest.raises(ValueError, match="20 x 32 by 32 x 20 .* multiples of 16 .* pad with zeros"):
+        gemm.multiply(operand(a, Direction.ROWWISE), operand(b, Direction.ROWWISE), dtype=torch.float32)
 
 
 def test_extents_must_agree() -> None:

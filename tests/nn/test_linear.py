@@ -12,6 +12,7 @@ from torch import Tensor
 
 import te_dist as te
 from te_dist import recipe
+from te_dist.codecs import Tensorwise, gemm
 from te_dist.formats import Direction, Region
 from te_dist.fsdp2 import QuantizedParameter
 from te_dist.recipe import Recipe
@@ -385,6 +386,19 @@ def test_features_that_do_not_fit_are_refused_when_the_module_is_made() -> None:
     plain = te.Linear(63, 64)
     with te.autocast(recipe=recipe.NVFP4BlockScaling()), pytest.raises(ValueError, match="in_features=63"):
         plain(normal(4, 63))
+
+
+def test_features_that_do_not_fit_the_products_of_a_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = (Tensorwise, Tensorwise, "cpu")
+    monkeypatch.setitem(gemm._TABLE, pair, gemm.Entry(gemm._TABLE[pair].gemm, 16))
+    made_by = recipe.Float8CurrentScaling(amax_epsilon=2.0**-20)
+    with te.autocast(recipe=made_by):
+        with pytest.raises(ValueError, match="head: out_features=40 does not fit .* multiples of 16 on cpu"):
+            te.Linear(64, 40, name="head")(normal(3, 64))
+        module = te.Linear(64, 48, name="body")
+        out = module(normal(3, 64))
+    out.sum().backward()
+    assert out.shape == (3, 48)
 
 
 def test_transforms_that_do_not_match_are_refused_when_the_module_is_made() -> None:

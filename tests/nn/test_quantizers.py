@@ -165,3 +165,10 @@ def test_row_scaled_inputs_have_an_amax_per_row() -> None:
     assert tensor.row_amax.shape == (32, 1)
     assert tensor.col_amax.shape == (1, 1)
     assert recipe.NVFP4BlockScaling(row_scaled_activation=True)
+
+
+def test_what_products_read_in_either_order_is_written_once() -> None:
+    x, quantizer = torch.randn(32, 64), te.Float8CurrentScalingQuantizer()
+    for directions in (tuple(Direction), (Direction.ROWWISE,), (Direction.COLUMNWISE,)):
+        assert list(quantizer.encode(x, *directions).buffers) == ["qdata", "scale_inv"]
+    assert list(quantizer(x).storage.buffers) == ["qdata", "scale_inv", "qdata_t"]

@@ -16,7 +16,7 @@ from te_dist.scaling.history import DelayedScalingRequest
 from tests.nn.recipes import CASES, mxfp8_forward_nvfp4_backward
 
 STATELESS = [
-    (recipe.Float8CurrentScaling(), ("float8_tensorwise", "float8_tensorwise")),
+    (recipe.Float8CurrentScaling(), ("float8_tensorwise_tn", "float8_tensorwise_tn")),
     (recipe.Float8BlockScaling(), ("float8_block_1d", "float8_block_2d", "float8_block_1d")),
     (recipe.MXFP8BlockScaling(), ("mxfp8_1d", "mxfp8_1d", "mxfp8_1d")),
     (recipe.MXFP8BlockScaling(enable_2d_quantization=True), ("mxfp8_1d", "mxfp8_2d", "mxfp8_1d")),

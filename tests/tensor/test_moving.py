@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from te_dist.catalog import FORMATS
-from te_dist.formats import Direction
-from te_dist.tensor import QuantizedTensor, quantize
+from te_dist.formats import Direction, geometry
+from te_dist.tensor import QuantizedStorage, QuantizedTensor, quantize
 from te_dist.testing import assert_bitwise
 from tests.tensor.samples import NAMES, SHAPE, assert_same_bytes, sample, signed, values
 
@@ -175,3 +175,22 @@ def test_a_copy_that_would_leave_a_direction_behind_is_refused() -> None:
     source.update_usage(columnwise_usage=False)
     with pytest.raises(RuntimeError, match="no columnwise direction"):
         target.copy_(source)
+
+
+@pytest.mark.parametrize("shape", [(48, 160), (33, 65), (128, 256), (0, 64), (7, 130)])
+@every_format
+def test_derived_directions_are_relayouts(name: str, shape: tuple[int, int]) -> None:
+    format = FORMATS[name]
+    if not format.columnwise_is_derivable or any(n % format.alignment(d) for d, n in enumerate(shape)):
+        pytest.skip("its columns are values of their own, or it cannot hold this shape")
+    if any(f.pack > 1 for f in format.columnwise.fields) and shape[0] % 2:
+        pytest.skip("two rows share a byte")
+    storage = quantize(torch.randn(shape), format).storage
+    rowwise = QuantizedStorage(
+        format, {f.name: storage.buffers[f.name] for f in format.rowwise.fields}, storage.region, dtype=storage.dtype
+    )
+    both = rowwise.with_derived(Direction.COLUMNWISE)
+    assert rowwise.directions == (Direction.ROWWISE,) or len(format.fields) == len(format.rowwise.fields)
+    for src, dst in zip(format.rowwise.fields, format.columnwise.fields, strict=True):
+        want = geometry.relayout(src, dst, storage.buffers[src.name], storage.region)
+        assert_bitwise(both.buffers[dst.name], want, dst.name)

@@ -103,6 +103,13 @@ def test_hooks_on_saved_tensors_see_one_tensor(name: str) -> None:
     assert_bitwise(x.grad, tensor.dequantize(), "gradient")
 
 
+def test_a_pickled_format_carries_no_hash_of_this_process() -> None:
+    format = FORMATS["hybrid_mxfp8_nvfp4"]
+    hash(format), format.directions
+    state = pickle.loads(pickle.dumps(format)).__dict__
+    assert set(state) == {"rowwise", "columnwise"}
+
+
 def scaled(tensor: QuantizedTensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A view of the argument and a product of its values."""
     return tensor.view(2, -1, tensor.shape[-1]), tensor * factor
