@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
+from te_dist.fsdp2.ahead import prepare_kernels
 from te_dist.fsdp2.parameter import QuantizedParameter, Wrap
 from te_dist.scaling.agreement import quantize_parts
 from te_dist.tensor import Cut, QuantizedTensor, placement
@@ -29,6 +30,8 @@ def fully_shard(
 ) -> FSDPModule:
     """torch's `fully_shard`; quantized parameters are gathered in their format, with the fewest bytes each pass needs.
 
+    On GPUs it compiles first what the module launches, so that no rank waits in a collective for another's compiler.
+
     Args:
         module: as in torch, or a list of modules that make one unit; parameters that an inner `fully_shard` took are
             left to it.
@@ -41,6 +44,7 @@ def fully_shard(
 
     Raises:
         ValueError: a parameter cannot be cut over this mesh; on every rank alike, before any collective.
+        CompilerError: a kernel has to be compiled and there is no compiler.
     """
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise ValueError(
@@ -53,6 +57,10 @@ def fully_shard(
         raise ValueError("shard_placement_fn: quantized parameters are sharded by rows; leave it out for this module")
     for name, param in taken:
         _check_cuts(name, param, mesh)
+    if mesh.device_type == "cuda":
+        policy = kwargs.get("mp_policy")
+        for each in modules:
+            prepare_kernels(each, mesh=mesh, dtype=None if policy is None else policy.param_dtype)
     torch_fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **kwargs)
     wrap = Wrap(weakref.ref(modules[0]), recompute)
     for each in modules:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from te_dist.context import current_model_init
 from te_dist.formats import Region
 from te_dist.fsdp2.parameter import QuantizedParameter
+from te_dist.nn import rehearsal
 from te_dist.nn.options import InitMethod
 from te_dist.nn.site import LinearSite
 from te_dist.tensor import storage as storages
@@ -59,6 +60,10 @@ class QuantizedModule(nn.Module):
                 if isinstance(local, QuantizedParameter) and local.keep_initial:
                     local.storage.initial = values.cpu().view(local.storage.shape)
 
+    def rehearse(self, dtype: torch.dtype | None) -> None:
+        """See `rehearsal.rehearse`."""
+        rehearsal.rehearse(self, dtype)
+
     def _add_linear(self, site: LinearSite, names: tuple[str, str | None], init_method: InitMethod | None) -> None:
         """Registers the parameters of a linear map under `names` (weight, bias)."""
         weight, bias = names
@@ -89,6 +94,7 @@ def weight_of(site: LinearSite, plain: Tensor) -> nn.Parameter:
     init = current_model_init()
     if init.recipe is None:
         return nn.Parameter(plain)
+    rehearsal.expect(site, init.recipe)
     format, region = site.weight_format(init.recipe, plain), Region.whole(*plain.shape)
     storage = storages.empty(format, region, dtype=plain.dtype, device=plain.device, fields=format.canonical.fields)
     if not plain.is_meta:

@@ -19,6 +19,9 @@ from te_dist import _torch_private
 from te_dist.codecs import gemm
 from te_dist.context import Autocast, current_autocast
 from te_dist.formats import Direction, Format
+from te_dist.fsdp2.ahead import prepare_kernels
+from te_dist.kernels.runtime import is_recording
+from te_dist.nn import rehearsal
 from te_dist.nn.products import Plan, linear
 from te_dist.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, Quantizer
 from te_dist.recipe import QuantizerRole, Recipe
@@ -97,12 +100,12 @@ class LinearSite(nn.Module):
                 f"takes {weight.shape[-1]}"
             )
         kind = weight.device.type
-        if kind == "meta":
+        if kind == "meta" and not is_recording():
             raise ValueError(
                 f"{self.name or 'Linear'}: the weight is on the meta device and has no values; call "
                 "te_dist.fsdp2.materialize(model, device=..., seed=...) first"
             )
-        if torch.is_autocast_enabled(kind) and not isinstance(x, QuantizedTensor):
+        if kind != "meta" and torch.is_autocast_enabled(kind) and not isinstance(x, QuantizedTensor):
             x = x.to(torch.get_autocast_dtype(kind))
         plan = self.plan(x, weight)
         if plan is not None:
@@ -195,11 +198,16 @@ def prepare(model: nn.Module, recipe: Recipe) -> None:
     """Makes what the modules of `model` keep under `recipe` (histories of delayed scaling) before their first pass.
 
     Modules made in `quantized_model_init` with that recipe have it. Others need this before a checkpoint is loaded.
+    For a model on a GPU, compiles the kernels of its passes; `fsdp2.fully_shard` does that for the modules it wraps,
+    by the recipe of `quantized_model_init` or that of an earlier `prepare`.
     """
     for module in model.modules():
         sites = {name: site for name, site in module.named_children() if isinstance(site, LinearSite)}
         for site in sites.values():
             site.prepare(recipe, next(module.parameters(recurse=False)).device)
+            rehearsal.expect(site, recipe)
+    if any(param.is_cuda for param in model.parameters()):
+        prepare_kernels(model)
 
 
 @lru_cache(maxsize=1024)

@@ -1,0 +1,68 @@
+"""Kernels of a model, compiled when it is wrapped. See [Note: Kernels ahead of time]."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from te_dist.formats import Region
+from te_dist.fsdp2.parameter import QuantizedParameter
+from te_dist.kernels.runtime import prepare, recording
+from te_dist.kernels.spec import Spec
+from te_dist.tensor import Cut, QuantizedStorage, empty, find_amaxes
+from te_dist.tensor.placement import local_tensor
+
+
+def prepare_kernels(module: nn.Module, *, mesh: DeviceMesh | None = None, dtype: torch.dtype | None = None) -> None:
+    """Compiles and loads what `kernels_of` lists, on the current CUDA device.
+
+    Raises:
+        CompilerError: a kernel has to be compiled and there is no compiler.
+        RuntimeError: there are no kernels for the device.
+    """
+    prepare(kernels_of(module, mesh=mesh, dtype=dtype), torch.cuda.current_device())
+
+
+def kernels_of(
+    module: nn.Module, *, mesh: DeviceMesh | None = None, dtype: torch.dtype | None = None
+) -> tuple[Spec, ...]:
+    """What `module` launches on a GPU in training: passes of its modules, and quantization of its weights.
+
+    Modules that have a method `rehearse(dtype)` take part. Those inside of FSDP2 units did when these were wrapped.
+
+    Args:
+        mesh: as for `fully_shard`, which has yet to cut the weights; None for weights as they are.
+        dtype: of activations, where it is not that of the parameters.
+    """
+    wrapped = {inner for unit in module.modules() if isinstance(unit, FSDPModule) for inner in unit.modules()}
+    with recording() as specs, torch.no_grad():
+        for each in module.modules():
+            if each in wrapped:
+                continue
+            if hasattr(each, "rehearse"):
+                each.rehearse(dtype)
+            for param in each.parameters(recurse=False):
+                if isinstance(local_tensor(param), QuantizedParameter):
+                    _rehearse_weight(local_tensor(param), mesh)
+    return tuple(dict.fromkeys(specs))
+
+
+def _rehearse_weight(weight: QuantizedParameter, mesh: DeviceMesh | None) -> None:
+    """The whole is quantized to initialize it, its shard by the optimizer, from masters that were decoded at first."""
+    whole = _on_meta(weight.storage, weight.storage.region)
+    whole.quantize_(torch.empty(whole.shape, dtype=weight.dtype, device="meta"))
+    region = whole.region
+    if mesh is not None:
+        last = mesh.ndim - 1
+        region = Cut(region, weight.shape).parts(mesh.size(last))[mesh.get_local_rank(last)]
+    shard = _on_meta(weight.storage, region)
+    masters: Tensor = shard.dequantize(torch.float32)
+    shard.quantize_(masters)
+    shard.quantize_(masters, find_amaxes(masters, shard.format, region))
+
+
+def _on_meta(storage: QuantizedStorage, region: Region) -> QuantizedStorage:
+    fields = storage.format.canonical.fields
+    return empty(storage.format, region, dtype=storage.dtype, device="meta", fields=fields)

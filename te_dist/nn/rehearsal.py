@@ -1,0 +1,65 @@
+"""One pass of a module on meta tensors, for the kernels it would launch. See [Note: Kernels ahead of time]."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from te_dist._torch_private import tree_leaves
+from te_dist.context import autocast
+from te_dist.recipe import Recipe
+from te_dist.tensor import QuantizedTensor, empty
+from te_dist.tensor.placement import local_tensor
+
+ROWS = 4096  # of the input; kernels depend on whether there are many, and whether their number is aligned
+
+# The recipe that a linear map was made for; beside the modules, since it may hold a function that cannot be pickled.
+_recipes: WeakKeyDictionary[nn.Module, Recipe] = WeakKeyDictionary()
+
+
+def expect(site: nn.Module, recipe: Recipe) -> None:
+    """Notes that a linear map is going to be computed by `recipe`."""
+    _recipes[site] = recipe
+
+
+def rehearse(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """Runs forward and backward of `module` by the recipe its maps expect; nothing where they expect none.
+
+    Args:
+        module: of linear maps, its first weight taking the input.
+        dtype: of activations and of plain parameters; None leaves those of the parameters.
+    """
+    recipe = next((_recipes[site] for site in module.children() if site in _recipes), None)
+    if recipe is None:
+        return
+    held = (*module.named_parameters(), *module.named_buffers())
+    tensors = {f"module.{name}": _on_meta(tensor, dtype) for name, tensor in held}
+    weight = next(tensor for tensor in tensors.values() if tensor.dim() > 1)
+    x = torch.empty(ROWS, weight.shape[-1], dtype=dtype or weight.dtype, device="meta", requires_grad=True)
+    with autocast(recipe=recipe), torch.enable_grad():
+        torch.func.functional_call(_Pass(module), tensors, (x,))
+
+
+class _Pass(nn.Module):
+    """Forward and backward of a module, without its hooks, which may communicate."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> None:
+        outputs = [out for out in tree_leaves(self.module.forward(x)) if isinstance(out, Tensor) and out.requires_grad]
+        torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
+
+
+def _on_meta(tensor: Tensor, dtype: torch.dtype | None) -> Any:
+    local = local_tensor(tensor)
+    if isinstance(local, QuantizedTensor):
+        fields = local.format.canonical.fields
+        storage = empty(local.format, local.storage.region, dtype=dtype or local.dtype, device="meta", fields=fields)
+        return local.like(storage, local.shape).detach().requires_grad_(tensor.requires_grad)
+    wanted = dtype if isinstance(tensor, nn.Parameter) else None
+    return torch.empty_like(local, dtype=wanted, device="meta").requires_grad_(tensor.requires_grad)

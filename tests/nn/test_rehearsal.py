@@ -1,0 +1,145 @@
+"""Kernels of a model are known before it runs: a rehearsal notes what a step launches, and leaves no trace."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import te_dist as te
+from te_dist import kernels, recipe
+from te_dist._torch_private import TorchDispatchMode, tree_map_only
+from te_dist.fsdp2.ahead import kernels_of
+from te_dist.kernels import movement, runtime
+from te_dist.kernels.cache import Compiled
+from te_dist.nn import rehearsal
+
+RECIPES = [
+    recipe.DelayedScaling(),
+    recipe.Float8CurrentScaling(),
+    recipe.Float8BlockScaling(),
+    recipe.MXFP8BlockScaling(),
+    recipe.NVFP4BlockScaling(),
+]
+ROWS = 128
+
+
+def made(model_recipe: recipe.Recipe, *, quantized: bool) -> nn.Module:
+    options = dict(params_dtype=torch.bfloat16)
+    with te.quantized_model_init(quantized, recipe=model_recipe):
+        model = nn.Sequential(
+            te.LayerNormLinear(128, 256, **options),
+            te.Linear(256, 128, bias=False, **options),
+            te.LayerNormMLP(128, 256, activation="swiglu", normalization="RMSNorm", **options),
+        )
+    if not quantized:
+        te.prepare(model, model_recipe)
+    return model
+
+
+class Launches(TorchDispatchMode):
+    """Notes which kernels the ops that run on the CPU would launch on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.specs: list = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "te_dist":
+            with runtime.recording() as specs:
+                getattr(kernels, func.name().removeprefix("te_dist::"))(
+                    *tree_map_only(torch.Tensor, lambda t: t.to("meta"), args)
+                )
+            self.specs += specs
+        return func(*args, **(kwargs or {}))
+
+
+def step(model: nn.Module, model_recipe: recipe.Recipe) -> None:
+    x = torch.randn(ROWS, 128, dtype=torch.bfloat16, requires_grad=True)
+    with te.autocast(recipe=model_recipe):
+        out = model(x)
+    out.float().square().mean().backward()
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("model_recipe", RECIPES, ids=lambda r: type(r).__name__)
+def test_a_rehearsal_notes_what_a_step_launches(model_recipe, quantized, monkeypatch):
+    monkeypatch.setattr(rehearsal, "ROWS", ROWS)
+    model = made(model_recipe, quantized=quantized)
+    optimizer = te.optim.FusedAdam(model.parameters())
+    with Launches() as launches:
+        for _ in range(2):
+            step(model, model_recipe)
+            optimizer.step()
+            optimizer.zero_grad()
+    launched = {spec.template for spec in launches.specs}
+    assert launched
+    assert launched <= {spec.template for spec in kernels_of(model)}
+
+
+def test_a_rehearsal_leaves_no_trace():
+    model = made(recipe.DelayedScaling(), quantized=True)
+    step(model, recipe.DelayedScaling())
+    for param in model.parameters():
+        param.grad = None
+    model[1].register_forward_pre_hook(lambda *_: pytest.fail("a hook ran, which may communicate"))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    assert kernels_of(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.cpu().float(), before[name].float()), name
+    assert all(param.grad is None and param.device.type == "cpu" for param in model.parameters())
+
+
+def test_modules_without_a_recipe_have_no_kernels():
+    assert kernels_of(nn.Sequential(te.Linear(128, 128), nn.Linear(128, 128))) == ()
+
+
+def test_activations_may_have_another_dtype():
+    model = made(recipe.Float8BlockScaling(), quantized=True)
+    assert any("Plain<Float16>" in spec.template for spec in kernels_of(model, dtype=torch.float16))
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Two GPUs that take any kernel; the list of what was compiled."""
+    compiled = []
+
+    def compile_for(spec, arch):
+        compiled.append(spec)
+        return Compiled(b"", 0, 0)
+
+    monkeypatch.setattr(runtime, "_loaded", {})
+    monkeypatch.setattr(runtime, "compiled", compile_for)
+    monkeypatch.setattr(runtime, "arch_of", lambda device: "sm_90a")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(
+        runtime._C.cuda, "Kernel", lambda *_, **__: SimpleNamespace(load=lambda device: None, launch=None)
+    )
+    return compiled
+
+
+SPECS = [movement.copies(width) for width in (1, 2, 4, 8)]
+
+
+def test_nothing_is_compiled_twice(gpus):
+    runtime.prepare(SPECS + SPECS, 0)
+    runtime.prepare(SPECS, 0)
+    assert sorted(spec.template for spec in gpus) == [spec.template for spec in SPECS]
+
+
+def test_ranks_of_a_host_begin_at_different_places(gpus, monkeypatch):
+    monkeypatch.setattr(runtime.os, "cpu_count", lambda: 1)  # one thread: in order
+    runtime.prepare(SPECS, 0)
+    runtime.prepare(SPECS, 1)
+    assert gpus == [*SPECS, *SPECS[2:], *SPECS[:2]]
+
+
+def test_capture_of_what_is_not_loaded_is_refused(gpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"Assemble<1> would be loaded under CUDA graph capture.*te_dist.prepare"):
+        runtime._load(SPECS[0], 0)
