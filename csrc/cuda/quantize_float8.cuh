@@ -2,24 +2,35 @@
 #pragma once
 
 #include "common/codes.cuh"
+#include "common/overlap.cuh"
 #include "common/source.cuh"
 
 namespace te_dist::cuda {
+
+// Where the multiplier of a whole tensor comes from: it is known, or follows from the largest of some amaxes.
+struct TensorScale {
+  const float* multiplier;  // null where it is not known
+  const float* amaxes;      // written by the kernel in front
+  int64_t count;
+  float* amax;  // beside a known one: raised to the largest magnitude where it is not null
+};
 
 // kLoad, kRowStore, kColStore: bytes that can be read and written at a time.
 template <class Source, class Code, Share kRow, Share kCol, int kLoad, int kRowStore, int kColStore>
 struct QuantizeFloat8 {
   using Element = typename Source::Element;
   static constexpr int kThreads = kPanelThreads;
-  static constexpr int kBlocks = Element::kPerWord == 2 && kLoad >= 8 ? 3 : 2;
+  static constexpr int kBlocks = Element::kPerWord == 2 && kLoad >= 8 ? 4 : 2;
   static constexpr bool kHasRow = kRow != Share::kAbsent, kHasCol = kCol != Share::kAbsent;
+  static constexpr bool kIsTensor = kRow == Share::kTensor || kCol == Share::kTensor;
   static constexpr bool kHasSquare = kRow == Share::kSquare || kCol == Share::kSquare;
 
   struct Params {
     typename Source::Params source;
     Extents extents;
     Phase phase;
-    const float* tensor_scale;  // multiplier of kTensor
+    const uint32_t* noop;
+    TensorScale tensor;  // of kTensor
     float eps;
     int32_t pow2;
     BlockOutput<float> row;  // data (rows, cols)
@@ -29,7 +40,7 @@ struct QuantizeFloat8 {
   struct Shared {
     float partial[kWarps][kPanel];       // amax of the columns in the rows of each warp
     float multiplier[kPanel];            // of the columns
-    float square[kWarps];                // amax of each warp
+    float of_warps[kWarps];              // amax of each warp
     alignas(16) uint8_t transposed[kHasCol ? kPanel * kPanel : 1];
   };
 
@@ -40,48 +51,53 @@ struct QuantizeFloat8 {
   Shared& shared;
   Patch<Element> patch;
 
-  TE_DIST_DEVICE FloatScaleRule rule() const {
-    return {float_of(Code::kClamp), p.eps, Element::kMaxFinite, p.pow2 != 0};
+  TE_DIST_DEVICE FloatScaleRule rule(float value_for_inf) const {
+    return {float_of(Code::kClamp), p.eps, value_for_inf, p.pow2 != 0};
   }
 
   // Multiplier of a tile from its amax, found or given; one thread stores the inverse.
   TE_DIST_DEVICE float scale(const BlockOutput<float>& output, float amax, int64_t row, int64_t col, bool writes) const {
     if (output.amax.data) amax = output.amax.at(row, col);
-    const float multiplier = scale_from_amax(amax, rule());
+    const float multiplier = scale_from_amax(amax, rule(Element::kMaxFinite));
     if (writes) output.scale.at(row, col) = 1.0f / multiplier;
     return multiplier;
   }
 
-  // Puts what other warps need to know of the amaxes of columns and of the square into shared memory.
-  TE_DIST_DEVICE void share_amaxes() {
-    if constexpr (kCol == Share::kRun) {
-      uint32_t columns[Patch<Element>::kWords];
-      patch.col_amax(columns);
+  // Puts the amaxes of the columns in the rows of each warp into shared memory.
+  TE_DIST_DEVICE void share_column_amaxes() {
+    uint32_t columns[Patch<Element>::kWords];
+    patch.col_amax(columns);
 #pragma unroll
-      for (int w = 0; w < Patch<Element>::kWords; ++w) {
-        columns[w] = Element::raise(columns[w], __shfl_xor_sync(kFullWarp, columns[w], 1));
-      }
-      if ((threadIdx.x & 1) == 0) {
-        float* target = &shared.partial[threadIdx.x / 32][place.local_col];
-#pragma unroll
-        for (int j = 0; j < kPatch; ++j) {
-          target[j] = Element::value(columns[j / Element::kPerWord], j % Element::kPerWord);
-        }
-      }
+    for (int w = 0; w < Patch<Element>::kWords; ++w) {
+      columns[w] = Element::raise(columns[w], __shfl_xor_sync(kFullWarp, columns[w], 1));
     }
-    if constexpr (kHasSquare) {
-      float amax = patch.amax();
+    if ((threadIdx.x & 1) == 0) {
+      float* target = &shared.partial[threadIdx.x / 32][place.local_col];
 #pragma unroll
-      for (int mask = 16; mask > 0; mask /= 2) amax = larger_of_lanes(amax, mask);
-      if (threadIdx.x % 32 == 0) shared.square[threadIdx.x / 32] = amax;
+      for (int j = 0; j < kPatch; ++j) {
+        target[j] = Element::value(columns[j / Element::kPerWord], j % Element::kPerWord);
+      }
     }
   }
 
-  TE_DIST_DEVICE float square_scale(const BlockOutput<float>& output) const {
-    float amax = shared.square[0];
-#pragma unroll
-    for (int w = 1; w < kWarps; ++w) amax = fmaxf(amax, shared.square[w]);
+  TE_DIST_DEVICE float square_scale(const BlockOutput<float>& output, float amax) const {
     return scale(output, amax, place.panel_row, place.panel_col, threadIdx.x == 0);
+  }
+
+  // Amaxes come late: the matrix, which the kernel in front does not write, is read meanwhile.
+  TE_DIST_DEVICE float tensor_scale() {
+    if (p.tensor.multiplier) return *p.tensor.multiplier;
+    wait_for_previous();
+    if (p.tensor.count == 1) return scale_from_amax(*p.tensor.amaxes, rule(kFloatMax));
+    float amax = 0.0f;
+    for (int i = threadIdx.x; i < p.tensor.count; i += kThreads) amax = fmaxf(amax, __ldcg(p.tensor.amaxes + i));
+    return scale_from_amax(largest_of_block(amax, shared.of_warps), rule(kFloatMax));
+  }
+
+  TE_DIST_DEVICE void write_tensor_scale(float multiplier) const {
+    if (place.panel_row != 0 || place.panel_col != 0 || threadIdx.x != 0) return;
+    if (p.row.scale.data) *p.row.scale.data = 1.0f / multiplier;
+    if (p.col.scale.data) *p.col.scale.data = 1.0f / multiplier;
   }
 
   TE_DIST_DEVICE char* first_code() const {
@@ -111,11 +127,10 @@ struct QuantizeFloat8 {
     for (int i = 0; i < kPatch; ++i, first += place.extents.cols) write_row(first, i, Rows::of(multipliers, i));
   }
 
-  TE_DIST_DEVICE void write_rows() {
+  TE_DIST_DEVICE void write_rows(float multiplier) {
     if constexpr (kRow == Share::kRun) {
       write_runs();
     } else if constexpr (kHasRow) {
-      const float multiplier = kRow == Share::kTensor ? *p.tensor_scale : square_scale(p.row);
       char* first = first_code();
 #pragma unroll
       for (int i = 0; i < kPatch; ++i, first += place.extents.cols) write_row(first, i, multiplier);
@@ -175,30 +190,42 @@ struct QuantizeFloat8 {
 
   TE_DIST_DEVICE void quantize() {
     load_patch<Source, kLoad>(p.source, place, patch);
-    if constexpr (kCol == Share::kRun || kHasSquare) {
-      share_amaxes();
+    float by_row = 0.0f, by_col = 0.0f, recorded = 0.0f;  // multipliers of what is no run, amax of the panel
+    if constexpr (kCol == Share::kRun) share_column_amaxes();
+    if constexpr (kHasSquare) {
+      const float amax = largest_of_block(patch.amax(), shared.of_warps);
+      if constexpr (kRow == Share::kSquare) by_row = square_scale(p.row, amax);
+      if constexpr (kCol == Share::kSquare) by_col = square_scale(p.col, amax);
+    } else if constexpr (kCol == Share::kRun) {
       __syncthreads();
     }
+    if constexpr (kIsTensor) {
+      if (p.tensor.amax) recorded = largest_of_block(patch.amax(), shared.of_warps);
+      by_row = by_col = tensor_scale();
+      write_tensor_scale(by_row);
+    }
     if constexpr (kCol == Share::kRun) scale_columns();
-    write_rows();
+    write_rows(by_row);
     if constexpr (kHasCol) {
       patch.keep_packed();
       if constexpr (kCol == Share::kRun) __syncthreads();
-      float multiplier = 0.0f;
-      if constexpr (kCol == Share::kSquare) multiplier = square_scale(p.col);
-      if constexpr (kCol == Share::kTensor) multiplier = *p.tensor_scale;
-      transpose_codes(multiplier);
+      transpose_codes(by_col);
       __syncthreads();
       write_transposed();
+    }
+    if constexpr (kIsTensor) {
+      if (p.tensor.amax && threadIdx.x == 0) raise_amax(p.tensor.amax, recorded);
     }
   }
 
   TE_DIST_INLINE void run(const Params& p, int64_t panel) {
+    if (is_set(p.noop)) return;
     __shared__ Shared shared;
     QuantizeFloat8{p, Place::of(p.extents, p.phase, panel), shared, {}}.quantize();
   }
 
-  TE_DIST_INLINE void run(const Params& p) { run(p, blockIdx.x); }
+  // A tensor whose amax has just been found is walked backwards: its end is still in the L2 cache.
+  TE_DIST_INLINE void run(const Params& p) { run(p, kIsTensor ? gridDim.x - 1 - blockIdx.x : blockIdx.x); }
 };
 
 }  // namespace te_dist::cuda

@@ -37,6 +37,7 @@ struct QuantizeNvFp4 {
     typename Source::Params source;
     Extents extents;
     Phase phase;
+    const uint32_t* noop;
     float e4m3_max;
     const int64_t* rng_state;             // (seed, offset)
     Plane<const float> row_tensor_amax;   // row stride 0: one for the tensor
@@ -366,6 +367,7 @@ struct QuantizeNvFp4 {
   }
 
   TE_DIST_INLINE void run(const Params& p, int64_t panel) {
+    if (is_set(p.noop)) return;
     __shared__ Shared shared;
     QuantizeNvFp4{p, Place::of(p.extents, p.phase, panel), shared, {}, {}}.quantize();
   }

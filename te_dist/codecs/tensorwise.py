@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from te_dist import ops
 from te_dist.codecs.base import Codec, Plane, logical_view
-from te_dist.codecs.scale import scale_from_amax
 from te_dist.formats import WHOLE, Field, Region
 from te_dist.formats.region import Pair
+from te_dist.ops.quantize_float8_current import WORKSPACE
 
 
 @dataclass(frozen=True)
@@ -33,18 +34,30 @@ class Tensorwise(Codec):
         return ((WHOLE, WHOLE),)
 
     def encode(self, x: Tensor, region: Region, planes: Sequence[Plane]) -> None:
-        (amax,) = planes[0].amax or self.amax(x, region)
-        self.encode_scaled(x, scale_from_amax(amax, fp8=self.fp8, pow2=self.pow2, eps=self.eps), planes)
+        (amax,) = planes[0].amax or (None,)
+        workspace = torch.empty(WORKSPACE, dtype=torch.float32, device=x.device) if amax is None else None
+        rule = dict(fp8=self.fp8, pow2=self.pow2, eps=self.eps)
+        ops.quantize_float8_current(x, **rule, amax=amax, workspace=workspace, **_outputs(planes))
 
-    def encode_scaled(self, x: Tensor, scale: Tensor, planes: Sequence[Plane]) -> None:
-        """Quantizes by a `scale` (f32, one element) that is known beforehand, as delayed scaling has it."""
-        by_order = {plane.encoding.fields[0].order: plane.stored[0] for plane in planes}
-        ops.quantize_float8_tensor(
-            x, scale.reshape(1), fp8=self.fp8, row_data=by_order.get("mk"), col_data=by_order.get("km")
-        )
-        for plane in planes:
-            plane.stored[1].copy_(scale.reciprocal().reshape(1, 1))
+    def encode_scaled(
+        self, x: Tensor, scale: Tensor, planes: Sequence[Plane], *, recorded: Tensor | None = None
+    ) -> None:
+        """Quantizes by a `scale` (f32, one element) that is known beforehand, as delayed scaling has it.
+
+        Args:
+            recorded: f32, one element, raised to the amax of `x` in the same pass.
+        """
+        ops.quantize_float8_tensor(x, scale.reshape(1), fp8=self.fp8, amax=recorded, **_outputs(planes))
 
     def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, *, out: Tensor) -> None:
         data = logical_view(fields[0], stored[0], region)
         ops.dequantize_float8(data, stored[1], tile=(WHOLE, WHOLE), phase=(0, 0), fp8=self.fp8, out=out)
+
+
+def _outputs(planes: Sequence[Plane]) -> dict[str, Tensor]:
+    """Data and scale of each plane, as the quantize ops take them."""
+    outputs = {}
+    for plane in planes:
+        way = "row" if plane.encoding.fields[0].order == "mk" else "col"
+        outputs[f"{way}_data"], outputs[f"{way}_scale"] = plane.stored
+    return outputs

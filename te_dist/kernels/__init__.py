@@ -3,11 +3,13 @@
 Functions named as ops take the arguments of their op and launch its kernel; the rest makes kernels.
 """
 
+from te_dist.kernels.amax import tile_amax
 from te_dist.kernels.compiler import CompilerError
 from te_dist.kernels.dequantize import dequantize_float8, dequantize_mxfp8, dequantize_nvfp4
-from te_dist.kernels.movement import assemble, hadamard, tile_amax, transpose
+from te_dist.kernels.movement import assemble, hadamard, transpose
 from te_dist.kernels.quantize import (
     quantize_float8_block,
+    quantize_float8_current,
     quantize_float8_tensor,
     quantize_mxfp8,
     quantize_nvfp4,
@@ -21,6 +23,7 @@ __all__ = [
     "dequantize_nvfp4",
     "hadamard",
     "quantize_float8_block",
+    "quantize_float8_current",
     "quantize_float8_tensor",
     "quantize_mxfp8",
     "quantize_nvfp4",

@@ -11,6 +11,7 @@ from te_dist.kernels.arguments import (
     CODES,
     ELEMENTS,
     EXTENTS,
+    PANEL,
     PHASE,
     access_bytes,
     blocks_for,
@@ -19,7 +20,7 @@ from te_dist.kernels.arguments import (
     plane,
     plane_layout,
 )
-from te_dist.kernels.quantize import NVFP4_TILE, PANEL
+from te_dist.kernels.quantize import NVFP4_TILE
 from te_dist.kernels.runtime import launch
 from te_dist.kernels.spec import Layout, Spec
 

@@ -1,4 +1,4 @@
-"""Launches of what finds amaxes and moves values. Arguments are those of the ops, in the order of their schemas."""
+"""Launches of what moves values. Arguments are those of the ops, in the order of their schemas."""
 
 from __future__ import annotations
 
@@ -7,54 +7,9 @@ from functools import cache
 
 from torch import Tensor
 
-from te_dist.formats import WHOLE
-from te_dist.formats.region import Pair
-from te_dist.kernels.arguments import (
-    EXTENTS,
-    PHASE,
-    access_bytes,
-    blocks_for,
-    extents_of,
-    phase_in,
-)
-from te_dist.kernels.inputs import Source, layout
-from te_dist.kernels.runtime import fill_zero, launch
+from te_dist.kernels.arguments import EXTENTS, access_bytes, blocks_for
+from te_dist.kernels.runtime import launch
 from te_dist.kernels.spec import Layout, Spec
-from te_dist.kernels.task import Task, Widths, start
-
-_AMAX_COLS = 2048  # columns that a block of threads reduces
-_AMAX_STRIPS = (64, 32, 16, 8)  # rows that it may reduce: fewer where blocks would be
-_ENOUGH_BLOCKS = 2048
-_AMAX = f"{EXTENTS} {PHASE} tile.rows:q tile.cols:q out:P grid_cols:q strip:q"
-
-
-@cache
-def amax(source: Source, widths: Widths) -> Spec:
-    """Spec of a reduction. `widths`: bytes read at a time."""
-    return Spec("tile_amax.cuh", f"TileAmax<{source.template}, {widths[0]}>", layout(source, _AMAX))
-
-
-def amax_task(x: Tensor, phase: Pair, tile: Pair, out: Tensor) -> Task | None:
-    """What tile_amax launches once `out` is zero."""
-    if x.numel() == 0:
-        return None
-    load = access_bytes(16, x.data_ptr(), x.shape[1] * x.element_size())
-    shape = x.shape
-    if tuple(tile) == (WHOLE, WHOLE) and x.numel() % _AMAX_COLS == 0:
-        shape = (x.numel() // _AMAX_COLS, _AMAX_COLS)  # one tile may be cut into rows of any length
-    place = (*phase_in(tile, phase), *extents_of(tile, shape))
-    blocks = [blocks_for(shape, (strip, _AMAX_COLS)) for strip in _AMAX_STRIPS]
-    chosen = next((i for i, count in enumerate(blocks) if count >= _ENOUGH_BLOCKS), -1)
-    values = (*shape, *place, out.data_ptr(), out.shape[1], _AMAX_STRIPS[chosen])
-    return Task(x, amax, (load,), (x.element_size(),), blocks[chosen], values)
-
-
-def tile_amax(x: Tensor, phase: Pair, tile: Pair, out: Tensor) -> None:
-    """See te_dist.ops.tile_amax."""
-    if out.numel():
-        fill_zero(out)
-        start(amax_task(x, phase, tile, out))
-
 
 _HADAMARD_GROUP = 16
 _HADAMARD_THREADS = 128

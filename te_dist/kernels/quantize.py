@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, partial
 
 from torch import Tensor
 
 from te_dist.formats.region import Pair
+from te_dist.kernels.amax import parts_task
 from te_dist.kernels.arguments import (
     CODES,
     EXTENTS,
+    PANEL,
     PHASE,
     access_bytes,
     blocks_for,
@@ -22,7 +25,6 @@ from te_dist.kernels.inputs import Source, layout
 from te_dist.kernels.spec import Spec
 from te_dist.kernels.task import Task, Widths, start
 
-PANEL = (128, 128)  # elements that a block of threads quantizes
 BLOCK_TILE, MX_TILE, NVFP4_TILE = (128, 128), (32, 32), (16, 16)
 
 _ABSENT, _RUN, _SQUARE, _TENSOR = (f"Share::k{name}" for name in ("Absent", "Run", "Square", "Tensor"))
@@ -38,10 +40,12 @@ def _output(amax: Tensor | None, data: Tensor | None, scale: Tensor | None) -> t
 
 
 _OUTPUTS = f"{_output_layout('row')} {_output_layout('col')}"
-_FLOAT8 = f"{EXTENTS} {PHASE} tensor_scale:P eps:f pow2:i {_OUTPUTS}"
-_MXFP8 = f"{EXTENTS} {PHASE} {_OUTPUTS}"
+_FLOAT8 = (
+    f"{EXTENTS} {PHASE} noop:P tensor.multiplier:P tensor.amaxes:P tensor.count:q tensor.amax:P eps:f pow2:i {_OUTPUTS}"
+)
+_MXFP8 = f"{EXTENTS} {PHASE} noop:P {_OUTPUTS}"
 _NVFP4 = (
-    f"{EXTENTS} {PHASE} e4m3_max:f rng_state:P {plane_layout('row_tensor_amax')} "
+    f"{EXTENTS} {PHASE} noop:P e4m3_max:f rng_state:P {plane_layout('row_tensor_amax')} "
     f"{plane_layout('col_tensor_amax')} {_OUTPUTS}"
 )
 
@@ -78,19 +82,23 @@ def _float8(x: Tensor, phase: Pair, shares: tuple[str, str], *rest: object) -> T
         access_bytes(16, pointer(col_data), rows, phase[0]),
     )
     kernel = partial(float8, code=CODES[fp8], shares=shares)
-    blocks = blocks_for(x.shape, PANEL, phase)
-    return Task(x, kernel, widths, (x.element_size(), 1, 1), blocks, (*x.shape, *phase, *values))
+    shape = x.shape if x.numel() else (0, 1)  # one block writes the scale of an empty matrix
+    blocks = max(1, blocks_for(shape, PANEL, phase))
+    return Task(x, kernel, widths, (x.element_size(), 1, 1), blocks, (*shape, *phase, *values))
 
 
-def float8_tensor_task(
-    x: Tensor, scale: Tensor, fp8: str, row_data: Tensor | None, col_data: Tensor | None
-) -> Task | None:
-    """What quantize_float8_tensor launches."""
-    if _is_idle(x, row_data, col_data):
-        return None
+def _cast_task(x: Tensor, fp8: str, rule: tuple[int | float, ...], outputs: Sequence[Tensor | None]) -> Task:
+    """A cast by one scale; `rule`: noop, where the scale comes from, eps and pow2, as parameters of the kernel."""
+    row_data, row_scale, col_data, col_scale = outputs
     shares = tuple(_ABSENT if data is None else _TENSOR for data in (row_data, col_data))
-    outputs = (*_output(None, row_data, None), *_output(None, col_data, None))
-    return _float8(x, (0, 0), shares, fp8, row_data, col_data, (scale.data_ptr(), 0.0, 0, *outputs))
+    written = (*_output(None, row_data, row_scale), *_output(None, col_data, col_scale))
+    return _float8(x, (0, 0), shares, fp8, row_data, col_data, (*rule, *written))
+
+
+def float8_tensor_task(x: Tensor, scale: Tensor, fp8: str, amax: Tensor | None, *rest: Tensor | None) -> Task:
+    """What quantize_float8_tensor launches."""
+    *outputs, noop = rest
+    return _cast_task(x, fp8, (pointer(noop), scale.data_ptr(), 0, 0, pointer(amax), 0.0, 0), outputs)
 
 
 def quantize_float8_tensor(*arguments: object) -> None:
@@ -98,16 +106,27 @@ def quantize_float8_tensor(*arguments: object) -> None:
     start(float8_tensor_task(*arguments))
 
 
+def quantize_float8_current(x: Tensor, fp8: str, pow2: bool, eps: float, *rest: Tensor | None) -> None:
+    """See te_dist.ops.quantize_float8_current."""
+    amax, workspace, *outputs, noop = rest
+    parts = parts_task(x, noop, workspace) if amax is None and x.numel() else None
+    start(parts)
+    amaxes, count = (workspace, parts.blocks if parts else 0) if amax is None else (amax, 1)
+    task = _cast_task(x, fp8, (pointer(noop), 0, amaxes.data_ptr(), count, 0, eps, pow2), outputs)
+    start(task, overlaps=parts is not None)
+
+
 def float8_block_task(
-    x: Tensor, phase: Pair, fp8: str, pow2: bool, eps: float, *planes: Pair | Tensor | None
+    x: Tensor, phase: Pair, fp8: str, pow2: bool, eps: float, *rest: Pair | Tensor | None
 ) -> Task | None:
-    """What quantize_float8_block launches; `planes` are tile, amax, data and scale of both directions."""
-    row_tile, row_amax, row_data, row_scale, col_tile, col_amax, col_data, col_scale = planes
+    """What quantize_float8_block launches; `rest`: tile, amax, data and scale of both directions, and noop."""
+    row_tile, row_amax, row_data, row_scale, col_tile, col_amax, col_data, col_scale, noop = rest
     if _is_idle(x, row_data, col_data):
         return None
     shares = (_share(row_tile, row_data), _share(col_tile, col_data))
     outputs = (*_output(row_amax, row_data, row_scale), *_output(col_amax, col_data, col_scale))
-    return _float8(x, phase_in(BLOCK_TILE, phase), shares, fp8, row_data, col_data, (0, eps, pow2, *outputs))
+    rule = (pointer(noop), 0, 0, 0, 0, eps, pow2, *outputs)
+    return _float8(x, phase_in(BLOCK_TILE, phase), shares, fp8, row_data, col_data, rule)
 
 
 def quantize_float8_block(*arguments: object) -> None:
@@ -122,9 +141,9 @@ def mxfp8(source: Source, widths: Widths, *, code: str, shares: tuple[str, str])
     return Spec("quantize_mxfp8.cuh", f"QuantizeMxFp8<{constants}>", layout(source, _MXFP8))
 
 
-def mxfp8_task(x: Tensor, phase: Pair, fp8: str, *planes: Pair | Tensor | None) -> Task | None:
+def mxfp8_task(x: Tensor, phase: Pair, fp8: str, *rest: Pair | Tensor | None) -> Task | None:
     """What quantize_mxfp8 launches."""
-    row_tile, row_amax, row_data, row_scale, col_tile, col_amax, col_data, col_scale = planes
+    row_tile, row_amax, row_data, row_scale, col_tile, col_amax, col_data, col_scale, noop = rest
     if _is_idle(x, row_data, col_data):
         return None
     phase = phase_in(MX_TILE, phase)
@@ -133,7 +152,8 @@ def mxfp8_task(x: Tensor, phase: Pair, fp8: str, *planes: Pair | Tensor | None) 
     kernel = partial(mxfp8, code=CODES[fp8], shares=(_share(row_tile, row_data), _share(col_tile, col_data)))
     outputs = (*_output(row_amax, row_data, row_scale), *_output(col_amax, col_data, col_scale))
     blocks = blocks_for(x.shape, PANEL, phase)
-    return Task(x, kernel, widths, (x.element_size(), 1, 1), blocks, (*x.shape, *phase, *outputs))
+    values = (*x.shape, *phase, pointer(noop), *outputs)
+    return Task(x, kernel, widths, (x.element_size(), 1, 1), blocks, values)
 
 
 def quantize_mxfp8(*arguments: object) -> None:
@@ -182,7 +202,7 @@ def _line_store_bytes(scale: Tensor | None, *, dim: int) -> int:
 
 def nvfp4_task(x: Tensor, phase: Pair, e4m3_max: int, four_over_six: str, *rest: Pair | Tensor | None) -> Task | None:
     """What quantize_nvfp4 launches."""
-    *planes, rng_state = rest
+    *planes, rng_state, noop = rest
     (row_tile, row_tensor_amax, row_amax, row_data, row_scale) = planes[:5]
     (col_tile, col_tensor_amax, col_amax, col_data, col_scale) = planes[5:]
     if _is_idle(x, row_data, col_data):
@@ -204,7 +224,7 @@ def nvfp4_task(x: Tensor, phase: Pair, e4m3_max: int, four_over_six: str, *rest:
     kernel = partial(nvfp4, rule=(rounding, _FOUR_OVER_SIX[four_over_six], per_row), shares=shares)
     amaxes = (*plane(row_tensor_amax), *plane(col_tensor_amax))
     outputs = (*_output(row_amax, row_data, row_scale), *_output(col_amax, col_data, col_scale))
-    values = (*x.shape, *phase, e4m3_max, pointer(rng_state), *amaxes, *outputs)
+    values = (*x.shape, *phase, pointer(noop), e4m3_max, pointer(rng_state), *amaxes, *outputs)
     return Task(x, kernel, widths, (x.element_size(), 1, 1, 0, 0), blocks_for(x.shape, PANEL, phase), values)
 
 

@@ -124,14 +124,6 @@ def launch(spec: Spec, on: Tensor, grid: tuple[int, int], values: tuple[int | fl
         raise RuntimeError(f"{error}; arguments {fields}") from None
 
 
-def fill_zero(tensor: Tensor) -> None:
-    """Zeros into a contiguous tensor of 4-byte elements, in the order of its device's current stream."""
-    if tensor.is_meta:
-        return
-    device = tensor.get_device()
-    _C.cuda.fill_words(device, current_cuda_stream(device), tensor.data_ptr(), 0, tensor.numel())
-
-
 def _record(spec: Spec) -> None:
     specs = _recorded.get()
     assert specs is not None  # meta tensors come here from a rehearsal only
@@ -144,5 +136,5 @@ def _load(spec: Spec, device: int) -> _C.cuda.Kernel:
             f"{spec.template} would be loaded under CUDA graph capture; run what is captured once before, or prepare "
             "the model (te_dist.prepare)"
         )
-    kernel = _C.cuda.Kernel(compiled(spec, arch_of(device)).cubin, ENTRY, spec.template)
+    kernel = _C.cuda.Kernel(compiled(spec, arch_of(device)).cubin, ENTRY, spec.template, overlaps=spec.overlaps)
     return _loaded.setdefault((spec, device), kernel)

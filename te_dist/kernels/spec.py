@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
 from te_dist.kernels import sources
 
@@ -46,11 +46,13 @@ class Spec:
         file: header in csrc/cuda.
         template: class with its constants, as C++.
         layout: of its parameters.
+        overlaps: whether it may begin before the kernel in front of it in the stream has ended; it waits inside.
     """
 
     file: str
     template: str
     layout: Layout
+    overlaps: bool = False
 
     @cached_property
     def source(self) -> str:
@@ -71,3 +73,9 @@ extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
         """Digest of everything but compiler and architecture that the cubin depends on."""
         text = "\0".join((self.source, sources.fingerprint(), *OPTIONS))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@cache
+def overlapped(spec: Spec) -> Spec:
+    """The same kernel with `overlaps`."""
+    return replace(spec, overlaps=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from te_dist.kernels.arguments import ELEMENTS
 from te_dist.kernels.inputs import Source, plain
 from te_dist.kernels.runtime import launch
-from te_dist.kernels.spec import Spec
+from te_dist.kernels.spec import Spec, overlapped
 
 Widths = tuple[int, ...]
 
@@ -35,8 +35,10 @@ class Task(NamedTuple):
     values: tuple[int | float, ...]
 
 
-def start(task: Task | None) -> None:
-    """Launches a task alone; None is nothing to do."""
+def start(task: Task | None, *, overlaps: bool = False) -> None:
+    """Launches a task alone; None is nothing to do. `overlaps`: see `Spec`."""
     if task is not None:
         spec = task.kernel(plain(ELEMENTS[task.x.dtype]), task.widths)
+        if overlaps:
+            spec = overlapped(spec)
         launch(spec, task.x, (task.blocks, 1), (task.x.data_ptr(), *task.values))

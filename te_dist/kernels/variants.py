@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from te_dist.kernels import dequantize, movement, quantize
+from te_dist.kernels import amax, dequantize, movement, quantize
 from te_dist.kernels.inputs import plain
 from te_dist.kernels.spec import Spec
 
@@ -35,7 +35,8 @@ def quantizers(element: str) -> Iterator[Spec]:
         yield quantize.nvfp4(source, (narrow, 1, 1, 1, 1), rule=("kStochastic", "kNone", "true"), shares=shares)
         yield quantize.nvfp4(source, (16, 4, 16, 8, 8), rule=("kNearest", "kMeanSquare", "false"), shares=shares)
     for load in (16, narrow):
-        yield movement.amax(source, (load,))
+        yield from (amax.of_matrix(source, (load,), parts=parts) for parts in ("true", "false"))
+        yield from (amax.of_tiles(source, (load,), whole=whole) for whole in ("true", "false"))
 
 
 def dequantizers(element: str) -> Iterator[Spec]:
@@ -55,6 +56,7 @@ def movers() -> Iterator[Spec]:
     yield from (movement.turn(bits, (0, 0)) for bits in (16, 32))
     yield from (movement.turn(bits, widths) for bits in (4, 8) for widths in ((4, 16), (1, 1)))
     yield from (movement.copies(width) for width in (16, 4, 1))
+    yield amax.ZERO
 
 
 def variants(*elements: str) -> list[Spec]:

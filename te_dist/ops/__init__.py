@@ -9,6 +9,7 @@ from te_dist.ops.dequantize_mxfp8 import dequantize_mxfp8
 from te_dist.ops.dequantize_nvfp4 import dequantize_nvfp4
 from te_dist.ops.hadamard import hadamard
 from te_dist.ops.quantize_float8_block import quantize_float8_block
+from te_dist.ops.quantize_float8_current import quantize_float8_current
 from te_dist.ops.quantize_float8_tensor import quantize_float8_tensor
 from te_dist.ops.quantize_mxfp8 import quantize_mxfp8
 from te_dist.ops.quantize_nvfp4 import quantize_nvfp4
@@ -22,6 +23,7 @@ __all__ = [
     "dequantize_nvfp4",
     "hadamard",
     "quantize_float8_block",
+    "quantize_float8_current",
     "quantize_float8_tensor",
     "quantize_mxfp8",
     "quantize_nvfp4",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from te_dist.formats.region import Pair
-from te_dist.ops._checks import check_choice, check_output, check_plane, grid_shape
+from te_dist.ops._checks import check_choice, check_dtype, check_output, check_plane, grid_shape
 
 
 class Planes(TypedDict, total=False):
@@ -25,6 +25,19 @@ class Planes(TypedDict, total=False):
     row_scale: Tensor | None
     col_tile: Pair
     col_amax: Tensor | None
+    col_data: Tensor | None
+    col_scale: Tensor | None
+
+
+class TensorPlanes(TypedDict, total=False):
+    """Keywords of the two directions of a format with one scale. A direction without data is not written.
+
+    *_data: u8 codes, (rows, cols) and transposed (cols, rows).
+    *_scale: f32, one element: the inverse of the scale, by which a code is multiplied.
+    """
+
+    row_data: Tensor | None
+    row_scale: Tensor | None
     col_data: Tensor | None
     col_scale: Tensor | None
 
@@ -63,6 +76,27 @@ def check_direction(planes: Planes, wanted: Wanted, x: Tensor, phase: Pair) -> N
     check_plane(keys[3], scale, wanted.scale_dtype, grid_shape(x.shape, phase, scale_tile))
     if amax is not None:
         check_plane(keys[1], amax, torch.float32, grid_shape(x.shape, phase, tile))
+
+
+def check_scalar(name: str, tensor: Tensor | None) -> None:
+    """None, or one fp32 element."""
+    if tensor is None:
+        return
+    check_dtype(name, tensor, (torch.float32,))
+    if tensor.numel() != 1:
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, wanted one element; pass that of the whole tensor")
+
+
+def check_tensor_planes(planes: TensorPlanes, x: Tensor) -> None:
+    """Raises ValueError where the buffers of a format with one scale do not fit `x` (rows, cols)."""
+    if planes.get("row_data") is None and planes.get("col_data") is None:
+        raise ValueError("row_data: got None, as for col_data; pass at least one of the two")
+    rows, cols = x.shape
+    for side, shape in (("row", (rows, cols)), ("col", (cols, rows))):
+        check_scalar(f"{side}_scale", planes.get(f"{side}_scale"))
+        data = planes.get(f"{side}_data")
+        if data is not None:
+            check_output(f"{side}_data", data, torch.uint8, shape)
 
 
 def flat(planes: Planes, side: str) -> tuple[Pair, Tensor | None, Tensor | None, Tensor | None]:

@@ -1,45 +1,72 @@
-"""FP8 with one scale for the whole tensor."""
+"""FP8 with one scale for the whole tensor, known beforehand."""
 
 from __future__ import annotations
+
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from te_dist import _C, kernels
-from te_dist.ops._checks import FP8, check_choice, check_dtype, check_matrix, check_output, check_shape
+from te_dist.ops._checks import FP8, check_choice, check_dtype, check_matrix, check_shape
 from te_dist.ops._library import register
+from te_dist.ops._noop import check_noop, is_set
+from te_dist.ops._planes import TensorPlanes, check_scalar, check_tensor_planes
 
 
 def quantize_float8_tensor(
-    x: Tensor, scale: Tensor, *, fp8: str, row_data: Tensor | None = None, col_data: Tensor | None = None
+    x: Tensor,
+    scale: Tensor,
+    *,
+    fp8: str,
+    amax: Tensor | None = None,
+    noop: Tensor | None = None,
+    **planes: Unpack[TensorPlanes],
 ) -> None:
-    """Multiplies by `scale` and casts, saturating, to nearest even.
+    """Multiplies by `scale` and casts, saturating, to nearest even; both directions in one pass over `x`.
 
     Args:
         x: (rows, cols), fp32, bf16 or fp16.
         scale: f32, (1,), the multiplier.
         fp8: "e4m3" or "e5m2".
-        row_data: u8, (rows, cols).
-        col_data: u8, (cols, rows), the transpose.
+        amax: f32, one element, not negative: raised to the largest magnitude of `x`, NaN ignored.
+        noop: int32 or fp32, one element on the device of `x`: nothing is written where any of its bits is set.
+        planes: row_data (rows, cols), col_data (cols, rows), and the inverse of the scale for each.
     """
     check_matrix("x", x)
     check_choice("fp8", fp8, FP8)
     check_dtype("scale", scale, (torch.float32,))
     check_shape("scale", scale, (1,))
-    rows, cols = x.shape
-    if row_data is not None:
-        check_output("row_data", row_data, torch.uint8, (rows, cols))
-    if col_data is not None:
-        check_output("col_data", col_data, torch.uint8, (cols, rows))
-    torch.ops.te_dist.quantize_float8_tensor(x, scale, fp8, row_data, col_data)
+    check_scalar("amax", amax)
+    check_noop(noop, x)
+    check_tensor_planes(planes, x)
+    outputs = (planes.get(name) for name in TensorPlanes.__annotations__)
+    torch.ops.te_dist.quantize_float8_tensor(x, scale, fp8, amax, *outputs, noop)
 
 
-def _cpu(x: Tensor, scale: Tensor, fp8: str, row_data: Tensor | None, col_data: Tensor | None) -> None:
+def cast(x: Tensor, scale: Tensor, fp8: str, *outputs: Tensor | None) -> None:
+    """The op on the CPU, without amax and noop."""
+    row_data, row_scale, col_data, col_scale = outputs
     _C.quantize_float8_tensor(x, scale, fp8, row_data, col_data, torch.get_num_threads())
+    for inverse in (row_scale, col_scale):
+        if inverse is not None:
+            inverse.copy_(scale.reciprocal().view_as(inverse))
+
+
+def _cpu(x: Tensor, scale: Tensor, fp8: str, amax: Tensor | None, *rest: Tensor | None) -> None:
+    *outputs, noop = rest
+    if is_set(noop):
+        return
+    cast(x, scale, fp8, *outputs)
+    if amax is not None:
+        found = torch.empty_like(amax)
+        _C.tile_amax(x, (0, 0), (0, 0), found, torch.get_num_threads())
+        torch.maximum(amax, found, out=amax)
 
 
 register(
-    "quantize_float8_tensor(Tensor x, Tensor scale, str fp8, Tensor(a!)? row_data, Tensor(b!)? col_data) -> ()",
+    "quantize_float8_tensor(Tensor x, Tensor scale, str fp8, Tensor(a!)? amax, Tensor(b!)? row_data, "
+    "Tensor(c!)? row_scale, Tensor(d!)? col_data, Tensor(e!)? col_scale, Tensor? noop) -> ()",
     _cpu,
     kernels.quantize_float8_tensor,
 )

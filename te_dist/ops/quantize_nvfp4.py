@@ -11,6 +11,7 @@ from te_dist import _C, kernels
 from te_dist.formats.region import Pair
 from te_dist.ops._checks import check_choice, check_dtype, check_matrix, check_plane, check_shape
 from te_dist.ops._library import register
+from te_dist.ops._noop import check_noop, is_set
 from te_dist.ops._planes import Planes, Wanted, check_direction, flat
 
 TILE = 16
@@ -32,6 +33,7 @@ def quantize_nvfp4(
     e4m3_max: int,
     four_over_six: str,
     rng_state: Tensor | None,
+    noop: Tensor | None = None,
     **planes: Unpack[NvFp4Planes],
 ) -> None:
     """Finds the scale byte of every tile, stores it and casts; both directions in one pass over `x`.
@@ -42,12 +44,14 @@ def quantize_nvfp4(
         e4m3_max: largest scale byte, 448 or 256.
         four_over_six: "none", or the error by which the largest value of a tile becomes 6 or 4: "mae", "mse".
         rng_state: int64 (2,), seed and offset of the stream for stochastic rounding; None rounds to nearest even.
+        noop: int32 or fp32, one element on the device of `x`: nothing is written where any of its bits is set.
         planes: tiles (1, 16), (16, 1) or (16, 16); row_data (rows, cols / 2), col_data (cols, rows / 2); row_scale u8
             (rows, tiles along cols), col_scale u8 (tiles along rows, cols): a square's byte is repeated.
     """
     check_matrix("x", x)
     check_choice("e4m3_max", e4m3_max, E4M3_MAX)
     check_choice("four_over_six", four_over_six, FOUR_OVER_SIX)
+    check_noop(noop, x)
     if rng_state is not None:
         check_dtype("rng_state", rng_state, (torch.int64,))
         check_shape("rng_state", rng_state, (2,))
@@ -63,7 +67,7 @@ def quantize_nvfp4(
     row, col = (
         (tile, planes.get(f"{s}_tensor_amax"), *rest) for s in ("row", "col") for tile, *rest in (flat(planes, s),)
     )
-    torch.ops.te_dist.quantize_nvfp4(x, phase, e4m3_max, four_over_six, *row, *col, rng_state)
+    torch.ops.te_dist.quantize_nvfp4(x, phase, e4m3_max, four_over_six, *row, *col, rng_state, noop)
 
 
 def _check_even(name: str, what: str, extent: int, phase: int) -> None:
@@ -83,16 +87,17 @@ def _check_tensor_amax(planes: NvFp4Planes, side: str, shapes: tuple[Pair, ...])
 
 
 def _cpu(x: Tensor, phase: list[int], e4m3_max: int, four_over_six: str, *rest: object) -> None:
-    *planes, rng_state = rest
+    *planes, rng_state, noop = rest
     row, col = planes[:5], planes[5:]
-    _C.quantize_nvfp4(x, phase, (e4m3_max, four_over_six), row, col, rng_state, torch.get_num_threads())
+    if not is_set(noop):
+        _C.quantize_nvfp4(x, phase, (e4m3_max, four_over_six), row, col, rng_state, torch.get_num_threads())
 
 
 register(
     "quantize_nvfp4(Tensor x, int[] phase, int e4m3_max, str four_over_six, "
     "int[] row_tile, Tensor? row_tensor_amax, Tensor? row_amax, Tensor(a!)? row_data, Tensor(b!)? row_scale, "
     "int[] col_tile, Tensor? col_tensor_amax, Tensor? col_amax, Tensor(c!)? col_data, Tensor(d!)? col_scale, "
-    "Tensor? rng_state) -> ()",
+    "Tensor? rng_state, Tensor? noop) -> ()",
     _cpu,
     kernels.quantize_nvfp4,
 )

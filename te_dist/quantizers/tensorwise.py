@@ -33,12 +33,8 @@ class Float8Quantizer(Quantizer):
     def write(self, x: Tensor, storage: QuantizedStorage) -> None:
         matrix = x.detach().reshape(storage.shape).contiguous()
         directions = storage.directions
-        codec = storage.format[directions[0]].codec
-        if self.amax is not None:
-            (found,) = codec.amax(matrix, storage.region)
-            torch.maximum(self.amax, found.view_as(self.amax), out=self.amax)
         planes = [codecs.Plane(storage.format[d], storage.stored(d)) for d in directions]
-        codec.encode_scaled(matrix, self.scale, planes)
+        planes[0].encoding.codec.encode_scaled(matrix, self.scale, planes, recorded=self.amax)
 
 
 @dataclass

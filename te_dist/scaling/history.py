@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from te_dist.codecs.scale import FP8_MAX
+from te_dist.ops.quantize_float8_current import FP8_MAX
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from te_dist import ops
 from te_dist.codecs import reference
 from te_dist.formats import WHOLE
 from te_dist.ops._checks import grid_shape
+from te_dist.ops.quantize_float8_current import WORKSPACE
 from te_dist.testing import assert_bitwise
-from tests.codecs.kernel_inputs import DTYPES, KINDS, every_level, matrix, pack, scale_view
+from tests.codecs.kernel_inputs import DTYPES, KINDS, check_noop, every_level, matrix, pack, scale_view
 
 # Whole tiles and ragged edges, cuts through tiles (row and column phase), single rows and columns, nothing.
 PLACES = [
@@ -77,6 +78,51 @@ def test_float8_tensor(fp8, scale):
                 row.fill_(77)
                 ops.quantize_float8_tensor(x, scale, fp8=fp8, row_data=row)
                 assert_bitwise(row, want, f"row alone of {name} {level}")
+
+
+def tensor_planes(shape: tuple[int, int]) -> dict[str, Tensor]:
+    data = {"row_data": torch.empty(shape, dtype=torch.uint8), "col_data": torch.empty(shape[::-1], dtype=torch.uint8)}
+    return data | {"row_scale": torch.empty(1, 1), "col_scale": torch.empty(1, 1)}
+
+
+def check_tensor_planes(planes: dict[str, Tensor], x: Tensor, scale: Tensor, fp8: str, name: str) -> None:
+    want = reference.encode_float8_tensor(x, scale.view(1), fp8)
+    assert_bitwise(planes["row_data"], want, f"row of {name}")
+    assert_bitwise(planes["col_data"], want.t(), f"col of {name}")
+    for side in ("row", "col"):
+        assert_bitwise(planes[f"{side}_scale"], scale.reciprocal().view(1, 1), f"{side} scale of {name}")
+
+
+@pytest.mark.parametrize(("fp8", "pow2", "eps"), [("e4m3", True, 0.0), ("e4m3", False, 1e-4), ("e5m2", False, 0.0)])
+@pytest.mark.parametrize("shape", [*(shape for shape, _ in PLACES), (0, 7)])
+def test_float8_current(shape, fp8, pow2, eps):
+    rule = dict(fp8=fp8, pow2=pow2, eps=eps)
+    for name, x in inputs(shape):
+        found = reference.tile_amax(x, (WHOLE, WHOLE)) if x.numel() else torch.zeros(1, 1)
+        for given in (None, found * 1.5, torch.tensor([torch.inf]), torch.tensor([torch.nan]), torch.zeros(1)):
+            amax = found if given is None else given
+            scale = reference.scale_from_amax(amax, **rule, value_for_inf=torch.finfo(torch.float32).max)
+            for level in every_level():
+                planes, workspace = tensor_planes(shape), torch.empty(WORKSPACE)
+                poison(planes)
+                ops.quantize_float8_current(x, **rule, amax=given, workspace=workspace, **planes)
+                check_tensor_planes(planes, x, scale, fp8, f"{name} {given} {level}")
+
+
+@pytest.mark.parametrize("shape", [shape for shape, _ in PLACES])
+def test_float8_tensor_records_the_amax(shape):
+    for name, x in inputs(shape):
+        found = reference.tile_amax(x, (WHOLE, WHOLE)).view(1)
+        for before in (torch.zeros(1), found * 2, torch.full((1,), torch.inf)):
+            planes, amax, scale = tensor_planes(shape), before.clone(), torch.tensor([3.0])
+            poison(planes)
+            ops.quantize_float8_tensor(x, scale, fp8="e4m3", amax=amax, **planes)
+            assert_bitwise(amax, torch.maximum(before, found), f"amax of {name} after {before}")
+            check_tensor_planes(planes, x, scale, "e4m3", name)
+
+
+def test_nothing_is_written_where_noop_is_set():
+    check_noop("cpu")
 
 
 SIDES = [

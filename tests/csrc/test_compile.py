@@ -20,8 +20,8 @@ from te_dist.kernels.spec import Spec
 
 # Bytes a thread may spill to local memory, by the start of a kernel's name; none where no name matches. NVFP4 has more
 # work than bytes: a spill there costs less than the blocks of threads that more registers would displace. FP8 spills a
-# few bytes on sm_100a where it reads one element at a time, MXFP8 where it writes both directions.
-ALLOWED_SPILLS = {"QuantizeNvFp4": 512, "QuantizeFloat8": 48, "QuantizeMxFp8": 8}
+# few bytes on sm_100a, MXFP8 where it writes both directions.
+ALLOWED_SPILLS = {"QuantizeNvFp4": 512, "QuantizeFloat8": 56, "QuantizeMxFp8": 32}
 
 CACHE = KernelCache(Path(__file__).parents[2] / "build" / "kernels")
 FILES = sorted({spec.file for spec in variants.variants()})

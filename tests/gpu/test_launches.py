@@ -10,6 +10,7 @@ from torch import Tensor
 
 from te_dist import ops
 from te_dist.formats import WHOLE
+from te_dist.ops.quantize_float8_current import WORKSPACE
 from te_dist.testing import assert_bitwise
 
 pytestmark = pytest.mark.gpu
@@ -30,6 +31,11 @@ def calls(rows: int, cols: int) -> Iterator[tuple[str, Callable[[], None], list[
     yield "amax", lambda: ops.tile_amax(x, phase=(0, 0), tile=(WHOLE, WHOLE), out=amax), [amax]
     scale = torch.ones(1, device="cuda")
     row, col = empty(rows, cols), empty(cols, rows)
+    both = dict(row_data=empty(rows, cols), row_scale=empty(1, 1, dtype=f32))
+    both |= dict(col_data=empty(cols, rows), col_scale=empty(1, 1, dtype=f32))
+    workspace = empty(*WORKSPACE, dtype=f32)
+    current = dict(fp8="e4m3", pow2=False, eps=0.0, workspace=workspace)
+    yield "current", lambda: ops.quantize_float8_current(x, **current, **both), list(both.values())
     yield "tensor", lambda: ops.quantize_float8_tensor(x, scale, fp8="e4m3", row_data=row, col_data=col), [row, col]
     block = dict(row_data=empty(rows, cols), row_scale=empty(rows, cols // 128, dtype=f32))
     block |= dict(col_data=empty(cols, rows), col_scale=empty(rows // 128, cols, dtype=f32))

@@ -9,7 +9,8 @@ from torch import Tensor
 from te_dist import ops
 from te_dist.formats import WHOLE
 from te_dist.ops._checks import grid_shape
-from tests.codecs.kernel_inputs import DTYPES, KINDS, matrix, scale_view
+from te_dist.ops.quantize_float8_current import WORKSPACE
+from tests.codecs.kernel_inputs import DTYPES, KINDS, check_noop, matrix, scale_view
 from tests.gpu.twins import check_twins, shifted
 
 pytestmark = pytest.mark.gpu
@@ -71,7 +72,21 @@ def amaxes(x: Tensor, phase: Pair, sides: dict[str, Pair]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "tile", [(1, 128), (128, 1), (128, 128), (32, 32), (16, 1), (WHOLE, WHOLE), (1, WHOLE), (WHOLE, 16), (3, 5)]
+    "tile",
+    [
+        (1, 128),
+        (128, 1),
+        (128, 128),
+        (32, 32),
+        (16, 1),
+        (4, 8),
+        (2, 256),
+        (64, 512),
+        (WHOLE, WHOLE),
+        (1, WHOLE),
+        (WHOLE, 16),
+        (3, 5),
+    ],
 )
 @pytest.mark.parametrize(("shape", "phase", "shift"), [*PLACES, ((700, 4100), (3, 3), 0)])
 def test_tile_amax(tile, shape, phase, shift):
@@ -91,11 +106,36 @@ def test_float8_tensor(shape, phase, shift, fp8):
                 key: torch.empty(size, dtype=torch.uint8)
                 for key, size in (("row_data", shape), ("col_data", shape[::-1]))
             }
+            everything = outputs
+            if scale == scale:  # the payload of NaN differs
+                everything = outputs | {"row_scale": torch.empty(1, 1), "col_scale": torch.empty(1, 1)}
             check_twins(
-                ops.quantize_float8_tensor, outputs, f"{name} by {scale}", x=x, scale=torch.tensor([scale]), fp8=fp8
+                ops.quantize_float8_tensor, everything, f"{name} by {scale}", x=x, scale=torch.tensor([scale]), fp8=fp8
             )
         for key, alone in outputs.items():
+            recorded = {key: alone, "amax": torch.empty(1)}
             check_twins(ops.quantize_float8_tensor, {key: alone}, name, x=x, scale=torch.tensor([3.0]), fp8=fp8)
+            check_twins(ops.quantize_float8_tensor, recorded, name, x=x, scale=torch.tensor([3.0]), fp8=fp8)
+
+
+@pytest.mark.parametrize(("fp8", "pow2", "eps"), [("e4m3", True, 0.0), ("e4m3", False, 1e-4), ("e5m2", False, 0.0)])
+@pytest.mark.parametrize(("shape", "phase", "shift"), [*PLACES, ((128, 0), (0, 0), 0), ((1300, 2048), (0, 0), 0)])
+def test_float8_current(shape, phase, shift, fp8, pow2, eps):
+    rule = dict(fp8=fp8, pow2=pow2, eps=eps)
+    for name, x in inputs(shape, shift):
+        row = {"row_data": torch.empty(shape, dtype=torch.uint8), "row_scale": torch.empty(1, 1)}
+        col = {"col_data": torch.empty(shape[::-1], dtype=torch.uint8), "col_scale": torch.empty(1, 1)}
+        for outputs in (row, col, row | col):
+            check_twins(
+                ops.quantize_float8_current, outputs, f"{name} {rule}", x=x, workspace=torch.empty(WORKSPACE), **rule
+            )
+        for amax in (3.3, 0.0, torch.inf, torch.nan):
+            given = torch.tensor([amax])
+            check_twins(ops.quantize_float8_current, row | col, f"{name} {rule} {amax}", x=x, amax=given, **rule)
+
+
+def test_nothing_is_written_where_noop_is_set():
+    check_noop("cuda")
 
 
 @pytest.mark.parametrize(

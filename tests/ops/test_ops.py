@@ -47,6 +47,7 @@ def empty(*shape: int, dtype: torch.dtype = U8) -> torch.Tensor:
 
 X = empty(256, 256, dtype=BF16)
 RUNS = dict(row_tile=(1, 128), row_data=empty(256, 256), row_scale=empty(256, 2, dtype=F32))
+CURRENT_RULE = dict(fp8="e4m3", pow2=False, eps=0.0)
 NVFP4_RULE = dict(phase=(0, 0), e4m3_max=448, four_over_six="none", rng_state=None)
 REFUSED = [
     (lambda: ops.tile_amax(X.double(), phase=(0, 0), tile=(0, 0), out=empty(1, 1, dtype=F32)), "x: got torch.float64"),
@@ -59,6 +60,11 @@ REFUSED = [
     (lambda: ops.quantize_float8_block(X, **BLOCK_RULE, **RUNS | {"row_amax": empty(1, 1, dtype=F32)}), "row_amax"),
     (lambda: ops.quantize_nvfp4(empty(3, 4, dtype=F32), **NVFP4_RULE, col_data=empty(4, 1)), "share a byte"),
     (lambda: ops.quantize_nvfp4(X, **NVFP4_RULE, row_data=empty(256, 128)), "row_tensor_amax: got None"),
+    (lambda: ops.quantize_mxfp8(X, phase=(0, 0), fp8="e4m3", noop=torch.zeros(1, dtype=U8)), "noop: got torch.uint8"),
+    (lambda: ops.quantize_mxfp8(X, phase=(0, 0), fp8="e4m3", noop=torch.zeros(2)), "noop: got shape"),
+    (lambda: ops.quantize_float8_tensor(X, torch.ones(1), fp8="e4m3"), "row_data: got None"),
+    (lambda: ops.quantize_float8_current(X, **CURRENT_RULE, row_data=empty(256, 256)), "workspace: got None"),
+    (lambda: ops.quantize_float8_current(X, **CURRENT_RULE, amax=torch.ones(2), row_data=X), "amax: got shape"),
     (lambda: ops.hadamard(X[:8], sign_mask=0, out=X[:8].clone()), "multiple of 16"),
     (lambda: ops.transpose(empty(3, 4), bits=4, out=empty(8, 1)), "even number"),
     (lambda: ops.transpose(X, bits=8, out=X.clone()), "src: got torch.bfloat16"),

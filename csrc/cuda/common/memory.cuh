@@ -41,6 +41,9 @@ TE_DIST_INLINE void store_words(void* target, const uint32_t* words) {
   }
 }
 
+// Whether the flag that turns a launch off is there and has any bit set.
+TE_DIST_INLINE bool is_set(const uint32_t* noop) { return noop && *noop; }
+
 // Bytes of a run, counted from its first, that lie in the matrix.
 struct Inside {
   int begin;

@@ -11,6 +11,8 @@ constexpr int kPanelThreads = 256;
 constexpr int kWarps = kPanelThreads / 32;
 constexpr uint32_t kFullWarp = 0xFFFFFFFFu;
 
+TE_DIST_INLINE int64_t panels_along(int64_t extent) { return (extent + kPanel - 1) / kPanel; }
+
 // A warp holds 16 rows of a panel: lane bit 0 says which 8 rows, bits 1 to 4 which 8 columns.
 struct Lanes {
   TE_DIST_INLINE int row(int thread) { return thread / 32 * 16 + (thread & 1) * kPatch; }
@@ -27,7 +29,7 @@ struct Place {
 
   TE_DIST_INLINE Place of(const Extents& extents, const Phase& phase, int64_t panel) {
     Place place;
-    const int64_t panel_cols = (phase.col + extents.cols + kPanel - 1) / kPanel;
+    const int64_t panel_cols = panels_along(phase.col + extents.cols);
     place.extents = extents;
     place.panel_row = panel / panel_cols;
     place.panel_col = panel - place.panel_row * panel_cols;
@@ -90,13 +92,16 @@ struct Patch {
     }
   }
 
-  TE_DIST_DEVICE float amax() const {
+  // Word of the largest magnitudes.
+  TE_DIST_DEVICE uint32_t largest() const {
     uint32_t columns[kWords], largest = 0;
     col_amax(columns);
 #pragma unroll
     for (int w = 0; w < kWords; ++w) largest = Element::raise(largest, columns[w]);
-    return Element::largest(largest);
+    return largest;
   }
+
+  TE_DIST_DEVICE float amax() const { return Element::largest(largest()); }
 };
 
 TE_DIST_INLINE void fill(float (&values)[kPatch], float value) {
@@ -107,6 +112,23 @@ TE_DIST_INLINE void fill(float (&values)[kPatch], float value) {
 // The larger of a value and that of the lane whose number differs in `mask`.
 TE_DIST_INLINE float larger_of_lanes(float value, int mask) {
   return fmaxf(value, __shfl_xor_sync(kFullWarp, value, mask));
+}
+
+// The largest of all threads' magnitudes, whose order is that of their bits. `of_warps` is not read or written otherwise
+// until the next barrier.
+TE_DIST_INLINE float largest_of_block(float magnitude, float (&of_warps)[kWarps]) {
+  of_warps[threadIdx.x / 32] = float_of(__reduce_max_sync(kFullWarp, bits_of(magnitude)));
+  __syncthreads();
+  float largest = of_warps[0];
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) largest = fmaxf(largest, of_warps[w]);
+  return largest;
+}
+
+// Raises what is not negative to a magnitude. Most are smaller than what is there already: reading is cheaper than an
+// atomic that changes nothing.
+TE_DIST_INLINE void raise_amax(float* amax, float magnitude) {
+  if (__ldcg(amax) < magnitude) atomicMax(reinterpret_cast<uint32_t*>(amax), bits_of(magnitude));
 }
 
 // Maxima over lanes, shared out so that each is found, and what follows from it computed, by few lanes. Of kPatch values in
