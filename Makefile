@@ -23,7 +23,7 @@ REQUIREMENTS := import tomllib, torch; p = tomllib.load(open("pyproject.toml", "
 # Threads multiply processes: tests and trainers run one thread per process unless told otherwise.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: build train test lint docs clean distclean
+.PHONY: build train test sanitize lint docs clean distclean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/.built
@@ -48,6 +48,13 @@ train: build
 
 test: build
 	$(RUN) -m pytest --numprocesses $(JOBS) --dist loadgroup $(ARGS)
+
+# Every kernel over small matrices under NVIDIA's checkers of memory accesses, races, uninitialized reads and barriers.
+sanitize: build
+	$(RUN) -m tests.gpu.sanitize --compile
+	for tool in memcheck racecheck initcheck synccheck; do \
+		compute-sanitizer --tool $$tool --kernel-name kernel_substring=te_dist_kernel --error-exitcode 1 \
+			$(RUN) -m tests.gpu.sanitize || exit 1; done
 
 lint: build
 	$(RUN) -m ruff check .

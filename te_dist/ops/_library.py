@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -16,8 +17,27 @@ def register(schema: str, cpu: Callable[..., None], cuda: Callable[..., None]) -
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
     LIBRARY.impl(name, cpu, "CPU")
-    LIBRARY.impl(name, cuda, "CUDA")
+    LIBRARY.impl(name, _on_one_device(schema, cuda), "CUDA")
     torch.library.register_fake(f"te_dist::{name}", _rehearsed(cuda), lib=LIBRARY)
+
+
+def _on_one_device(schema: str, cuda: Callable[..., None]) -> Callable[..., None]:
+    """`cuda`, which reads addresses and so trusts that all of them are on the GPU of the first tensor."""
+    name, _, rest = schema.partition("(")
+    declared = rest[: rest.rindex(") ->")].split(", ")
+    single = [i for i, argument in enumerate(declared) if argument.startswith("Tensor") and "[]" not in argument]
+    lists = [i for i, argument in enumerate(declared) if argument.startswith("Tensor") and "[]" in argument]
+
+    def checked(*args: Any) -> None:
+        devices = {args[i].get_device() for i in single if args[i] is not None}
+        for i in lists:
+            devices.update(tensor.get_device() for tensor in args[i])
+        if len(devices) > 1:
+            found = ", ".join("cpu" if device < 0 else f"cuda:{device}" for device in sorted(devices))
+            raise ValueError(f"{name}: got tensors on {found}, wanted all of them on one device; move them")
+        cuda(*args)
+
+    return checked
 
 
 def _rehearsed(cuda: Callable[..., None]) -> Callable[..., None]:

@@ -1,0 +1,186 @@
+"""One call, and more, of every op: over whole tiles and ragged ones, cut anywhere, misaligned, of one row, empty."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_dist import ops
+from te_dist.formats import WHOLE
+from te_dist.ops._checks import grid_shape
+from tests.codecs.kernel_inputs import matrix, scale_view
+
+Pair = tuple[int, int]
+
+# Extents, offset of the first element inside its tile, elements between the start of the storage and the matrix.
+PLACES = [
+    ((256, 384), (0, 0), 0),
+    ((130, 270), (100, 90), 1),
+    ((1, 515), (5, 1), 0),
+    ((66, 1), (0, 7), 3),
+    ((0, 128), (0, 0), 0),
+]
+EVEN_PLACES = [((256, 384), (0, 0), 0), ((70, 300), (6, 10), 1), ((2, 514), (14, 2), 0), ((0, 128), (0, 0), 0)]
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Call:
+    """An op with its arguments."""
+
+    name: str
+    op: Callable[..., None]
+    inputs: dict[str, Any]
+    outputs: dict[str, Any]
+
+    def on(self, device: str) -> Call:
+        """The same call on another device: strides, offsets and what lies around the matrices as they are."""
+        return replace(self, inputs=_on(self.inputs, device), outputs=_on(self.outputs, device))
+
+    def run(self) -> None:
+        self.op(**self.inputs, **self.outputs)
+
+
+def _on(value: Any, device: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _on(each, device) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_on(each, device) for each in value]
+    if not isinstance(value, Tensor):
+        return value
+    target = torch.empty(0, dtype=value.dtype, device=device)
+    storage = value.untyped_storage().to(device=device)
+    return target.set_(storage, value.storage_offset(), value.shape, value.stride())
+
+
+def shifted(tensor: Tensor, elements: int) -> Tensor:
+    """The same matrix, contiguous, that many elements behind the start of its storage."""
+    buffer = torch.zeros(elements + tensor.numel(), dtype=tensor.dtype)
+    buffer[elements:] = tensor.reshape(-1)
+    return buffer[elements:].view(tensor.shape)
+
+
+def codes(shape: Pair, shift: int = 0) -> Tensor:
+    return shifted(torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1)), shift)
+
+
+def bytes_of(shape: Pair, shift: int) -> Tensor:
+    return shifted(torch.zeros(shape, dtype=torch.uint8), shift)
+
+
+def calls() -> Iterator[Call]:
+    """All of them, on the CPU."""
+    yield from amaxes()
+    yield from quantizers()
+    yield from fp4_quantizers()
+    yield from dequantizers()
+    yield from movers()
+
+
+def amaxes() -> Iterator[Call]:
+    tiles = [(1, 128), (128, 1), (128, 128), (WHOLE, WHOLE), (1, WHOLE), (3, 5)]
+    for (shape, phase, shift), dtype, tile in product(PLACES, DTYPES, tiles):
+        x = shifted(matrix("wide", shape, dtype), shift)
+        inner = tuple(p % t if t else 0 for p, t in zip(phase, tile, strict=True))
+        out = torch.zeros(grid_shape(shape, inner, tile))
+        yield Call(f"amax {shape} {dtype} {tile}", ops.tile_amax, dict(x=x, phase=inner, tile=tile), dict(out=out))
+
+
+def quantizers() -> Iterator[Call]:
+    for (shape, phase, shift), dtype, fp8 in product(PLACES, DTYPES, ("e4m3", "e5m2")):
+        name, x = f"{shape} {dtype} {fp8}", shifted(matrix("wide", shape, dtype), shift)
+        row, col = bytes_of(shape, shift), bytes_of(shape[::-1], shift)
+        inputs = dict(x=x, scale=torch.tensor([3.7]), fp8=fp8)
+        yield Call(f"tensor {name}", ops.quantize_float8_tensor, inputs, dict(row_data=row, col_data=col))
+        for square in (False, True):
+            tiles = {"row": (128, 128), "col": (128, 128)} if square else {"row": (1, 128), "col": (128, 1)}
+            outputs = directions(shape, phase, shift, tiles=tiles)
+            rule = dict(phase=phase, fp8=fp8, pow2=square, eps=0.0, row_tile=tiles["row"], col_tile=tiles["col"])
+            yield Call(f"block {name} {square}", ops.quantize_float8_block, dict(x=x, **rule), outputs)
+            tiles = {"row": (32, 32), "col": (32, 32)} if square else {"row": (1, 32), "col": (32, 1)}
+            outputs = directions(shape, phase, shift, tiles=tiles)
+            rule = dict(phase=phase, fp8=fp8, row_tile=tiles["row"], col_tile=tiles["col"])
+            yield Call(f"mx {name} {square}", ops.quantize_mxfp8, dict(x=x, **rule), outputs)
+
+
+def directions(shape: Pair, phase: Pair, shift: int, *, tiles: dict[str, Pair]) -> dict[str, Tensor]:
+    """Data and scales of both directions, as fields of blocks (tiles of 128) or of MXFP8 (32) or NVFP4 (16) lie."""
+    outputs = {}
+    for side, tile in tiles.items():
+        is_row, length = side == "row", max(tile)
+        is_block = length == 128
+        grain = tile if is_block else (1, length) if is_row else (length, 1)
+        extents = shape if is_row or length == 32 else shape[::-1]
+        data = (extents[0], extents[1] // 2) if length == 16 else extents
+        dtype, order = (
+            (torch.float32, "km") if is_block and is_row else (torch.float32 if is_block else torch.uint8, "mk")
+        )
+        outputs[f"{side}_data"] = bytes_of(data, shift)
+        outputs[f"{side}_scale"] = scale_view(grid_shape(shape, phase, grain), dtype, order=order)
+    return outputs
+
+
+def fp4_quantizers() -> Iterator[Call]:
+    state = torch.tensor([12345, 2**32 - 3])
+    rules = [("none", None), ("mse", None), ("none", state)]
+    for (shape, phase, shift), dtype, (four_over_six, rng_state), square in product(
+        EVEN_PLACES, DTYPES, rules, (False, True)
+    ):
+        x = shifted(matrix("wide", shape, dtype), shift)
+        tiles = {"row": (16, 16), "col": (16, 16)} if square else {"row": (1, 16), "col": (16, 1)}
+        rule = dict(phase=phase, e4m3_max=448, four_over_six=four_over_six, rng_state=rng_state)
+        rule |= dict(row_tile=tiles["row"], col_tile=tiles["col"])
+        rule |= dict(row_tensor_amax=torch.tensor([[9.0]]), col_tensor_amax=torch.tensor([[9.0]]))
+        name = f"fp4 {shape} {dtype} {four_over_six} {rng_state is not None} {square}"
+        yield Call(name, ops.quantize_nvfp4, dict(x=x, **rule), directions(shape, phase, shift, tiles=tiles))
+
+
+def dequantizers() -> Iterator[Call]:
+    for (shape, phase, shift), dtype, fp8 in product(PLACES, DTYPES, ("e4m3", "e5m2")):
+        name, straight = f"{shape} {dtype} {fp8}", codes(shape, shift)
+        out = shifted(torch.zeros(shape, dtype=dtype), shift)
+        for order, data in (("mk", straight), ("km", codes(shape[::-1], shift).t())):
+            for tile in ((1, 128), (128, 128), (WHOLE, WHOLE)):
+                inner = tuple(p % t if t else 0 for p, t in zip(phase, tile, strict=True))
+                scale = torch.rand(grid_shape(shape, inner, tile)).t().contiguous().t()
+                inputs = dict(data=data, scale=scale, tile=tile, phase=inner, fp8=fp8)
+                yield Call(f"from block {name} {order} {tile}", ops.dequantize_float8, inputs, dict(out=out))
+            for grain in ((1, 32), (32, 1)):
+                inner = tuple(p % g for p, g in zip(phase, grain, strict=True))
+                inputs = dict(
+                    data=data, scale=codes(grid_shape(shape, inner, grain)), grain=grain, phase=inner, fp8=fp8
+                )
+                yield Call(f"from mx {name} {order} {grain}", ops.dequantize_mxfp8, inputs, dict(out=out))
+    for (shape, phase, shift), dtype, packed_dim in product(EVEN_PLACES, DTYPES, (0, 1)):
+        rows, cols = shape
+        grain = (1, 16) if packed_dim == 1 else (16, 1)
+        inner = tuple(p % g for p, g in zip(phase, grain, strict=True))
+        inputs = dict(data=codes((rows, cols // 2) if packed_dim == 1 else (cols, rows // 2), shift))
+        inputs |= dict(scale=codes(grid_shape(shape, inner, grain)), amax=torch.tensor([[3.3]]))
+        inputs |= dict(packed_dim=packed_dim, phase=inner, e4m3_max=448)
+        out = shifted(torch.zeros(shape, dtype=dtype), shift)
+        yield Call(f"from fp4 {shape} {dtype} {packed_dim}", ops.dequantize_nvfp4, inputs, dict(out=out))
+
+
+def movers() -> Iterator[Call]:
+    kinds = ((4, torch.uint8), (8, torch.uint8), (16, torch.bfloat16), (32, torch.float32))
+    for (shape, _, shift), (bits, dtype) in product([*PLACES, ((2, 300), (0, 0), 1)], kinds):
+        rows, cols = shape[0] + (shape[0] % 2 if bits == 4 else 0), shape[1]
+        src = shifted(codes((rows, cols * dtype.itemsize)).view(dtype), shift)
+        out = shifted(torch.zeros((2 * cols, rows // 2) if bits == 4 else (cols, rows), dtype=dtype), shift)
+        yield Call(f"transpose {shape} {bits}", ops.transpose, dict(src=src, bits=bits), dict(out=out))
+    for shape, shift in (((64, 100), 0), ((32, 3), 1), ((256, 64), 0), ((0, 5), 0)):
+        x = shifted(matrix("normal", shape, torch.bfloat16), shift)
+        out = shifted(torch.zeros(shape, dtype=torch.bfloat16), shift)
+        yield Call(f"hadamard {shape}", ops.hadamard, dict(x=x, sign_mask=0xD7E8), dict(out=out))
+    for heights, width, shift in (([64, 64, 64], 512, 0), ([5, 0, 9], 7, 1), ([1] * 60, 48, 0)):
+        wires = [codes((height, width + shift))[:, :width] for height in heights]
+        starts = [sum(heights[:i]) for i in range(len(heights))]
+        inputs = dict(wires=wires, row_starts=starts, col_starts=[0] * len(heights))
+        out = bytes_of((sum(heights), width + 2), shift)
+        yield Call(f"assemble {heights[:3]} {width}", ops.assemble, inputs, dict(out=out))

@@ -1,0 +1,139 @@
+"""On a GPU a call gives the right bytes or raises before anything is launched, whatever it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_dist.testing import assert_bitwise
+from tests.gpu.catalog import Call, calls
+from tests.gpu.twins import whole
+
+pytestmark = pytest.mark.gpu
+
+CALLS = list(calls())
+
+
+def of_each_op() -> list[Call]:
+    """One call of every op, with something to do."""
+    found: dict[str, Call] = {}
+    for call in CALLS:
+        if all(tensor.numel() for _, tensor in tensors(call)):
+            found.setdefault(call.op.__name__, call)
+    return list(found.values())
+
+
+def tensors(call: Call) -> Iterator[tuple[str, Tensor]]:
+    for name, value in (*call.inputs.items(), *call.outputs.items()):
+        yield from (
+            (name, tensor) for tensor in (value if isinstance(value, list) else [value]) if isinstance(tensor, Tensor)
+        )
+
+
+def with_tensor(call: Call, name: str, changed: Callable[[Tensor], Tensor]) -> Call:
+    """The call with another tensor of that name (the last of a list)."""
+
+    def change(values: dict[str, Any]) -> dict[str, Any]:
+        if name not in values:
+            return values
+        value = values[name]
+        return values | {name: [*value[:-1], changed(value[-1])] if isinstance(value, list) else changed(value)}
+
+    return replace(call, inputs=change(call.inputs), outputs=change(call.outputs))
+
+
+def check_like_cpu(got: Call, want: Call) -> None:
+    """Runs both and compares all that their outputs' storages hold; a NaN may have another payload."""
+    want.run()
+    got.run()
+    for name, expected in want.outputs.items():
+        on_gpu, on_cpu = got.outputs[name].cpu(), expected
+        if expected.is_floating_point():
+            assert torch.equal(on_gpu.isnan(), on_cpu.isnan()), f"{name} of {want.name}: NaN in other places"
+            on_gpu, on_cpu = (torch.where(t.isnan(), torch.zeros_like(t), t) for t in (on_gpu, on_cpu))
+            assert_bitwise(on_gpu, on_cpu, f"{name} of {want.name}")
+        else:
+            assert_bitwise(whole(got.outputs[name]), whole(expected), f"{name} of {want.name}")
+
+
+def test_every_call_gives_the_bytes_of_the_cpu():
+    for call in CALLS:
+        check_like_cpu(call.on("cuda"), call)
+
+
+@pytest.mark.parametrize("call", of_each_op(), ids=lambda call: call.name)
+def test_tensors_of_two_devices_are_refused(call):
+    on_gpu = call.on("cuda")
+    names = dict.fromkeys(name for name, _ in tensors(call))
+    assert len(names) > 1
+    for name in names:
+        mixed = with_tensor(on_gpu, name, lambda tensor: tensor.cpu())
+        with pytest.raises(ValueError, match="got tensors on cpu, cuda:0, wanted all of them on one device"):
+            mixed.run()
+
+
+def wrong_dtype(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float64)
+
+
+def more_rows(tensor: Tensor) -> Tensor:
+    return torch.zeros((tensor.shape[0] + 1, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+
+
+def one_dimension_more(tensor: Tensor) -> Tensor:
+    return tensor[None]
+
+
+def gaps(tensor: Tensor) -> Tensor:
+    return torch.stack((tensor, tensor), -1)[..., 0]
+
+
+def fewer_columns_of_wider_rows(tensor: Tensor) -> Tensor:
+    return torch.nn.functional.pad(tensor, (0, 3))[..., :-3]
+
+
+CHANGES = [wrong_dtype, more_rows, one_dimension_more, gaps, fewer_columns_of_wider_rows]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("call", of_each_op(), ids=lambda call: call.name)
+def test_what_does_not_fit_is_refused_and_what_is_taken_is_right(call, change):
+    for name in dict.fromkeys(name for name, _ in tensors(call)):
+        odd = with_tensor(call, name, change)
+        try:
+            odd.run()
+        except (ValueError, RuntimeError) as error:
+            with pytest.raises(type(error)):
+                with_tensor(call.on("cuda"), name, change).run()
+        else:
+            check_like_cpu(with_tensor(call.on("cuda"), name, change), odd)
+
+
+def test_ops_run_on_the_stream_that_is_current():
+    side = torch.cuda.Stream()
+    for call in of_each_op():
+        on_gpu, blank = call.on("cuda"), call.on("cuda")
+        on_gpu.run()
+        name, tensor = next(tensors(blank))
+        values = tensor.clone()
+        tensor.zero_()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(20_000_000)
+            tensor.copy_(values)
+            blank.run()
+        side.synchronize()
+        for key, output in blank.outputs.items():
+            assert_bitwise(output.view(torch.uint8), on_gpu.outputs[key].view(torch.uint8), f"{key} of {call.name}")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_ops_run_where_their_tensors_are():
+    for call in of_each_op():
+        check_like_cpu(call.on("cuda:1"), call)
+    assert torch.cuda.current_device() == 0

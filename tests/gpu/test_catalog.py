@@ -1,0 +1,16 @@
+"""The catalog of calls names every op, and its calls are valid: they run on the CPU."""
+
+from __future__ import annotations
+
+from te_dist import ops
+from tests.gpu.catalog import calls
+
+
+def test_every_op_is_called():
+    called = {call.op.__name__ for call in calls()}
+    assert called == set(ops.__all__)
+
+
+def test_calls_are_valid():
+    for call in calls():
+        call.run()
