@@ -13,6 +13,7 @@ from torch import Tensor
 from te_dist import ops
 from te_dist.formats import WHOLE
 from te_dist.ops._checks import grid_shape
+from te_dist.ops.quantize_float8_current import WORKSPACE
 from tests.codecs.kernel_inputs import matrix, scale_view
 
 Pair = tuple[int, int]
@@ -95,8 +96,18 @@ def quantizers() -> Iterator[Call]:
     for (shape, phase, shift), dtype, fp8 in product(PLACES, DTYPES, ("e4m3", "e5m2")):
         name, x = f"{shape} {dtype} {fp8}", shifted(matrix("wide", shape, dtype), shift)
         row, col = bytes_of(shape, shift), bytes_of(shape[::-1], shift)
+        outputs = dict(row_data=row, row_scale=torch.zeros(1, 1), col_data=col, col_scale=torch.zeros(1, 1))
         inputs = dict(x=x, scale=torch.tensor([3.7]), fp8=fp8)
-        yield Call(f"tensor {name}", ops.quantize_float8_tensor, inputs, dict(row_data=row, col_data=col))
+        with_amax = outputs | dict(amax=torch.zeros(1))
+        yield Call(f"tensor {name}", ops.quantize_float8_tensor, inputs, outputs)
+        yield Call(f"tensor {name} and amax", ops.quantize_float8_tensor, inputs, with_amax)
+        for flag in (0, 1):
+            inputs |= dict(noop=torch.tensor([flag], dtype=torch.int32))
+            yield Call(f"tensor {name} and noop {flag}", ops.quantize_float8_tensor, inputs, with_amax)
+        inputs = dict(x=x, fp8=fp8, pow2=fp8 == "e5m2", eps=0.0, workspace=torch.zeros(WORKSPACE))
+        yield Call(f"current {name}", ops.quantize_float8_current, inputs, outputs)
+        inputs |= dict(workspace=None, amax=torch.tensor([[9.0]]))
+        yield Call(f"current {name} by amax", ops.quantize_float8_current, inputs, outputs)
         for square in (False, True):
             tiles = {"row": (128, 128), "col": (128, 128)} if square else {"row": (1, 128), "col": (128, 1)}
             outputs = directions(shape, phase, shift, tiles=tiles)
