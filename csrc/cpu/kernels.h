@@ -6,14 +6,14 @@
 namespace te_dist::cpu {
 
 struct TileAmax {
-  Matrix x;
+  Source x;
   Phase phase;
   Tile tile;
   float* out;
 };
 
 struct QuantizeFloat8Tensor {
-  Matrix x;
+  Source x;
   float scale;
   Fp8 fp8;
   uint8_t* row_data;  // (rows, cols) or null
@@ -21,7 +21,7 @@ struct QuantizeFloat8Tensor {
 };
 
 struct QuantizeFloat8Block {
-  Matrix x;
+  Source x;
   Phase phase;
   Fp8 fp8;
   bool pow2;
@@ -31,7 +31,7 @@ struct QuantizeFloat8Block {
 };
 
 struct QuantizeMxFp8 {
-  Matrix x;
+  Source x;
   Phase phase;
   Fp8 fp8;
   BlockOutput<uint8_t> row;  // data (rows, cols)
@@ -41,7 +41,7 @@ struct QuantizeMxFp8 {
 enum class FourOverSix { kNone, kMeanAbsolute, kMeanSquare };
 
 struct QuantizeNvFp4 {
-  Matrix x;
+  Source x;
   Phase phase;
   int e4m3_max;
   FourOverSix four_over_six;
@@ -56,6 +56,22 @@ struct Hadamard {
   Matrix x;
   uint32_t sign_mask;
   uint16_t* out;
+};
+
+struct Evaluate {
+  Source x;
+  void* out;
+};
+
+struct ColumnSums {
+  Source x;
+  float* out;  // (panels of 128 rows, cols)
+};
+
+struct RmsRstd {
+  Matrix x;
+  float eps;
+  float* out;  // (rows,)
 };
 
 struct DequantizeFloat8 {
@@ -102,6 +118,9 @@ struct Kernels {
   void (*quantize_mxfp8)(const QuantizeMxFp8&, int threads);
   void (*quantize_nvfp4)(const QuantizeNvFp4&, int threads);
   void (*hadamard)(const Hadamard&, int threads);
+  void (*evaluate)(const Evaluate&, int threads);
+  void (*panel_sums)(const ColumnSums&, int threads);
+  void (*rms_rstd)(const RmsRstd&, int threads);
   void (*dequantize_float8)(const DequantizeFloat8&, int threads);
   void (*dequantize_mxfp8)(const DequantizeMxFp8&, int threads);
   void (*dequantize_nvfp4)(const DequantizeNvFp4&, int threads);
