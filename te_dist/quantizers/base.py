@@ -154,7 +154,8 @@ class AgreeingQuantizer(Quantizer):
         amaxes = find_amaxes(x, storage.format, storage.region)
         of_tensor = [grids[0].view(-1) for grids in amaxes.values()]
         together = torch.cat(of_tensor)
-        dist.all_reduce(together, dist.ReduceOp.MAX, group=self.amax_reduction_group)
+        if not together.is_meta:  # a rehearsal launches what every rank launches, and sends nothing
+            dist.all_reduce(together, dist.ReduceOp.MAX, group=self.amax_reduction_group)
         for amax, agreed in zip(of_tensor, together.split([a.numel() for a in of_tensor]), strict=True):
             amax.copy_(agreed)
         storage.quantize_(x, amaxes)
