@@ -22,6 +22,7 @@ class Layout:
     def __init__(self, text: str) -> None:
         fields = [field.split(":") for field in text.split()]
         self.names = tuple(name for name, _ in fields)
+        self.addresses = tuple(place for place, (_, code) in enumerate(fields) if code in "PT")
         self._types = tuple(code for _, code in fields)
         self._struct = struct.Struct("@" + "".join(self._types) + "0q")
         self.pack = self._struct.pack

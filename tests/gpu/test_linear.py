@@ -61,6 +61,31 @@ def test_products_are_those_of_the_quantized_operands(case: Any, rows: int) -> N
     assert relative_error(grad_b.cpu(), grad.cpu().double().sum(0)) < 4e-3
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+@stateless
+def test_later_passes_are_those_of_a_fresh_module(case: Any, quantized: bool) -> None:
+    if quantized and case is CASES["high_precision_backward"]:
+        pytest.skip("its weights cannot be parameters")
+    made_by = case.recipe if quantized else None
+    module = make(made_by)
+    wide = normal(65, IN)
+    for seed, x in enumerate((normal(64, IN), normal(64, IN, seed=5), normal(2, 32, IN, seed=6), wide[1:], wide[:64])):
+        got, want = step(module, case.recipe, x), step(make(made_by), case.recipe, x)
+        for name, a, b in zip(("y", "dx", "dw", "db"), got, want, strict=True):
+            assert_bitwise(a, b, f"{name} of pass {seed}")
+
+
+@pytest.mark.parametrize("name", ["block", "current", "mxfp8"])
+def test_passes_do_not_depend_on_autocast_of_torch(name: str) -> None:
+    made_by, x = STATELESS[name].recipe, normal(64, IN)
+    module, want = make(), step(make(), made_by, x)
+    for _ in range(3):
+        with torch.autocast("cuda", torch.bfloat16):
+            got = step(module, made_by, x)
+        for label, a, b in zip(("y", "dx", "dw", "db"), got, want, strict=True):
+            assert_bitwise(a, b, label)
+
+
 @every_recipe
 def test_quantized_and_plain_weights_give_the_same_bits(case: Any) -> None:
     if case is CASES["high_precision_backward"]:
