@@ -21,8 +21,8 @@ from torch import Tensor
 
 from benchmarks.quantize_cuda import copy_time, direction, empty, median_time
 from te_dist import ops
-from te_dist.ops.panel_sums import column_sums, sums_shape
-from te_dist.ops.source import RmsNorm, Source, SwiGlu, SwiGluGradient
+from te_dist.ops.panel_sums import column_sums
+from te_dist.ops.source import RmsNorm, Source, Summed, SwiGlu, SwiGluGradient, sums_shape
 
 SHAPES = ((16384, 7168), (8192, 2048))
 EPS = 1e-5
@@ -106,11 +106,11 @@ def quantizers(shape: tuple[int, int]) -> Iterator[tuple[str, str, Callable[[Sou
                 planes = {f"{side}_data": planes[f"{side}_data"] for side in directions}
             nbytes = sum(p.nbytes for key, p in planes.items() if key.endswith(("data", "scale")))
 
-            def call(x: Source | Tensor, op=op, rule=rule, planes=planes, **sums: Tensor) -> None:
+            def call(x: Source | Tensor, op=op, rule=rule, planes=planes) -> None:
                 if op is None:
-                    ops.quantize_float8_tensor(x, scale, fp8="e4m3", **planes, **sums)
+                    ops.quantize_float8_tensor(x, scale, fp8="e4m3", **planes)
                 else:
-                    op(x, phase=(0, 0), **rule, **planes, **sums)
+                    op(x, phase=(0, 0), **rule, **planes)
 
             yield name, " and ".join(directions), call, nbytes
 
@@ -152,7 +152,7 @@ def bias_gradients(rows: int, cols: int, repeats: int) -> Iterator[Row]:
     for name, directions, call, written in quantizers((rows, cols)):
 
         def fused(call=call) -> None:
-            call(x, panel_sums=sums)
+            call(Summed(x, sums))
             column_sums(sums)
 
         def ours(call=call) -> None:

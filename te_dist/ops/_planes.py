@@ -9,7 +9,6 @@ from torch import Tensor
 
 from te_dist.formats.region import Pair
 from te_dist.ops._checks import check_choice, check_dtype, check_output, check_plane, grid_shape
-from te_dist.ops.panel_sums import check_sums
 from te_dist.ops.source import Source
 
 
@@ -19,7 +18,6 @@ class Planes(TypedDict, total=False):
     *_tile: (rows, cols) that share a scale.
     *_amax: f32 on the tile grid, replaces the amax that the kernel would find.
     *_data: u8 codes.  *_scale: logical (row, col) view of the scales.
-    panel_sums: f32, sums of the columns of the input, see ops.panel_sums.
     """
 
     row_tile: Pair
@@ -30,7 +28,6 @@ class Planes(TypedDict, total=False):
     col_amax: Tensor | None
     col_data: Tensor | None
     col_scale: Tensor | None
-    panel_sums: Tensor | None
 
 
 class TensorPlanes(TypedDict, total=False):
@@ -38,14 +35,12 @@ class TensorPlanes(TypedDict, total=False):
 
     *_data: u8 codes, (rows, cols) and transposed (cols, rows).
     *_scale: f32, one element: the inverse of the scale, by which a code is multiplied.
-    panel_sums: f32, sums of the columns of the input, see ops.panel_sums.
     """
 
     row_data: Tensor | None
     row_scale: Tensor | None
     col_data: Tensor | None
     col_scale: Tensor | None
-    panel_sums: Tensor | None
 
 
 class Wanted(NamedTuple):
@@ -95,7 +90,6 @@ def check_scalar(name: str, tensor: Tensor | None) -> None:
 
 def check_tensor_planes(planes: TensorPlanes, x: Tensor | Source) -> None:
     """Raises ValueError where the buffers of a format with one scale do not fit `x` (rows, cols)."""
-    check_sums("panel_sums", planes.get("panel_sums"), x)
     if planes.get("row_data") is None and planes.get("col_data") is None:
         raise ValueError("row_data: got None, as for col_data; pass at least one of the two")
     rows, cols = x.shape

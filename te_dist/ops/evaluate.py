@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from te_dist import _C, kernels
 from te_dist.ops._checks import check_output
 from te_dist.ops._library import register
-from te_dist.ops.source import Source, check_source, flat_source
+from te_dist.ops.panel_sums import panel_sums, sum_panels
+from te_dist.ops.source import Source, Summed, check_source, flat_source
 
 
 def evaluate(source: Source, *, out: Tensor) -> None:
@@ -20,8 +19,25 @@ def evaluate(source: Source, *, out: Tensor) -> None:
     torch.ops.te_dist.evaluate(*flat_source(source), out)
 
 
-def _cpu(x: Tensor, source: str, beside: Sequence[Tensor], out: Tensor) -> None:
+def values(x: Tensor | Source) -> Tensor:
+    """The matrix that `x` stands for; itself where it is one."""
+    if not isinstance(x, Source):
+        return x
+    if isinstance(x, Summed) and not isinstance(x.of, Source):
+        panel_sums(x.of, out=x.sums)
+        return x.of
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    evaluate(x, out=out)
+    return out
+
+
+def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, out: Tensor) -> None:
     _C.evaluate((x, source, beside), out, torch.get_num_threads())
+    sum_panels((x, source, beside, sums))
 
 
-register("evaluate(Tensor x, str source, Tensor[] beside, Tensor(a!) out) -> ()", _cpu, kernels.evaluate)
+register(
+    "evaluate(Tensor x, str source, Tensor[] beside, Tensor(a!)? panel_sums, Tensor(b!) out) -> ()",
+    _cpu,
+    kernels.evaluate,
+)

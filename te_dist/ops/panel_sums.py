@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from te_dist import _C, kernels
-from te_dist.formats.region import Pair
 from te_dist.ops._checks import check_output
 from te_dist.ops._library import register
-from te_dist.ops.source import Read, Source, check_source, flat_source
-
-ROWS = 128  # of a panel
+from te_dist.ops.source import Read, Source, check_source, flat_source, sums_shape
 
 
 def panel_sums(x: Tensor | Source, *, out: Tensor) -> None:
@@ -27,8 +22,8 @@ def panel_sums(x: Tensor | Source, *, out: Tensor) -> None:
         out: f32, `sums_shape(x)`.
     """
     check_source(x)
-    check_sums("out", out, x)
-    torch.ops.te_dist.panel_sums(*flat_source(x), out)
+    check_output("out", out, torch.float32, sums_shape(x))
+    torch.ops.te_dist.panel_sums(*flat_source(x)[:3], out)
 
 
 def column_sums(sums: Tensor) -> Tensor:
@@ -40,29 +35,15 @@ def column_sums(sums: Tensor) -> Tensor:
     return sums[0] if sums.shape[0] else sums.new_zeros(sums.shape[1])
 
 
-def sums_shape(x: Tensor | Source) -> Pair:
-    """(panels of 128 rows, cols)."""
-    rows, cols = x.shape
-    return -(-rows // ROWS), cols
-
-
-def check_sums(name: str, sums: Tensor | None, x: Tensor | Source, phase: Sequence[int] = (0, 0)) -> None:
-    """Raises ValueError where `sums` cannot take those of `x`, which begins `phase` behind the start of a tile."""
-    if sums is None:
-        return
-    check_output(name, sums, torch.float32, sums_shape(x))
-    if phase[0]:
-        raise ValueError(f"{name}: got rows from offset {phase[0]} of a tile on, wanted whole tiles; sum the whole")
-
-
-def sum_panels(read: Read, out: Tensor | None) -> None:
-    """The op on the CPU, where its output is wanted."""
-    if out is not None:
-        _C.panel_sums(read, out, torch.get_num_threads())
+def sum_panels(read: Read) -> None:
+    """The sums that are wanted of a source on the CPU."""
+    *computed, sums = read
+    if sums is not None:
+        _C.panel_sums(tuple(computed), sums, torch.get_num_threads())
 
 
 def _cpu(x: Tensor, source: str, beside: list[Tensor], out: Tensor) -> None:
-    sum_panels((x, source, beside), out)
+    sum_panels((x, source, beside, out))
 
 
 register("panel_sums(Tensor x, str source, Tensor[] beside, Tensor(a!) out) -> ()", _cpu, kernels.panel_sums)

@@ -13,7 +13,7 @@ from te_dist.ops._checks import FP8, check_choice
 from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
 from te_dist.ops._planes import Planes, Wanted, check_direction, flat
-from te_dist.ops.panel_sums import check_sums, sum_panels
+from te_dist.ops.panel_sums import sum_panels
 from te_dist.ops.source import Source, check_source, flat_source
 
 TILE = 128
@@ -41,16 +41,14 @@ def quantize_float8_block(
         planes: tiles (1, 128), (128, 1) or (128, 128); row_data (rows, cols), col_data (cols, rows); scales are
             f32 views on the tile grid.
     """
-    check_source(x)
-    check_sums("panel_sums", planes.get("panel_sums"), x, phase)
+    check_source(x, phase)
     check_choice("fp8", fp8, FP8)
     check_noop(noop, x)
     rows, cols = x.shape
     check_direction(planes, Wanted("row", TILE, (rows, cols), torch.float32, True), x, phase)
     check_direction(planes, Wanted("col", TILE, (cols, rows), torch.float32, True), x, phase)
     row, col = flat(planes, "row"), flat(planes, "col")
-    read = (*flat_source(x), planes.get("panel_sums"))
-    torch.ops.te_dist.quantize_float8_block(*read, phase, fp8, pow2, eps, *row, *col, noop)
+    torch.ops.te_dist.quantize_float8_block(*flat_source(x), phase, fp8, pow2, eps, *row, *col, noop)
 
 
 def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, *rest: object) -> None:
@@ -59,7 +57,7 @@ def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, *res
         return
     read = (x, source, beside)
     _C.quantize_float8_block(read, phase, fp8, (pow2, eps), planes[:4], planes[4:], torch.get_num_threads())
-    sum_panels(read, sums)
+    sum_panels((*read, sums))
 
 
 register(

@@ -56,8 +56,7 @@ def quantize_float8_current(  # noqa: PLR0913  (an op's signature is its schema)
     check_noop(noop, x)
     check_tensor_planes(planes, x)
     outputs = map(planes.get, TENSOR_OUTPUTS)
-    read = (*flat_source(x), planes.get("panel_sums"))
-    torch.ops.te_dist.quantize_float8_current(*read, fp8, pow2, eps, amax, workspace, *outputs, noop)
+    torch.ops.te_dist.quantize_float8_current(*flat_source(x), fp8, pow2, eps, amax, workspace, *outputs, noop)
 
 
 def _scale(amax: Tensor, fp8: str, pow2: bool, eps: float) -> Tensor:
@@ -81,7 +80,7 @@ def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, *res
     if amax is None:
         amax = torch.empty(1, dtype=torch.float32)
         _C.tile_amax(read, (0, 0), (0, 0), amax, torch.get_num_threads())
-    sum_panels(read, sums)
+    sum_panels((*read, sums))
     cast(read, _scale(amax.view(1), fp8, pow2, eps), fp8, *outputs)
 
 

@@ -13,7 +13,7 @@ from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
 from te_dist.ops._planes import TENSOR_OUTPUTS, TensorPlanes, check_scalar, check_tensor_planes
 from te_dist.ops.panel_sums import sum_panels
-from te_dist.ops.source import Read, Source, check_source, flat_source
+from te_dist.ops.source import Source, check_source, flat_source
 
 
 def quantize_float8_tensor(
@@ -43,11 +43,10 @@ def quantize_float8_tensor(
     check_noop(noop, x)
     check_tensor_planes(planes, x)
     outputs = map(planes.get, TENSOR_OUTPUTS)
-    read = (*flat_source(x), planes.get("panel_sums"))
-    torch.ops.te_dist.quantize_float8_tensor(*read, scale, fp8, amax, *outputs, noop)
+    torch.ops.te_dist.quantize_float8_tensor(*flat_source(x), scale, fp8, amax, *outputs, noop)
 
 
-def cast(read: Read, scale: Tensor, fp8: str, *outputs: Tensor | None) -> None:
+def cast(read: tuple[Tensor, str, list[Tensor]], scale: Tensor, fp8: str, *outputs: Tensor | None) -> None:
     """The op on the CPU, without amax and noop."""
     row_data, row_scale, col_data, col_scale = outputs
     _C.quantize_float8_tensor(read, scale, fp8, row_data, col_data, torch.get_num_threads())
@@ -62,7 +61,7 @@ def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, *res
         return
     read = (x, source, beside)
     cast(read, scale, fp8, *outputs)
-    sum_panels(read, sums)
+    sum_panels((*read, sums))
     if amax is not None:
         found = torch.empty_like(amax)
         _C.tile_amax(read, (0, 0), (0, 0), found, torch.get_num_threads())

@@ -13,7 +13,7 @@ from te_dist.ops._checks import FP8, check_choice
 from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
 from te_dist.ops._planes import Planes, Wanted, check_direction, flat
-from te_dist.ops.panel_sums import check_sums, sum_panels
+from te_dist.ops.panel_sums import sum_panels
 from te_dist.ops.source import Source, check_source, flat_source
 
 TILE = 32
@@ -32,15 +32,13 @@ def quantize_mxfp8(
         planes: tiles (1, 32), (32, 1) or (32, 32); data (rows, cols) in both directions; row_scale u8 (rows, tiles
             along cols), col_scale u8 (tiles along rows, cols): a square's exponent is repeated.
     """
-    check_source(x)
-    check_sums("panel_sums", planes.get("panel_sums"), x, phase)
+    check_source(x, phase)
     check_choice("fp8", fp8, FP8)
     check_noop(noop, x)
     rows, cols = x.shape
     check_direction(planes, Wanted("row", TILE, (rows, cols), torch.uint8, False), x, phase)
     check_direction(planes, Wanted("col", TILE, (rows, cols), torch.uint8, False), x, phase)
-    read = (*flat_source(x), planes.get("panel_sums"))
-    torch.ops.te_dist.quantize_mxfp8(*read, phase, fp8, *flat(planes, "row"), *flat(planes, "col"), noop)
+    torch.ops.te_dist.quantize_mxfp8(*flat_source(x), phase, fp8, *flat(planes, "row"), *flat(planes, "col"), noop)
 
 
 def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, *rest: object) -> None:
@@ -49,7 +47,7 @@ def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, *res
         return
     read = (x, source, beside)
     _C.quantize_mxfp8(read, phase, fp8, planes[:4], planes[4:], torch.get_num_threads())
-    sum_panels(read, sums)
+    sum_panels((*read, sums))
 
 
 register(

@@ -13,7 +13,7 @@ from te_dist.ops._checks import check_choice, check_dtype, check_plane, check_sh
 from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
 from te_dist.ops._planes import Planes, Wanted, check_direction, flat
-from te_dist.ops.panel_sums import check_sums, sum_panels
+from te_dist.ops.panel_sums import sum_panels
 from te_dist.ops.source import Source, check_source, flat_source
 
 TILE = 16
@@ -50,8 +50,7 @@ def quantize_nvfp4(
         planes: tiles (1, 16), (16, 1) or (16, 16); row_data (rows, cols / 2), col_data (cols, rows / 2); row_scale u8
             (rows, tiles along cols), col_scale u8 (tiles along rows, cols): a square's byte is repeated.
     """
-    check_source(x)
-    check_sums("panel_sums", planes.get("panel_sums"), x, phase)
+    check_source(x, phase)
     check_choice("e4m3_max", e4m3_max, E4M3_MAX)
     check_choice("four_over_six", four_over_six, FOUR_OVER_SIX)
     check_noop(noop, x)
@@ -70,8 +69,7 @@ def quantize_nvfp4(
     row, col = (
         (tile, planes.get(f"{s}_tensor_amax"), *rest) for s in ("row", "col") for tile, *rest in (flat(planes, s),)
     )
-    read = (*flat_source(x), planes.get("panel_sums"))
-    torch.ops.te_dist.quantize_nvfp4(*read, phase, e4m3_max, four_over_six, *row, *col, rng_state, noop)
+    torch.ops.te_dist.quantize_nvfp4(*flat_source(x), phase, e4m3_max, four_over_six, *row, *col, rng_state, noop)
 
 
 def _check_even(name: str, what: str, extent: int, phase: int) -> None:
@@ -96,7 +94,7 @@ def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, *res
         return
     row, col, read = planes[:5], planes[5:], (x, source, beside)
     _C.quantize_nvfp4(read, phase, (e4m3_max, four_over_six), row, col, rng_state, torch.get_num_threads())
-    sum_panels(read, sums)
+    sum_panels((*read, sums))
 
 
 register(

@@ -13,14 +13,19 @@ import torch
 from torch import Tensor
 
 from te_dist.formats.region import Pair
-from te_dist.ops._checks import HIGH_PRECISION, check_dtype, check_matrix, check_shape
+from te_dist.ops._checks import HIGH_PRECISION, check_dtype, check_matrix, check_output, check_shape
 
-Read = tuple[Tensor, str, list[Tensor]]  # x, the source's name, and the tensors beside
+PANEL_ROWS = 128  # rows whose sums are written together
+
+Read = tuple[Tensor, str, list[Tensor], Tensor | None]  # x, the source's name, the tensors beside, panel sums
 
 
-@dataclass(frozen=True)
 class Source:
-    """Base of what is computed from `x` (fp32, bf16 or fp16; contiguous)."""
+    """Base of what stands for a matrix.
+
+    Attributes:
+        x: the tensor that it is computed from: fp32, bf16 or fp16; contiguous.
+    """
 
     name: ClassVar[str]
 
@@ -58,6 +63,8 @@ class SwiGlu(Source):
 
     name: ClassVar[str] = "swiglu"
 
+    x: Tensor
+
     @property
     def shape(self) -> Pair:
         rows, cols = self.x.shape
@@ -74,6 +81,7 @@ class SwiGluGradient(Source):
 
     name: ClassVar[str] = "swiglu_gradient"
 
+    x: Tensor
     grad: Tensor
 
     @property
@@ -97,6 +105,7 @@ class RmsNorm(Source):
         zero_centered: gamma is stored less one.
     """
 
+    x: Tensor
     rstd: Tensor
     gamma: Tensor
     zero_centered: bool = False
@@ -120,17 +129,62 @@ class RmsNorm(Source):
                 raise ValueError(f"{name}: got stride {vector.stride()}, wanted (1,); call .contiguous()")
 
 
-def check_source(x: Tensor | Source) -> None:
-    """What every op with a source checks of it."""
-    if isinstance(x, Source):
-        x.check()
-    else:
+@dataclass(frozen=True)
+class Summed(Source):
+    """Another source, or a tensor, whose columns are summed in the pass that reads it, as `panel_sums` sums them.
+
+    Ops that find amaxes alone do not sum.
+
+    Attributes:
+        of: what is summed.
+        sums: f32, `sums_shape(of)`, is written.
+    """
+
+    of: Tensor | Source
+    sums: Tensor
+
+    @property
+    def x(self) -> Tensor:  # type: ignore[override]
+        return self.of.x if isinstance(self.of, Source) else self.of
+
+    @property
+    def shape(self) -> Pair:
+        rows, cols = self.of.shape
+        return rows, cols
+
+    def check(self) -> None:
+        check_source(self.of)
+        check_output("sums", self.sums, torch.float32, sums_shape(self.of))
+
+
+def sums_shape(x: Tensor | Source) -> Pair:
+    """(panels of 128 rows, cols)."""
+    rows, cols = x.shape
+    return -(-rows // PANEL_ROWS), cols
+
+
+def unsummed(x: Tensor | Source) -> Tensor | Source:
+    """What is summed, if anything is; else `x` itself."""
+    return x.of if isinstance(x, Summed) else x
+
+
+def check_source(x: Tensor | Source, phase: Pair = (0, 0)) -> None:
+    """What every op with a source checks of it. `phase`: of its first element inside the first tile."""
+    if not isinstance(x, Source):
         check_matrix("x", x)
+        return
+    x.check()
+    if isinstance(x, Summed) and phase[0]:
+        raise ValueError(
+            f"sums: got rows from offset {phase[0]} of a tile on, wanted whole tiles; sum the whole matrix"
+        )
 
 
 def flat_source(x: Tensor | Source) -> Read:
-    """(x, source, beside), in the order of the schemas."""
-    return (x.x, x.name, list(x.beside)) if isinstance(x, Source) else (x, "plain", [])
+    """(x, source, beside, panel sums), in the order of the schemas."""
+    if isinstance(x, Summed):
+        return *flat_source(x.of)[:3], x.sums
+    return (x.x, x.name, list(x.beside), None) if isinstance(x, Source) else (x, "plain", [], None)
 
 
 def _check_halves(x: Tensor) -> None:

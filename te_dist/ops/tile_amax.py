@@ -23,7 +23,7 @@ def tile_amax(x: Tensor | Source, *, phase: Pair, tile: Pair, out: Tensor) -> No
     """
     check_source(x)
     check_output("out", out, torch.float32, grid_shape(x.shape, phase, tile))
-    torch.ops.te_dist.tile_amax(*flat_source(x), phase, tile, out)
+    torch.ops.te_dist.tile_amax(*flat_source(x)[:3], phase, tile, out)
 
 
 def _cpu(x: Tensor, source: str, beside: list[Tensor], *rest: object) -> None:

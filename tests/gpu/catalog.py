@@ -14,9 +14,8 @@ from torch import Tensor
 from te_dist import ops
 from te_dist.formats import WHOLE
 from te_dist.ops._checks import grid_shape
-from te_dist.ops.panel_sums import sums_shape
 from te_dist.ops.quantize_float8_current import WORKSPACE
-from te_dist.ops.source import Source
+from te_dist.ops.source import Source, Summed, sums_shape
 from tests.codecs.kernel_inputs import matrix, scale_view
 from tests.ops.sources import cases
 
@@ -169,19 +168,20 @@ def sources() -> Iterator[Call]:
             outputs = dict(out=shifted(torch.zeros(shape, dtype=dtype), shift))
             yield Call(name, of_source(ops.evaluate, case.make, tuple(tensors)), tensors, outputs)
             outputs = directions(shape, (0, 0), shift, tiles={"row": (1, 32), "col": (32, 1)})
-            outputs["panel_sums"] = torch.zeros(sums_shape(x))
+            outputs["sums"] = torch.zeros(sums_shape(x))
             rule = dict(phase=(0, 0), fp8="e4m3", row_tile=(1, 32), col_tile=(32, 1))
             op = of_source(ops.quantize_mxfp8, case.make, tuple(tensors))
             yield Call(f"mx of {name}", op, tensors | rule, outputs)
 
 
 def of_source(op: Callable[..., None], make: Callable[..., Source], names: tuple[str, ...]) -> Callable[..., None]:
-    """`op`, given the tensors of a source."""
+    """`op`, given the tensors of a source, and where sums go."""
 
     @wraps(op)
     def call(**arguments: Any) -> None:
         source = make(**{name: arguments.pop(name) for name in names})
-        op(source, **arguments)
+        sums = arguments.pop("sums", None)
+        op(source if sums is None else Summed(source, sums), **arguments)
 
     return call
 

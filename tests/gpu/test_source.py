@@ -10,8 +10,7 @@ from te_dist import ops
 from te_dist.formats import WHOLE
 from te_dist.kernels import sources as csrc
 from te_dist.ops._checks import grid_shape
-from te_dist.ops.panel_sums import sums_shape
-from te_dist.ops.source import SwiGlu, SwiGluGradient
+from te_dist.ops.source import Summed, SwiGlu, SwiGluGradient, sums_shape
 from tests.codecs.kernel_inputs import DTYPES, KINDS, matrix
 from tests.gpu.test_quantize import RUNS, SQUARES, STATE, planes
 from tests.gpu.twins import check_twins, shifted
@@ -32,11 +31,12 @@ def placed(case: Case, shift: int) -> Case:
 
 
 def check(op, outputs: dict[str, Tensor], case: Case, **rule) -> None:
-    """`op` of the source on both devices."""
+    """`op` of the source on both devices; with `sums` among the outputs, of the source with sums."""
 
     def of_tensors(**arguments):
         source = case.make(**{name: arguments.pop(name) for name in case.tensors})
-        op(source, **arguments)
+        sums = arguments.pop("sums", None)
+        op(source if sums is None else Summed(source, sums), **arguments)
 
     check_twins(of_tensors, outputs, case.name, **case.tensors, **rule)
 
@@ -90,10 +90,10 @@ def test_float8_block(shape, shift, dtype):
     for kind, sides in (("normal", of_run(128)[0]), ("special", of_run(128)[1]), ("wide", of_run(128)[2])):
         for case in cases(shape, dtype, kind):
             fixed, outputs = planes(torch.empty(shape), (0, 0), sides, "block")
-            outputs["panel_sums"] = torch.empty(sums_shape(case.source))
+            outputs["sums"] = torch.empty(sums_shape(case.source))
             rule = dict(phase=(0, 0), fp8="e4m3", pow2=False, eps=0.0)
             check(ops.quantize_float8_block, outputs, placed(case, shift), **rule, **fixed)
-            del outputs["panel_sums"]
+            del outputs["sums"]
             check(ops.quantize_float8_block, outputs, placed(case, shift), **rule, **fixed)
 
 
@@ -102,7 +102,7 @@ def test_mxfp8(shape, shift, dtype):
     for kind, sides in (("normal", of_run(32)[0]), ("special", of_run(32)[1]), ("wide", of_run(32)[2])):
         for case in cases(shape, dtype, kind):
             fixed, outputs = planes(torch.empty(shape), (0, 0), sides, "mx")
-            outputs["panel_sums"] = torch.empty(sums_shape(case.source))
+            outputs["sums"] = torch.empty(sums_shape(case.source))
             check(ops.quantize_mxfp8, outputs, placed(case, shift), phase=(0, 0), fp8="e4m3", **fixed)
 
 
@@ -111,7 +111,7 @@ def test_nvfp4(shape, shift):
     for kind, sides, state in (("normal", RUNS, None), ("special", SQUARES, None), ("normal", RUNS, STATE)):
         for case in cases(shape, BF16, kind):
             fixed, outputs = planes(torch.empty(shape), (0, 0), sides, "nvfp4")
-            outputs["panel_sums"] = torch.empty(sums_shape(case.source))
+            outputs["sums"] = torch.empty(sums_shape(case.source))
             amax = torch.full((1, 1), 5.0)
             rule = dict(phase=(0, 0), e4m3_max=448, four_over_six="none", rng_state=state)
             rule |= dict(row_tensor_amax=amax, col_tensor_amax=amax)
@@ -125,7 +125,7 @@ def test_float8_tensor(shape, shift, dtype):
             outputs = {
                 "row_data": torch.empty(shape, dtype=torch.uint8),
                 "col_data": torch.empty(shape[::-1], dtype=torch.uint8),
-                "panel_sums": torch.empty(sums_shape(case.source)),
+                "sums": torch.empty(sums_shape(case.source)),
             }
             scale = torch.tensor([3.7])
             check(ops.quantize_float8_tensor, outputs, placed(case, shift), scale=scale, fp8="e5m2")
@@ -138,8 +138,10 @@ def test_panel_sums(shape, shift, dtype):
         x = shifted(matrix(kind, shape, dtype), shift)
         check_twins(ops.panel_sums, {"out": torch.empty(sums_shape(x))}, kind, x=x)
         if shape[0]:
-            outputs = {"row_data": torch.empty(shape, dtype=torch.uint8), "panel_sums": torch.empty(sums_shape(x))}
-            check_twins(ops.quantize_float8_tensor, outputs, kind, x=x, scale=torch.ones(1), fp8="e4m3")
+            outputs = {"row_data": torch.empty(shape, dtype=torch.uint8), "sums": torch.empty(sums_shape(x))}
+            check(
+                ops.quantize_float8_tensor, outputs, Case(kind, lambda x: x, {"x": x}), scale=torch.ones(1), fp8="e4m3"
+            )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

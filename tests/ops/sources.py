@@ -50,10 +50,3 @@ def cases(shape: Pair, dtype: torch.dtype, kind: str) -> Iterator[Case]:
 
 def _zero_centered(**tensors: Tensor) -> RmsNorm:
     return RmsNorm(**tensors, zero_centered=True)
-
-
-def values(source: Source) -> Tensor:
-    """The matrix that a source stands for, as the op writes it."""
-    out = torch.full(source.shape, 77.0).to(source.dtype).to(source.device)
-    torch.ops.te_dist.evaluate(source.x, source.name, list(source.beside), out)
-    return out

@@ -9,11 +9,12 @@ from torch import Tensor
 from te_dist import _C, ops
 from te_dist.formats import WHOLE
 from te_dist.ops._checks import grid_shape
-from te_dist.ops.panel_sums import column_sums, sums_shape
-from te_dist.ops.source import RmsNorm, SwiGlu, SwiGluGradient
+from te_dist.ops.evaluate import values
+from te_dist.ops.panel_sums import column_sums
+from te_dist.ops.source import RmsNorm, Summed, SwiGlu, SwiGluGradient, sums_shape
 from te_dist.testing import assert_bitwise
 from tests.codecs.kernel_inputs import DTYPES, KINDS, every_level, matrix
-from tests.ops.sources import cases, values
+from tests.ops.sources import cases
 
 F32, BF16 = torch.float32, torch.bfloat16
 # Whole panels and ragged ones, halves that end inside of a vector, single rows and columns, nothing.
@@ -88,31 +89,31 @@ def planes(shape: tuple[int, int], length: int, *, square: bool) -> dict:
     return found
 
 
+def without(outputs: dict, part: str) -> dict:
+    return {name: value for name, value in outputs.items() if not name.startswith(part)}
+
+
 def block(x, outputs):
-    ops.quantize_float8_block(x, phase=(0, 0), fp8="e4m3", pow2=False, eps=0.0, **outputs)
+    ops.quantize_float8_block(x, phase=(0, 0), fp8="e4m3", pow2=False, eps=0.0, **without(outputs, "sums"))
 
 
 def mxfp8(x, outputs):
-    ops.quantize_mxfp8(x, phase=(0, 0), fp8="e5m2", **outputs)
+    ops.quantize_mxfp8(x, phase=(0, 0), fp8="e5m2", **without(outputs, "sums"))
 
 
 def nvfp4(x, outputs):
     amax = torch.empty(1, 1)
     ops.tile_amax(x, phase=(0, 0), tile=(WHOLE, WHOLE), out=amax)
     rule = dict(e4m3_max=448, four_over_six="none", rng_state=torch.tensor([3, 5]))
-    ops.quantize_nvfp4(x, phase=(0, 0), **rule, row_tensor_amax=amax, col_tensor_amax=amax, **outputs)
+    ops.quantize_nvfp4(x, phase=(0, 0), **rule, row_tensor_amax=amax, col_tensor_amax=amax, **without(outputs, "sums"))
 
 
 def tensor(x, outputs):
-    data = {name: outputs[name] for name in ("row_data", "col_data", "panel_sums") if name in outputs}
+    data = {name: outputs[name] for name in ("row_data", "col_data") if name in outputs}
     ops.quantize_float8_tensor(x, torch.tensor([3.0]), fp8="e4m3", **data)
 
 
 QUANTIZERS = [(block, 128), (mxfp8, 32), (nvfp4, 16), (tensor, 128)]
-
-
-def without(outputs: dict, side: str) -> dict:
-    return {name: value for name, value in outputs.items() if not name.startswith(side)}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -127,11 +128,10 @@ def test_fused_and_unfused_give_the_same_bytes(quantize, length, shape):
                 for square in (False, True):
                     for absent in ("none", "row", "col"):
                         got, want = (without(planes(shape, length, square=square), absent) for _ in range(2))
-                        got["panel_sums"] = torch.full(sums_shape(unfused), 77.0)
-                        quantize(case.source, got)
+                        got["sums"], want["sums"] = (torch.full(sums_shape(unfused), poison) for poison in (77.0, 78.0))
+                        quantize(Summed(case.source, got["sums"]), got)
                         quantize(unfused, want)
-                        want["panel_sums"] = torch.full(sums_shape(unfused), 78.0)
-                        ops.panel_sums(unfused, out=want["panel_sums"])
+                        ops.panel_sums(unfused, out=want["sums"])
                         for name, buffer in want.items():
                             if isinstance(buffer, Tensor):
                                 assert_bitwise(got[name], buffer, f"{name} without {absent} of {case.name} {kind}")
@@ -236,6 +236,7 @@ REFUSED = [
     (SwiGluGradient(X, torch.zeros(4, 6, dtype=BF16)), r"grad: got shape \(4, 6\)"),
     (RmsNorm(X, torch.zeros(3), torch.zeros(6)), r"rstd: got shape \(3,\)"),
     (RmsNorm(X, torch.zeros(4), torch.zeros(12)[::2]), "gamma: got stride"),
+    (Summed(SwiGlu(X), torch.zeros(2, 3)), r"sums: got shape \(2, 3\)"),
 ]
 
 
@@ -248,7 +249,7 @@ def test_tensors_that_do_not_fit_are_refused(source, message):
 def test_sums_of_a_part_of_a_tile_are_refused():
     outputs = planes((64, 128), 32, square=False)
     with pytest.raises(ValueError, match="whole tiles"):
-        ops.quantize_mxfp8(torch.zeros(64, 128), phase=(8, 0), fp8="e4m3", panel_sums=torch.empty(1, 128), **outputs)
+        ops.quantize_mxfp8(Summed(torch.zeros(64, 128), torch.empty(1, 128)), phase=(8, 0), fp8="e4m3", **outputs)
 
 
 def test_an_unknown_source_is_refused():
