@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import tyro
 from rich.console import Console
@@ -25,6 +25,7 @@ from te_dist.kernels.runtime import ARCHES, entry_of
 from te_dist.kernels.spec import Spec
 from te_dist.kernels.variants import variants
 
+_FAILURE, _USAGE = 1, 2  # exit statuses
 Element = Literal["BFloat16", "Float16", "Float32"]
 
 
@@ -38,22 +39,20 @@ def build(arch: str = "sm_90a", elements: tuple[Element, ...] = ("BFloat16",)) -
     arches = tuple(dict.fromkeys(arch.split(",")))
     unknown = [name for name in arches if name not in ARCHES]
     if unknown:
-        raise SystemExit(f"--arch: got {', '.join(map(repr, unknown))}; choose from {', '.join(ARCHES)}")
+        _end(f"--arch: got {', '.join(map(repr, unknown))}; choose from {', '.join(ARCHES)}", _USAGE)
     cache = _cache()
     work = [(spec, name) for name in arches for spec in variants(*elements)]
     missing = [(spec, name) for spec, name in work if cache.get(entry_of(spec, name)) is None]
     try:
         made = _compile(missing, cache)
     except CompilerError as error:
-        raise SystemExit(str(error)) from None
+        _end(str(error), _FAILURE)
     except OSError as error:
-        raise SystemExit(
-            f"{error}; name a folder that can be written, with enough space, in {env.KERNEL_CACHE.name}"
-        ) from None
-    size = sum(len(kernel.cubin) for kernel in made)
-    console = Console(soft_wrap=True)
-    console.print(f"{len(made)} kernels compiled ({size / 2**20:.1f} MiB), {len(work) - len(made)} were there")
-    console.print(f"{', '.join(arches)}: all {len(work)} in {cache.folder}")
+        _end(f"{error}; name a folder that can be written, with enough space, in {env.KERNEL_CACHE.name}", _FAILURE)
+    size = sum(len(kernel.cubin) for kernel in made) / 2**20
+    Console(soft_wrap=True).print(
+        f"{len(work)} kernels for {', '.join(arches)} in {cache.folder}: {len(made)} compiled now, {size:.1f} MiB"
+    )
 
 
 def _compile(work: list[tuple[Spec, str]], cache: KernelCache) -> list[Compiled]:
@@ -66,7 +65,8 @@ def _compile(work: list[tuple[Spec, str]], cache: KernelCache) -> list[Compiled]
 
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
-        return list(track(pool.map(one, work), "compiling", total=len(work), console=Console(stderr=True)))
+        kernels = pool.map(one, work)
+        return list(track(kernels, "compiling", total=len(work), console=Console(stderr=True), transient=True))
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -94,9 +94,18 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {"kernels": {"build": buil
 def main() -> None:
     """Runs the command on the command line."""
     group, *arguments = sys.argv[1:] or [""]
-    if group not in COMMANDS:
-        raise SystemExit(f"usage: te-dist {{{','.join(COMMANDS)}}} ...")
-    tyro.extras.subcommand_cli_from_dict(COMMANDS[group], prog=f"te-dist {group}", args=arguments)
+    usage = f"usage: te-dist {{{','.join(COMMANDS)}}} ..."
+    if group in ("-h", "--help"):
+        print(usage)
+    elif group not in COMMANDS:
+        _end(usage, _USAGE)
+    else:
+        tyro.extras.subcommand_cli_from_dict(COMMANDS[group], prog=f"te-dist {group}", args=arguments)
+
+
+def _end(message: str, status: int) -> NoReturn:
+    print(message, file=sys.stderr)
+    raise SystemExit(status)
 
 
 if __name__ == "__main__":

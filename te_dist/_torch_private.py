@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,8 @@ __all__ = [
     "current_cuda_stream",
     "disabled_torch_function",
     "in_backward",
+    "is_dispatch_watched",
+    "is_mutable",
     "is_traceable_wrapper_subclass",
     "process_group",
     "reshards_between_passes",
@@ -68,6 +71,16 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def current_cuda_stream(device: int) -> int:
     """Handle of the current stream of a CUDA device."""
     return torch._C._cuda_getCurrentRawStream(device)
+
+
+def is_dispatch_watched() -> bool:
+    """Whether a mode of this thread sees every op, as compilers and trackers have it."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_mutable(op: Any) -> bool:
+    """Whether an op of torch (an OpOverload) writes into an argument."""
+    return op._schema.is_mutable
 
 
 def scaled_mm(
@@ -156,6 +169,14 @@ IMPORTED = (
 )
 
 ATTRIBUTES = (
+    Private(
+        "torch._C._len_torch_dispatch_stack",
+        "whether ops are being watched, asked on every pass; the public class tells of no mode but its own",
+    ),
+    Private(
+        "torch._ops.OpOverload._schema",
+        "whether an op writes into its arguments; torch.library hands schemas in only",
+    ),
     Private(
         "torch._scaled_mm",
         "cuBLASLt's FP8 GEMM into a given output; `torch.nn.functional.scaled_mm` allocates its own",

@@ -1,7 +1,6 @@
 // te_dist._C: the kernels as Python functions of tensors. Arguments are checked by the callers in te_dist/ops.
 #include <pybind11/stl.h>
 
-#include <array>
 #include <tuple>
 #include <utility>
 
@@ -18,6 +17,7 @@ namespace {
 
 using Pair = std::pair<int64_t, int64_t>;
 using Direction = std::tuple<Pair, TensorRef, TensorRef, TensorRef>;                  // tile, amax, data, scale
+using Read = std::tuple<TensorRef, std::string, std::vector<TensorRef>>;  // x, what is computed from it, with what beside
 using NvFp4Direction = std::tuple<Pair, TensorRef, TensorRef, TensorRef, TensorRef>;  // tile, tensor amax, amax, ...
 
 // Below this many elements a second thread costs more than it saves.
@@ -46,6 +46,29 @@ FourOverSix four_over_six_of(const std::string& name) {
   throw py::value_error("four_over_six is 'none', 'mae' or 'mse', got '" + name + "'");
 }
 
+Source source_of(const Read& read) {
+  const auto& [x, name, beside] = read;
+  Source source{x.data, x.dtype, x.shape[0], x.shape[1]};
+  if (name == "plain") return source;
+  if (name == "swiglu") {
+    source.kind = Source::Kind::kSwiGlu;
+    source.cols /= 2;
+    return source;
+  }
+  source.beside = beside.at(0).data;
+  if (name == "swiglu_gradient") {
+    source.kind = Source::Kind::kSwiGluGradient;
+    return source;
+  }
+  const bool is_centered = name == "zero_centered_rms_norm";
+  if (!is_centered && name != "rms_norm") throw py::value_error("no source '" + name + "'");
+  source.kind = is_centered ? Source::Kind::kZeroCenteredRmsNorm : Source::Kind::kRmsNorm;
+  source.gamma = beside.at(1).matrix();
+  return source;
+}
+
+int64_t numel(const Source& x) { return x.rows * x.cols; }
+
 template <class Scale>
 BlockOutput<Scale> block_output(const Pair& tile, const TensorRef& amax, const TensorRef& data,
                                 const TensorRef& scale) {
@@ -58,38 +81,43 @@ BlockOutput<Scale> block_output(const Direction& direction) {
   return block_output<Scale>(tile, amax, data, scale);
 }
 
-void tile_amax(const TensorRef& x, Pair phase, Pair tile, const TensorRef& out, int threads) {
-  kernels().tile_amax({x.matrix(), phase_in(tile, phase), tile_of(tile), out.pointer<float>()},
-                      threads_for(x.numel(), threads));
+void tile_amax(const Read& read, Pair phase, Pair tile, const TensorRef& out, int threads) {
+  const Source x = source_of(read);
+  kernels().tile_amax({x, phase_in(tile, phase), tile_of(tile), out.pointer<float>()},
+                      threads_for(numel(x), threads));
 }
 
-void quantize_float8_tensor(const TensorRef& x, const TensorRef& scale, const std::string& fp8,
+void quantize_float8_tensor(const Read& read, const TensorRef& scale, const std::string& fp8,
                             const TensorRef& row_data, const TensorRef& col_data, int threads) {
+  const Source x = source_of(read);
   kernels().quantize_float8_tensor(
-      {x.matrix(), *scale.pointer<float>(), fp8_of(fp8), row_data.pointer<uint8_t>(), col_data.pointer<uint8_t>()},
-      threads_for(x.numel(), threads));
+      {x, *scale.pointer<float>(), fp8_of(fp8), row_data.pointer<uint8_t>(), col_data.pointer<uint8_t>()},
+      threads_for(numel(x), threads));
 }
 
-void quantize_float8_block(const TensorRef& x, Pair phase, const std::string& fp8, std::pair<bool, float> pow2_eps,
+void quantize_float8_block(const Read& read, Pair phase, const std::string& fp8, std::pair<bool, float> pow2_eps,
                            const Direction& row, const Direction& col, int threads) {
-  kernels().quantize_float8_block({x.matrix(), phase_of(phase), fp8_of(fp8), pow2_eps.first, pow2_eps.second,
+  const Source x = source_of(read);
+  kernels().quantize_float8_block({x, phase_of(phase), fp8_of(fp8), pow2_eps.first, pow2_eps.second,
                                    block_output<float>(row), block_output<float>(col)},
-                                  threads_for(x.numel(), threads));
+                                  threads_for(numel(x), threads));
 }
 
-void quantize_mxfp8(const TensorRef& x, Pair phase, const std::string& fp8, const Direction& row, const Direction& col,
+void quantize_mxfp8(const Read& read, Pair phase, const std::string& fp8, const Direction& row, const Direction& col,
                     int threads) {
+  const Source x = source_of(read);
   kernels().quantize_mxfp8(
-      {x.matrix(), phase_of(phase), fp8_of(fp8), block_output<uint8_t>(row), block_output<uint8_t>(col)},
-      threads_for(x.numel(), threads));
+      {x, phase_of(phase), fp8_of(fp8), block_output<uint8_t>(row), block_output<uint8_t>(col)},
+      threads_for(numel(x), threads));
 }
 
-void quantize_nvfp4(const TensorRef& x, Pair phase, std::pair<int, std::string> e4m3_max_four_over_six,
+void quantize_nvfp4(const Read& read, Pair phase, std::pair<int, std::string> e4m3_max_four_over_six,
                     const NvFp4Direction& row, const NvFp4Direction& col, const TensorRef& rng_state, int threads) {
+  const Source x = source_of(read);
   const auto& [row_tile, row_tensor_amax, row_amax, row_data, row_scale] = row;
   const auto& [col_tile, col_tensor_amax, col_amax, col_data, col_scale] = col;
   QuantizeNvFp4 op{};
-  op.x = x.matrix();
+  op.x = x;
   op.phase = phase_of(phase);
   op.e4m3_max = e4m3_max_four_over_six.first;
   op.four_over_six = four_over_six_of(e4m3_max_four_over_six.second);
@@ -98,7 +126,20 @@ void quantize_nvfp4(const TensorRef& x, Pair phase, std::pair<int, std::string> 
   op.row_tensor_amax = row_tensor_amax.plane<const float>();
   op.col_tensor_amax = col_tensor_amax.plane<const float>();
   op.rng_state = rng_state.pointer<const int64_t>();
-  kernels().quantize_nvfp4(op, threads_for(x.numel(), threads));
+  kernels().quantize_nvfp4(op, threads_for(numel(x), threads));
+}
+
+void evaluate(const Read& read, const TensorRef& out, int threads) {
+  kernels().evaluate({source_of(read), out.data}, threads_for(out.numel(), threads));
+}
+
+void panel_sums(const Read& read, const TensorRef& out, int threads) {
+  const Source x = source_of(read);
+  kernels().panel_sums({x, out.pointer<float>()}, threads_for(numel(x), threads));
+}
+
+void rms_rstd(const TensorRef& x, float eps, const TensorRef& out, int threads) {
+  kernels().rms_rstd({x.matrix(), eps, out.pointer<float>()}, threads_for(x.numel(), threads));
 }
 
 void hadamard(const TensorRef& x, int64_t sign_mask, const TensorRef& out, int threads) {
@@ -144,30 +185,6 @@ void assemble(const std::vector<TensorRef>& wires, const std::vector<int64_t>& r
   copy_parts(op, threads_for(out.numel(), threads));
 }
 
-// value, exp_avg, exp_avg_sq, grad, step, copy
-using AdamArguments = std::tuple<TensorRef, TensorRef, TensorRef, TensorRef, TensorRef, TensorRef>;
-
-void multi_adam(const std::vector<AdamArguments>& arguments, std::array<double, 6> rule, float grad_scale,
-                int threads) {
-  const auto [lr, beta1, beta2, eps, weight_decay, decoupled] = rule;
-  const te_dist::AdamRule adam{lr, beta1, beta2, eps, weight_decay, decoupled};
-  std::vector<AdamTensor> tensors;
-  std::vector<te_dist::AdamFactors> factors;
-  std::vector<int64_t> ends;
-  int64_t elements = 0, chunks = 0;
-  for (const auto& [value, exp_avg, exp_avg_sq, grad, step, copy] : arguments) {
-    const float number = *step.pointer<float>() += 1.0f;
-    factors.push_back(adam_factors(adam, lr, number, grad_scale));
-    tensors.push_back({value.data, value.dtype, grad.data, grad.dtype, exp_avg.pointer<float>(),
-                       exp_avg_sq.pointer<float>(), copy.data, copy.dtype, value.numel()});
-    elements += value.numel();
-    chunks += (value.numel() + kAdamChunk - 1) / kAdamChunk;
-    ends.push_back(chunks);
-  }
-  kernels().multi_adam({tensors.data(), factors.data(), ends.data(), int64_t(tensors.size())},
-                       threads_for(elements, threads));
-}
-
 template <class Function>
 void define(py::module_& module, const char* name, Function function) {
   module.def(name, function, py::call_guard<py::gil_scoped_release>());
@@ -186,11 +203,13 @@ PYBIND11_MODULE(_C, module) {
   define(module, "quantize_mxfp8", &quantize_mxfp8);
   define(module, "quantize_nvfp4", &quantize_nvfp4);
   define(module, "hadamard", &hadamard);
+  define(module, "evaluate", &evaluate);
+  define(module, "panel_sums", &panel_sums);
+  define(module, "rms_rstd", &rms_rstd);
   define(module, "dequantize_float8", &dequantize_float8);
   define(module, "dequantize_mxfp8", &dequantize_mxfp8);
   define(module, "dequantize_nvfp4", &dequantize_nvfp4);
   define(module, "transpose", &transpose);
   define(module, "assemble", &assemble);
-  define(module, "multi_adam", &multi_adam);
   te_dist::define_host(module);
 }

@@ -1,20 +1,19 @@
 // The kernels, and the table of them that is built once for every SIMD level.
 #pragma once
 
-#include "../numerics/adam.h"
 #include "types.h"
 
 namespace te_dist::cpu {
 
 struct TileAmax {
-  Matrix x;
+  Source x;
   Phase phase;
   Tile tile;
   float* out;
 };
 
 struct QuantizeFloat8Tensor {
-  Matrix x;
+  Source x;
   float scale;
   Fp8 fp8;
   uint8_t* row_data;  // (rows, cols) or null
@@ -22,7 +21,7 @@ struct QuantizeFloat8Tensor {
 };
 
 struct QuantizeFloat8Block {
-  Matrix x;
+  Source x;
   Phase phase;
   Fp8 fp8;
   bool pow2;
@@ -32,7 +31,7 @@ struct QuantizeFloat8Block {
 };
 
 struct QuantizeMxFp8 {
-  Matrix x;
+  Source x;
   Phase phase;
   Fp8 fp8;
   BlockOutput<uint8_t> row;  // data (rows, cols)
@@ -42,7 +41,7 @@ struct QuantizeMxFp8 {
 enum class FourOverSix { kNone, kMeanAbsolute, kMeanSquare };
 
 struct QuantizeNvFp4 {
-  Matrix x;
+  Source x;
   Phase phase;
   int e4m3_max;
   FourOverSix four_over_six;
@@ -57,6 +56,22 @@ struct Hadamard {
   Matrix x;
   uint32_t sign_mask;
   uint16_t* out;
+};
+
+struct Evaluate {
+  Source x;
+  void* out;
+};
+
+struct ColumnSums {
+  Source x;
+  float* out;  // (panels of 128 rows, cols)
+};
+
+struct RmsRstd {
+  Matrix x;
+  float eps;
+  float* out;  // (rows,)
 };
 
 struct DequantizeFloat8 {
@@ -96,27 +111,6 @@ struct Transpose {
   int64_t cols;
 };
 
-constexpr int64_t kAdamChunk = 16384;  // elements that one thread updates at a time
-
-struct AdamTensor {
-  void* value;
-  DType value_type;
-  const void* grad;
-  DType grad_type;
-  float* exp_avg;
-  float* exp_avg_sq;
-  void* copy;  // of the updated value, or null
-  DType copy_type;
-  int64_t count;
-};
-
-struct MultiAdam {
-  const AdamTensor* tensors;
-  const AdamFactors* factors;  // of each
-  const int64_t* ends;         // chunks of this tensor and of those before it
-  int64_t num_tensors;
-};
-
 struct Kernels {
   void (*tile_amax)(const TileAmax&, int threads);
   void (*quantize_float8_tensor)(const QuantizeFloat8Tensor&, int threads);
@@ -124,11 +118,13 @@ struct Kernels {
   void (*quantize_mxfp8)(const QuantizeMxFp8&, int threads);
   void (*quantize_nvfp4)(const QuantizeNvFp4&, int threads);
   void (*hadamard)(const Hadamard&, int threads);
+  void (*evaluate)(const Evaluate&, int threads);
+  void (*panel_sums)(const ColumnSums&, int threads);
+  void (*rms_rstd)(const RmsRstd&, int threads);
   void (*dequantize_float8)(const DequantizeFloat8&, int threads);
   void (*dequantize_mxfp8)(const DequantizeMxFp8&, int threads);
   void (*dequantize_nvfp4)(const DequantizeNvFp4&, int threads);
   void (*transpose)(const Transpose&, int threads);
-  void (*multi_adam)(const MultiAdam&, int threads);
 };
 
 }  // namespace te_dist::cpu

@@ -17,6 +17,20 @@ struct Matrix {
   int64_t cols;
 };
 
+// Where a kernel's matrix comes from: from memory as it lies there, or computed from what lies there and rounded to its
+// type, as if it had been written and read again. See csrc/cuda/common/source.cuh.
+struct Source {
+  enum class Kind { kPlain, kSwiGlu, kSwiGluGradient, kRmsNorm, kZeroCenteredRmsNorm };
+
+  const void* data;  // what the kind reads; all dtypes are `dtype` but for gamma's and rstd's
+  DType dtype;
+  int64_t rows;  // of the matrix that the kernel sees
+  int64_t cols;
+  Kind kind = Kind::kPlain;
+  const void* beside = nullptr;  // grad, or rstd
+  Matrix gamma{};
+};
+
 // A 2-D strided view in logical (row, col) order; strides in elements.
 template <class T>
 struct Plane {

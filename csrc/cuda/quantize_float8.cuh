@@ -20,7 +20,7 @@ template <class Source, class Code, Share kRow, Share kCol, int kLoad, int kRowS
 struct QuantizeFloat8 {
   using Element = typename Source::Element;
   static constexpr int kThreads = kPanelThreads;
-  static constexpr int kBlocks = Element::kPerWord == 2 && kLoad >= 8 ? 4 : 2;
+  static constexpr int kBlocks = Element::kPerWord == 2 && kLoad >= 8 ? (Source::kIsComputed ? 3 : 4) : 2;
   static constexpr bool kHasRow = kRow != Share::kAbsent, kHasCol = kCol != Share::kAbsent;
   static constexpr bool kIsTensor = kRow == Share::kTensor || kCol == Share::kTensor;
   static constexpr bool kHasSquare = kRow == Share::kSquare || kCol == Share::kSquare;

@@ -12,7 +12,7 @@ template <class Source, int kLoad, bool kParts>
 struct TensorAmax {
   using Element = typename Source::Element;
   static constexpr int kThreads = kPanelThreads;
-  static constexpr int kBlocks = Element::kPerWord == 2 && kLoad >= 8 ? 4 : 2;
+  static constexpr int kBlocks = Element::kPerWord == 2 && kLoad >= 8 ? (Source::kIsComputed ? 3 : 4) : 2;
 
   struct Params {
     typename Source::Params source;

@@ -31,7 +31,7 @@ template <class Source, int kLoad, bool kWhole>
 struct TileAmax {
   using Element = typename Source::Element;
   static constexpr int kThreads = 256;
-  static constexpr int kBlocks = Element::kPerWord == 2 && kLoad >= 8 ? 4 : 2;
+  static constexpr int kBlocks = Element::kPerWord == 2 && kLoad >= 8 ? (Source::kIsComputed ? 3 : 4) : 2;
   static constexpr int kWords = kPatch / Element::kPerWord;
   static constexpr int kBlockCols = kThreads * kPatch;
 
@@ -136,8 +136,7 @@ struct TileAmax {
     int64_t tile_end = (tile_row + 1) * p.tile.rows - p.phase.row;
     for (; row < row_end; row += kPatch) {
       uint32_t words[kPatch][kWords];
-#pragma unroll
-      for (int i = 0; i < kPatch; ++i) reader.read(row + i < row_end, words[i]);
+      reader.read(Inside::of(row, kPatch, row_end), words);
       if (by_rows) {
         store_rows(words);
         tile_row += kPatch;
@@ -163,15 +162,14 @@ struct TileAmax {
       const int64_t stop = tile_end < row_end ? tile_end : row_end;
       for (; row + kPatch <= stop; row += kPatch) {
         uint32_t words[kPatch][kWords];
-#pragma unroll
-        for (int i = 0; i < kPatch; ++i) reader.read(true, words[i]);
+        reader.read({0, kPatch}, words);
 #pragma unroll
         for (int i = 0; i < kPatch; ++i) raise(words[i]);
       }
       for (; row < stop; ++row) {
-        uint32_t words[kWords];
-        reader.read(true, words);
-        raise(words);
+        uint32_t words[1][kWords];
+        reader.read({0, 1}, words);
+        raise(words[0]);
       }
       raise_tiles();
       clear();

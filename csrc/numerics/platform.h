@@ -27,6 +27,11 @@ struct LanesOf;
 template <>
 struct LanesOf<float> {
   using Integers = uint32_t;
+#if defined(__CUDACC_RTC__)
+  TE_DIST_INLINE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+#else
+  TE_DIST_INLINE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#endif
 };
 template <>
 struct LanesOf<uint32_t> {
@@ -80,6 +85,46 @@ template <class Floats>
 TE_DIST_INLINE Floats capped(Floats value, float limit) {
   const Floats limits = all<Floats>(limit);
   return value < limits ? value : limits;
+}
+
+// The larger of two values; NaN stays.
+template <class Floats>
+TE_DIST_INLINE Floats at_least(Floats value, float limit) {
+#if defined(__CUDACC_RTC__)
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(value), "f"(limit));
+  return result;
+#else
+  const Floats limits = all<Floats>(limit);
+  return value < limits ? limits : value;
+#endif
+}
+
+// a * b + c, rounded once: the only contraction there is.
+template <class Floats>
+TE_DIST_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+  return LanesOf<Floats>::multiply_add(a, b, c);
+}
+
+// 1 / value, to nearest even, for values from 1 to 2.
+template <class Floats>
+TE_DIST_INLINE Floats reciprocal_below_one(Floats value) {
+#if defined(__CUDACC_RTC__)
+  // Without the branch of a division, which keeps loads from being issued early.
+  float guess;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(guess) : "f"(value));
+  return __fmaf_rn(guess, __fmaf_rn(-value, guess, 1.0f), guess);
+#else
+  return 1.0f / value;
+#endif
+}
+
+TE_DIST_INLINE float square_root(float value) {
+#if defined(__CUDACC_RTC__)
+  return __fsqrt_rn(value);
+#else
+  return __builtin_sqrtf(value);
+#endif
 }
 
 template <class Floats>

@@ -17,6 +17,7 @@ from torch import Tensor
 from te_dist.formats import Encoding, Field, Region, geometry
 from te_dist.formats.region import Pair
 from te_dist.ops import tile_amax
+from te_dist.ops.source import Source, unsummed
 
 Amax = tuple[Tensor, ...]  # one fp32 grid per entry of `Codec.amax_tiles`
 
@@ -56,12 +57,16 @@ class Codec:
     def check(self, region: Region) -> None:
         """Raises ValueError where a matrix of this region cannot be encoded."""
 
-    def amax(self, x: Tensor, region: Region) -> Amax:
+    def amax(self, x: Tensor | Source, region: Region) -> Amax:
         """Largest magnitudes of `x` (rows, cols), NaN ignored: one fp32 grid per entry of `amax_tiles`."""
         return tuple(find_amax(x, region, tile) for tile in self.amax_tiles)
 
-    def encode(self, x: Tensor, region: Region, planes: Sequence[Plane]) -> None:
-        """Quantizes `x` (rows, cols; fp32, bf16 or fp16; contiguous) into one or two planes of equal `pass_key`."""
+    def encode(self, x: Tensor | Source, region: Region, planes: Sequence[Plane]) -> None:
+        """Quantizes `x` into one or two planes of equal `pass_key`.
+
+        Args:
+            x: (rows, cols), fp32, bf16 or fp16, contiguous; or a source, whose sums are found once.
+        """
         raise NotImplementedError
 
     def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, *, out: Tensor) -> None:
@@ -79,16 +84,16 @@ def logical_view(field: Field, stored: Tensor, region: Region) -> Tensor:
     return wire.t() if field.order == "km" else wire
 
 
-def encode(x: Tensor, region: Region, planes: Sequence[Plane]) -> None:
+def encode(x: Tensor | Source, region: Region, planes: Sequence[Plane]) -> None:
     """Quantizes `x` into all `planes`, in as few passes over it as their codecs allow."""
     codec = planes[0].encoding.codec
     alike = [plane for plane in planes if plane.encoding.codec.pass_key == codec.pass_key]
     codec.encode(x, region, alike)
     if len(alike) < len(planes):
-        encode(x, region, [plane for plane in planes if plane.encoding.codec.pass_key != codec.pass_key])
+        encode(unsummed(x), region, [plane for plane in planes if plane.encoding.codec.pass_key != codec.pass_key])
 
 
-def find_amax(x: Tensor, region: Region, tile: Pair) -> Tensor:
+def find_amax(x: Tensor | Source, region: Region, tile: Pair) -> Tensor:
     """Largest magnitude of every tile of `x` (rows, cols), NaN ignored: fp32, on the tile grid of `region`."""
     rows, cols = region.blocks(tile)
     out = torch.empty((len(rows), len(cols)), dtype=torch.float32, device=x.device)

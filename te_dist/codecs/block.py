@@ -11,6 +11,7 @@ from te_dist import ops
 from te_dist.codecs.base import Plane, logical_view
 from te_dist.codecs.tiled import TiledCodec, plane_arguments
 from te_dist.formats import Field, Region
+from te_dist.ops.source import Source
 
 LARGEST_TILE = (128, 128)  # offsets inside it are offsets inside every smaller tile
 
@@ -30,7 +31,7 @@ class Block(TiledCodec):
     pow2: bool = True
     eps: float = 0.0
 
-    def encode(self, x: Tensor, region: Region, planes: Sequence[Plane]) -> None:
+    def encode(self, x: Tensor | Source, region: Region, planes: Sequence[Plane]) -> None:
         outputs, phase = plane_arguments(planes, region), region.phase(LARGEST_TILE)
         ops.quantize_float8_block(x, phase=phase, fp8=self.fp8, pow2=self.pow2, eps=self.eps, **outputs)
 

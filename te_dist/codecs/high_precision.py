@@ -10,6 +10,8 @@ from torch import Tensor
 
 from te_dist.codecs.base import Codec, Plane
 from te_dist.formats import Field, Region
+from te_dist.ops.evaluate import values
+from te_dist.ops.source import Source
 
 
 @dataclass(frozen=True)
@@ -18,9 +20,10 @@ class HighPrecision(Codec):
 
     dtype: torch.dtype = torch.bfloat16
 
-    def encode(self, x: Tensor, region: Region, planes: Sequence[Plane]) -> None:
+    def encode(self, x: Tensor | Source, region: Region, planes: Sequence[Plane]) -> None:
+        matrix = values(x)
         for plane in planes:
-            plane.field_view(0, region).copy_(x)
+            plane.field_view(0, region).copy_(matrix)
 
     def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, *, out: Tensor) -> None:
         out.copy_(stored[0] if fields[0].order == "mk" else stored[0].t())

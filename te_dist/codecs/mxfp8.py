@@ -11,6 +11,7 @@ from te_dist import ops
 from te_dist.codecs.base import Plane, logical_view
 from te_dist.codecs.tiled import TiledCodec, plane_arguments
 from te_dist.formats import Field, Region
+from te_dist.ops.source import Source
 
 LARGEST_TILE = (32, 32)  # offsets inside it are offsets inside every smaller tile
 
@@ -26,7 +27,7 @@ class MxFp8(TiledCodec):
 
     fp8: str = "e4m3"
 
-    def encode(self, x: Tensor, region: Region, planes: Sequence[Plane]) -> None:
+    def encode(self, x: Tensor | Source, region: Region, planes: Sequence[Plane]) -> None:
         ops.quantize_mxfp8(x, phase=region.phase(LARGEST_TILE), fp8=self.fp8, **plane_arguments(planes, region))
 
     def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, *, out: Tensor) -> None:

@@ -14,6 +14,8 @@ from te_dist.codecs.base import Amax, Plane, find_amax, logical_view
 from te_dist.codecs.tiled import TiledCodec, plane_arguments, side
 from te_dist.formats import WHOLE, Field, Region
 from te_dist.formats.region import Pair
+from te_dist.ops.evaluate import values
+from te_dist.ops.source import Source, unsummed
 
 LARGEST_TILE = (16, 16)  # offsets inside it are offsets inside every smaller tile
 HADAMARD = 16  # rows that one Hadamard transform mixes
@@ -64,10 +66,10 @@ class NvFp4(TiledCodec):
                 f"the Hadamard transform mixes {HADAMARD} rows, got rows {region.rows}; cut and pad at multiples of it"
             )
 
-    def amax(self, x: Tensor, region: Region) -> Amax:
-        return super().amax(self._transformed(x), region)
+    def amax(self, x: Tensor | Source, region: Region) -> Amax:
+        return super().amax(self._transformed(unsummed(x)), region)
 
-    def encode(self, x: Tensor, region: Region, planes: Sequence[Plane]) -> None:
+    def encode(self, x: Tensor | Source, region: Region, planes: Sequence[Plane]) -> None:
         x = self._transformed(x)
         outputs = plane_arguments(planes, region)
         for plane in planes:
@@ -105,14 +107,15 @@ class NvFp4(TiledCodec):
             "transforming its other operand alike; dequantize the rowwise direction instead"
         )
 
-    def _transformed(self, x: Tensor) -> Tensor:
+    def _transformed(self, x: Tensor | Source) -> Tensor | Source:
         if self.hadamard is None:
             return x
+        x = values(x)
         rotated = torch.empty_like(x, dtype=torch.bfloat16)
         ops.hadamard(x.to(torch.bfloat16), sign_mask=self.hadamard, out=rotated)
         return rotated
 
 
-def _draw_rng_state(x: Tensor) -> Tensor:
+def _draw_rng_state(x: Tensor | Source) -> Tensor:
     """(seed, offset) of the next run of stochastic rounding, drawn from torch's generator on the device of `x`."""
     return torch.randint(2**62, (2,), dtype=torch.int64, device=x.device)

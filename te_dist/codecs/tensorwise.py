@@ -13,6 +13,7 @@ from te_dist.codecs.base import Codec, Plane, logical_view
 from te_dist.formats import WHOLE, Field, Region
 from te_dist.formats.region import Pair
 from te_dist.ops.quantize_float8_current import WORKSPACE
+from te_dist.ops.source import Source
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,14 @@ class Tensorwise(Codec):
     def amax_tiles(self) -> tuple[Pair, ...]:
         return ((WHOLE, WHOLE),)
 
-    def encode(self, x: Tensor, region: Region, planes: Sequence[Plane]) -> None:
+    def encode(self, x: Tensor | Source, region: Region, planes: Sequence[Plane]) -> None:
         (amax,) = planes[0].amax or (None,)
         workspace = torch.empty(WORKSPACE, dtype=torch.float32, device=x.device) if amax is None else None
         rule = dict(fp8=self.fp8, pow2=self.pow2, eps=self.eps)
         ops.quantize_float8_current(x, **rule, amax=amax, workspace=workspace, **_outputs(planes))
 
     def encode_scaled(
-        self, x: Tensor, scale: Tensor, planes: Sequence[Plane], *, recorded: Tensor | None = None
+        self, x: Tensor | Source, scale: Tensor, planes: Sequence[Plane], *, recorded: Tensor | None = None
     ) -> None:
         """Quantizes by a `scale` (f32, one element) that is known beforehand, as delayed scaling has it.
 

@@ -6,6 +6,7 @@ Functions named as ops take the arguments of their op and launch its kernel; the
 from te_dist.kernels.amax import tile_amax
 from te_dist.kernels.compiler import CompilerError
 from te_dist.kernels.dequantize import dequantize_float8, dequantize_mxfp8, dequantize_nvfp4
+from te_dist.kernels.evaluation import evaluate, panel_sums, rms_rstd
 from te_dist.kernels.movement import assemble, hadamard, transpose
 from te_dist.kernels.quantize import (
     quantize_float8_block,
@@ -21,12 +22,15 @@ __all__ = [
     "dequantize_float8",
     "dequantize_mxfp8",
     "dequantize_nvfp4",
+    "evaluate",
     "hadamard",
+    "panel_sums",
     "quantize_float8_block",
     "quantize_float8_current",
     "quantize_float8_tensor",
     "quantize_mxfp8",
     "quantize_nvfp4",
+    "rms_rstd",
     "tile_amax",
     "transpose",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, partial
 
 from torch import Tensor
@@ -12,13 +13,12 @@ from te_dist.kernels.arguments import (
     EXTENTS,
     PANEL,
     PHASE,
-    access_bytes,
     blocks_for,
     extents_of,
     phase_in,
     pointer,
 )
-from te_dist.kernels.inputs import Source, layout
+from te_dist.kernels.inputs import Input, Source, layout, read
 from te_dist.kernels.runtime import launch
 from te_dist.kernels.spec import Layout, Spec
 from te_dist.kernels.task import Task, Widths, start
@@ -46,45 +46,47 @@ def of_tiles(source: Source, widths: Widths, *, whole: str) -> Spec:
     return Spec("tile_amax.cuh", f"TileAmax<{source.template}, {widths[0]}, {whole}>", layout(source, _TILES))
 
 
-def _matrix_task(x: Tensor, noop: Tensor | None, out: Tensor, parts: str) -> Task:
+def _matrix_task(x: Input, noop: Tensor | None, out: Tensor, parts: str) -> Task:
     # A matrix without gaps may be cut into rows of any length: a panel of it is then one run of memory.
-    shape = (x.numel() // PANEL[1], PANEL[1]) if x.numel() % PANEL[1] == 0 else x.shape
-    load = access_bytes(16, x.data_ptr(), shape[1] * x.element_size())
+    shape = (x.numel() // PANEL[1], PANEL[1]) if x.is_plain and x.numel() % PANEL[1] == 0 else x.shape
     blocks = min(MAX_PARTS, blocks_for(shape, PANEL))
     values = (*shape, pointer(noop), out.data_ptr())
-    return Task(x, partial(of_matrix, parts=parts), (load,), (x.element_size(),), blocks, values)
+    return Task(x, partial(of_matrix, parts=parts), (x.load_bytes(),), (x.element_size(),), blocks, values)
 
 
-def parts_task(x: Tensor, noop: Tensor | None, out: Tensor) -> Task:
+def parts_task(x: Input, noop: Tensor | None, out: Tensor) -> Task:
     """Amaxes of parts of a matrix that is not empty, one for each block of the task, into `out` (f32, MAX_PARTS)."""
     return _matrix_task(x, noop, out, "true")
 
 
-def amax_task(x: Tensor, phase: Pair, tile: Pair, out: Tensor) -> Task | None:
+def amax_task(x: Input, phase: Pair, tile: Pair, out: Tensor) -> Task | None:
     """Raises `out` to the amax of every tile."""
     if x.numel() == 0:
         return None
     shape = x.shape
-    if tuple(tile) == (WHOLE, WHOLE) and x.numel() % _COLS == 0:
+    if tuple(tile) == (WHOLE, WHOLE) and x.is_plain and x.numel() % _COLS == 0:
         shape = (x.numel() // _COLS, _COLS)  # one tile may be cut into rows of any length
     place = (shape, phase_in(tile, phase), extents_of(tile, shape))
     return _tiles_task(x, place, _strips(shape, (0, 0), (1, 1)), "false", out)
 
 
-def _tiles_task(x: Tensor, place: tuple[Pair, Pair, Pair], strips: Pair, whole: str, out: Tensor) -> Task:
+def _tiles_task(x: Input, place: tuple[Pair, Pair, Pair], strips: Pair, whole: str, out: Tensor) -> Task:
     shape, phase, tile = place
     strip, blocks = strips
-    size = x.element_size()
     # Where strips are made of whole tiles, accesses begin where tiles do.
-    load = access_bytes(16, x.data_ptr(), shape[1] * size, phase[1] * size if whole == "true" else 0)
+    load = x.load_bytes(phase[1] if whole == "true" else 0)
     values = (*shape, *phase, *tile, out.data_ptr(), out.shape[1], strip)
-    return Task(x, partial(of_tiles, whole=whole), (load,), (size,), blocks, values)
+    return Task(x, partial(of_tiles, whole=whole), (load,), (x.element_size(),), blocks, values)
 
 
-def tile_amax(x: Tensor, phase: Pair, tile: Pair, out: Tensor) -> None:
+def tile_amax(x: Tensor, source: str, beside: Sequence[Tensor], *rest: object) -> None:
     """See te_dist.ops.tile_amax."""
-    if out.numel() == 0:
-        return
+    phase, tile, out = rest
+    if out.numel():
+        _tile_amax(read(x, source, beside), phase, tile, out)
+
+
+def _tile_amax(x: Input, phase: Pair, tile: Pair, out: Tensor) -> None:
     if _is_whole(tile):
         place = (x.shape, phase_in(tile, phase), tuple(tile))
         strips = _strips(*place)

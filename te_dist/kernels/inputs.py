@@ -1,11 +1,22 @@
-"""What kernels read their matrix from: the sources of csrc/cuda/common/source.cuh."""
+"""What kernels read their matrix from: the sources of csrc/cuda/common/source.cuh, and tensors as their parameters.
+
+Ops name a source by the tensor `x` that it reads, its name and the tensors beside it; see te_dist.ops.source.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
+from torch import Tensor
+
+from te_dist.formats.region import Pair
+from te_dist.kernels.arguments import ELEMENTS, access_bytes
 from te_dist.kernels.spec import Layout
+
+_WIDTH = 16  # bytes that can be read at a time, at most
 
 
 @dataclass(frozen=True)
@@ -21,6 +32,41 @@ class Source:
     fields: str
 
 
+class Input(NamedTuple):
+    """A source with its tensors: the matrix that a kernel reads.
+
+    Attributes:
+        tensor: the one it is computed from, or is.
+        source: how.
+        shape: (rows, cols) of the matrix.
+        values: of the fields of the source.
+        widest: bytes that can be read at a time from columns that are multiples of as many bytes.
+    """
+
+    tensor: Tensor
+    source: Source
+    shape: Pair
+    values: tuple[int, ...]
+    widest: int
+
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.shape[0] * self.shape[1]
+
+    def element_size(self) -> int:
+        """Bytes of an element."""
+        return self.tensor.element_size()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it lies in memory as it is, and nothing is found on the way."""
+        return self.source is plain(ELEMENTS[self.tensor.dtype])
+
+    def load_bytes(self, col: int = 0) -> int:
+        """Bytes that can be read at a time where panels begin `col` columns before the matrix."""
+        return access_bytes(self.widest, col * self.tensor.element_size())
+
+
 @cache
 def plain(element: str) -> Source:
     """Elements as they lie in memory."""
@@ -28,12 +74,58 @@ def plain(element: str) -> Source:
 
 
 @cache
-def adam(grad: str, value: str) -> Source:
-    """Values of one element type, updated by gradients of another on the way (csrc/cuda/adam.cuh)."""
-    return Source(f"Adam<{grad}, {value}>", "value:P exp_avg:P exp_avg_sq:P grad:P factors:P")
+def swiglu(element: str) -> Source:
+    """silu(gate) * up."""
+    return Source(f"SwiGlu<{element}>", "x:P")
+
+
+@cache
+def swiglu_gradient(element: str) -> Source:
+    """The gradient of that by gate and up."""
+    return Source(f"SwiGluGradient<{element}>", "x:P grad:P")
+
+
+@cache
+def rms_norm(element: str, gamma: str, zero_centered: str) -> Source:
+    """x * rstd * gamma. `zero_centered`: "true" or "false"."""
+    return Source(f"RmsNorm<{element}, {gamma}, {zero_centered}>", "x:P rstd:P gamma:P")
+
+
+@cache
+def summed(source: Source) -> Source:
+    """The same source, whose columns are summed on the way."""
+    fields = " ".join(f"source.{field}" for field in source.fields.split())
+    return Source(f"Summed<{source.template}>", f"{fields} sums:P")
 
 
 @cache
 def layout(source: Source, rest: str) -> Layout:
     """Of the parameters of a kernel: those of the source, and the `rest`."""
     return Layout(" ".join(f"source.{field}" for field in source.fields.split()) + " " + rest)
+
+
+def read(x: Tensor, name: str, beside: Sequence[Tensor], sums: Tensor | None = None) -> Input:
+    """The source of that name. `sums`: where those of its columns go, one row for each panel."""
+    element, size = ELEMENTS[x.dtype], x.element_size()
+    rows, cols = x.shape
+    pitch = cols
+    positions = [x.data_ptr(), *(tensor.data_ptr() for tensor in beside)]
+    values = tuple(positions)
+    if name == "plain":
+        source = plain(element)
+    elif name == "swiglu":
+        source, cols, pitch = swiglu(element), cols // 2, cols // 2
+    elif name == "swiglu_gradient":
+        source, pitch = swiglu_gradient(element), cols // 2
+    else:
+        rstd, gamma = beside
+        source = rms_norm(element, ELEMENTS[gamma.dtype], "true" if name == "zero_centered_rms_norm" else "false")
+        positions = [x.data_ptr(), _as_columns(gamma, size)]
+    if sums is not None and sums.numel():
+        source, values = summed(source), (*values, sums.data_ptr())
+    return Input(x, source, (rows, cols), values, access_bytes(_WIDTH, *positions, pitch * size))
+
+
+def _as_columns(vector: Tensor, size: int) -> int:
+    """A position in bytes of elements of `size` that allows as many elements at a time as the vector's address does."""
+    return access_bytes(_WIDTH, vector.data_ptr()) // vector.element_size() * size

@@ -21,7 +21,7 @@ from te_dist.kernels.arguments import (
     plane_layout,
     pointer,
 )
-from te_dist.kernels.inputs import Source, layout
+from te_dist.kernels.inputs import Input, Source, layout, read
 from te_dist.kernels.spec import Spec
 from te_dist.kernels.task import Task, Widths, start
 
@@ -56,14 +56,9 @@ def _share(tile: Pair, data: Tensor | None) -> str:
     return _RUN if 1 in tile else _SQUARE
 
 
-def _is_idle(x: Tensor, *data: Tensor | None) -> bool:
+def _is_idle(x: Input, *data: Tensor | None) -> bool:
     """Whether there is nothing to write."""
     return x.numel() == 0 or all(tensor is None for tensor in data)
-
-
-def _load_bytes(x: Tensor, phase: Pair) -> int:
-    size = x.element_size()
-    return access_bytes(16, x.data_ptr(), x.shape[1] * size, phase[1] * size)
 
 
 @cache
@@ -73,11 +68,11 @@ def float8(source: Source, widths: Widths, *, code: str, shares: tuple[str, str]
     return Spec("quantize_float8.cuh", f"QuantizeFloat8<{constants}>", layout(source, _FLOAT8))
 
 
-def _float8(x: Tensor, phase: Pair, shares: tuple[str, str], *rest: object) -> Task:
+def _float8(x: Input, phase: Pair, shares: tuple[str, str], *rest: object) -> Task:
     fp8, row_data, col_data, values = rest
     rows, cols = x.shape
     widths = (
-        _load_bytes(x, phase),
+        x.load_bytes(phase[1]),
         access_bytes(8, pointer(row_data), cols, phase[1]),
         access_bytes(16, pointer(col_data), rows, phase[0]),
     )
@@ -87,7 +82,7 @@ def _float8(x: Tensor, phase: Pair, shares: tuple[str, str], *rest: object) -> T
     return Task(x, kernel, widths, (x.element_size(), 1, 1), blocks, (*shape, *phase, *values))
 
 
-def _cast_task(x: Tensor, fp8: str, rule: tuple[int | float, ...], outputs: Sequence[Tensor | None]) -> Task:
+def _cast_task(x: Input, fp8: str, rule: tuple[int | float, ...], outputs: Sequence[Tensor | None]) -> Task:
     """A cast by one scale; `rule`: noop, where the scale comes from, eps and pow2, as parameters of the kernel."""
     row_data, row_scale, col_data, col_scale = outputs
     shares = tuple(_ABSENT if data is None else _TENSOR for data in (row_data, col_data))
@@ -95,39 +90,34 @@ def _cast_task(x: Tensor, fp8: str, rule: tuple[int | float, ...], outputs: Sequ
     return _float8(x, (0, 0), shares, fp8, row_data, col_data, (*rule, *written))
 
 
-def float8_tensor_task(x: Tensor, scale: Tensor, fp8: str, amax: Tensor | None, *rest: Tensor | None) -> Task:
+def float8_tensor_task(x: Input, scale: Tensor, fp8: str, amax: Tensor | None, *rest: Tensor | None) -> Task:
     """What quantize_float8_tensor launches."""
     *outputs, noop = rest
     return _cast_task(x, fp8, (pointer(noop), scale.data_ptr(), 0, 0, pointer(amax), 0.0, 0), outputs)
 
 
-def quantize_float8_tensor(*arguments: object) -> None:
+def quantize_float8_tensor(
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, *rest: object
+) -> None:
     """See te_dist.ops.quantize_float8_tensor."""
-    start(float8_tensor_task(*arguments))
+    start(float8_tensor_task(read(x, source, beside, sums), *rest))
 
 
-def float8_current_task(
-    x: Tensor, fp8: str, pow2: bool, eps: float, amax: Tensor, workspace: None, *rest: Tensor | None
-) -> Task:
-    """What quantize_float8_current launches where the amax is given."""
-    *outputs, noop = rest
-    return _cast_task(x, fp8, (pointer(noop), 0, amax.data_ptr(), 1, 0, eps, pow2), outputs)
-
-
-def quantize_float8_current(x: Tensor, fp8: str, pow2: bool, eps: float, *rest: Tensor | None) -> None:
+def quantize_float8_current(
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, *rest: object
+) -> None:
     """See te_dist.ops.quantize_float8_current."""
-    amax, workspace, *outputs, noop = rest
-    if amax is not None:
-        start(float8_current_task(x, fp8, pow2, eps, amax, None, *outputs, noop))
-        return
-    parts = parts_task(x, noop, workspace) if x.numel() else None
+    fp8, pow2, eps, amax, workspace, *outputs, noop = rest
+    matrix = read(x, source, beside, sums)
+    parts = parts_task(read(x, source, beside), noop, workspace) if amax is None and matrix.numel() else None
     start(parts)
-    rule = (pointer(noop), 0, workspace.data_ptr(), parts.blocks if parts else 0, 0, eps, pow2)
-    start(_cast_task(x, fp8, rule, outputs), overlaps=parts is not None)
+    amaxes, count = (workspace, parts.blocks if parts else 0) if amax is None else (amax, 1)
+    task = _cast_task(matrix, fp8, (pointer(noop), 0, amaxes.data_ptr(), count, 0, eps, pow2), outputs)
+    start(task, overlaps=parts is not None)
 
 
 def float8_block_task(
-    x: Tensor, phase: Pair, fp8: str, pow2: bool, eps: float, *rest: Pair | Tensor | None
+    x: Input, phase: Pair, fp8: str, pow2: bool, eps: float, *rest: Pair | Tensor | None
 ) -> Task | None:
     """What quantize_float8_block launches; `rest`: tile, amax, data and scale of both directions, and noop."""
     row_tile, row_amax, row_data, row_scale, col_tile, col_amax, col_data, col_scale, noop = rest
@@ -139,9 +129,9 @@ def float8_block_task(
     return _float8(x, phase_in(BLOCK_TILE, phase), shares, fp8, row_data, col_data, rule)
 
 
-def quantize_float8_block(*arguments: object) -> None:
+def quantize_float8_block(x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, *rest: object) -> None:
     """See te_dist.ops.quantize_float8_block."""
-    start(float8_block_task(*arguments))
+    start(float8_block_task(read(x, source, beside, sums), *rest))
 
 
 @cache
@@ -151,14 +141,14 @@ def mxfp8(source: Source, widths: Widths, *, code: str, shares: tuple[str, str])
     return Spec("quantize_mxfp8.cuh", f"QuantizeMxFp8<{constants}>", layout(source, _MXFP8))
 
 
-def mxfp8_task(x: Tensor, phase: Pair, fp8: str, *rest: Pair | Tensor | None) -> Task | None:
+def mxfp8_task(x: Input, phase: Pair, fp8: str, *rest: Pair | Tensor | None) -> Task | None:
     """What quantize_mxfp8 launches."""
     row_tile, row_amax, row_data, row_scale, col_tile, col_amax, col_data, col_scale, noop = rest
     if _is_idle(x, row_data, col_data):
         return None
     phase = phase_in(MX_TILE, phase)
     store = access_bytes(8, pointer(row_data), pointer(col_data), x.shape[1], phase[1])
-    widths = (_load_bytes(x, phase), store, _scale_store_bytes(row_scale))
+    widths = (x.load_bytes(phase[1]), store, _scale_store_bytes(row_scale))
     kernel = partial(mxfp8, code=CODES[fp8], shares=(_share(row_tile, row_data), _share(col_tile, col_data)))
     outputs = (*_output(row_amax, row_data, row_scale), *_output(col_amax, col_data, col_scale))
     blocks = blocks_for(x.shape, PANEL, phase)
@@ -166,9 +156,9 @@ def mxfp8_task(x: Tensor, phase: Pair, fp8: str, *rest: Pair | Tensor | None) ->
     return Task(x, kernel, widths, (x.element_size(), 1, 1), blocks, values)
 
 
-def quantize_mxfp8(*arguments: object) -> None:
+def quantize_mxfp8(x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, *rest: object) -> None:
     """See te_dist.ops.quantize_mxfp8."""
-    start(mxfp8_task(*arguments))
+    start(mxfp8_task(read(x, source, beside, sums), *rest))
 
 
 def _scale_store_bytes(scale: Tensor | None) -> int:
@@ -210,7 +200,7 @@ def _line_store_bytes(scale: Tensor | None, *, dim: int) -> int:
     return access_bytes(limit, scale.data_ptr(), length, pitch) if scale.stride(dim) == 1 else 0
 
 
-def nvfp4_task(x: Tensor, phase: Pair, e4m3_max: int, four_over_six: str, *rest: Pair | Tensor | None) -> Task | None:
+def nvfp4_task(x: Input, phase: Pair, e4m3_max: int, four_over_six: str, *rest: Pair | Tensor | None) -> Task | None:
     """What quantize_nvfp4 launches."""
     *planes, rng_state, noop = rest
     (row_tile, row_tensor_amax, row_amax, row_data, row_scale) = planes[:5]
@@ -220,7 +210,7 @@ def nvfp4_task(x: Tensor, phase: Pair, e4m3_max: int, four_over_six: str, *rest:
     phase = phase_in(NVFP4_TILE, phase)
     rows, cols = x.shape
     widths = (
-        _load_bytes(x, phase),
+        x.load_bytes(phase[1]),
         access_bytes(4, pointer(row_data), cols // 2, phase[1] // 2) if row_data is not None else 4,
         access_bytes(16, pointer(col_data), rows // 2, phase[0] // 2) if col_data is not None else 16,
         _line_store_bytes(row_scale if row_data is not None else None, dim=1),
@@ -238,6 +228,6 @@ def nvfp4_task(x: Tensor, phase: Pair, e4m3_max: int, four_over_six: str, *rest:
     return Task(x, kernel, widths, (x.element_size(), 1, 1, 0, 0), blocks_for(x.shape, PANEL, phase), values)
 
 
-def quantize_nvfp4(*arguments: object) -> None:
+def quantize_nvfp4(x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, *rest: object) -> None:
     """See te_dist.ops.quantize_nvfp4."""
-    start(nvfp4_task(*arguments))
+    start(nvfp4_task(read(x, source, beside, sums), *rest))

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from te_dist import _C, env
 from te_dist._torch_private import current_cuda_stream
 from te_dist.kernels import compiler
 from te_dist.kernels.cache import Compiled, Entry, KernelCache
-from te_dist.kernels.spec import ENTRY, Spec
+from te_dist.kernels.spec import ENTRY, Layout, Spec
 
 MEASURED = {(9, 0): "sm_90a"}
 UNMEASURED = {(10, 0): "sm_100a"}
@@ -32,6 +33,29 @@ ARCHES = (*MEASURED.values(), *UNMEASURED.values())
 
 _loaded: dict[tuple[Spec, int], _C.cuda.Kernel] = {}
 _recorded: ContextVar[list[Spec] | None] = ContextVar("te_dist_recorded_specs", default=None)
+_listener: ContextVar[Callable[[Launch], None] | None] = ContextVar("te_dist_listener", default=None)
+
+
+class Launch(NamedTuple):
+    """A kernel with all that it is launched with.
+
+    Attributes:
+        values: one for each field of `layout`.
+    """
+
+    kernel: _C.cuda.Kernel
+    device: int
+    grid: tuple[int, int, int]
+    layout: Layout
+    values: Sequence[Any]
+
+    def start(self, stream: int, values: Sequence[Any]) -> None:
+        """Launches with other `values`."""
+        try:
+            self.kernel.launch(self.device, stream, self.grid, self.layout.pack(*values))
+        except RuntimeError as error:
+            fields = ", ".join(f"{name}={value}" for name, value in zip(self.layout.names, values, strict=True))
+            raise RuntimeError(f"{error}; arguments {fields}") from None
 
 
 @cache
@@ -117,11 +141,21 @@ def launch(spec: Spec, on: Tensor, grid: tuple[int, int], values: tuple[int | fl
         if on.is_meta:
             return _record(spec)
         kernel = _load(spec, device)
+    launched = Launch(kernel, device, (*grid, 1), spec.layout, values)
+    launched.start(current_cuda_stream(device), values)
+    listener = _listener.get()
+    if listener is not None:
+        listener(launched)
+
+
+@contextmanager
+def listening(listener: Callable[[Launch], None]) -> Iterator[None]:
+    """A block in which `listener` is told of every launch of this thread."""
+    token = _listener.set(listener)
     try:
-        kernel.launch(device, current_cuda_stream(device), (*grid, 1), spec.layout.pack(*values))
-    except RuntimeError as error:
-        fields = ", ".join(f"{name}={value}" for name, value in zip(spec.layout.names, values, strict=True))
-        raise RuntimeError(f"{error}; arguments {fields}") from None
+        yield
+    finally:
+        _listener.reset(token)
 
 
 def _record(spec: Spec) -> None:

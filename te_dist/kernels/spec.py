@@ -22,18 +22,19 @@ class Layout:
     def __init__(self, text: str) -> None:
         fields = [field.split(":") for field in text.split()]
         self.names = tuple(name for name, _ in fields)
+        self.addresses = tuple(place for place, (_, code) in enumerate(fields) if code in "PT")
         self._types = tuple(code for _, code in fields)
         self._struct = struct.Struct("@" + "".join(self._types) + "0q")
         self.pack = self._struct.pack
 
-    def assertions(self, params: str = "Kernel::Params") -> str:
-        """C++ that fails to compile where a struct is laid out in another way."""
-        lines = [f'static_assert(sizeof({params}) == {self._struct.size}, "size of Params");']
+    def assertions(self) -> str:
+        """C++ that fails to compile where `Params` is laid out in another way."""
+        lines = [f'static_assert(sizeof(Kernel::Params) == {self._struct.size}, "size of Params");']
         for index, name in enumerate(self.names):
             before = "@" + "".join(self._types[: index + 1])
             offset = struct.calcsize(before) - struct.calcsize("@" + self._types[index])
             # NOTE: `offsetof`, as NVRTC's front end spells it; it has no <cstddef>.
-            place = f"__INTADDR__(&(({params}*)0)->{name})"
+            place = f"__INTADDR__(&((Kernel::Params*)0)->{name})"
             lines.append(f'static_assert({place} == {offset}, "place of {name}");')
         return "\n".join(lines)
 
@@ -43,29 +44,25 @@ class Spec:
     """A kernel to be compiled. Specs are made once each and compared by identity.
 
     Attributes:
-        file: header in csrc/cuda; several are separated by spaces.
+        file: header in csrc/cuda.
         template: class with its constants, as C++.
         layout: of its parameters.
         overlaps: whether it may begin before the kernel in front of it in the stream has ended; it waits inside.
-        each: of a launch for many matrices, the kernel for one of them.
     """
 
     file: str
     template: str
     layout: Layout
     overlaps: bool = False
-    each: Spec | None = None
 
     @cached_property
     def source(self) -> str:
         """The translation unit."""
-        includes = "\n".join(f'#include "cuda/{file}"' for file in self.file.split())
-        return f"""{includes}
+        return f"""#include "cuda/{self.file}"
 using namespace te_dist;
 using namespace te_dist::cuda;
 using Kernel = {self.template};
 {self.layout.assertions()}
-{self.each.layout.assertions("Kernel::Each::Params") if self.each else ""}
 extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
 {ENTRY}(const __grid_constant__ Kernel::Params params) {{
   Kernel::run(params);

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torch import Tensor
-
-from te_dist.kernels.arguments import ELEMENTS
-from te_dist.kernels.inputs import Source, plain
+from te_dist.kernels.inputs import Input, Source
 from te_dist.kernels.runtime import launch
 from te_dist.kernels.spec import Spec, overlapped
 
@@ -19,7 +16,7 @@ class Task(NamedTuple):
     """One matrix for a kernel that goes by blocks of threads in one dimension.
 
     Attributes:
-        x: (rows, cols), what the kernel reads.
+        x: what the kernel reads.
         kernel: spec by source and by the bytes accessed at a time.
         widths: the widest accesses that all addresses allow.
         narrowest: accesses that any address allows.
@@ -27,7 +24,7 @@ class Task(NamedTuple):
         values: of the kernel's parameters, but for those of the source, which come first.
     """
 
-    x: Tensor
+    x: Input
     kernel: Callable[[Source, Widths], Spec]
     widths: Widths
     narrowest: Widths
@@ -38,7 +35,8 @@ class Task(NamedTuple):
 def start(task: Task | None, *, overlaps: bool = False) -> None:
     """Launches a task alone; None is nothing to do. `overlaps`: see `Spec`."""
     if task is not None:
-        spec = task.kernel(plain(ELEMENTS[task.x.dtype]), task.widths)
+        x = task.x
+        spec = task.kernel(x.source, task.widths)
         if overlaps:
             spec = overlapped(spec)
-        launch(spec, task.x, (task.blocks, 1), (task.x.data_ptr(), *task.values))
+        launch(spec, x.tensor, (task.blocks, 1), (*x.values, *task.values))

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from te_dist.kernels import amax, dequantize, movement, quantize
-from te_dist.kernels.inputs import adam, plain
-from te_dist.kernels.multi_adam import ADVANCE
-from te_dist.kernels.multi_tensor import multi_tensor, reading
+from te_dist.kernels import amax, dequantize, evaluation, movement, quantize
+from te_dist.kernels.inputs import plain, rms_norm, summed, swiglu, swiglu_gradient
 from te_dist.kernels.spec import Spec
 
 _BYTES = {"BFloat16": 2, "Float16": 2, "Float32": 4}
@@ -41,6 +39,22 @@ def quantizers(element: str) -> Iterator[Spec]:
         yield from (amax.of_tiles(source, (load,), whole=whole) for whole in ("true", "false"))
 
 
+def fused(element: str) -> Iterator[Spec]:
+    """What is computed in front of quantizers of whole matrices, and found beside, for inputs of one type."""
+    computed = (swiglu(element), swiglu_gradient(element), rms_norm(element, element, "false"))
+    for source in (*computed, summed(plain(element)), summed(swiglu_gradient(element))):
+        for shares in ((_RUN, _RUN), (_RUN, _ABSENT)):
+            yield quantize.float8(source, (16, 8, 16), code="E4M3", shares=shares)
+            yield quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=shares)
+        yield quantize.float8(source, (16, 8, 16), code="E4M3", shares=(_TENSOR, _TENSOR))
+        yield quantize.nvfp4(source, (16, 4, 16, 8, 8), rule=("kNearest", "kNone", "false"), shares=(_RUN, _RUN))
+    for source in computed:
+        yield amax.of_matrix(source, (16,), parts="true")
+        yield evaluation.values(source, (16, 16))
+    yield evaluation.values(summed(plain(element)), (16, 0))
+    yield evaluation.rstd(plain(element), 16)
+
+
 def dequantizers(element: str) -> Iterator[Spec]:
     """All codecs and orders of codes, for outputs of one type."""
     narrow = _BYTES[element]
@@ -50,31 +64,6 @@ def dequantizers(element: str) -> Iterator[Spec]:
     for order in ("kPairsInRows", "kPairsInColumns"):
         yield dequantize.decoder(element, "E2M1", "NvFp4Scales", order, (4, 16))
         yield dequantize.decoder(element, "E2M1", "NvFp4Scales", order, (1, narrow))
-
-
-def updaters(element: str) -> Iterator[Spec]:
-    """Adam by gradients of one type, and what is done with fp32 masters meanwhile."""
-    source = adam(element, "Float32")
-    for shares in _BLOCK_SHARES:
-        yield multi_tensor(quantize.float8(source, (16, 8, 16), code="E4M3", shares=shares))
-        yield multi_tensor(quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=shares))
-    yield multi_tensor(quantize.float8(source, (4, 1, 1), code="E4M3", shares=(_SQUARE, _ABSENT)))
-    for width in (16, 4):
-        yield multi_tensor(amax.of_tiles(source, (width,), whole="false"))
-        yield from (multi_tensor(reading(source, (width,), copy=copy)) for copy in ("BFloat16", "Nothing"))
-
-
-def requantizers() -> Iterator[Spec]:
-    """What quantizes fp32 masters by amaxes that are known."""
-    source = plain("Float32")
-    for shares in (*_BLOCK_SHARES, *_TENSOR_SHARES):
-        yield multi_tensor(quantize.float8(source, (16, 8, 16), code="E4M3", shares=shares))
-    for shares in _BLOCK_SHARES:
-        yield multi_tensor(quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=shares))
-    rule = ("kNearest", "kNone", "false")
-    yield multi_tensor(quantize.nvfp4(source, (16, 4, 16, 8, 8), rule=rule, shares=(_SQUARE, _ABSENT)))
-    yield multi_tensor(reading(source, (4,), copy="Float32"))
-    yield ADVANCE
 
 
 def movers() -> Iterator[Spec]:
@@ -89,5 +78,4 @@ def movers() -> Iterator[Spec]:
 def variants(*elements: str) -> list[Spec]:
     """All of them, for inputs and outputs of the named types (all by default)."""
     chosen = elements or tuple(_BYTES)
-    typed = (quantizers, dequantizers, updaters)
-    return [*movers(), *requantizers(), *(spec for name in chosen for family in typed for spec in family(name))]
+    return [*movers(), *(spec for name in chosen for spec in (*quantizers(name), *fused(name), *dequantizers(name)))]

@@ -10,9 +10,10 @@ costs nothing: without wgrad the input is not saved, without dgrad the weight is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from te_dist.codecs.gemm import READS_ANY_ORDER, Operand, multiply
-from te_dist.formats import Direction
+from te_dist.formats import Direction, Format, Region
+from te_dist.kernels.tape import Tapes
 from te_dist.quantizers import Quantizer
 from te_dist.scaling import delayed
 from te_dist.tensor import QuantizedStorage, QuantizedTensor
@@ -36,6 +38,8 @@ class Plan:
         input, weight, grad_output: by role; `weight` for plain weights only.
         row_multiple: inputs and gradients get rows of zeros up to it, so that no stored byte and no transform is cut.
         moves_histories: whether the end of backward brings delayed scaling up to date.
+        tensors: those that the quantizers hold.
+        tapes: of this map under its recipe, see [Note: Tapes].
     """
 
     input: Quantizer
@@ -43,6 +47,8 @@ class Plan:
     grad_output: Quantizer
     row_multiple: int = 1
     moves_histories: bool = False
+    tensors: tuple[Tensor, ...] = ()
+    tapes: Tapes = field(default_factory=Tapes, compare=False)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, plan: Plan) -> Tensor:
@@ -61,41 +67,104 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, saves_input: bool) -> Tensor:
-        rows = x.shape[:-1].numel()
-        inputs = _quantized_input(x, plan, (ROWWISE, COLUMNWISE) if saves_input else (ROWWISE,))
-        weights = _quantized_weight(weight, plan, ROWWISE)
-        out = multiply(operand(inputs, ROWWISE), operand(weights, ROWWISE), dtype=x.dtype, bias=bias)
+        tensors = (*_plain_parts(x), *_plain_parts(weight), *_plain_parts(bias), *plan.tensors)
+        key = ("forward", _kind(x), _kind(weight), bias is None, saves_input)
+        (out, *buffers), saves = plan.tapes.run(key, tensors, lambda: _forward(x, weight, bias, plan, saves_input))
         ctx.plan, ctx.shape = plan, x.shape
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        saved = QuantizedTensor(_columnwise_part(inputs)) if saves_input else None
+        saved = None if saves is None else QuantizedTensor(saves.storage(buffers))
         ctx.save_for_backward(saved, weight if ctx.needs_input_grad[0] else None)
-        return _shaped(out, (*x.shape[:-1], weight.shape[0]), rows)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        wants_input, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         inputs, weight = ctx.saved_tensors
-        if wants_weight and not isinstance(inputs, QuantizedTensor):
+        plan, wants = ctx.plan, ctx.needs_input_grad[:3]
+        if wants[1] and not isinstance(inputs, QuantizedTensor):
             raise RuntimeError(
                 "a forward pass that ran inside of autocast ran again outside of it, after another pass had: torch's "
                 "checkpoint needs context_fn=te_dist.recompute.context_fn then; or use te_dist.checkpoint"
             )
-        input_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        grad_input = grad_weight = grad_bias = None
-        directions = (ROWWISE,) * wants_input + (COLUMNWISE,) * wants_weight
-        grads = ctx.plan.grad_output.encode(_padded(grad, ctx.plan), *directions) if directions else None
-        if wants_input:
-            weights = _quantized_weight(weight, ctx.plan, COLUMNWISE)
-            product = multiply(operand(grads, ROWWISE), operand(weights, COLUMNWISE), dtype=input_dtype)
-            grad_input = _shaped(product, ctx.shape, ctx.shape[:-1].numel())
-        if wants_weight:
-            grad_weight = multiply(operand(grads, COLUMNWISE), operand(inputs.storage, COLUMNWISE), dtype=weight_dtype)
-        if wants_bias:
-            grad_bias = _matrix(grad).sum(0, dtype=torch.float32).to(bias_dtype)
-        if ctx.plan.moves_histories:
+        of = _Backward(grad, inputs, weight, wants, ctx.shape, ctx.dtypes)
+        tensors = (*_plain_parts(grad), *_plain_parts(inputs), *_plain_parts(weight), *plan.tensors)
+        key = ("backward", _kind(grad), _kind(inputs), _kind(weight), *of[3:])
+        grads, _ = plan.tapes.run(key, tensors, lambda: (_backward(of, plan), None))
+        if plan.moves_histories:
             delayed.update_when_backward_ends()
-        return grad_input, grad_weight, grad_bias, None, None
+        found = iter(grads)
+        return *(next(found) if wanted else None for wanted in wants), None, None
+
+
+class _Saved(NamedTuple):
+    """A storage without its buffers."""
+
+    format: Format
+    names: tuple[str, ...]
+    region: Region
+    dtype: torch.dtype
+
+    def storage(self, buffers: Sequence[Tensor]) -> QuantizedStorage:
+        """The storage with them."""
+        return QuantizedStorage(self.format, dict(zip(self.names, buffers, strict=True)), self.region, dtype=self.dtype)
+
+
+class _Backward(NamedTuple):
+    """What backward is about: `wants` a gradient of input, weight and bias, in the shape and the dtypes of these."""
+
+    grad: Tensor
+    inputs: QuantizedTensor | None
+    weight: Tensor | None
+    wants: tuple[bool, bool, bool]
+    shape: torch.Size
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, saves_input: bool
+) -> tuple[tuple[Tensor, ...], _Saved | None]:
+    """(output, buffers of the input that are saved), what these are."""
+    inputs = _quantized_input(x, plan, (ROWWISE, COLUMNWISE) if saves_input else (ROWWISE,))
+    weights = _quantized_weight(weight, plan, ROWWISE)
+    out = multiply(operand(inputs, ROWWISE), operand(weights, ROWWISE), dtype=x.dtype, bias=bias)
+    out = _shaped(out, (*x.shape[:-1], weight.shape[0]))
+    if not saves_input:
+        return (out,), None
+    part = _columnwise_part(inputs)
+    return (out, *part.buffers.values()), _Saved(part.format, tuple(part.buffers), part.region, part.dtype)
+
+
+def _backward(of: _Backward, plan: Plan) -> tuple[Tensor, ...]:
+    """The gradients that are wanted, in order."""
+    grad, inputs, weight, (wants_input, wants_weight, wants_bias), shape, dtypes = of
+    gradients = []
+    directions = (ROWWISE,) * wants_input + (COLUMNWISE,) * wants_weight
+    grads = plan.grad_output.encode(_padded(grad, plan), *directions) if directions else None
+    if wants_input:
+        weights = _quantized_weight(weight, plan, COLUMNWISE)
+        product = multiply(operand(grads, ROWWISE), operand(weights, COLUMNWISE), dtype=dtypes[0])
+        gradients.append(_shaped(product, shape))
+    if wants_weight:
+        pair = operand(grads, COLUMNWISE), operand(inputs.storage, COLUMNWISE)
+        gradients.append(multiply(*pair, dtype=dtypes[1]))
+    if wants_bias:
+        gradients.append(_matrix(grad).sum(0, dtype=torch.float32).to(dtypes[2]))
+    return tuple(gradients)
+
+
+def _plain_parts(tensor: Tensor | None) -> tuple[Tensor, ...]:
+    """The plain tensors that a tensor is made of."""
+    if isinstance(tensor, QuantizedTensor):
+        return tuple(tensor.storage.buffers.values())
+    return () if tensor is None else (tensor,)
+
+
+def _kind(tensor: Tensor | None) -> Any:
+    """What is to be known of a tensor besides its plain parts."""
+    if not isinstance(tensor, QuantizedTensor):
+        return None
+    storage = tensor.storage
+    return storage.format, storage.region, storage.dtype, tensor.shape, tuple(storage.buffers)
 
 
 def operand(storage: QuantizedStorage, direction: Direction) -> Operand:
@@ -155,9 +224,11 @@ def _padded(x: Tensor, plan: Plan) -> Tensor:
     return F.pad(matrix, (0, 0, 0, missing)) if missing else matrix
 
 
-def _shaped(product: Tensor, shape: Sequence[int], rows: int) -> Tensor:
-    """The first `rows` of `product` as `shape`; no view to autograd, since FSDP2 warns of modules that return one."""
-    return torch.ops.aten._unsafe_view(product[:rows], shape)
+def _shaped(product: Tensor, shape: Sequence[int]) -> Tensor:
+    """The first rows of `product` as `shape`; no view to autograd, since FSDP2 warns of modules that return one."""
+    rows = math.prod(shape[:-1])
+    product = product if rows == product.shape[0] else product[:rows]
+    return product if product.shape == tuple(shape) else torch.ops.aten._unsafe_view(product, shape)
 
 
 def _matrix(x: Tensor) -> Tensor:

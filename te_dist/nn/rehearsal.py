@@ -14,7 +14,7 @@ from te_dist.recipe import Recipe
 from te_dist.tensor import QuantizedTensor, empty
 from te_dist.tensor.placement import local_tensor
 
-ROWS = 4096  # of the input; kernels depend on whether there are many, and whether their number is aligned
+ROWS = (512, 8192)  # of the input: products cut few rows and many in different ways
 
 # The recipe that a linear map was made for; beside the modules, since it may hold a function that cannot be pickled.
 _recipes: WeakKeyDictionary[nn.Module, Recipe] = WeakKeyDictionary()
@@ -28,6 +28,8 @@ def expect(site: nn.Module, recipe: Recipe) -> None:
 def rehearse(module: nn.Module, dtype: torch.dtype | None) -> None:
     """Runs forward and backward of `module` by the recipe its maps expect; nothing where they expect none.
 
+    The number of rows is taken to be a multiple of 16.
+
     Args:
         module: of linear maps, its first weight taking the input.
         dtype: of activations and of plain parameters; None leaves those of the parameters.
@@ -38,9 +40,10 @@ def rehearse(module: nn.Module, dtype: torch.dtype | None) -> None:
     held = (*module.named_parameters(), *module.named_buffers())
     tensors = {f"module.{name}": _on_meta(tensor, dtype) for name, tensor in held}
     weight = next(tensor for tensor in tensors.values() if tensor.dim() > 1)
-    x = torch.empty(ROWS, weight.shape[-1], dtype=dtype or weight.dtype, device="meta", requires_grad=True)
     with autocast(recipe=recipe), torch.enable_grad():
-        torch.func.functional_call(_Pass(module), tensors, (x,))
+        for rows in ROWS:
+            x = torch.empty(rows, weight.shape[-1], dtype=dtype or weight.dtype, device="meta", requires_grad=True)
+            torch.func.functional_call(_Pass(module), tensors, (x,))
 
 
 class _Pass(nn.Module):

@@ -173,11 +173,12 @@ class LinearSite(nn.Module):
         scaling = self._histories(current.requests, weight.device)
         records = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         quantizers: dict[str, Any] = scaling.quantizers(current.state.amax_reduction_group, records=records)
+        held = tuple(t for found in quantizers.values() for t in (found.scale, found.amax) if t is not None)
         if self.placed is not None:
             quantizers = {kind: self.placed(kind, quantizer) for kind, quantizer in quantizers.items()}
         # What runs again in backward has its histories moved by the end of that backward pass.
         moves = records and not _torch_private.in_backward()
-        return replace(current.plan, **quantizers, moves_histories=moves)
+        return replace(current.plan, **quantizers, moves_histories=moves, tensors=held)
 
     def _histories(self, requests: Mapping[str, DelayedScalingRequest], device: torch.device) -> Any:
         """The state that keeps what was asked for, made where there is none; None where nothing was."""

@@ -7,12 +7,15 @@ from te_dist.ops.assemble import assemble
 from te_dist.ops.dequantize_float8 import dequantize_float8
 from te_dist.ops.dequantize_mxfp8 import dequantize_mxfp8
 from te_dist.ops.dequantize_nvfp4 import dequantize_nvfp4
+from te_dist.ops.evaluate import evaluate
 from te_dist.ops.hadamard import hadamard
+from te_dist.ops.panel_sums import panel_sums
 from te_dist.ops.quantize_float8_block import quantize_float8_block
 from te_dist.ops.quantize_float8_current import quantize_float8_current
 from te_dist.ops.quantize_float8_tensor import quantize_float8_tensor
 from te_dist.ops.quantize_mxfp8 import quantize_mxfp8
 from te_dist.ops.quantize_nvfp4 import quantize_nvfp4
+from te_dist.ops.rms_rstd import rms_rstd
 from te_dist.ops.tile_amax import tile_amax
 from te_dist.ops.transpose import transpose
 
@@ -21,12 +24,15 @@ __all__ = [
     "dequantize_float8",
     "dequantize_mxfp8",
     "dequantize_nvfp4",
+    "evaluate",
     "hadamard",
+    "panel_sums",
     "quantize_float8_block",
     "quantize_float8_current",
     "quantize_float8_tensor",
     "quantize_mxfp8",
     "quantize_nvfp4",
+    "rms_rstd",
     "tile_amax",
     "transpose",
 ]

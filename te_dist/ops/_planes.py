@@ -9,6 +9,7 @@ from torch import Tensor
 
 from te_dist.formats.region import Pair
 from te_dist.ops._checks import check_choice, check_dtype, check_output, check_plane, grid_shape
+from te_dist.ops.source import Source
 
 
 class Planes(TypedDict, total=False):
@@ -60,7 +61,7 @@ class Wanted(NamedTuple):
 KEYS = {side: tuple(f"{side}_{part}" for part in ("tile", "amax", "data", "scale")) for side in ("row", "col")}
 
 
-def check_direction(planes: Planes, wanted: Wanted, x: Tensor, phase: Pair) -> None:
+def check_direction(planes: Planes, wanted: Wanted, x: Tensor | Source, phase: Pair) -> None:
     """Raises ValueError where the buffers of a direction do not fit `x` (rows, cols)."""
     keys = KEYS[wanted.side]
     tile, amax, data, scale = map(planes.get, keys)
@@ -87,7 +88,7 @@ def check_scalar(name: str, tensor: Tensor | None) -> None:
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, wanted one element; pass that of the whole tensor")
 
 
-def check_tensor_planes(planes: TensorPlanes, x: Tensor) -> None:
+def check_tensor_planes(planes: TensorPlanes, x: Tensor | Source) -> None:
     """Raises ValueError where the buffers of a format with one scale do not fit `x` (rows, cols)."""
     if planes.get("row_data") is None and planes.get("col_data") is None:
         raise ValueError("row_data: got None, as for col_data; pass at least one of the two")
@@ -97,6 +98,9 @@ def check_tensor_planes(planes: TensorPlanes, x: Tensor) -> None:
         data = planes.get(f"{side}_data")
         if data is not None:
             check_output(f"{side}_data", data, torch.uint8, shape)
+
+
+TENSOR_OUTPUTS = ("row_data", "row_scale", "col_data", "col_scale")  # in the order of the schemas
 
 
 def flat(planes: Planes, side: str) -> tuple[Pair, Tensor | None, Tensor | None, Tensor | None]:

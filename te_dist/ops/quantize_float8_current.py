@@ -8,18 +8,20 @@ import torch
 from torch import Tensor
 
 from te_dist import _C, kernels
-from te_dist.ops._checks import FP8, check_choice, check_matrix, check_output
+from te_dist.ops._checks import FP8, check_choice, check_output
 from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
-from te_dist.ops._planes import TensorPlanes, check_scalar, check_tensor_planes
+from te_dist.ops._planes import TENSOR_OUTPUTS, TensorPlanes, check_scalar, check_tensor_planes
+from te_dist.ops.panel_sums import sum_panels
 from te_dist.ops.quantize_float8_tensor import cast
+from te_dist.ops.source import Source, check_source, flat_source
 
 FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}  # largest finite value of each 8-bit type
 WORKSPACE = (512,)  # of kernels that run one behind the other: a shape
 
 
 def quantize_float8_current(  # noqa: PLR0913  (an op's signature is its schema)
-    x: Tensor,
+    x: Tensor | Source,
     *,
     fp8: str,
     pow2: bool,
@@ -35,7 +37,7 @@ def quantize_float8_current(  # noqa: PLR0913  (an op's signature is its schema)
     overflows; with `pow2` the mantissa is dropped, which rounds down to a power of two.
 
     Args:
-        x: (rows, cols), fp32, bf16 or fp16.
+        x: (rows, cols), fp32, bf16 or fp16; or a source.
         fp8: "e4m3" or "e5m2".
         pow2: round the scale down to a power of two.
         eps: lower bound of the amax.
@@ -44,7 +46,7 @@ def quantize_float8_current(  # noqa: PLR0913  (an op's signature is its schema)
         noop: int32 or fp32, one element on the device of `x`: nothing is written where any of its bits is set.
         planes: row_data (rows, cols), col_data (cols, rows), and the inverse of the scale for each.
     """
-    check_matrix("x", x)
+    check_source(x)
     check_choice("fp8", fp8, FP8)
     check_scalar("amax", amax)
     if amax is None:
@@ -53,8 +55,8 @@ def quantize_float8_current(  # noqa: PLR0913  (an op's signature is its schema)
         check_output("workspace", workspace.view(1, -1), torch.float32, (1, *WORKSPACE))
     check_noop(noop, x)
     check_tensor_planes(planes, x)
-    outputs = (planes.get(name) for name in TensorPlanes.__annotations__)
-    torch.ops.te_dist.quantize_float8_current(x, fp8, pow2, eps, amax, workspace, *outputs, noop)
+    outputs = map(planes.get, TENSOR_OUTPUTS)
+    torch.ops.te_dist.quantize_float8_current(*flat_source(x), fp8, pow2, eps, amax, workspace, *outputs, noop)
 
 
 def _scale(amax: Tensor, fp8: str, pow2: bool, eps: float) -> Tensor:
@@ -70,18 +72,21 @@ def _scale(amax: Tensor, fp8: str, pow2: bool, eps: float) -> Tensor:
     return torch.where(usable, scale, torch.ones_like(scale))
 
 
-def _cpu(x: Tensor, fp8: str, pow2: bool, eps: float, *rest: Tensor | None) -> None:
-    amax, _, *outputs, noop = rest
+def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, *rest: object) -> None:
+    fp8, pow2, eps, amax, _, *outputs, noop = rest
     if is_set(noop):
         return
+    read = (x, source, beside)
     if amax is None:
         amax = torch.empty(1, dtype=torch.float32)
-        _C.tile_amax(x, (0, 0), (0, 0), amax, torch.get_num_threads())
-    cast(x, _scale(amax.view(1), fp8, pow2, eps), fp8, *outputs)
+        _C.tile_amax(read, (0, 0), (0, 0), amax, torch.get_num_threads())
+    sum_panels((*read, sums))
+    cast(read, _scale(amax.view(1), fp8, pow2, eps), fp8, *outputs)
 
 
 register(
-    "quantize_float8_current(Tensor x, str fp8, bool pow2, float eps, Tensor? amax, Tensor(a!)? workspace, "
+    "quantize_float8_current(Tensor x, str source, Tensor[] beside, Tensor(s!)? panel_sums, "
+    "str fp8, bool pow2, float eps, Tensor? amax, Tensor(a!)? workspace, "
     "Tensor(b!)? row_data, Tensor(c!)? row_scale, Tensor(d!)? col_data, Tensor(e!)? col_scale, Tensor? noop) -> ()",
     _cpu,
     kernels.quantize_float8_current,

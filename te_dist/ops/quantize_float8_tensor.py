@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from te_dist import _C, kernels
-from te_dist.ops._checks import FP8, check_choice, check_dtype, check_matrix, check_shape
+from te_dist.ops._checks import FP8, check_choice, check_dtype, check_shape
 from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
-from te_dist.ops._planes import TensorPlanes, check_scalar, check_tensor_planes
+from te_dist.ops._planes import TENSOR_OUTPUTS, TensorPlanes, check_scalar, check_tensor_planes
+from te_dist.ops.panel_sums import sum_panels
+from te_dist.ops.source import Source, check_source, flat_source
 
 
 def quantize_float8_tensor(
-    x: Tensor,
+    x: Tensor | Source,
     scale: Tensor,
     *,
     fp8: str,
@@ -26,47 +28,50 @@ def quantize_float8_tensor(
     """Multiplies by `scale` and casts, saturating, to nearest even; both directions in one pass over `x`.
 
     Args:
-        x: (rows, cols), fp32, bf16 or fp16.
+        x: (rows, cols), fp32, bf16 or fp16; or a source.
         scale: f32, (1,), the multiplier.
         fp8: "e4m3" or "e5m2".
         amax: f32, one element, not negative: raised to the largest magnitude of `x`, NaN ignored.
         noop: int32 or fp32, one element on the device of `x`: nothing is written where any of its bits is set.
         planes: row_data (rows, cols), col_data (cols, rows), and the inverse of the scale for each.
     """
-    check_matrix("x", x)
+    check_source(x)
     check_choice("fp8", fp8, FP8)
     check_dtype("scale", scale, (torch.float32,))
     check_shape("scale", scale, (1,))
     check_scalar("amax", amax)
     check_noop(noop, x)
     check_tensor_planes(planes, x)
-    outputs = (planes.get(name) for name in TensorPlanes.__annotations__)
-    torch.ops.te_dist.quantize_float8_tensor(x, scale, fp8, amax, *outputs, noop)
+    outputs = map(planes.get, TENSOR_OUTPUTS)
+    torch.ops.te_dist.quantize_float8_tensor(*flat_source(x), scale, fp8, amax, *outputs, noop)
 
 
-def cast(x: Tensor, scale: Tensor, fp8: str, *outputs: Tensor | None) -> None:
+def cast(read: tuple[Tensor, str, list[Tensor]], scale: Tensor, fp8: str, *outputs: Tensor | None) -> None:
     """The op on the CPU, without amax and noop."""
     row_data, row_scale, col_data, col_scale = outputs
-    _C.quantize_float8_tensor(x, scale, fp8, row_data, col_data, torch.get_num_threads())
+    _C.quantize_float8_tensor(read, scale, fp8, row_data, col_data, torch.get_num_threads())
     for inverse in (row_scale, col_scale):
         if inverse is not None:
             inverse.copy_(scale.reciprocal().view_as(inverse))
 
 
-def _cpu(x: Tensor, scale: Tensor, fp8: str, amax: Tensor | None, *rest: Tensor | None) -> None:
-    *outputs, noop = rest
+def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, *rest: object) -> None:
+    scale, fp8, amax, *outputs, noop = rest
     if is_set(noop):
         return
-    cast(x, scale, fp8, *outputs)
+    read = (x, source, beside)
+    cast(read, scale, fp8, *outputs)
+    sum_panels((*read, sums))
     if amax is not None:
         found = torch.empty_like(amax)
-        _C.tile_amax(x, (0, 0), (0, 0), found, torch.get_num_threads())
+        _C.tile_amax(read, (0, 0), (0, 0), found, torch.get_num_threads())
         torch.maximum(amax, found, out=amax)
 
 
 register(
-    "quantize_float8_tensor(Tensor x, Tensor scale, str fp8, Tensor(a!)? amax, Tensor(b!)? row_data, "
-    "Tensor(c!)? row_scale, Tensor(d!)? col_data, Tensor(e!)? col_scale, Tensor? noop) -> ()",
+    "quantize_float8_tensor(Tensor x, str source, Tensor[] beside, Tensor(s!)? panel_sums, "
+    "Tensor scale, str fp8, Tensor(a!)? amax, Tensor(b!)? row_data, Tensor(c!)? row_scale, "
+    "Tensor(d!)? col_data, Tensor(e!)? col_scale, Tensor? noop) -> ()",
     _cpu,
     kernels.quantize_float8_tensor,
 )

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from te_dist import _C, kernels
 from te_dist.formats.region import Pair
-from te_dist.ops._checks import check_choice, check_dtype, check_matrix, check_plane, check_shape
+from te_dist.ops._checks import check_choice, check_dtype, check_plane, check_shape
 from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
 from te_dist.ops._planes import Planes, Wanted, check_direction, flat
+from te_dist.ops.panel_sums import sum_panels
+from te_dist.ops.source import Source, check_source, flat_source
 
 TILE = 16
 E4M3_MAX = (448, 256)
@@ -27,7 +29,7 @@ class NvFp4Planes(Planes, total=False):
 
 
 def quantize_nvfp4(
-    x: Tensor,
+    x: Tensor | Source,
     *,
     phase: Pair,
     e4m3_max: int,
@@ -39,7 +41,7 @@ def quantize_nvfp4(
     """Finds the scale byte of every tile, stores it and casts; both directions in one pass over `x`.
 
     Args:
-        x: (rows, cols), fp32, bf16 or fp16.
+        x: (rows, cols), fp32, bf16 or fp16; or a source.
         phase: offset of its first element inside the first 16 x 16 tile.
         e4m3_max: largest scale byte, 448 or 256.
         four_over_six: "none", or the error by which the largest value of a tile becomes 6 or 4: "mae", "mse".
@@ -48,7 +50,7 @@ def quantize_nvfp4(
         planes: tiles (1, 16), (16, 1) or (16, 16); row_data (rows, cols / 2), col_data (cols, rows / 2); row_scale u8
             (rows, tiles along cols), col_scale u8 (tiles along rows, cols): a square's byte is repeated.
     """
-    check_matrix("x", x)
+    check_source(x, phase)
     check_choice("e4m3_max", e4m3_max, E4M3_MAX)
     check_choice("four_over_six", four_over_six, FOUR_OVER_SIX)
     check_noop(noop, x)
@@ -67,7 +69,7 @@ def quantize_nvfp4(
     row, col = (
         (tile, planes.get(f"{s}_tensor_amax"), *rest) for s in ("row", "col") for tile, *rest in (flat(planes, s),)
     )
-    torch.ops.te_dist.quantize_nvfp4(x, phase, e4m3_max, four_over_six, *row, *col, rng_state, noop)
+    torch.ops.te_dist.quantize_nvfp4(*flat_source(x), phase, e4m3_max, four_over_six, *row, *col, rng_state, noop)
 
 
 def _check_even(name: str, what: str, extent: int, phase: int) -> None:
@@ -86,15 +88,18 @@ def _check_tensor_amax(planes: NvFp4Planes, side: str, shapes: tuple[Pair, ...])
     check_plane(f"{side}_tensor_amax", amax, torch.float32, shape)
 
 
-def _cpu(x: Tensor, phase: list[int], e4m3_max: int, four_over_six: str, *rest: object) -> None:
-    *planes, rng_state, noop = rest
-    row, col = planes[:5], planes[5:]
-    if not is_set(noop):
-        _C.quantize_nvfp4(x, phase, (e4m3_max, four_over_six), row, col, rng_state, torch.get_num_threads())
+def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, *rest: object) -> None:
+    phase, e4m3_max, four_over_six, *planes, rng_state, noop = rest
+    if is_set(noop):
+        return
+    row, col, read = planes[:5], planes[5:], (x, source, beside)
+    _C.quantize_nvfp4(read, phase, (e4m3_max, four_over_six), row, col, rng_state, torch.get_num_threads())
+    sum_panels((*read, sums))
 
 
 register(
-    "quantize_nvfp4(Tensor x, int[] phase, int e4m3_max, str four_over_six, "
+    "quantize_nvfp4(Tensor x, str source, Tensor[] beside, Tensor(s!)? panel_sums, "
+    "int[] phase, int e4m3_max, str four_over_six, "
     "int[] row_tile, Tensor? row_tensor_amax, Tensor? row_amax, Tensor(a!)? row_data, Tensor(b!)? row_scale, "
     "int[] col_tile, Tensor? col_tensor_amax, Tensor? col_amax, Tensor(c!)? col_data, Tensor(d!)? col_scale, "
     "Tensor? rng_state, Tensor? noop) -> ()",

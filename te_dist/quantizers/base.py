@@ -19,6 +19,7 @@ from torch import Tensor
 
 from te_dist.codecs.gemm import READS_ANY_ORDER
 from te_dist.formats import Direction, Encoding, Format, Region
+from te_dist.ops.source import Source
 from te_dist.tensor import QuantizedStorage, QuantizedTensor, empty, find_amaxes
 
 Fp8Type = torch.dtype | Literal["e4m3", "e5m2"]
@@ -67,10 +68,12 @@ class Quantizer:
 
     __call__ = quantize
 
-    def encode(self, x: Tensor, *directions: Direction) -> QuantizedStorage:
-        """Quantizes `x` of shape (..., K) in as few passes as can be.
+    def encode(self, x: Tensor | Source, *directions: Direction) -> QuantizedStorage:
+        """Quantizes `x` in as few passes as can be.
 
         Args:
+            x: (..., K), fp32, bf16 or fp16; or a source (rows, K), which gives the bytes of `values(x)` without writing
+                these, and of `Summed` the sums besides.
             directions: those that products will sum along; where a device reads equal values in either order, a
                 columnwise direction that is a relayout of the rowwise one is not written. The usages by default.
         """
@@ -93,7 +96,7 @@ class Quantizer:
         self.write(src, dst.storage)
         return dst
 
-    def write(self, x: Tensor, storage: QuantizedStorage) -> None:
+    def write(self, x: Tensor | Source, storage: QuantizedStorage) -> None:
         """Quantizes `x` into every direction that `storage` has."""
         storage.quantize_(x)
 
@@ -148,13 +151,14 @@ class AgreeingQuantizer(Quantizer):
     with_amax_reduction: bool = field(default=False, kw_only=True)
     amax_reduction_group: dist.ProcessGroup | None = field(default=None, kw_only=True)
 
-    def write(self, x: Tensor, storage: QuantizedStorage) -> None:
+    def write(self, x: Tensor | Source, storage: QuantizedStorage) -> None:
         if not self.with_amax_reduction:
             return super().write(x, storage)
         amaxes = find_amaxes(x, storage.format, storage.region)
         of_tensor = [grids[0].view(-1) for grids in amaxes.values()]
         together = torch.cat(of_tensor)
-        dist.all_reduce(together, dist.ReduceOp.MAX, group=self.amax_reduction_group)
+        if not together.is_meta:  # a rehearsal launches what every rank launches, and sends nothing
+            dist.all_reduce(together, dist.ReduceOp.MAX, group=self.amax_reduction_group)
         for amax, agreed in zip(of_tensor, together.split([a.numel() for a in of_tensor]), strict=True):
             amax.copy_(agreed)
         storage.quantize_(x, amaxes)

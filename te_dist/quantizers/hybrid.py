@@ -10,6 +10,7 @@ from torch import Tensor
 
 from te_dist import catalog
 from te_dist.formats import Direction, Format
+from te_dist.ops.source import Source, unsummed
 from te_dist.quantizers.base import Quantizer, declared
 from te_dist.tensor import QuantizedStorage, QuantizedTensor
 
@@ -52,15 +53,16 @@ class HybridQuantizer(Quantizer):
     def declare(self, dtype: torch.dtype) -> Format:
         return declared(catalog.hybrid, self.rowwise_quantizer.declare(dtype), self.columnwise_quantizer.declare(dtype))
 
-    def write(self, x: Tensor, storage: QuantizedStorage) -> None:
+    def write(self, x: Tensor | Source, storage: QuantizedStorage) -> None:
         for direction in storage.directions:
             part = storage.select(direction)
             if direction is Direction.ROWWISE:
                 self.rowwise_quantizer.write(x, part)
+                x = unsummed(x)
             else:
                 self.columnwise_quantizer.write(self._columnwise_values(x, storage), part)
 
-    def _columnwise_values(self, x: Tensor, storage: QuantizedStorage) -> Tensor:
+    def _columnwise_values(self, x: Tensor | Source, storage: QuantizedStorage) -> Tensor | Source:
         if self.columnwise_source == "original":
             return x
         if Direction.ROWWISE in storage.directions:

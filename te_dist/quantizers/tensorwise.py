@@ -9,8 +9,9 @@ from torch import Tensor
 
 from te_dist import catalog, codecs
 from te_dist.formats import Format
+from te_dist.ops.source import Source
 from te_dist.quantizers.base import AgreeingQuantizer, Fp8Type, Quantizer, declared, fp8_name, with_eps
-from te_dist.tensor import QuantizedStorage
+from te_dist.tensor import QuantizedStorage, as_matrix
 
 
 @dataclass
@@ -30,8 +31,8 @@ class Float8Quantizer(Quantizer):
     def declare(self, dtype: torch.dtype) -> Format:
         return declared(catalog.float8_tensorwise, fp8=fp8_name(self.fp8_dtype), columnwise="transposed")
 
-    def write(self, x: Tensor, storage: QuantizedStorage) -> None:
-        matrix = x.detach().reshape(storage.shape).contiguous()
+    def write(self, x: Tensor | Source, storage: QuantizedStorage) -> None:
+        matrix = as_matrix(x, storage.shape)
         directions = storage.directions
         planes = [codecs.Plane(storage.format[d], storage.stored(d)) for d in directions]
         planes[0].encoding.codec.encode_scaled(matrix, self.scale, planes, recorded=self.amax)

@@ -2,6 +2,16 @@
 
 from te_dist.tensor import aten, aten_values, redistribute  # noqa: F401  (they fill the op table)
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor, quantize
-from te_dist.tensor.storage import Amaxes, Cut, QuantizedStorage, empty, find_amaxes
+from te_dist.tensor.storage import Amaxes, Cut, QuantizedStorage, as_matrix, empty, find_amaxes
 
-__all__ = ["OPS", "Amaxes", "Cut", "QuantizedStorage", "QuantizedTensor", "empty", "find_amaxes", "quantize"]
+__all__ = [
+    "OPS",
+    "Amaxes",
+    "Cut",
+    "QuantizedStorage",
+    "QuantizedTensor",
+    "as_matrix",
+    "empty",
+    "find_amaxes",
+    "quantize",
+]

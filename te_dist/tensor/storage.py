@@ -15,6 +15,8 @@ from torch import Tensor
 from te_dist import codecs, ops
 from te_dist.codecs import Amax, Codec
 from te_dist.formats import Direction, Field, Format, Region, geometry
+from te_dist.ops.evaluate import values
+from te_dist.ops.source import Source
 
 Amaxes = Mapping[Codec, Amax]
 _NO_DIMS: frozenset[int] = frozenset()
@@ -181,13 +183,14 @@ class QuantizedStorage:
 
     # -- values -------------------------------------------------------------------------------------------------
 
-    def quantize_(self, x: Tensor, amaxes: Amaxes | None = None) -> None:
-        """Writes `x` (any shape of this many elements; fp32, bf16 or fp16) into every direction that is present.
+    def quantize_(self, x: Tensor | Source, amaxes: Amaxes | None = None) -> None:
+        """Writes `x` into every direction that is present.
 
         Args:
+            x: any shape of this many elements, fp32, bf16 or fp16; or a source of this shape.
             amaxes: by codec, the amax grids to use instead of those of `x`: what ranks have agreed on.
         """
-        matrix = _as_matrix(x, self.shape)
+        matrix = as_matrix(x, self.shape)
         encodings = {d: self.format[d] for d in self.format.independent if self.has(d)}
         planes = [
             codecs.Plane(encoding, self.stored(d), amaxes.get(encoding.codec) if amaxes else None)
@@ -196,7 +199,7 @@ class QuantizedStorage:
         codecs.encode(matrix, self.region, planes)
         if x is not self.unsettled:  # to agree on scales is to write the same values once more
             self.initial, self.mastered = None, False
-        self.unsettled = matrix.clone() if amaxes is None and self.may_share_scales() else None
+        self.unsettled = values(matrix).clone() if amaxes is None and self.may_share_scales() else None
 
     def may_share_scales(self) -> bool:
         """Whether other shards can hold a part of a tile that this one holds a part of."""
@@ -385,15 +388,19 @@ def _relaid(src: Field, dst: Field, stored: Tensor, region: Region, out: Tensor 
     return out
 
 
-def find_amaxes(x: Tensor, format: Format, region: Region) -> dict[Codec, Amax]:
+def find_amaxes(x: Tensor | Source, format: Format, region: Region) -> dict[Codec, Amax]:
     """By codec of `format`, the largest magnitudes of `x` that fix its scales."""
-    matrix = _as_matrix(x, region.shape)
+    matrix = as_matrix(x, region.shape)
     # NOTE: ranks lay out what they agree on in this order; that of a set differs between processes.
     distinct = dict.fromkeys(format[d].codec for d in format.directions)
     return {codec: codec.amax(matrix, region) for codec in distinct if codec.amax_tiles}
 
 
-def _as_matrix(x: Tensor, shape: tuple[int, int]) -> Tensor:
+def as_matrix(x: Tensor | Source, shape: tuple[int, int]) -> Tensor | Source:
+    """`x` as codecs take it; a source has the shape already."""
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"cannot quantize {x.dtype}: convert to float32, bfloat16 or float16 first")
+    if isinstance(x, Source):
+        assert x.shape == tuple(shape)
+        return x
     return x.detach().reshape(shape).contiguous()

@@ -18,17 +18,23 @@ from te_dist.kernels.cache import Compiled, KernelCache
 from te_dist.kernels.runtime import ARCHES, entry_of
 from te_dist.kernels.spec import Spec
 
-# Bytes a thread may spill to local memory, by the start of a kernel's name; none where no name matches. NVFP4 has more
-# work than bytes: a spill there costs less than the blocks of threads that more registers would displace. FP8 spills a
-# few bytes on sm_100a, MXFP8 where it writes both directions.
-ALLOWED_SPILLS = {"QuantizeNvFp4": 512, "QuantizeFloat8": 56, "QuantizeMxFp8": 32, "MultiTensor": 512}
+# Bytes a thread may spill to local memory, by a part of a kernel's name, the largest of those that match. NVFP4 has
+# more work than bytes, and so has what is computed in front: a spill there costs less than the blocks of threads that
+# more registers would displace. FP8 spills a few bytes on sm_100a, MXFP8 where it writes both directions.
+ALLOWED_SPILLS = {
+    "QuantizeNvFp4": 512,
+    "QuantizeFloat8": 56,
+    "QuantizeMxFp8": 32,
+    "SwiGluGradient": 128,
+    "RmsNorm": 40,
+}
 
 CACHE = KernelCache(Path(__file__).parents[2] / "build" / "kernels")
 FILES = sorted({spec.file for spec in variants.variants()})
 
 
 def allowed_spill(spec: Spec) -> int:
-    return next((size for name, size in ALLOWED_SPILLS.items() if spec.template.startswith(name)), 0)
+    return max((size for name, size in ALLOWED_SPILLS.items() if name in spec.template), default=0)
 
 
 @pytest.fixture

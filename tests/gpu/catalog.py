@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import wraps
 from itertools import product
 from typing import Any
 
@@ -14,7 +15,9 @@ from te_dist import ops
 from te_dist.formats import WHOLE
 from te_dist.ops._checks import grid_shape
 from te_dist.ops.quantize_float8_current import WORKSPACE
+from te_dist.ops.source import Source, Summed, sums_shape
 from tests.codecs.kernel_inputs import matrix, scale_view
+from tests.ops.sources import cases
 
 Pair = tuple[int, int]
 
@@ -79,6 +82,7 @@ def calls() -> Iterator[Call]:
     yield from amaxes()
     yield from quantizers()
     yield from fp4_quantizers()
+    yield from sources()
     yield from dequantizers()
     yield from movers()
 
@@ -149,6 +153,37 @@ def fp4_quantizers() -> Iterator[Call]:
         rule |= dict(row_tensor_amax=torch.tensor([[9.0]]), col_tensor_amax=torch.tensor([[9.0]]))
         name = f"fp4 {shape} {dtype} {four_over_six} {rng_state is not None} {square}"
         yield Call(name, ops.quantize_nvfp4, dict(x=x, **rule), directions(shape, phase, shift, tiles=tiles))
+
+
+def sources() -> Iterator[Call]:
+    """Everything that is computed in front, written, and before a quantizer with sums of columns beside."""
+    for (shape, _, shift), dtype in product(PLACES, DTYPES):
+        x = shifted(matrix("wide", shape, dtype), shift)
+        yield Call(f"rstd {shape} {dtype}", ops.rms_rstd, dict(x=x, eps=1e-5), dict(out=torch.zeros(shape[0])))
+        sums = dict(out=torch.zeros(sums_shape(x)))
+        yield Call(f"sums {shape} {dtype}", ops.panel_sums, dict(x=x), sums)
+        for case in cases(shape, dtype, "wide"):
+            name = f"{case.name} {shape} {dtype}"
+            tensors = {key: shifted(tensor, shift) for key, tensor in case.tensors.items()}
+            outputs = dict(out=shifted(torch.zeros(shape, dtype=dtype), shift))
+            yield Call(name, of_source(ops.evaluate, case.make, tuple(tensors)), tensors, outputs)
+            outputs = directions(shape, (0, 0), shift, tiles={"row": (1, 32), "col": (32, 1)})
+            outputs["sums"] = torch.zeros(sums_shape(x))
+            rule = dict(phase=(0, 0), fp8="e4m3", row_tile=(1, 32), col_tile=(32, 1))
+            op = of_source(ops.quantize_mxfp8, case.make, tuple(tensors))
+            yield Call(f"mx of {name}", op, tensors | rule, outputs)
+
+
+def of_source(op: Callable[..., None], make: Callable[..., Source], names: tuple[str, ...]) -> Callable[..., None]:
+    """`op`, given the tensors of a source, and where sums go."""
+
+    @wraps(op)
+    def call(**arguments: Any) -> None:
+        source = make(**{name: arguments.pop(name) for name in names})
+        sums = arguments.pop("sums", None)
+        op(source if sums is None else Summed(source, sums), **arguments)
+
+    return call
 
 
 def dequantizers() -> Iterator[Call]:

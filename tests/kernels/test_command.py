@@ -19,7 +19,7 @@ LISTED = [movement.transform(8), movement.copies(16), movement.copies(4)]
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Runs `te-dist` with these arguments over an empty cache; returns what it printed and its exit status."""
+    """Runs `te-dist` with these arguments over an empty cache; returns what it printed last and its exit status."""
     monkeypatch.setenv("TE_DIST_KERNEL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(command, "variants", lambda *_: LISTED)
@@ -33,27 +33,28 @@ def run(tmp_path, monkeypatch, capsys):
             command.main()
         except SystemExit as end:
             status = end.code
-        return " ".join(capsys.readouterr().out.split()), status
+        printed = capsys.readouterr()
+        return " ".join((printed.err if status else printed.out).split()), status
 
     return run
 
 
 def test_build_fills_the_cache_once(run, tmp_path):
     first, again = run("kernels", "build"), run("kernels", "build")
-    assert first == (f"3 kernels compiled (0.0 MiB), 0 were there sm_90a: all 3 in {tmp_path / 'cache'}", 0)
-    assert again == (f"0 kernels compiled (0.0 MiB), 3 were there sm_90a: all 3 in {tmp_path / 'cache'}", 0)
+    assert first == (f"3 kernels for sm_90a in {tmp_path / 'cache'}: 3 compiled now, 0.0 MiB", 0)
+    assert again == (f"3 kernels for sm_90a in {tmp_path / 'cache'}: 0 compiled now, 0.0 MiB", 0)
 
 
 def test_build_takes_several_architectures(run, tmp_path):
     printed, status = run("kernels", "build", "--arch", "sm_90a,sm_100a")
-    assert "6 kernels compiled" in printed and status == 0
+    assert "6 compiled now" in printed and status == 0
     assert {folder.name for folder in (tmp_path / "cache").iterdir()} == {"sm_90a", "sm_100a"}
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a,", "sm_90a, sm_100a", ""])
 def test_an_unknown_architecture_is_refused_before_anything_is_compiled(run, arch, tmp_path):
-    _, status = run("kernels", "build", "--arch", arch)
-    assert "choose from sm_90a, sm_100a" in status
+    printed, status = run("kernels", "build", "--arch", arch)
+    assert "choose from sm_90a, sm_100a" in printed and status == 2
     assert not (tmp_path / "cache").exists()
 
 
@@ -62,7 +63,7 @@ def test_damaged_entries_are_listed_and_built_anew(run, tmp_path):
     damaged = sorted((tmp_path / "cache").glob("*/*"))[0]
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert "sm_90a │ 3 │ 14 │ 1" in run("kernels", "list")[0]
-    assert "1 kernels compiled" in run("kernels", "build")[0]
+    assert "1 compiled now" in run("kernels", "build")[0]
     assert "sm_90a │ 3 │ 14 │ 0" in run("kernels", "list")[0]
 
 
@@ -73,8 +74,8 @@ def test_an_empty_cache_is_listed(run, tmp_path):
 
 def test_a_folder_that_cannot_be_written_ends_the_build(run, tmp_path):
     (tmp_path / "cache").write_text("in the way")
-    _, status = run("kernels", "build")
-    assert "Not a directory" in status and "TE_DIST_KERNEL_CACHE" in status
+    printed, status = run("kernels", "build")
+    assert "Not a directory" in printed and "TE_DIST_KERNEL_CACHE" in printed and status == 1
 
 
 def test_a_full_disk_ends_the_build(run, monkeypatch):
@@ -82,8 +83,8 @@ def test_a_full_disk_ends_the_build(run, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", fail)
-    _, status = run("kernels", "build")
-    assert "No space left" in status and "TE_DIST_KERNEL_CACHE" in status
+    printed, status = run("kernels", "build")
+    assert "No space left" in printed and "TE_DIST_KERNEL_CACHE" in printed and status == 1
 
 
 def test_a_kernel_that_does_not_compile_ends_the_build(run, monkeypatch):
@@ -91,12 +92,13 @@ def test_a_kernel_that_does_not_compile_ends_the_build(run, monkeypatch):
         raise CompilerError(f"{spec.template} does not compile for {arch}")
 
     monkeypatch.setattr(compiler, "compile_kernel", fail)
-    _, status = run("kernels", "build")
-    assert "does not compile for sm_90a" in status
+    printed, status = run("kernels", "build")
+    assert "does not compile for sm_90a" in printed and status == 1
 
 
 def test_without_a_command_the_usage_is_shown(run):
-    assert run()[1] == "usage: te-dist {kernels} ..."
+    assert run() == ("usage: te-dist {kernels} ...", 2)
+    assert run("--help") == ("usage: te-dist {kernels} ...", 0)
 
 
 def _build(folder: Path) -> int:

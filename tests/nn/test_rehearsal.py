@@ -68,7 +68,7 @@ def step(model: nn.Module, model_recipe: recipe.Recipe) -> None:
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("model_recipe", RECIPES, ids=lambda r: type(r).__name__)
 def test_a_rehearsal_notes_what_a_step_launches(model_recipe, quantized, monkeypatch):
-    monkeypatch.setattr(rehearsal, "ROWS", ROWS)
+    monkeypatch.setattr(rehearsal, "ROWS", (ROWS,))
     for module in (products, base):
         monkeypatch.setattr(module, "READS_ANY_ORDER", ())
     for a, b, device in list(gemm._TABLE):  # on a GPU other functions multiply than those that run here
@@ -98,6 +98,15 @@ def test_a_rehearsal_leaves_no_trace():
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor.cpu().float(), before[name].float()), name
     assert all(param.grad is None and param.device.type == "cpu" for param in model.parameters())
+
+
+def test_a_rehearsal_sends_nothing():
+    agreeing = recipe.CustomRecipe(lambda role: te.NVFP4Quantizer(with_amax_reduction=True))
+    model = te.Linear(128, 128, params_dtype=torch.bfloat16)
+    te.prepare(model, agreeing)
+    with pytest.raises(ValueError, match="process group"), te.autocast(recipe=agreeing):
+        model(torch.ones(16, 128, dtype=torch.bfloat16))
+    assert any("QuantizeNvFp4" in spec.template for spec in kernels_of(model))
 
 
 def test_modules_without_a_recipe_have_no_kernels():

@@ -22,14 +22,13 @@ struct Strip {
   alignas(64) Storage elements[kRun][kStride];
   alignas(64) Key keys[kStripCols];  // of columns
 
-  void load_row(const Matrix& x, const Window& w, int row) {
+  void load_row(const Source& x, const Window& w, int row) {
     if (w.cols < kStripCols) std::memset(elements[row], 0, sizeof elements[row]);
     if (row < w.row_offset || row >= w.row_offset + w.rows) {
       std::memset(elements[row], 0, sizeof elements[row]);
       return;
     }
-    const auto* source = static_cast<const Storage*>(x.data) + (w.row + row - w.row_offset) * x.cols + w.col;
-    std::memcpy(elements[row] + w.col_offset, source, sizeof(Storage) * size_t(w.cols));
+    read_row<Element>(x, w.row + row - w.row_offset, w.col, w.cols, elements[row] + w.col_offset);
   }
 
   // 128 columns of the strip, as a panel.

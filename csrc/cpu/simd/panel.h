@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "encode.h"
+#include "source.h"
 
 namespace te_dist::cpu::TE_DIST_ISA {
 
@@ -24,7 +25,7 @@ struct PanelGrid {
   int64_t panel_rows, panel_cols;  // number of panels
 
   // Tiles are kRows long, so that a phase counts modulo kRows.
-  PanelGrid(const Matrix& x, Phase phase_)
+  PanelGrid(const Source& x, Phase phase_)
       : phase{phase_.row % kRows, phase_.col % kRows},
         rows(x.rows),
         cols(x.cols),
@@ -59,13 +60,11 @@ struct Panel {
 
   const Storage* row(int r) const { return elements[r]; }
 
-  void load(const Matrix& x, const Window& w) {
+  void load(const Source& x, const Window& w) {
     if (w.rows < kRows || w.cols < kCols) std::memset(elements, 0, sizeof elements);
-    const auto* source = static_cast<const Storage*>(x.data) + w.row * x.cols + w.col;
     for (int r = 0; r < w.rows; ++r) {
       Storage* target = &elements[w.row_offset + r][w.col_offset];
-      const size_t bytes = w.cols == kCols ? sizeof(Storage) * kCols : sizeof(Storage) * size_t(w.cols);
-      std::memcpy(target, source + r * x.cols, bytes);
+      read_row<Element>(x, w.row + r, w.col, w.cols == kCols ? kCols : w.cols, target);
     }
   }
 };
@@ -83,8 +82,8 @@ struct PanelPrefetch {
 };
 
 template <class Grid>
-static inline PanelPrefetch prefetch_of(const Grid& grid, const Matrix& x, int itemsize, int64_t index) {
-  if (index >= grid.count()) return {};
+static inline PanelPrefetch prefetch_of(const Grid& grid, const Source& x, int itemsize, int64_t index) {
+  if (index >= grid.count() || x.kind != Source::Kind::kPlain) return {};
   const Window w = grid.window(index);
   const char* first = static_cast<const char*>(x.data) + (w.row * x.cols + w.col) * itemsize;
   return {first, x.cols * itemsize, w.rows, w.cols * itemsize};

@@ -2,6 +2,7 @@
 #include "encode.h"
 #include "kernels_of_level.h"
 #include "parallel.h"
+#include "source.h"
 
 #include <cstring>
 
@@ -49,18 +50,26 @@ struct Chunks {
 template <class Element>
 void reduce_rows(const TileAmax& op, const RowRange& rows, int64_t col, int count, typename Element::Key* keys) {
   using Key = typename Element::Key;
-  const auto* x = static_cast<const typename Element::Storage*>(op.x.data) + col;
+  alignas(64) typename Element::Storage computed[kColumns];
+  const auto row = [&](int64_t r) {
+    if (op.x.kind == Source::Kind::kPlain) {
+      return static_cast<const typename Element::Storage*>(op.x.data) + r * op.x.cols + col;
+    }
+    compute_row<Element>(op.x, r, col, count, computed);
+    return static_cast<const typename Element::Storage*>(computed);
+  };
   const int whole = count / kStep * kStep;
   std::memset(keys, 0, sizeof(Key) * size_t(count));
   for (int64_t r = rows.begin; r < rows.end; ++r) {
-    raise_keys<Element>(x + r * op.x.cols, whole, keys);
-    raise_finite_keys<Element>(x + r * op.x.cols + whole, count - whole, keys + whole);
+    const auto* elements = row(r);
+    raise_keys<Element>(elements, whole, keys);
+    raise_finite_keys<Element>(elements + whole, count - whole, keys + whole);
   }
   Key largest = 0;
   for (int c = 0; c < whole; ++c) largest = larger(largest, keys[c]);
   if (largest <= Element::kNotFinite) return;
   std::memset(keys, 0, sizeof(Key) * size_t(count));
-  for (int64_t r = rows.begin; r < rows.end; ++r) raise_finite_keys<Element>(x + r * op.x.cols, count, keys);
+  for (int64_t r = rows.begin; r < rows.end; ++r) raise_finite_keys<Element>(row(r), count, keys);
 }
 
 template <class Element>

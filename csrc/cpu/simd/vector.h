@@ -40,7 +40,20 @@ namespace te_dist {
 
 template <>
 struct LanesOf<cpu::TE_DIST_ISA::F32> {
+  using Floats = cpu::TE_DIST_ISA::F32;
   using Integers = cpu::TE_DIST_ISA::U32;
+
+  TE_DIST_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512BW__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    Floats result;
+    for (int i = 0; i < cpu::TE_DIST_ISA::kLanes; ++i) result[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return result;
+#endif
+  }
 };
 template <>
 struct LanesOf<cpu::TE_DIST_ISA::U32> {

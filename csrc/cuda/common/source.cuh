@@ -1,9 +1,11 @@
-// Where a kernel's matrix comes from.
+// Where a kernel's matrix comes from: from memory as it lies there, or computed from what lies there and rounded to the
+// element type, as if it had been written and read again.
 //
 // A source is a type with an Element, with Params, and with a Reader<kWidth> that goes down the rows of eight columns.
-// kWidth: bytes that every address is a multiple of.
+// kWidth: bytes that every address is a multiple of. kIsComputed: it takes registers for more than the elements.
 #pragma once
 
+#include "../../numerics/activation.h"
 #include "patch.cuh"
 
 namespace te_dist::cuda {
@@ -12,10 +14,46 @@ namespace te_dist::cuda {
 template <class Element>
 using Octet = uint32_t[kPatch / Element::kPerWord];
 
+// Words of elements from their values: `value(w, half)` is the one in that half of word w.
+template <class Element, class Value>
+TE_DIST_INLINE void store_values(Octet<Element>& words, const Value& value) {
+#pragma unroll
+  for (int w = 0; w < kPatch / Element::kPerWord; ++w) {
+    if constexpr (Element::kPerWord == 1) {
+      words[w] = bits_of(value(w, 0));
+    } else {
+      words[w] = Element::store_pair(value(w, 0), value(w, 1));
+    }
+  }
+}
+
+// Eight elements of each row of a matrix, row after row.
+template <class Element, int kWidth>
+struct Column {
+  const char* next;
+  int64_t stride;
+  Inside cols;  // in bytes
+
+  TE_DIST_INLINE Column of(const void* data, const Extents& extents, int64_t row, int64_t col, const Inside& cols) {
+    const int64_t first = (row * extents.cols + col) * Element::kBytes;
+    return {static_cast<const char*>(data) + first, extents.cols * Element::kBytes, cols.scaled(Element::kBytes)};
+  }
+
+  // Those of the next rows; zeros where the matrix has none.
+  template <int kRows>
+  TE_DIST_DEVICE void read(const Inside& rows, Octet<Element> (&words)[kRows]) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i, next += stride) {
+      load_run<kPatch * Element::kBytes, kWidth>(next, cols.only_if(rows.has(i)), words[i]);
+    }
+  }
+};
+
 // Elements as they lie in memory, (rows, cols).
 template <class Element_>
 struct Plain {
   using Element = Element_;
+  static constexpr bool kIsComputed = false, kHasSums = false;
 
   struct Params {
     const void* x;
@@ -23,21 +61,209 @@ struct Plain {
 
   template <int kWidth>
   struct Reader {
-    const char* next;
-    int64_t stride;
-    Inside cols;  // in bytes
+    Column<Element, kWidth> x;
 
-    TE_DIST_DEVICE Reader(const Params& p, const Extents& extents, int64_t row, int64_t col, const Inside& inside)
-        : next(static_cast<const char*>(p.x) + (row * extents.cols + col) * Element::kBytes),
-          stride(extents.cols * Element::kBytes),
-          cols(inside.scaled(Element::kBytes)) {}
+    TE_DIST_DEVICE Reader(const Params& p, const Extents& extents, int64_t row, int64_t col, const Inside& cols)
+        : x(Column<Element, kWidth>::of(p.x, extents, row, col, cols)) {}
 
-    // The row's elements, zeros where the matrix has none, and down to the next row.
-    TE_DIST_DEVICE void read(bool is_inside, Octet<Element>& words) {
-      load_run<kPatch * Element::kBytes, kWidth>(next, cols.only_if(is_inside), words);
-      next += stride;
+    template <int kRows>
+    TE_DIST_DEVICE void read(const Inside& rows, Octet<Element> (&words)[kRows]) {
+      x.read(rows, words);
     }
   };
+};
+
+// silu(gate) * up, of x (rows, 2 cols): gates to the left.
+template <class Element_>
+struct SwiGlu {
+  using Element = Element_;
+  static constexpr bool kIsComputed = true, kHasSums = false;
+
+  struct Params {
+    const void* x;
+  };
+
+  template <int kWidth>
+  struct Reader {
+    Column<Element, kWidth> gate, up;
+
+    TE_DIST_DEVICE Reader(const Params& p, const Extents& extents, int64_t row, int64_t col, const Inside& cols)
+        : gate(Column<Element, kWidth>::of(p.x, {extents.rows, 2 * extents.cols}, row, col, cols)),
+          up(Column<Element, kWidth>::of(p.x, {extents.rows, 2 * extents.cols}, row, extents.cols + col, cols)) {}
+
+    template <int kRows>
+    TE_DIST_DEVICE void read(const Inside& rows, Octet<Element> (&words)[kRows]) {
+      Octet<Element> gates[kRows], ups[kRows];
+      gate.read(rows, gates);
+      up.read(rows, ups);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        store_values<Element>(words[i], [&](int w, int half) {
+          return swiglu(Element::value(gates[i][w], half), Element::value(ups[i][w], half));
+        });
+      }
+    }
+  };
+};
+
+// The gradient of swiglu by x (rows, cols), from grad (rows, cols / 2).
+template <class Element_>
+struct SwiGluGradient {
+  using Element = Element_;
+  static constexpr bool kIsComputed = true, kHasSums = false;
+
+  struct Params {
+    const void* x;
+    const void* grad;
+  };
+
+  // Of the eight columns some may be gates and the rest ups.
+  template <int kWidth>
+  struct Reader {
+    const Params& p;
+    Extents extents, half;  // of x and of grad
+    int64_t row, col;
+
+    TE_DIST_DEVICE Reader(const Params& p_, const Extents& extents_, int64_t row_, int64_t col_, const Inside&)
+        : p(p_), extents(extents_), half{extents_.rows, extents_.cols / 2}, row(row_), col(col_) {}
+
+    template <int kRows>
+    TE_DIST_DEVICE void read(const Inside& rows, Octet<Element> (&words)[kRows]) {
+      const Inside gates = Inside::of(col, kPatch, half.cols), ups = Inside::of(col - half.cols, kPatch, half.cols);
+      Octet<Element> g[kRows], x[kRows], y[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) store_values<Element>(words[i], [](int, int) { return 0.0f; });
+      if (!gates.is_empty()) {
+        read_from(p.grad, half, col, gates, rows, g);
+        read_from(p.x, extents, col, gates, rows, x);
+        read_from(p.x, extents, half.cols + col, gates, rows, y);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          store_values<Element>(words[i], [&](int w, int h) {
+            return swiglu_gradient_of_gate(Element::value(g[i][w], h), Element::value(x[i][w], h),
+                                           Element::value(y[i][w], h));
+          });
+        }
+      }
+      if (!ups.is_empty()) {
+        Octet<Element> found[kRows];
+        read_from(p.grad, half, col - half.cols, ups, rows, g);
+        read_from(p.x, extents, col - half.cols, ups, rows, x);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          store_values<Element>(found[i], [&](int w, int h) {
+            return swiglu_gradient_of_up(Element::value(g[i][w], h), Element::value(x[i][w], h));
+          });
+#pragma unroll
+          for (int w = 0; w < kPatch / Element::kPerWord; ++w) words[i][w] |= found[i][w];
+        }
+      }
+      row += kRows;
+    }
+
+   private:
+    template <int kRows>
+    TE_DIST_DEVICE void read_from(const void* data, const Extents& of, int64_t first, const Inside& cols,
+                                  const Inside& rows, Octet<Element> (&words)[kRows]) const {
+      Column<Element, kWidth>::of(data, of, row, first, cols).read(rows, words);
+    }
+  };
+};
+
+// x * rstd * gamma, one rstd (f32) for each row; gamma counts from 1 where kZeroCentered.
+template <class Element_, class Gamma, bool kZeroCentered>
+struct RmsNorm {
+  using Element = Element_;
+  static constexpr bool kIsComputed = true, kHasSums = false;
+
+  struct Params {
+    const void* x;
+    const float* rstd;
+    const void* gamma;
+  };
+
+  template <int kWidth>
+  struct Reader {
+    static constexpr int kGammaBytes = kWidth / Element::kBytes * Gamma::kBytes;
+    Column<Element, kWidth> x;
+    const float* rstd;
+    float gamma[kPatch];
+
+    TE_DIST_DEVICE Reader(const Params& p, const Extents& extents, int64_t row, int64_t col, const Inside& cols)
+        : x(Column<Element, kWidth>::of(p.x, extents, row, col, cols)), rstd(p.rstd + row) {
+      Octet<Gamma> words;
+      load_run<kPatch * Gamma::kBytes, (kGammaBytes < 16 ? kGammaBytes : 16)>(
+          static_cast<const char*>(p.gamma) + col * Gamma::kBytes, cols.scaled(Gamma::kBytes), words);
+#pragma unroll
+      for (int j = 0; j < kPatch; ++j) {
+        const float value = Gamma::value(words[j / Gamma::kPerWord], j % Gamma::kPerWord);
+        gamma[j] = kZeroCentered ? value + 1.0f : value;
+      }
+    }
+
+    template <int kRows>
+    TE_DIST_DEVICE void read(const Inside& rows, Octet<Element> (&words)[kRows]) {
+      Octet<Element> read[kRows];
+      x.read(rows, read);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const float scale = rows.has(i) ? __ldg(rstd + i) : 0.0f;
+        store_values<Element>(words[i], [&](int w, int half) {
+          return Element::value(read[i][w], half) * scale * gamma[w * Element::kPerWord + half];
+        });
+      }
+      rstd += kRows;
+    }
+  };
+};
+
+// Another source, whose columns are summed over each panel of 128 rows as they pass, in fp32. Every column is summed from
+// row to row over 8 rows; two such sums are added; eight of those are added from top to bottom, to +0.
+template <class Source>
+struct Summed {
+  using Element = typename Source::Element;
+  static constexpr bool kIsComputed = Source::kIsComputed, kHasSums = true;
+
+  struct Params {
+    typename Source::Params source;
+    float* sums;  // (panels, cols)
+  };
+
+  template <int kWidth>
+  struct Reader : Source::template Reader<kWidth> {
+    TE_DIST_DEVICE Reader(const Params& p, const Extents& extents, int64_t row, int64_t col, const Inside& cols)
+        : Source::template Reader<kWidth>(p.source, extents, row, col, cols) {}
+  };
+
+  // An element of a patch, unpacked by another instruction than is used behind: a compiler that finds the same one there
+  // keeps every value in a register until then.
+  TE_DIST_INLINE float summand(const Patch<Element>& patch, int row, int col) {
+    if constexpr (Element::kIsTopHalf) {
+      return float_of(__byte_perm(patch.words[row][col / 2], 0, col % 2 ? 0x3244 : 0x1044));
+    } else {
+      return patch.value(row, col);
+    }
+  }
+
+  TE_DIST_INLINE void sum(const Params& p, const Place& place, const Patch<Element>& patch) {
+    __shared__ float partial[kWarps][kPanel];
+#pragma unroll
+    for (int j = 0; j < kPatch; ++j) {
+      float total = summand(patch, 0, j);
+#pragma unroll
+      for (int i = 1; i < kPatch; ++i) total += summand(patch, i, j);
+      total += __shfl_xor_sync(kFullWarp, total, 1);
+      if ((threadIdx.x & 1) == 0) partial[threadIdx.x / 32][place.local_col + j] = total;
+    }
+    __syncthreads();
+    const int64_t col = place.first_col() + threadIdx.x;
+    if (threadIdx.x < kPanel && col >= 0 && col < place.extents.cols) {
+      float total = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) total += partial[w][threadIdx.x];
+      p.sums[place.panel_row * place.extents.cols + col] = total;
+    }
+  }
 };
 
 // Reads a patch. What lies outside of the matrix is zero.
@@ -45,8 +271,8 @@ template <class Source, int kWidth>
 TE_DIST_INLINE void load_patch(const typename Source::Params& p, const Place& place,
                                Patch<typename Source::Element>& patch) {
   typename Source::template Reader<kWidth> reader(p, place.extents, place.row, place.col, place.cols);
-#pragma unroll
-  for (int i = 0; i < kPatch; ++i) reader.read(place.rows.has(i), patch.words[i]);
+  reader.read(place.rows, patch.words);
+  if constexpr (Source::kHasSums) Source::sum(p, place, patch);
 }
 
 }  // namespace te_dist::cuda

@@ -49,6 +49,7 @@ struct Float32 {
   static constexpr int kBytes = 4;
   static constexpr int kPerWord = 1;
   static constexpr float kMaxFinite = kFloatMax;
+  static constexpr bool kIsTopHalf = false;  // whether an element is the upper half of the fp32 number it is
 
   TE_DIST_INLINE float value(uint32_t word, int) { return float_of(word); }
   TE_DIST_INLINE uint32_t raise(uint32_t magnitudes, uint32_t word) {
@@ -62,6 +63,7 @@ struct BFloat16 {
   static constexpr int kBytes = 2;
   static constexpr int kPerWord = 2;
   static constexpr float kMaxFinite = 3.38953139e38f;
+  static constexpr bool kIsTopHalf = true;
 
   TE_DIST_INLINE float value(uint32_t word, int half) { return float_of(half ? word & 0xFFFF0000u : word << 16); }
   TE_DIST_INLINE uint32_t raise(uint32_t magnitudes, uint32_t word) {
@@ -75,12 +77,18 @@ struct BFloat16 {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(code) : "f"(value));
     return code;
   }
+  TE_DIST_INLINE uint32_t store_pair(float first, float second) {
+    uint32_t word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+    return word;
+  }
 };
 
 struct Float16 {
   static constexpr int kBytes = 2;
   static constexpr int kPerWord = 2;
   static constexpr float kMaxFinite = 65504.0f;
+  static constexpr bool kIsTopHalf = false;
 
   TE_DIST_INLINE float value(uint32_t word, int half) {
     const uint16_t code = uint16_t(half ? word >> 16 : word);
@@ -98,6 +106,11 @@ struct Float16 {
     uint16_t code;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(code) : "f"(value));
     return code;
+  }
+  TE_DIST_INLINE uint32_t store_pair(float first, float second) {
+    uint32_t word;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+    return word;
   }
 };
 

@@ -1,0 +1,139 @@
+"""What does a quantized Linear cost beside torch's in bf16? Forward + backward on one GPU: GPU time and CPU issue time.
+
+    python -m benchmarks.linear_cuda --out benchmarks/results
+
+GPU times start with a cold L2 cache and behind other work, so that the CPU is ahead. Issue times are what the CPU takes
+to hand a pass to an idle GPU, without waiting for it. Medians; torch's Linear runs between the others, and its figure
+is the ratio's.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from torch import Tensor, nn
+
+import te_dist as te
+from benchmarks.environment import describe
+from te_dist import recipe
+
+SHAPES = ((16384, 4096, 7168), (16384, 7168, 2048), (512, 512, 512))
+RECIPES: dict[str, recipe.Recipe] = {
+    "block": recipe.Float8BlockScaling(),
+    "current": recipe.Float8CurrentScaling(),
+    "delayed": recipe.DelayedScaling(),
+    "mxfp8": recipe.MXFP8BlockScaling(),
+    "nvfp4": recipe.NVFP4BlockScaling(),
+}
+FLUSHED_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: GPU and CPU time of a pass in microseconds, and bf16's GPU time over it."""
+
+    shape: str
+    weights: str
+    recipe: str
+    gpu: float
+    tflops: float
+    cpu: float
+    speedup: float
+
+
+def passes(module: nn.Module, x: Tensor, made_by: recipe.Recipe | None) -> Callable[[], None]:
+    """One forward and backward pass that leaves gradients of input and weight."""
+    grad = torch.randn(x.shape[0], module.out_features, device="cuda", dtype=torch.bfloat16)
+
+    def run() -> None:
+        x.grad = module.weight.grad = None
+        with nullcontext() if made_by is None else te.autocast(recipe=made_by):
+            out = module(x)
+        out.backward(grad)
+
+    return run
+
+
+def gpu_time(run: Callable[[], None], repeats: int) -> float:
+    """Microseconds on the GPU."""
+    flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
+    busy = torch.zeros(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for begin, end in events:
+        for _ in range(3):
+            busy @ busy
+        flushed.zero_()
+        begin.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return sorted(begin.elapsed_time(end) * 1e3 for begin, end in events)[repeats // 2]
+
+
+def issue_time(run: Callable[[], None], repeats: int) -> float:
+    """Microseconds of CPU time until a pass is handed over."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - begin) * 1e6)
+    torch.cuda.synchronize()
+    return sorted(times)[repeats // 2]
+
+
+def lines_of(shape: tuple[int, int, int], chosen: tuple[str, ...], repeats: int) -> list[Row]:
+    """All lines of one shape: torch's Linear, then every recipe with plain and with quantized weights."""
+    rows, features_out, features_in = shape
+    x = torch.randn(rows, features_in, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    peer = nn.Linear(features_in, features_out, bias=False, device="cuda", dtype=torch.bfloat16)
+    torch_pass = passes(peer, x, None)
+    cases = [("bf16", "torch", torch_pass)]
+    for name in chosen:
+        for weights in ("plain", "quantized"):
+            made_by = RECIPES[name]
+            with te.quantized_model_init(enabled=weights == "quantized", recipe=made_by):
+                module = te.Linear(features_in, features_out, bias=False, device="cuda", params_dtype=torch.bfloat16)
+            cases.append((weights, name, passes(module, x, made_by)))
+    lines = []
+    for weights, name, run in cases:
+        for _ in range(3):
+            run()
+        bf16, gpu = gpu_time(torch_pass, repeats), gpu_time(run, repeats)
+        flops = 6 * rows * features_in * features_out
+        figures = gpu, flops / gpu / 1e6, issue_time(run, 4 * repeats), bf16 / gpu
+        lines.append(Row(", ".join(map(str, shape)), weights, name, *figures))
+    return lines
+
+
+def main(out: Path | None = None, repeats: int = 25, recipes: tuple[str, ...] = tuple(RECIPES)) -> None:
+    """Prints the table; writes it as Markdown and JSON into `out`."""
+    about = describe()
+    text = ["# Linear, forward and backward\n", ", ".join(f"{name} {fact}" for name, fact in about.items()) + ".\n"]
+    text += [
+        "bf16 inputs and gradients, no bias. Speedup: time of torch's bf16 Linear in the same run over this one.\n"
+    ]
+    text += ["| T, N, K | recipe | weights | GPU us | TFLOP/s | CPU us | speedup |", "|---|---|---|---|---|---|---|"]
+    print("\n".join(text), flush=True)
+    rows = []
+    for shape in SHAPES:
+        for row in lines_of(shape, recipes, repeats):
+            rows.append(row)
+            figures = f"{row.gpu:.0f} | {row.tflops:.0f} | {row.cpu:.0f} | {row.speedup:.2f}"
+            text.append(f"| {row.shape} | {row.recipe} | {row.weights} | {figures} |")
+            print(text[-1], flush=True)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "linear_cuda.md").write_text("\n".join(text) + "\n")
+        (out / "linear_cuda.json").write_text(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

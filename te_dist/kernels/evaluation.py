@@ -1,0 +1,58 @@
+"""Launches of what writes a source, or looks at all of it. Arguments are those of the ops, in the order of schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from torch import Tensor
+
+from te_dist.kernels.arguments import EXTENTS, PANEL, access_bytes, blocks_for
+from te_dist.kernels.inputs import Source, layout, read
+from te_dist.kernels.runtime import launch
+from te_dist.kernels.spec import Spec
+
+_EVALUATE = f"{EXTENTS} out:P"
+_RMS_RSTD = f"{EXTENTS} eps:f out:P"
+_RSTD_ROWS = 8  # rows of a block of threads
+
+
+@cache
+def values(source: Source, widths: tuple[int, int]) -> Spec:
+    """Spec of what writes a source. `widths`: bytes read and written at a time; 0 writes nothing but sums."""
+    constants = ", ".join((source.template, *map(str, widths)))
+    return Spec("evaluate.cuh", f"Evaluate<{constants}>", layout(source, _EVALUATE))
+
+
+def evaluate(x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, out: Tensor) -> None:
+    """See te_dist.ops.evaluate."""
+    if out.numel() == 0:
+        return
+    input = read(x, source, beside, sums)
+    widths = (input.load_bytes(), access_bytes(16, out.data_ptr(), out.shape[1] * out.element_size()))
+    arguments = (*input.values, *input.shape, out.data_ptr())
+    launch(values(input.source, widths), x, (blocks_for(input.shape, PANEL), 1), arguments)
+
+
+def panel_sums(x: Tensor, source: str, beside: Sequence[Tensor], out: Tensor) -> None:
+    """See te_dist.ops.panel_sums."""
+    if out.numel() == 0:
+        return
+    input = read(x, source, beside, out)
+    arguments = (*input.values, *input.shape, 0)
+    launch(values(input.source, (input.load_bytes(), 0)), x, (blocks_for(input.shape, PANEL), 1), arguments)
+
+
+@cache
+def rstd(source: Source, load: int) -> Spec:
+    """Spec of what finds the root mean square of rows. `load`: bytes read at a time."""
+    return Spec("rms_rstd.cuh", f"RmsRstd<{source.template}, {load}>", layout(source, _RMS_RSTD))
+
+
+def rms_rstd(x: Tensor, eps: float, out: Tensor) -> None:
+    """See te_dist.ops.rms_rstd."""
+    if out.numel() == 0:
+        return
+    input = read(x, "plain", ())
+    arguments = (*input.values, *input.shape, eps, out.data_ptr())
+    launch(rstd(input.source, input.load_bytes()), x, (-(-x.shape[0] // _RSTD_ROWS), 1), arguments)

@@ -1,0 +1,237 @@
+"""What a function of tensors does on a GPU, recorded once and played again on other tensors.
+
+[Note: Tapes]
+A pass of a linear map is a handful of allocations and launches. To find out which ones (formats, regions, layouts,
+checks, grids) costs the CPU more than to issue them, and the answer is the same every time. So a function is recorded
+while it runs in the ordinary way: allocations, ops of torch, and launches, whose parameters are numbers and addresses.
+On tensors of the same types, shapes, strides and alignments the tape does the same again with other addresses, and
+Python decides nothing. What is recorded may therefore depend on these, and on what the caller puts into the key of a
+tape, but on no values.
+
+A tape stays blank, and its function always runs in the ordinary way, where something else happened: a collective, a
+tensor from elsewhere, an address that no tensor of the function holds. CPU tensors, subclasses of tensors (those of
+compilers among them) and blocks in which torch's dispatch is watched are not recorded at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_dist._torch_private import TorchDispatchMode, current_cuda_stream, is_dispatch_watched, is_mutable
+from te_dist.kernels.runtime import Launch, listening
+
+_ALIGNMENT = 128  # bytes: kernels choose by less
+_MAX_TAPES = 64  # of one owner; shapes that change all the time are not worth a tape
+_PLAIN = (Tensor, torch.nn.Parameter)
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # without autograd, their argument itself
+
+Result = tuple[tuple[Tensor, ...], Any]
+
+
+class Tapes:
+    """The tapes of one owner, such as a module."""
+
+    def __init__(self) -> None:
+        self._tapes: dict[Hashable, _Tape | None] = {}
+
+    def run(self, key: Hashable, tensors: Sequence[Tensor], function: Callable[[], Result]) -> Result:
+        """What `function` returns: tensors, and something else, which is the same for equal keys.
+
+        Args:
+            key: what the function depends on besides `tensors`. It does not depend on torch's autocast.
+            tensors: all that it reads or writes.
+        """
+        if not is_recordable(tensors):
+            return function()
+        place = (key, *[(t.dtype, t.shape, t.stride(), t.data_ptr() % _ALIGNMENT) for t in tensors])
+        tape = self._tapes.get(place)
+        if tape is not None:
+            # Ops of torch were recorded behind its autocast, which must not convert their arguments again.
+            kind = tensors[0].device.type
+            with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+                return tape.play(tensors)
+        if place in self._tapes or len(self._tapes) >= _MAX_TAPES:
+            return function()
+        recorder = _Recorder(tensors)
+        with recorder, listening(recorder.launched):
+            result = function()
+        self._tapes[place] = recorder.tape(*result)
+        return result
+
+
+def is_recordable(tensors: Sequence[Tensor]) -> bool:
+    """Whether what is done to `tensors` now can be recorded."""
+    return tensors[0].is_cuda and not is_dispatch_watched() and all(type(tensor) in _PLAIN for tensor in tensors)
+
+
+class _Slot(NamedTuple):
+    """A tensor, by its place among those of a tape."""
+
+    index: int
+
+
+class _Allocation(NamedTuple):
+    slot: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class _Call(NamedTuple):
+    """An op of torch; `outputs` are the slots of the tensors that it returns."""
+
+    op: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    outputs: list[int]
+
+
+class _Launched(NamedTuple):
+    """A launch; `addresses`: (place in its values, slot, bytes behind the start of the tensor)."""
+
+    launch: Launch
+    addresses: list[tuple[int, int, int]]
+
+
+class _Tape(NamedTuple):
+    device: torch.device
+    num_slots: int
+    steps: list[_Allocation | _Call | _Launched]
+    outputs: list[int]
+    rest: Any
+
+    def play(self, tensors: Sequence[Tensor]) -> Result:
+        """The recorded function on other tensors."""
+        slots: list[Any] = [*tensors, *[None] * (self.num_slots - len(tensors))]
+        stream = current_cuda_stream(self.device.index)
+        for step in self.steps:
+            if type(step) is _Allocation:
+                slots[step.slot] = torch.empty(step.shape, dtype=step.dtype, device=self.device)
+            elif type(step) is _Launched:
+                launch, addresses = step
+                values = list(launch.values)
+                for place, slot, offset in addresses:
+                    address = slots[slot].data_ptr() + offset
+                    values[place] = address if type(values[place]) is int else values[place].at(address)
+                launch.start(stream, values)
+            else:
+                out = step.op(*_filled(step.args, slots), **{k: _filled(v, slots) for k, v in step.kwargs.items()})
+                for slot, tensor in zip(step.outputs, (out,) if isinstance(out, Tensor) else out, strict=True):
+                    slots[slot] = tensor
+        return tuple([slots[slot] for slot in self.outputs]), self.rest
+
+
+def _filled(value: Any, slots: list[Any]) -> Any:
+    """`value` with tensors in the place of slots."""
+    if type(value) is _Slot:
+        return slots[value.index]
+    return [_filled(item, slots) for item in value] if type(value) is list else value
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes a tape while a function runs."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._tensors = list(tensors)  # by slot; kept, so that no address is given out twice
+        self._slots = {id(tensor): slot for slot, tensor in enumerate(tensors)}
+        self._aliases: list[Tensor] = []  # kept like the others
+        self._steps: list[_Allocation | _Call | _Launched] = []
+        self._ranges = dict(enumerate(map(_range, tensors)))  # by slot, of tensors that are no views of others
+        # An address does not tell apart tensors that lie in one place; and one without elements has none.
+        ordered = sorted(self._ranges.values())
+        self._is_blank = any(a[1] > b[0] for a, b in zip(ordered, ordered[1:], strict=False)) or any(
+            tensor.numel() == 0 or tensor.device != tensors[0].device for tensor in tensors
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.namespace != "te_dist":  # the launches of its ops are recorded
+            made = list(out) if isinstance(out, tuple | list) else [] if out is None else [out]
+            known = func.namespace == "aten" and all(kind in _PLAIN for kind in types)
+            if known and all(isinstance(tensor, Tensor) for tensor in made):
+                self._record(func, args, kwargs, made)
+            else:
+                self._is_blank = True
+        return out
+
+    def launched(self, launch: Launch) -> None:
+        """Records a launch."""
+        addresses = []
+        for place in launch.layout.addresses:
+            value = launch.values[place]
+            address = value if isinstance(value, int) else getattr(value, "address", None)
+            if address == 0:
+                continue
+            held = [(slot, start) for slot, (start, end) in self._ranges.items() if start <= (address or 0) < end]
+            if len(held) != 1:
+                self._is_blank = True
+                return
+            ((slot, start),) = held
+            addresses.append((place, slot, address - start))
+        self._steps.append(_Launched(launch, addresses))
+
+    def tape(self, outputs: Sequence[Tensor], rest: Any) -> _Tape | None:
+        """What was recorded, without what nothing comes of; None where it cannot be played."""
+        if self._is_blank or any(id(tensor) not in self._slots for tensor in outputs):
+            return None
+        results = [self._slots[id(tensor)] for tensor in outputs]
+        needed, steps = set(results), []
+        for step in reversed(self._steps):
+            if isinstance(step, _Launched):
+                needed.update(slot for _, slot, _ in step.addresses)
+            elif isinstance(step, _Call) and (is_mutable(step.op) or not needed.isdisjoint(step.outputs)):
+                needed.update(_slots_in([step.args, *step.kwargs.values()]))
+            elif isinstance(step, _Call) or step.slot not in needed:
+                continue
+            steps.append(step)
+        return _Tape(self._tensors[0].device, len(self._tensors), steps[::-1], results, rest)
+
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any], made: list[Tensor]) -> None:
+        if func in _SAME and id(args[0]) in self._slots:
+            self._slots[id(made[0])] = self._slots[id(args[0])]
+            self._aliases.append(made[0])
+            return
+        storages = {tensor.untyped_storage().data_ptr() for tensor in self._tensors}
+        arguments, keywords = self._by_slot(list(args)), {name: self._by_slot(v) for name, v in kwargs.items()}
+        slots = [self._slot(tensor, tensor.untyped_storage().data_ptr() not in storages) for tensor in made]
+        if func is torch.ops.aten.empty.memory_format and made[0].is_contiguous():
+            self._steps.append(_Allocation(slots[0], made[0].shape, made[0].dtype))
+        else:
+            self._steps.append(_Call(func, arguments, keywords, slots))
+
+    def _by_slot(self, value: Any) -> Any:
+        """`value` with slots in the place of tensors."""
+        if isinstance(value, Tensor):
+            self._is_blank |= id(value) not in self._slots
+            return _Slot(self._slots.get(id(value), 0))
+        return [self._by_slot(item) for item in value] if isinstance(value, list | tuple) else value
+
+    def _slot(self, tensor: Tensor, is_root: bool) -> int:
+        """That of a tensor; a new one has a place in memory of its own unless it is a view."""
+        slot = self._slots.get(id(tensor))
+        if slot is None:
+            slot = self._slots[id(tensor)] = len(self._tensors)
+            self._tensors.append(tensor)
+            self._is_blank |= tensor.numel() == 0 or tensor.device != self._tensors[0].device
+            if is_root:
+                self._ranges[slot] = _range(tensor)
+        return slot
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte of a tensor and of the one behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _slots_in(value: Any) -> list[int]:
+    """All slots of a nested list."""
+    if type(value) is _Slot:
+        return [value.index]
+    return [slot for item in value for slot in _slots_in(item)] if type(value) is list else []

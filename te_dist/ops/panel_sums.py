@@ -1,0 +1,49 @@
+"""Sums of the columns of a matrix over panels of 128 rows, in an order that is part of the definition."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from te_dist import _C, kernels
+from te_dist.ops._checks import check_output
+from te_dist.ops._library import register
+from te_dist.ops.source import Read, Source, check_source, flat_source, sums_shape
+
+
+def panel_sums(x: Tensor | Source, *, out: Tensor) -> None:
+    """Sums every column over each panel of 128 rows.
+
+    A column of a panel is summed in fp32, from row to row over 8 rows; two such sums are added; eight of those are
+    added from top to bottom, to +0. Rows that the last panel lacks are +0. NaN is 0x7FFFFFFF.
+
+    Args:
+        x: (rows, cols), fp32, bf16 or fp16, or a source.
+        out: f32, `sums_shape(x)`.
+    """
+    check_source(x)
+    check_output("out", out, torch.float32, sums_shape(x))
+    torch.ops.te_dist.panel_sums(*flat_source(x)[:3], out)
+
+
+def column_sums(sums: Tensor) -> Tensor:
+    """The sums of whole columns, f32 (cols,), from those of panels: these are summed by panels until one is left."""
+    while sums.shape[0] > 1:
+        of_panels = torch.empty(sums_shape(sums), dtype=torch.float32, device=sums.device)
+        panel_sums(sums, out=of_panels)
+        sums = of_panels
+    return sums[0] if sums.shape[0] else sums.new_zeros(sums.shape[1])
+
+
+def sum_panels(read: Read) -> None:
+    """The sums that are wanted of a source on the CPU."""
+    *computed, sums = read
+    if sums is not None:
+        _C.panel_sums(tuple(computed), sums, torch.get_num_threads())
+
+
+def _cpu(x: Tensor, source: str, beside: list[Tensor], out: Tensor) -> None:
+    sum_panels((x, source, beside, out))
+
+
+register("panel_sums(Tensor x, str source, Tensor[] beside, Tensor(a!) out) -> ()", _cpu, kernels.panel_sums)

@@ -1,0 +1,192 @@
+"""What ops read their matrix from: a tensor as it is, or what is computed from tensors on the way.
+
+A source stands for a matrix in the dtype of its `x`, every value of which is computed in fp32 and rounded once. An op
+that is given a source does byte for byte what it does with `evaluate(source)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from te_dist.formats.region import Pair
+from te_dist.ops._checks import HIGH_PRECISION, check_dtype, check_matrix, check_output, check_shape
+
+PANEL_ROWS = 128  # rows whose sums are written together
+
+Read = tuple[Tensor, str, list[Tensor], Tensor | None]  # x, the source's name, the tensors beside, panel sums
+
+
+class Source:
+    """Base of what stands for a matrix.
+
+    Attributes:
+        x: the tensor that it is computed from: fp32, bf16 or fp16; contiguous.
+    """
+
+    name: ClassVar[str]
+
+    x: Tensor
+
+    @property
+    def shape(self) -> Pair:
+        """(rows, cols) of the matrix it stands for."""
+        rows, cols = self.x.shape
+        return rows, cols
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrix it stands for."""
+        return self.x.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self.x.device
+
+    @property
+    def beside(self) -> tuple[Tensor, ...]:
+        """The other tensors that are read."""
+        return ()
+
+    def check(self) -> None:
+        """Raises ValueError where the tensors do not fit each other."""
+        check_matrix("x", self.x)
+
+
+@dataclass(frozen=True)
+class SwiGlu(Source):
+    """silu(gate) * up, (rows, cols), of `x` (rows, 2 cols), which holds gates to the left and ups to the right."""
+
+    name: ClassVar[str] = "swiglu"
+
+    x: Tensor
+
+    @property
+    def shape(self) -> Pair:
+        rows, cols = self.x.shape
+        return rows, cols // 2
+
+    def check(self) -> None:
+        super().check()
+        _check_halves(self.x)
+
+
+@dataclass(frozen=True)
+class SwiGluGradient(Source):
+    """The gradient, (rows, 2 cols), of `SwiGlu(x)` by `x`, given that by its values, `grad` (rows, cols)."""
+
+    name: ClassVar[str] = "swiglu_gradient"
+
+    x: Tensor
+    grad: Tensor
+
+    @property
+    def beside(self) -> tuple[Tensor, ...]:
+        return (self.grad,)
+
+    def check(self) -> None:
+        super().check()
+        _check_halves(self.x)
+        check_matrix("grad", self.grad, (self.x.dtype,))
+        check_shape("grad", self.grad, (self.x.shape[0], self.x.shape[1] // 2))
+
+
+@dataclass(frozen=True)
+class RmsNorm(Source):
+    """x * rstd * gamma.
+
+    Attributes:
+        rstd: f32 (rows,), as `rms_rstd` writes it.
+        gamma: (cols,), fp32, bf16 or fp16, contiguous.
+        zero_centered: gamma is stored less one.
+    """
+
+    x: Tensor
+    rstd: Tensor
+    gamma: Tensor
+    zero_centered: bool = False
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return "zero_centered_rms_norm" if self.zero_centered else "rms_norm"
+
+    @property
+    def beside(self) -> tuple[Tensor, ...]:
+        return self.rstd, self.gamma
+
+    def check(self) -> None:
+        super().check()
+        rows, cols = self.x.shape
+        check_dtype("rstd", self.rstd, (torch.float32,))
+        check_dtype("gamma", self.gamma, HIGH_PRECISION)
+        for name, vector, length in (("rstd", self.rstd, rows), ("gamma", self.gamma, cols)):
+            check_shape(name, vector, (length,))
+            if not vector.is_contiguous():
+                raise ValueError(f"{name}: got stride {vector.stride()}, wanted (1,); call .contiguous()")
+
+
+@dataclass(frozen=True)
+class Summed(Source):
+    """Another source, or a tensor, whose columns are summed in the pass that reads it, as `panel_sums` sums them.
+
+    Ops that find amaxes alone do not sum.
+
+    Attributes:
+        of: what is summed.
+        sums: f32, `sums_shape(of)`, is written.
+    """
+
+    of: Tensor | Source
+    sums: Tensor
+
+    @property
+    def x(self) -> Tensor:  # type: ignore[override]
+        return self.of.x if isinstance(self.of, Source) else self.of
+
+    @property
+    def shape(self) -> Pair:
+        rows, cols = self.of.shape
+        return rows, cols
+
+    def check(self) -> None:
+        check_source(self.of)
+        check_output("sums", self.sums, torch.float32, sums_shape(self.of))
+
+
+def sums_shape(x: Tensor | Source) -> Pair:
+    """(panels of 128 rows, cols)."""
+    rows, cols = x.shape
+    return -(-rows // PANEL_ROWS), cols
+
+
+def unsummed(x: Tensor | Source) -> Tensor | Source:
+    """What is summed, if anything is; else `x` itself."""
+    return x.of if isinstance(x, Summed) else x
+
+
+def check_source(x: Tensor | Source, phase: Pair = (0, 0)) -> None:
+    """What every op with a source checks of it. `phase`: of its first element inside the first tile."""
+    if not isinstance(x, Source):
+        check_matrix("x", x)
+        return
+    x.check()
+    if isinstance(x, Summed) and phase[0]:
+        raise ValueError(
+            f"sums: got rows from offset {phase[0]} of a tile on, wanted whole tiles; sum the whole matrix"
+        )
+
+
+def flat_source(x: Tensor | Source) -> Read:
+    """(x, source, beside, panel sums), in the order of the schemas."""
+    if isinstance(x, Summed):
+        return *flat_source(x.of)[:3], x.sums
+    return (x.x, x.name, list(x.beside), None) if isinstance(x, Source) else (x, "plain", [], None)
+
+
+def _check_halves(x: Tensor) -> None:
+    if x.shape[1] % 2:
+        raise ValueError(f"x: got {x.shape[1]} columns, wanted an even number, gates and as many ups; concatenate both")

@@ -1,0 +1,186 @@
+"""Linear on the GPU: the products it computes, that it never waits for the GPU, that graphs of it replay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import te_dist as te
+from te_dist import recipe
+from te_dist.recipe import Recipe
+from te_dist.testing import assert_bitwise
+from tests.nn.recipes import CASES, exact_products, relative_error
+
+pytestmark = pytest.mark.gpu
+
+IN, OUT = 256, 384
+every_recipe = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+STATELESS = {name: case for name, case in CASES.items() if not name.startswith("delayed")}
+stateless = pytest.mark.parametrize("case", STATELESS.values(), ids=STATELESS.keys())
+
+
+def normal(*shape: int, seed: int = 1, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).cuda()
+
+
+def make(made_by: Recipe | None = None, **options: Any) -> te.Linear:
+    """A Linear of the same values every time; its weight quantized if there is a recipe."""
+    with te.quantized_model_init(enabled=made_by is not None, recipe=made_by):
+        module = te.Linear(IN, OUT, device="cuda", params_dtype=torch.bfloat16, **options)
+    with torch.no_grad():
+        module.weight.copy_(normal(OUT, IN, seed=3) / 16)
+        module.bias.copy_(normal(OUT, seed=4))
+    return module
+
+
+def step(module: te.Linear, made_by: Recipe, x: Tensor) -> tuple[Tensor, ...]:
+    """(output, gradient of the input, of the weight, of the bias) of one pass by the recipe."""
+    x = x.detach().requires_grad_()
+    module.zero_grad()
+    with te.autocast(recipe=made_by):
+        out = module(x)
+    out.backward(normal(*out.shape, seed=2, dtype=out.dtype))
+    return out.detach(), x.grad, module.weight.grad, module.bias.grad
+
+
+@pytest.mark.parametrize("rows", [1, 37, 128, 1000])
+@every_recipe
+def test_products_are_those_of_the_quantized_operands(case: Any, rows: int) -> None:
+    module, x = make(), normal(rows, IN)
+    out, grad_x, grad_w, grad_b = step(module, case.recipe, x)
+    grad = normal(rows, OUT, seed=2)
+    cpu = [t.cpu() for t in (x, module.weight.detach(), grad)]
+    want_out, want_x, want_w = exact_products(case.recipe, *cpu)
+    # Stores round to bf16, and cuBLASLt sums forward products to about 14 bits.
+    assert relative_error(out.cpu(), want_out + module.bias.cpu().double()) < 4e-3
+    assert relative_error(grad_x.cpu(), want_x) < 4e-3
+    assert relative_error(grad_w.cpu(), want_w) < 4e-3
+    assert relative_error(grad_b.cpu(), grad.cpu().double().sum(0)) < 4e-3
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@stateless
+def test_later_passes_are_those_of_a_fresh_module(case: Any, quantized: bool) -> None:
+    if quantized and case is CASES["high_precision_backward"]:
+        pytest.skip("its weights cannot be parameters")
+    made_by = case.recipe if quantized else None
+    module = make(made_by)
+    wide = normal(65, IN)
+    for seed, x in enumerate((normal(64, IN), normal(64, IN, seed=5), normal(2, 32, IN, seed=6), wide[1:], wide[:64])):
+        got, want = step(module, case.recipe, x), step(make(made_by), case.recipe, x)
+        for name, a, b in zip(("y", "dx", "dw", "db"), got, want, strict=True):
+            assert_bitwise(a, b, f"{name} of pass {seed}")
+
+
+@pytest.mark.parametrize("name", ["block", "current", "mxfp8"])
+def test_passes_do_not_depend_on_autocast_of_torch(name: str) -> None:
+    made_by, x = STATELESS[name].recipe, normal(64, IN)
+    module, want = make(), step(make(), made_by, x)
+    for _ in range(3):
+        with torch.autocast("cuda", torch.bfloat16):
+            got = step(module, made_by, x)
+        for label, a, b in zip(("y", "dx", "dw", "db"), got, want, strict=True):
+            assert_bitwise(a, b, label)
+
+
+@every_recipe
+def test_quantized_and_plain_weights_give_the_same_bits(case: Any) -> None:
+    if case is CASES["high_precision_backward"]:
+        pytest.skip("its weights cannot be parameters")
+    x = normal(64, IN)
+    plain, quantized = step(make(), case.recipe, x), step(make(case.recipe), case.recipe, x)
+    for name, a, b in zip(("y", "dx", "dw", "db"), quantized, plain, strict=True):
+        assert_bitwise(a, b, name)
+
+
+def test_a_model_made_on_meta_multiplies_as_one_made_on_the_gpu() -> None:
+    made_by, x = recipe.Float8CurrentScaling(), normal(64, IN)
+    with te.quantized_model_init(recipe=made_by), torch.device("meta"):
+        module = te.Linear(IN, OUT, params_dtype=torch.bfloat16)
+    module.to_empty(device="cuda")
+    twin = make(made_by)
+    with torch.no_grad():
+        module.weight.copy_(normal(OUT, IN, seed=3) / 16)
+        module.bias.copy_(normal(OUT, seed=4))
+    for name, a, b in zip(("y", "dx", "dw", "db"), step(module, made_by, x), step(twin, made_by, x), strict=True):
+        assert_bitwise(a, b, name)
+
+
+@every_recipe
+def test_no_pass_waits_for_the_gpu(case: Any) -> None:
+    module, x = make(), normal(64, IN)
+    for _ in range(2):
+        step(module, case.recipe, x)
+    grad = normal(64, OUT, seed=2)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with te.autocast(recipe=case.recipe):
+            module(x.requires_grad_()).backward(grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class Block(torch.nn.Module):
+    """A norm, two maps and an activation between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        options = dict(device="cuda", params_dtype=torch.bfloat16)
+        torch.manual_seed(0)
+        self.first = te.LayerNormLinear(IN, OUT, **options)
+        self.second = te.Linear(OUT, IN, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.nn.functional.silu(self.first(x)))
+
+
+def results(module: Block, made_by: Recipe, x: Tensor) -> list[Tensor]:
+    """Output and all gradients of one pass."""
+    x = x.detach().requires_grad_()
+    module.zero_grad()
+    with te.autocast(recipe=made_by):
+        out = module(x)
+    out.backward(normal(*out.shape, seed=2))
+    return [out.detach(), x.grad, *(p.grad for p in module.parameters())]
+
+
+@stateless
+def test_a_captured_pass_replays_with_other_inputs(case: Any) -> None:
+    module, x, graph = Block(), normal(64, IN), torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            results(module, case.recipe, x)
+    torch.cuda.current_stream().wait_stream(stream)
+    grad = normal(64, IN, seed=2)
+    asking = x.clone().requires_grad_()
+    module.zero_grad()
+    with torch.cuda.graph(graph), te.autocast(recipe=case.recipe):
+        out = module(asking)
+        out.backward(grad)
+    captured = [out.detach(), asking.grad, *(p.grad for p in module.parameters())]
+    for seed in (1, 7):
+        with torch.no_grad():
+            asking.copy_(normal(64, IN, seed=seed))
+        graph.replay()
+        for index, (got, want) in enumerate(zip(captured, results(Block(), case.recipe, asking), strict=True)):
+            assert_bitwise(got, want, f"{index} of seed {seed}")
+
+
+@pytest.mark.parametrize("name", ["block", "current", "mxfp8"])
+def test_graphed_callables_train_as_eager_ones(name: str) -> None:
+    made_by, module = STATELESS[name].recipe, Block()
+    with te.autocast(recipe=made_by):
+        graphed = torch.cuda.make_graphed_callables(module, (normal(64, IN).requires_grad_(),))
+    for seed in (1, 7):
+        x = normal(64, IN, seed=seed).requires_grad_()
+        module.zero_grad()
+        out = graphed(x)
+        out.backward(normal(64, IN, seed=2))
+        got = [out, x.grad, *(p.grad for p in module.parameters())]
+        for index, (a, b) in enumerate(zip(got, results(Block(), made_by, x), strict=True)):
+            assert_bitwise(a.detach(), b, f"{index} of seed {seed}")

@@ -1,0 +1,155 @@
+"""Tapes: what a function did is done again on other tensors, or not recorded at all."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_dist.kernels import runtime, tape
+from te_dist.kernels.spec import Layout, Spec
+from te_dist.kernels.tape import Tapes
+
+COPY = Spec("", "Copy", Layout("src:P out:P bytes:q"))
+
+
+class CopyKernel:
+    """A kernel that copies bytes in host memory, and counts."""
+
+    def __init__(self) -> None:
+        self.launches = 0
+
+    def launch(self, device: int, stream: int, grid: Any, parameters: bytes) -> None:
+        self.launches += 1
+        src, out, count = struct.unpack("@PPq", parameters)
+        ctypes.memmove(out, src, count)
+
+
+@pytest.fixture(autouse=True)
+def kernel(monkeypatch: pytest.MonkeyPatch) -> CopyKernel:
+    """CPU tensors are recorded, and launches go to this kernel."""
+    copies = CopyKernel()
+    monkeypatch.setattr(tape, "is_recordable", lambda tensors: not tape.is_dispatch_watched())
+    monkeypatch.setattr(tape, "_ALIGNMENT", 64)  # that of all CPU tensors
+    monkeypatch.setitem(runtime._loaded, (COPY, -1), copies)
+    for module in (runtime, tape):
+        monkeypatch.setattr(module, "current_cuda_stream", lambda device: 0)
+    return copies
+
+
+def copied(src: Tensor, offset: int = 0) -> Tensor:
+    """The values of `src` from `offset` on, by a launch."""
+    out = torch.empty(src.numel() - offset)
+    runtime.launch(COPY, out, (1, 1), (src.data_ptr() + 4 * offset, out.data_ptr(), out.nbytes))
+    return out
+
+
+class Counted:
+    """A function of tensors, run through tapes; counts the times that it ran itself."""
+
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
+        self.function, self.tapes, self.runs = function, Tapes(), 0
+
+    def __call__(self, *tensors: Tensor, key: Any = None) -> tuple[Tensor, ...]:
+        def run() -> tuple[tuple[Tensor, ...], str]:
+            self.runs += 1
+            return self.function(*tensors), "rest"
+
+        with torch.no_grad():
+            results, rest = self.tapes.run(key, tensors, run)
+        assert rest == "rest"
+        return results
+
+
+def test_launches_are_repeated_with_other_addresses(kernel: CopyKernel) -> None:
+    counted = Counted(lambda x: (copied(copied(x), 4), copied(x)))
+    for count in (1, 2, 3):
+        x = torch.randn(64)
+        tail, whole = counted(x)
+        assert torch.equal(tail, x[4:])
+        assert torch.equal(whole, x)
+        assert (counted.runs, kernel.launches) == (1, 3 * count)
+
+
+def test_ops_of_torch_are_repeated_and_those_without_effect_are_not() -> None:
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        torch.cat([x, x])
+        y = copied(x.detach()).view(8, 8).t() @ w
+        y.add_(1.0)
+        return torch.cat([y, y[:2]]), x.unsqueeze(0)
+
+    counted = Counted(function)
+    for _ in range(3):
+        x, w = torch.randn(64), torch.randn(8, 8)
+        both, view = counted(x, w)
+        y = x.view(8, 8).t() @ w + 1.0
+        assert torch.equal(both, torch.cat([y, y[:2]]))
+        assert view.data_ptr() == x.data_ptr()
+    (steps,) = (made.steps for made in counted.tapes._tapes.values() if made)
+    assert counted.runs == 1
+    assert sum(str(getattr(step, "op", "")) == "aten.cat.default" for step in steps) == 1
+
+
+@pytest.mark.parametrize(
+    "other", [torch.randn(65), torch.randn(64, dtype=torch.float64), torch.randn(128)[::2], torch.randn(65)[1:]]
+)
+def test_tensors_that_lie_otherwise_have_a_tape_of_their_own(other: Tensor) -> None:
+    counted = Counted(lambda x: (x + 1,))
+    base = torch.randn(64)
+    for x in (base, other, base, other):
+        assert torch.equal(counted(x)[0], x + 1)
+    assert counted.runs == 2
+    counted(base, key="another")
+    assert counted.runs == 3
+
+
+def test_what_cannot_be_repeated_runs_in_the_ordinary_way() -> None:
+    stranger = torch.randn(64)
+    cases: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+        "an address from elsewhere": lambda x: (copied(stranger),),
+        "a tensor from elsewhere": lambda x: (x + stranger,),
+        "an output from elsewhere": lambda x: (stranger,),
+        "a value": lambda x: (x * x.sum().item(),),
+        "an op of others": lambda x: (torch.ops.te_test.twice(x),),
+        "an empty tensor": lambda x: (x, torch.empty(0)),
+    }
+    with torch.library._scoped_library("te_test", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: 2 * x, "CPU")
+        for name, function in cases.items():
+            counted = Counted(function)
+            for _ in range(3):
+                x = torch.randn(64)
+                for got, want in zip(counted(x), function(x), strict=True):
+                    assert torch.equal(got, want), name
+            assert counted.runs == 3, name
+
+
+def test_tensors_in_one_place_are_not_recorded() -> None:
+    counted = Counted(lambda x, y: (copied(x), copied(y)))
+    whole = torch.randn(96)
+    for _ in range(2):
+        first, second = counted(whole[:64], whole[32:])
+        assert torch.equal(first, whole[:64])
+        assert torch.equal(second, whole[32:])
+    assert counted.runs == 2
+
+
+def test_autocast_of_the_moment_does_not_matter() -> None:
+    counted = Counted(lambda x: (x @ x,))
+    x = torch.randn(8, 8)
+    (want,) = counted(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(counted(x)[0], want)
+
+
+def test_the_number_of_tapes_is_bounded() -> None:
+    counted = Counted(lambda x: (x + 1,))
+    for length in range(1, 2 * tape._MAX_TAPES):
+        assert counted(torch.zeros(length))[0].shape == (length,)
+    assert len(counted.tapes._tapes) == tape._MAX_TAPES
