@@ -41,7 +41,7 @@ def build(arch: str = "sm_90a", elements: tuple[Element, ...] = ("BFloat16",)) -
     if unknown:
         _end(f"--arch: got {', '.join(map(repr, unknown))}; choose from {', '.join(ARCHES)}", _USAGE)
     cache = _cache()
-    work = [(spec, name) for name in arches for spec in variants(*elements)]
+    work = [(spec, name) for name in arches for spec in variants(*elements) if spec.runs_on(name)]
     missing = [(spec, name) for spec, name in work if cache.get(entry_of(spec, name)) is None]
     try:
         made = _compile(missing, cache)

@@ -29,10 +29,9 @@ void launch(LoadedKernel& kernel, int device, uint64_t stream, Grid grid, const 
   kernel.launch(device, stream, grid, pointers);
 }
 
-py::bytes encode(int dtype, uint64_t address, std::vector<uint64_t> extents, std::vector<uint64_t> strides,
-                 std::vector<uint32_t> box, std::pair<int, int> swizzle_l2_promotion) {
-  return encode_tiled({dtype, address, std::move(extents), std::move(strides), std::move(box),
-                       swizzle_l2_promotion.first, swizzle_l2_promotion.second});
+py::bytes matrix_map(int dtype, uint64_t address, uint64_t rows, uint64_t cols, uint64_t pitch, uint32_t box_rows,
+                     uint32_t box_cols, int swizzle) {
+  return encode({dtype, address, rows, cols, pitch, box_rows, box_cols, swizzle});
 }
 
 }  // namespace
@@ -50,7 +49,9 @@ void define_host(py::module_& parent) {
   module.def("compute_capability", &compute_capability, "(major, minor) of a device.");
   module.def("fill_words", &fill_words, py::call_guard<py::gil_scoped_release>(),
              "Writes 32-bit words into device memory: (device, stream, address, value, count).");
-  module.def("encode_tiled", &encode, "A tensor map for the bulk copy engine, as bytes.");
+  module.def("matrix_map", &matrix_map,
+             "Tensor map of a matrix for the bulk copy engine, as bytes: (dtype, address, rows, cols, pitch in bytes, "
+             "rows and columns of a box, swizzle).");
 }
 
 }  // namespace te_dist

@@ -89,20 +89,19 @@ std::array<int, 2> compute_capability(int device) {
   return capability;
 }
 
-std::string encode_tiled(const TiledMap& map) {
-  const size_t rank = map.extents.size();
-  if (rank < 1 || rank > 5 || map.strides.size() != rank - 1 || map.box.size() != rank) {
-    throw std::invalid_argument("a tensor map has 1 to 5 extents, as many box extents, and one stride fewer");
-  }
+std::string encode(const MatrixMap& map) {
+  constexpr int kPromoteTo256Bytes = 3;
   driver::TensorMap descriptor{};
-  const uint32_t element_strides[5] = {1, 1, 1, 1, 1};
+  const uint64_t extents[2] = {map.cols, map.rows};
+  const uint32_t box[2] = {map.box_cols, map.box_rows}, element_strides[2] = {1, 1};
   const driver::Result result = driver::functions().encode_tiled(
-      &descriptor, map.dtype, uint32_t(rank), reinterpret_cast<void*>(map.address), map.extents.data(),
-      map.strides.data(), map.box.data(), element_strides, 0, map.swizzle, map.l2_promotion, 0);
+      &descriptor, map.dtype, 2, reinterpret_cast<void*>(map.address), extents, &map.pitch, box, element_strides, 0,
+      map.swizzle, kPromoteTo256Bytes, 0);
   if (result == driver::kSuccess) return {reinterpret_cast<const char*>(&descriptor), sizeof descriptor};
-  throw std::runtime_error("cuTensorMapEncodeTiled failed: " + driver::describe(result) + "; address " +
-                           std::to_string(map.address) + ", extents " + joined(map.extents) + ", strides " +
-                           joined(map.strides) + ", box " + joined(map.box));
+  throw std::runtime_error("cuTensorMapEncodeTiled failed: " + driver::describe(result) + "; type " +
+                           std::to_string(map.dtype) + ", address " + std::to_string(map.address) + ", " +
+                           std::to_string(map.rows) + " x " + std::to_string(map.cols) + ", pitch " +
+                           std::to_string(map.pitch) + ", box " + joined(std::array<uint32_t, 2>{box[1], box[0]}));
 }
 
 }  // namespace te_dist

@@ -52,17 +52,17 @@ void fill_words(int device, uint64_t stream, uint64_t address, uint32_t value, s
 // (major, minor) compute capability.
 std::array<int, 2> compute_capability(int device);
 
-// What cuTensorMapEncodeTiled takes, the innermost dimension first; strides in bytes, of all dimensions but that one.
-struct TiledMap {
-  int dtype;
+// A matrix as the bulk copy engine sees it, and the box of it that is copied at a time. Outside of it are zeros.
+struct MatrixMap {
+  int dtype;  // of cuTensorMapEncodeTiled
   uint64_t address;
-  std::vector<uint64_t> extents, strides;
-  std::vector<uint32_t> box;
-  int swizzle;       // 0 none, 1 to 3: 32, 64, 128 bytes
-  int l2_promotion;  // 0 none, 1 to 3: 64, 128, 256 bytes
+  uint64_t rows, cols;
+  uint64_t pitch;  // bytes from row to row
+  uint32_t box_rows, box_cols;
+  int swizzle;  // 0 none, 1 to 3: 32, 64, 128 bytes
 };
 
 // The descriptor, to be passed to a kernel by value.
-std::string encode_tiled(const TiledMap& map);
+std::string encode(const MatrixMap& map);
 
 }  // namespace te_dist

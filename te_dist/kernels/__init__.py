@@ -7,6 +7,7 @@ from te_dist.kernels.amax import tile_amax
 from te_dist.kernels.compiler import CompilerError
 from te_dist.kernels.dequantize import dequantize_float8, dequantize_mxfp8, dequantize_nvfp4
 from te_dist.kernels.evaluation import evaluate, panel_sums, rms_rstd
+from te_dist.kernels.gemm import gemm_float8_block
 from te_dist.kernels.movement import assemble, hadamard, transpose
 from te_dist.kernels.quantize import (
     quantize_float8_block,
@@ -23,6 +24,7 @@ __all__ = [
     "dequantize_mxfp8",
     "dequantize_nvfp4",
     "evaluate",
+    "gemm_float8_block",
     "hadamard",
     "panel_sums",
     "quantize_float8_block",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from te_dist import _C
 from te_dist.formats import WHOLE
 from te_dist.formats.region import Pair
 
@@ -36,6 +38,50 @@ def plane(tensor: Tensor | None) -> tuple[int, int, int]:
     rows, cols = tensor.shape
     row_stride, col_stride = tensor.stride()
     return tensor.data_ptr(), row_stride if rows != 1 else 0, col_stride if cols != 1 else 0
+
+
+_MAP_TYPES = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # of cuTensorMapEncodeTiled
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # of cuTensorMapEncodeTiled
+
+
+class MatrixMap(NamedTuple):
+    """A matrix with contiguous rows as the bulk copy engine copies it, in boxes.
+
+    Attributes:
+        address: of the first element; a multiple of 16 bytes, as is the pitch.
+        place: type, rows, columns, bytes from row to row, rows and columns of a box, swizzle; as the driver wants them.
+    """
+
+    address: int
+    place: tuple[int, int, int, int, int, int, int]
+
+    def at(self, address: int) -> MatrixMap:
+        """The same of a matrix that lies elsewhere."""
+        return MatrixMap(address, self.place)
+
+    def encoded(self) -> bytes:
+        """The tensor map that a kernel takes."""
+        kind, *rest = self.place
+        return _C.cuda.matrix_map(kind, self.address, *rest)
+
+
+class NoMap(NamedTuple):
+    """In the place of a map that a kernel does not read."""
+
+    address: int = 0
+
+    def encoded(self) -> bytes:
+        """Nothing."""
+        return b""
+
+
+def matrix_map(matrix: Tensor, box: Pair, *, swizzle: int = 0) -> MatrixMap:
+    """Of a tensor, in boxes of (rows, cols); `swizzle`: bytes of a row that are permuted, 0, 32, 64 or 128."""
+    (rows, cols), itemsize = matrix.shape, matrix.element_size()
+    # NOTE: the pitch of a single row means nothing, but it is checked.
+    pitch = (matrix.stride(0) if rows > 1 else -(-cols // 16) * 16) * itemsize
+    kind = _MAP_TYPES[matrix.dtype]
+    return MatrixMap(matrix.data_ptr(), (kind, rows, cols, pitch, *box, _SWIZZLES[swizzle]))
 
 
 def access_bytes(limit: int, *positions: int) -> int:

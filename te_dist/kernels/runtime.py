@@ -77,6 +77,12 @@ def arch_of(device: int) -> str:
     return UNMEASURED[capability]
 
 
+@cache
+def multiprocessors(device: int) -> int:
+    """Of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def entry_of(spec: Spec, arch: str) -> Entry:
     """Where a cache has the kernel, as the compiler that is installed makes it."""
     return Entry(arch, spec.key, compiler.version())
@@ -139,7 +145,7 @@ def launch(spec: Spec, on: Tensor, grid: tuple[int, int], values: tuple[int | fl
     kernel = _loaded.get((spec, device))
     if kernel is None:
         if on.is_meta:
-            return _record(spec)
+            return record(spec)
         kernel = _load(spec, device)
     launched = Launch(kernel, device, (*grid, 1), spec.layout, values)
     launched.start(current_cuda_stream(device), values)
@@ -158,7 +164,8 @@ def listening(listener: Callable[[Launch], None]) -> Iterator[None]:
         _listener.reset(token)
 
 
-def _record(spec: Spec) -> None:
+def record(spec: Spec) -> None:
+    """Notes a kernel inside of `recording()`."""
     specs = _recorded.get()
     assert specs is not None  # meta tensors come here from a rehearsal only
     specs.append(spec)
@@ -170,5 +177,11 @@ def _load(spec: Spec, device: int) -> _C.cuda.Kernel:
             f"{spec.template} would be loaded under CUDA graph capture; run what is captured once before, or prepare "
             "the model (te_dist.prepare)"
         )
-    kernel = _C.cuda.Kernel(compiled(spec, arch_of(device)).cubin, ENTRY, spec.template, overlaps=spec.overlaps)
+    if not spec.runs_on(arch_of(device)):
+        raise NotImplementedError(
+            f"{spec.template} is written for {spec.arch}, the tensors are on {arch_of(device)}; multiply them on the "
+            "former, or in high precision"
+        )
+    shape = {"cluster": spec.cluster, "shared_bytes": spec.shared_bytes, "overlaps": spec.overlaps}
+    kernel = _C.cuda.Kernel(compiled(spec, arch_of(device)).cubin, ENTRY, spec.template, **shape)
     return _loaded.setdefault((spec, device), kernel)

@@ -6,26 +6,38 @@ import hashlib
 import struct
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import Any
 
 from te_dist.kernels import sources
 
 ENTRY = "te_dist_kernel"  # name of the kernel in every cubin
+_TENSOR_MAP, _TENSOR_MAP_ALIGNMENT = "128s", 64
 OPTIONS = ("--std=c++17", "--fmad=false", "--ptxas-options=-v")
 
 
 class Layout:
     """Fields of a kernel's `Params` as they lie in memory, by name and by the character of their type in `struct`.
 
-    Written as text: "x:P extents.rows:q". The compiler checks size and offset of every field.
+    Written as text: "x:P extents.rows:q"; T is a tensor map, which comes first. The compiler checks size and offset of
+    every field.
     """
 
     def __init__(self, text: str) -> None:
         fields = [field.split(":") for field in text.split()]
         self.names = tuple(name for name, _ in fields)
         self.addresses = tuple(place for place, (_, code) in enumerate(fields) if code in "PT")
-        self._types = tuple(code for _, code in fields)
-        self._struct = struct.Struct("@" + "".join(self._types) + "0q")
-        self.pack = self._struct.pack
+        self._types = tuple(_TENSOR_MAP if code == "T" else code for _, code in fields)
+        plain = struct.calcsize("@" + "".join(self._types) + "0q")
+        padding = -plain % _TENSOR_MAP_ALIGNMENT if _TENSOR_MAP in self._types else 0
+        self._struct = struct.Struct("@" + "".join(self._types) + f"0q{padding}x")
+        self._maps = [place for place, code in enumerate(self._types) if code == _TENSOR_MAP]
+        self.pack = self._pack_maps if self._maps else self._struct.pack
+
+    def _pack_maps(self, *values: Any) -> bytes:
+        packed = list(values)
+        for place in self._maps:
+            packed[place] = values[place].encoded()
+        return self._struct.pack(*packed)
 
     def assertions(self) -> str:
         """C++ that fails to compile where `Params` is laid out in another way."""
@@ -48,12 +60,22 @@ class Spec:
         template: class with its constants, as C++.
         layout: of its parameters.
         overlaps: whether it may begin before the kernel in front of it in the stream has ended; it waits inside.
+        shared_bytes: dynamic shared memory.
+        cluster: blocks of threads of a cluster.
+        arch: the only architecture it is written for; None for every one.
     """
 
     file: str
     template: str
     layout: Layout
     overlaps: bool = False
+    shared_bytes: int = 0
+    cluster: int = 1
+    arch: str | None = None
+
+    def runs_on(self, arch: str) -> bool:
+        """Whether it is written for an architecture."""
+        return self.arch in (None, arch)
 
     @cached_property
     def source(self) -> str:
@@ -63,11 +85,21 @@ using namespace te_dist;
 using namespace te_dist::cuda;
 using Kernel = {self.template};
 {self.layout.assertions()}
+{self._shape_assertions()}
 extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
 {ENTRY}(const __grid_constant__ Kernel::Params params) {{
   Kernel::run(params);
 }}
 """
+
+    def _shape_assertions(self) -> str:
+        """C++ that fails to compile where the kernel is made for another launch."""
+        if not self.shared_bytes:
+            return ""
+        return (
+            f'static_assert(Kernel::kSharedBytes == {self.shared_bytes}, "shared memory");\n'
+            f'static_assert(Kernel::kClusterBlocks == {self.cluster}, "blocks of a cluster");'
+        )
 
     @cached_property
     def key(self) -> str:

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from te_dist.kernels import amax, dequantize, evaluation, movement, quantize
+from te_dist.kernels import amax, dequantize, evaluation, gemm, movement, quantize
 from te_dist.kernels.inputs import plain, rms_norm, summed, swiglu, swiglu_gradient
 from te_dist.kernels.spec import Spec
 
 _BYTES = {"BFloat16": 2, "Float16": 2, "Float32": 4}
 _CODES = ("E4M3", "E5M2")
+_PAIRS = (("E4M3", "E4M3"), ("E5M2", "E4M3"))  # of a product: E5M2 for gradients
 _ABSENT, _RUN, _SQUARE, _TENSOR = (f"Share::k{name}" for name in ("Absent", "Run", "Square", "Tensor"))
 _BLOCK_SHARES = ((_RUN, _RUN), (_RUN, _ABSENT), (_ABSENT, _RUN), (_SQUARE, _SQUARE), (_SQUARE, _ABSENT))
 _TENSOR_SHARES = ((_TENSOR, _TENSOR), (_TENSOR, _ABSENT), (_ABSENT, _TENSOR))
@@ -55,6 +56,16 @@ def fused(element: str) -> Iterator[Spec]:
     yield evaluation.rstd(plain(element), 16)
 
 
+def products(out: str) -> Iterator[Spec]:
+    """Of FP8 blocks with an output of one type: kinds of scales, and every tiling that `gemm.tiling` chooses."""
+    tilings = dict.fromkeys(gemm.tiling(*shape) for shape in ((4096, 4096), (128, 256), (128, 128), (2**20, 128)))
+    for codes, square, shape in product(_PAIRS, (True, False), tilings):
+        yield gemm.float8_block(codes, out, square, shape)
+        if out == "Float32":
+            yield gemm.float8_block(codes, out, square, shape, adds=True)
+    yield gemm.float8_block(_PAIRS[0], out, True, gemm.tiling(128, 128), boxes=False)
+
+
 def dequantizers(element: str) -> Iterator[Spec]:
     """All codecs and orders of codes, for outputs of one type."""
     narrow = _BYTES[element]
@@ -77,5 +88,5 @@ def movers() -> Iterator[Spec]:
 
 def variants(*elements: str) -> list[Spec]:
     """All of them, for inputs and outputs of the named types (all by default)."""
-    chosen = elements or tuple(_BYTES)
-    return [*movers(), *(spec for name in chosen for spec in (*quantizers(name), *fused(name), *dequantizers(name)))]
+    families = (quantizers, fused, products, dequantizers)
+    return [*movers(), *(spec for name in elements or _BYTES for family in families for spec in family(name))]

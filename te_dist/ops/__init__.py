@@ -8,6 +8,7 @@ from te_dist.ops.dequantize_float8 import dequantize_float8
 from te_dist.ops.dequantize_mxfp8 import dequantize_mxfp8
 from te_dist.ops.dequantize_nvfp4 import dequantize_nvfp4
 from te_dist.ops.evaluate import evaluate
+from te_dist.ops.gemm_float8_block import gemm_float8_block
 from te_dist.ops.hadamard import hadamard
 from te_dist.ops.panel_sums import panel_sums
 from te_dist.ops.quantize_float8_block import quantize_float8_block
@@ -25,6 +26,7 @@ __all__ = [
     "dequantize_mxfp8",
     "dequantize_nvfp4",
     "evaluate",
+    "gemm_float8_block",
     "hadamard",
     "panel_sums",
     "quantize_float8_block",

@@ -73,3 +73,15 @@ def check_output(name: str, tensor: Tensor, dtype: torch.dtype, shape: Pair) -> 
     if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_contiguous():
         check_matrix(name, tensor, (dtype,))
         check_shape(name, tensor, shape)
+
+
+def check_rows(
+    name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], shape: Pair, *, at_least: bool = False
+) -> None:
+    """A matrix of `shape` with contiguous rows; or of more rows and columns than that, where that is allowed."""
+    check_dtype(name, tensor, dtypes)
+    if at_least and tensor.dim() == 2 and all(have >= want for have, want in zip(tensor.shape, shape, strict=True)):
+        shape = tuple(tensor.shape)
+    check_shape(name, tensor, shape)
+    if tensor.numel() and tensor.stride(1) != 1 and tensor.shape[1] > 1:
+        raise ValueError(f"{name}: got strides {tensor.stride()}, wanted contiguous rows; call .contiguous()")

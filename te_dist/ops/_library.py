@@ -12,11 +12,11 @@ from te_dist.kernels.runtime import is_recording
 LIBRARY = torch.library.Library("te_dist", "DEF")
 
 
-def register(schema: str, cpu: Callable[..., None], cuda: Callable[..., None]) -> None:
-    """Defines an op that writes into its arguments and returns nothing."""
+def register(schema: str, cpu: Callable[..., None] | None, cuda: Callable[..., None]) -> None:
+    """Defines an op that writes into its arguments and returns nothing. Without `cpu` it raises on CPU tensors."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
-    LIBRARY.impl(name, cpu, "CPU")
+    LIBRARY.impl(name, cpu or _refuse_on_cpu(name), "CPU")
     LIBRARY.impl(name, _on_one_device(schema, cuda), "CUDA")
     torch.library.register_fake(f"te_dist::{name}", _rehearsed(cuda), lib=LIBRARY)
 
@@ -38,6 +38,13 @@ def _on_one_device(schema: str, cuda: Callable[..., None]) -> Callable[..., None
         cuda(*args)
 
     return checked
+
+
+def _refuse_on_cpu(name: str) -> Callable[..., None]:
+    def refuse(*_: object) -> None:
+        raise NotImplementedError(f"te_dist.ops.{name} runs on CUDA, got CPU tensors; move them to a GPU")
+
+    return refuse
 
 
 def _rehearsed(cuda: Callable[..., None]) -> Callable[..., None]:

@@ -1,0 +1,130 @@
+"""Dense products of FP8 blocks beside other libraries: TFLOP/s on one GPU.
+
+    python -m benchmarks.gemm_cuda --out benchmarks/results
+
+Random codes and scales (zeros would draw less power), cold L2, medians. Peers that are not installed are left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from torch import Tensor
+
+from benchmarks import environment
+from benchmarks.quantize_cuda import median_time
+from te_dist import ops
+
+SHAPES = ((8192, 8192, 8192), (8192, 4096, 7168), (8192, 7168, 2048), (16384, 1536, 2048))
+PEER = "deep_gemm"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table. Times in microseconds."""
+
+    shape: str
+    product: str
+    output: str
+    library: str
+    time: float
+    tflops: float
+
+
+@dataclass(frozen=True)
+class Product:
+    """Operands of one product: codes and scales as the field of a format lays them out."""
+
+    a: Tensor
+    b: Tensor
+    a_scale: Tensor
+    b_scale: Tensor
+    b_tile: tuple[int, int]
+
+    @classmethod
+    def random(cls, shape: tuple[int, int, int], b_tile: tuple[int, int]) -> Product:
+        """(M, N, K) = `shape`; every code but the NaN, scales near 1."""
+        rows, cols, depth = shape
+        a, b = (_codes(extent, depth) for extent in (rows, cols))
+        grid = (depth // 128, cols) if b_tile[0] == 1 else (cols // 128, depth // 128)
+        return cls(a, b, _scales(depth // 128, rows), _scales(*grid), b_tile)
+
+    def ours(self, out: Tensor, *, accumulate: bool = False) -> Callable[[], None]:
+        product = dict(b_tile=self.b_tile, fp8=("e4m3", "e4m3"), bias=None, accumulate=accumulate)
+        return lambda: ops.gemm_float8_block(self.a, self.a_scale, self.b, self.b_scale, out=out, **product)
+
+    def deep_gemm(self, out: Tensor, *, accumulate: bool = False) -> Callable[[], None]:
+        peer = importlib.import_module(PEER)
+        recipe = (1, 128, 128) if self.b_tile[0] == 128 else (1, 1, 128)
+        a = (self.a.view(torch.float8_e4m3fn), self.a_scale.t())
+        b = (self.b.view(torch.float8_e4m3fn), self.b_scale if self.b_tile[0] == 128 else self.b_scale.t())
+        c = out if accumulate else None
+        return lambda: peer.fp8_gemm_nt(a, b, out, c=c, recipe=recipe, disable_ue8m0_cast=True)
+
+    def torch_bf16(self, out: Tensor) -> Callable[[], None]:
+        a, b = (codes.view(torch.float8_e4m3fn).to(torch.bfloat16) for codes in (self.a, self.b))
+        return lambda: torch.mm(a, b.t(), out=out)
+
+
+def _codes(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda").to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def _scales(*shape: int) -> Tensor:
+    return torch.rand(shape, device="cuda") + 0.5
+
+
+def measure(repeats: int) -> Iterator[Row]:
+    """All lines."""
+    has_peer = importlib.util.find_spec(PEER) is not None
+    for shape in SHAPES:
+        outputs = {t: torch.empty(shape[:2], device="cuda", dtype=t) for t in (torch.bfloat16, torch.float32)}
+        bf16, fp32 = outputs.values()
+        for b_tile in ((128, 128), (1, 128)):
+            product = Product.random(shape, b_tile)
+            name = f"1x128 by {b_tile[0]}x128"
+            calls = {("bf16", "te_dist"): product.ours(bf16), ("bf16", "torch bf16"): product.torch_bf16(bf16)}
+            if b_tile[0] == 1:
+                calls["fp32", "te_dist"] = product.ours(fp32)
+                calls["fp32, added", "te_dist"] = product.ours(fp32, accumulate=True)
+            if has_peer:
+                calls["bf16", "DeepGEMM"] = product.deep_gemm(bf16)
+                if b_tile[0] == 1:
+                    calls["fp32, added", "DeepGEMM"] = product.deep_gemm(fp32, accumulate=True)
+            for (output, library), call in calls.items():
+                time = median_time(call, repeats)
+                flops = 2 * shape[0] * shape[1] * shape[2]
+                yield Row("x".join(map(str, shape)), name, output, library, time, flops / time / 1e6)
+
+
+def main(out: Path | None = None, repeats: int = 41) -> None:
+    """Prints the table; writes it as Markdown and JSON into `out`."""
+    about = environment.describe()
+    lines = ["# Dense products of FP8 blocks\n", ", ".join(f"{key} {value}" for key, value in about.items()) + ".\n"]
+    lines += [
+        "Cold L2, medians.\n",
+        "| M x N x K | product | output | library | us | TFLOP/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    rows = []
+    for row in measure(repeats):
+        rows.append(row)
+        lines.append(
+            f"| {row.shape} | {row.product} | {row.output} | {row.library} | {row.time:.1f} | {row.tflops:.0f} |"
+        )
+        print(lines[-1], flush=True)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "gemm_cuda.md").write_text("\n".join(lines) + "\n")
+        (out / "gemm_cuda.json").write_text(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,123 @@
+"""Launches of matrix products. Arguments are those of the ops, in the order of their schemas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from te_dist.formats.region import Pair
+from te_dist.kernels.arguments import CODES, ELEMENTS, NoMap, matrix_map, pointer
+from te_dist.kernels.runtime import launch, multiprocessors, record
+from te_dist.kernels.spec import Layout, Spec
+
+DEPTH = 128  # summed over at a time, by one scale
+COLS = 128  # of a tile
+_CONSUMERS = 2
+_STAGED_BYTES = _CONSUMERS * 2 * 2 * 64 * 128  # of the output, on the way to memory
+_ENOUGH_TILES = 128
+_BIAS_TYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_MAP_ALIGNMENT = 16
+_LAYOUT = Layout(
+    "a:T a_scale:T b:T b_scale:T out:T bias:P out_data:P out_stride:q bias_type:i "
+    "rows:i cols:i row_tiles:i col_tiles:i depth_tiles:i band:i"
+)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a product is cut.
+
+    Attributes:
+        waves: 64 rows that each of two consumers computes one after the other: tiles have 128 or 256 rows.
+        cluster: blocks of threads side by side along the columns that read the rows once for all.
+        band: tiles along the rows that are walked over together.
+    """
+
+    waves: int
+    cluster: int
+    band: int
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return 64 * self.waves * _CONSUMERS
+
+    @property
+    def stages(self) -> int:
+        return 3 if self.waves == 2 else 4
+
+    def shared_bytes(self, square: bool) -> int:
+        """Dynamic shared memory of a block; laid out as `Shared` of the kernel."""
+        stage = (self.rows + COLS) * DEPTH
+        scales = 4 * (self.rows + (32 if square else COLS))
+        total = self.stages * (stage + scales + 16) + _STAGED_BYTES
+        return -(-total // 1024) * 1024
+
+
+def tiling(rows: int, cols: int) -> Tiling:
+    """The fastest known for a product of this shape: large tiles where there are enough of them for all processors."""
+    large_tiles = -(-rows // 256) * -(-cols // COLS)
+    return Tiling(2 if large_tiles >= _ENOUGH_TILES else 1, 2 if cols > COLS else 1, band=8)
+
+
+@cache
+def float8_block(
+    codes: tuple[str, str], out: str, square: bool, shape: Tiling, *, adds: bool = False, boxes: bool = True
+) -> Spec:
+    """Spec of a product. `boxes`: whether the bulk copy engine can write the output."""
+    numbers = (square, shape.waves, shape.cluster, adds, boxes)
+    constants = ", ".join((*codes, out, *(str(number).lower() for number in numbers)))
+    template = f"GemmFloat8Block<{constants}>"
+    launch_shape = {"shared_bytes": shape.shared_bytes(square), "cluster": shape.cluster, "arch": "sm_90a"}
+    return Spec("gemm_float8_block.cuh", template, _LAYOUT, **launch_shape)
+
+
+def gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, b_tile: Pair, *rest: object) -> None:
+    """See te_dist.ops.gemm_float8_block."""
+    fp8, bias, accumulate, out = rest
+    (rows, depth), cols = a.shape, b.shape[0]
+    if out.numel() == 0:
+        return
+    if depth == 0:
+        if not accumulate:
+            out.zero_()
+        if bias is not None:
+            out.add_(bias)
+        return
+    _check_alignment(a=a, a_scale=a_scale, b=b, b_scale=b_scale)
+    square, shape, boxes = b_tile[0] != 1, tiling(rows, cols), _fits_map(out)
+    codes = (CODES[fp8[0]], CODES[fp8[1]])
+    spec = float8_block(codes, ELEMENTS[out.dtype], square, shape, adds=accumulate, boxes=boxes)
+    if out.is_meta:
+        return record(spec)
+    a_map = matrix_map(a, (shape.rows // shape.cluster, DEPTH), swizzle=128)
+    b_map = matrix_map(b, (COLS, DEPTH), swizzle=128)
+    scale_maps = matrix_map(a_scale, (1, shape.rows)), matrix_map(b_scale, (1, 4 if square else COLS))
+    row_tiles, col_tiles = -(-rows // shape.rows), -(-cols // (COLS * shape.cluster))
+    out_map = matrix_map(out, (64, 128 // out.element_size()), swizzle=128) if boxes else NoMap()
+    maps = (a_map, scale_maps[0], b_map, scale_maps[1], out_map)
+    outputs = (pointer(bias), out.data_ptr(), out.stride(0), _BIAS_TYPES[None if bias is None else bias.dtype])
+    extents = (rows, cols, row_tiles, col_tiles, -(-depth // DEPTH), shape.band)
+    clusters = min(row_tiles * col_tiles, multiprocessors(out.get_device()) // shape.cluster)
+    launch(spec, out, (clusters * shape.cluster, 1), (*maps, *outputs, *extents))
+
+
+def _fits_map(matrix: Tensor) -> bool:
+    """Whether the bulk copy engine can read and write a matrix and nothing beside it: it moves 16 bytes at a time."""
+    (rows, cols), itemsize = matrix.shape, matrix.element_size()
+    pitch = matrix.stride(0) * itemsize if rows > 1 else 0
+    return (matrix.data_ptr() | pitch | cols * itemsize) % _MAP_ALIGNMENT == 0
+
+
+def _check_alignment(**operands: Tensor) -> None:
+    for name, matrix in operands.items():
+        if not _fits_map(matrix):
+            size = matrix.element_size()
+            raise ValueError(
+                f"{name}: got address {matrix.data_ptr():#x}, rows of {matrix.shape[1] * size} bytes and "
+                f"{matrix.stride(0) * size} bytes apart, wanted all of them multiples of {_MAP_ALIGNMENT}; pad the "
+                "dimension that is summed over with zeros, or copy the matrix"
+            )

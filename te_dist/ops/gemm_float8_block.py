@@ -1,0 +1,71 @@
+"""Product of two FP8 matrices with fp32 scales for every 128 values that are summed over."""
+
+from __future__ import annotations
+
+from typing import TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from te_dist import kernels
+from te_dist.formats.region import Pair
+from te_dist.ops._checks import FP8, HIGH_PRECISION, check_choice, check_dtype, check_rows, check_shape
+from te_dist.ops._library import register
+
+TILE = 128
+
+
+class Float8BlockProduct(TypedDict):
+    """b_tile: (rows, cols) of `b` that share a scale, (1, 128) or (128, 128).  fp8: types of `a` and `b`.
+
+    bias: (N,) fp32, bf16 or fp16, added before rounding; or None.  accumulate: add to what `out` holds, in fp32.
+    """
+
+    b_tile: Pair
+    fp8: tuple[str, str]
+    bias: Tensor | None
+    accumulate: bool
+
+
+def gemm_float8_block(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out: Tensor, **product: Unpack[Float8BlockProduct]
+) -> None:
+    """out (M, N) = a b^T, each code times its scale. 128 products are summed by tensor cores, such sums in fp32.
+
+    On CUDA only. Rows of `a`, `b` and the scales are multiples of 16 bytes long and apart.
+
+    Args:
+        a: u8 codes (M, K), rows contiguous.
+        a_scale: f32 (ceil(K / 128), at least M): one for a row of 128 values.
+        b: u8 codes (N, K), rows contiguous.
+        b_scale: f32, (ceil(K / 128), at least N), or (ceil(N / 128), at least ceil(K / 128)) for squares.
+        out: (M, N) fp32, bf16 or fp16, rows contiguous; fp32 to accumulate.
+        product: see `Float8BlockProduct`.
+
+    Raises:
+        ValueError: a type, shape or address that does not fit.
+        NotImplementedError: on another device than CUDA.
+    """
+    b_tile, fp8, bias, accumulate = (product[name] for name in ("b_tile", "fp8", "bias", "accumulate"))
+    check_choice("b_tile", tuple(b_tile), ((1, TILE), (TILE, TILE)))
+    for its_type in fp8:
+        check_choice("fp8", its_type, FP8)
+    (rows, depth), cols, depth_tiles = a.shape, b.shape[0], -(-a.shape[1] // TILE)
+    check_rows("a", a, (torch.uint8,), (rows, depth))
+    check_rows("b", b, (torch.uint8,), (cols, depth))
+    check_rows("a_scale", a_scale, (torch.float32,), (depth_tiles, rows), at_least=True)
+    grid = (depth_tiles, cols) if b_tile[0] == 1 else (-(-cols // TILE), depth_tiles)
+    check_rows("b_scale", b_scale, (torch.float32,), grid, at_least=True)
+    check_rows("out", out, (torch.float32,) if accumulate else HIGH_PRECISION, (rows, cols))
+    if bias is not None:
+        check_dtype("bias", bias, HIGH_PRECISION)
+        check_shape("bias", bias, (cols,))
+    torch.ops.te_dist.gemm_float8_block(a, a_scale, b, b_scale, b_tile, fp8, bias, accumulate, out)
+
+
+register(
+    "gemm_float8_block(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, int[] b_tile, str[] fp8, Tensor? bias, "
+    "bool accumulate, Tensor(a!) out) -> ()",
+    None,
+    kernels.gemm_float8_block,
+)
