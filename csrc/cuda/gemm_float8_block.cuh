@@ -265,12 +265,13 @@ struct GemmFloat8Block {
     // while the other is read.
     TE_DIST_DEVICE void write_boxes(const Tile& t) const {
       constexpr int kBoxBytes = 64 * 128, kCount = kWaves * kCols / kBoxCols, kInTurn = 2;
+      constexpr int kPending = kCount > kInTurn ? kInTurn : 0;  // stores that may still read what is not filled now
       const bool is_first = threadIdx.x % 128 == 0;
       const uint32_t staged = shared_address(shared().out[group]);
 #pragma unroll
       for (int first = 0; first < kCount; first += kInTurn) {
         const uint32_t part = staged + first / kInTurn % 2 * kInTurn * kBoxBytes;
-        if (is_first) wait_stores_read<kInTurn>();
+        if (is_first) wait_stores_read<kPending>();
         sync_threads(1 + group, 128);
 #pragma unroll
         for (int i = 0; i < kInTurn; ++i) {
