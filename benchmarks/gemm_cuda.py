@@ -12,7 +12,9 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import torch
 import tyro
@@ -21,9 +23,12 @@ from torch import Tensor
 from benchmarks import environment
 from benchmarks.quantize_cuda import median_time
 from te_dist import ops
+from te_dist.kernels import gemm
 
 SHAPES = ((8192, 8192, 8192), (8192, 4096, 7168), (8192, 7168, 2048), (16384, 1536, 2048))
 PEER = "deep_gemm"
+# What `gemm.tiling` may choose from: (consumers, waves), blocks of a cluster, band.
+TILINGS = [gemm.Tiling(*split, *rest) for split, *rest in product(((2, 1), (2, 2), (3, 1)), (1, 2), (8,))]
 
 
 @dataclass(frozen=True)
@@ -104,8 +109,23 @@ def measure(repeats: int) -> Iterator[Row]:
                 yield Row("x".join(map(str, shape)), name, output, library, time, flops / time / 1e6)
 
 
-def main(out: Path | None = None, repeats: int = 41) -> None:
-    """Prints the table; writes it as Markdown and JSON into `out`."""
+def sweep(repeats: int) -> None:
+    """Prints TFLOP/s of every tiling."""
+    for shape, b_tile, dtype in product(SHAPES, ((128, 128), (1, 128)), (torch.bfloat16, torch.float32)):
+        operands, out = Product.random(shape, b_tile), torch.empty(shape[:2], device="cuda", dtype=dtype)
+        found = []
+        for tiling in TILINGS:
+            with mock.patch.object(gemm, "tiling", return_value=tiling):
+                time = median_time(operands.ours(out), repeats)
+            label = f"{tiling.consumers}x{tiling.waves}/{tiling.cluster}"
+            found.append(f"{label} {2 * shape[0] * shape[1] * shape[2] / time / 1e6:.0f}")
+        print(shape, b_tile, dtype, *found, sep="  ", flush=True)
+
+
+def main(out: Path | None = None, repeats: int = 41, tilings: bool = False) -> None:
+    """Prints the table; writes it as Markdown and JSON into `out`. With `tilings` prints what each of them reaches."""
+    if tilings:
+        return sweep(repeats)
     about = environment.describe()
     lines = ["# Dense products of FP8 blocks\n", ", ".join(f"{key} {value}" for key, value in about.items()) + ".\n"]
     lines += [

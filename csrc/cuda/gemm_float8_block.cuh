@@ -2,9 +2,9 @@
 // or for 128 rows. out (M, N) = A (M, K) B (N, K)^T.
 //
 // One block of threads stays on each multiprocessor and walks over tiles of the product. A warpgroup of producers, of
-// which one thread works, fills a ring of stages by the bulk copy engine; two warpgroups of consumers multiply. The tensor
-// cores sum 128 values at a time, with 14 bits; each such sum is scaled and added in fp32. While one consumer does that,
-// the other keeps the tensor cores busy.
+// which one thread works, fills a ring of stages by the bulk copy engine; two or three warpgroups of consumers multiply.
+// The tensor cores sum 128 values at a time, with 14 bits; each such sum is scaled and added in fp32. While one consumer
+// does that, the others keep the tensor cores busy.
 #pragma once
 
 #include "common/memory.cuh"
@@ -17,15 +17,19 @@ namespace te_dist::cuda {
 enum class BiasType { kNone, kFloat32, kBFloat16, kFloat16 };
 
 // kSquareB: B has a scale for 128 x 128, not for 1 x 128.
-// kWaves: 64 rows of the product that a consumer computes one after the other, with the same part of B.
+// kConsumers: how many. kWaves: 64 rows of the product that each computes one after the other, with the same part of B.
 // kCluster: blocks side by side along N that read A once for all.
 // kAdds: adds to what `out` holds. kBoxes: `out` is written by the copy engine, else value by value.
-template <class CodeA, class CodeB, class Out, bool kSquareB, int kWaves, int kCluster, bool kAdds, bool kBoxes>
+template <class CodeA, class CodeB, class Out, bool kSquareB, int kConsumers, int kWaves, int kCluster,
+          int kStages, bool kAdds, bool kBoxes>
 struct GemmFloat8Block {
-  static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers), kBlocks = 1;
+  static constexpr int kThreads = 128 * (1 + kConsumers), kBlocks = 1;
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32, kConsumerRegisters = kConsumers == 2 ? 240 : 160;
   static constexpr int kRows = 64 * kWaves * kConsumers, kCols = 128, kDepth = 128;  // of a tile
-  static constexpr int kStages = kWaves == 2 ? 3 : 4;
-  static constexpr int kBoxCols = 128 / Out::kBytes;  // of the output
+  static constexpr bool kHoldsColScales = kWaves > 1;  // from wave to wave, in registers
+  static constexpr int kBoxBytes = 64 * 128, kBoxCols = 128 / Out::kBytes;  // of the output
+  static constexpr int kBoxesOfTile = kWaves * kCols / kBoxCols, kBoxesInTurn = 2;  // of a consumer
+  static constexpr int kTurns = kBoxesOfTile / kBoxesInTurn, kParts = kTurns > 1 ? 2 : 1;
   static constexpr int kSums = 64;  // of a wave, by thread
 
   struct Params {
@@ -43,7 +47,7 @@ struct GemmFloat8Block {
   struct Shared {
     alignas(1024) uint8_t a[kStages][kRows * kDepth];
     alignas(1024) uint8_t b[kStages][kCols * kDepth];
-    alignas(1024) uint8_t out[kConsumers][2 * 2 * 64 * 128];  // two parts of two boxes
+    alignas(1024) uint8_t out[kConsumers][kParts][kBoxesInTurn * kBoxBytes];
     alignas(128) float a_scale[kStages][kRows];
     alignas(128) float b_scale[kStages][kSquareB ? 32 : kCols];
     Barrier full[kStages], empty[kStages];
@@ -152,16 +156,26 @@ struct GemmFloat8Block {
 
     // Scales of the columns of this thread, for all waves; of squares there are none.
     struct ColScales {
-      float2 pairs[kSquareB ? 1 : kSums / 4];
+      static constexpr int kHeld = !kSquareB && kHoldsColScales ? kSums / 4 : 1;
+      const Consumer& consumer;
+      int stage;
+      float2 held[kHeld];
+
+      TE_DIST_DEVICE float2 read(int j) const {
+        return *reinterpret_cast<const float2*>(&consumer.shared().b_scale[stage][consumer.col + j * 8]);
+      }
+      // Of values 4 j to 4 j + 3.
+      TE_DIST_DEVICE float2 at(int j) const {
+        if constexpr (kSquareB) return make_float2(1.0f, 1.0f);
+        return kHoldsColScales ? held[j % kHeld] : read(j);
+      }
     };
 
     TE_DIST_DEVICE ColScales col_scales(int stage) const {
-      ColScales scales{};
-      if constexpr (!kSquareB) {
+      ColScales scales{*this, stage, {}};
+      if constexpr (!kSquareB && kHoldsColScales) {
 #pragma unroll
-        for (int j = 0; j < kSums / 4; ++j) {
-          scales.pairs[j] = *reinterpret_cast<const float2*>(&shared().b_scale[stage][col + j * 8]);
-        }
+        for (int j = 0; j < kSums / 4; ++j) scales.held[j] = scales.read(j);
       }
       return scales;
     }
@@ -170,7 +184,7 @@ struct GemmFloat8Block {
                             const ColScales& cols) const {
 #pragma unroll
       for (int j = 0; j < kSums / 4; ++j) {
-        const float2 its = kSquareB ? make_float2(1.0f, 1.0f) : cols.pairs[j];
+        const float2 its = cols.at(j);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float value = kSquareB ? part[4 * j + i] : part[4 * j + i] * (i % 2 ? its.y : its.x);
@@ -188,20 +202,22 @@ struct GemmFloat8Block {
       shared().full[ring.stage].wait(ring.parity);
       for (int k = 0; k < gemm.p.depth_tiles; ++k) {
         const int stage = ring.stage;
+        const ColScales cols = col_scales(stage);
         Scales its;
-        ColScales cols;
         ring.advance();
 #pragma unroll
         for (int w = 0; w < kWaves; ++w) {
           float part[kSums];
           multiply(part, stage, w);
           // While the tensor cores work.
-          if (w == 0) its = scales(stage, k), cols = col_scales(stage);
+          if (w == 0) its = scales(stage, k);
           if (w == kWaves - 1 && k + 1 < gemm.p.depth_tiles) shared().full[ring.stage].wait(ring.parity);
           wait_products<0>();
           pin(part);
-          if (w == kWaves - 1) release(stage);
+          constexpr bool kIsRead = kSquareB || kHoldsColScales;
+          if (w == kWaves - 1 && kIsRead) release(stage);
           add(part, sums[w], its.rows[w], cols);
+          if (w == kWaves - 1 && !kIsRead) release(stage);
         }
       }
     }
@@ -261,29 +277,28 @@ struct GemmFloat8Block {
       }
     }
 
-    // By way of shared memory, which the copy engine reads while the next tile is computed. It is filled in turns, one part
-    // while the other is read.
+    // By way of shared memory, which the copy engine reads while the next tile is computed; in turns, of which each fills one
+    // part of it while the other may still be read.
     TE_DIST_DEVICE void write_boxes(const Tile& t) const {
-      constexpr int kBoxBytes = 64 * 128, kCount = kWaves * kCols / kBoxCols, kInTurn = 2;
-      constexpr int kPending = kCount > kInTurn ? kInTurn : 0;  // stores that may still read what is not filled now
+      constexpr int kMayBeRead = (kParts - 1) * kBoxesInTurn;
       const bool is_first = threadIdx.x % 128 == 0;
-      const uint32_t staged = shared_address(shared().out[group]);
 #pragma unroll
-      for (int first = 0; first < kCount; first += kInTurn) {
-        const uint32_t part = staged + first / kInTurn % 2 * kInTurn * kBoxBytes;
-        if (is_first) wait_stores_read<kPending>();
+      for (int turn = 0; turn < kTurns; ++turn) {
+        const uint32_t part = shared_address(shared().out[group][turn % kParts]);
+        if (is_first) wait_stores_read<kMayBeRead>();
         sync_threads(1 + group, 128);
 #pragma unroll
-        for (int i = 0; i < kInTurn; ++i) {
-          put_box((first + i) * kBoxCols / kCols, (first + i) * kBoxCols % kCols, part + i * kBoxBytes);
+        for (int i = 0; i < kBoxesInTurn; ++i) {
+          const int first = (turn * kBoxesInTurn + i) * kBoxCols;
+          put_box(first / kCols, first % kCols, part + i * kBoxBytes);
         }
         fence_shared_for_async();
         sync_threads(1 + group, 128);
         if (!is_first) continue;
 #pragma unroll
-        for (int i = 0; i < kInTurn; ++i) {
-          const int its_row = t.row + wave_row((first + i) * kBoxCols / kCols);
-          store_box<kAdds>(gemm.p.out, part + i * kBoxBytes, t.col + (first + i) * kBoxCols % kCols, its_row);
+        for (int i = 0; i < kBoxesInTurn; ++i) {
+          const int first = (turn * kBoxesInTurn + i) * kBoxCols;
+          store_box<kAdds>(gemm.p.out, part + i * kBoxBytes, t.col + first % kCols, t.row + wave_row(first / kCols));
         }
       }
     }
@@ -348,10 +363,10 @@ struct GemmFloat8Block {
     gemm.start();
     const int group = __shfl_sync(0xFFFFFFFFu, int(threadIdx.x), 0) / 128;
     if (group == kConsumers) {
-      give_registers<24>();
+      give_registers<kProducerRegisters>();
       if (threadIdx.x == 128 * kConsumers) gemm.produce();
     } else {
-      take_registers<240>();
+      take_registers<kConsumerRegisters>();
       const int lane = threadIdx.x % 32;
       const Rows128 a = Rows128::at(shared_address(gemm.shared.a[0])).further<64 * kWaves * kDepth>(group);
       const Rows128 b = Rows128::at(shared_address(gemm.shared.b[0]));

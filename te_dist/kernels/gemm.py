@@ -15,9 +15,10 @@ from te_dist.kernels.spec import Layout, Spec
 
 DEPTH = 128  # summed over at a time, by one scale
 COLS = 128  # of a tile
-_CONSUMERS = 2
-_STAGED_BYTES = _CONSUMERS * 2 * 2 * 64 * 128  # of the output, on the way to memory
+_BOX_BYTES, _BARRIER_BYTES = 64 * 128, 16
+_SHARED_LIMIT = 227 * 1024  # of a block, sm_90
 _ENOUGH_TILES = 128
+_OUT_BYTES = {"BFloat16": 2, "Float16": 2, "Float32": 4}
 _BIAS_TYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _MAP_ALIGNMENT = 16
 _LAYOUT = Layout(
@@ -31,11 +32,13 @@ class Tiling:
     """How a product is cut.
 
     Attributes:
-        waves: 64 rows that each of two consumers computes one after the other: tiles have 128 or 256 rows.
+        consumers: warpgroups that multiply, 2 or 3.
+        waves: 64 rows that each of them computes one after the other.
         cluster: blocks of threads side by side along the columns that read the rows once for all.
         band: tiles along the rows that are walked over together.
     """
 
+    consumers: int
     waves: int
     cluster: int
     band: int
@@ -43,24 +46,25 @@ class Tiling:
     @property
     def rows(self) -> int:
         """Of a tile."""
-        return 64 * self.waves * _CONSUMERS
+        return 64 * self.waves * self.consumers
 
-    @property
-    def stages(self) -> int:
-        return 3 if self.waves == 2 else 4
-
-    def shared_bytes(self, square: bool) -> int:
+    def shared_bytes(self, stages: int, square: bool, out_bytes: int) -> int:
         """Dynamic shared memory of a block; laid out as `Shared` of the kernel."""
-        stage = (self.rows + COLS) * DEPTH
         scales = 4 * (self.rows + (32 if square else COLS))
-        total = self.stages * (stage + scales + 16) + _STAGED_BYTES
+        boxes = self.consumers * min(4, self.waves * out_bytes)  # of the output, on the way to memory
+        total = stages * ((self.rows + COLS) * DEPTH + scales + _BARRIER_BYTES) + boxes * _BOX_BYTES
         return -(-total // 1024) * 1024
+
+    def stages(self, square: bool, out_bytes: int) -> int:
+        """As many as shared memory holds."""
+        fitting = (n for n in range(8, 1, -1) if self.shared_bytes(n, square, out_bytes) <= _SHARED_LIMIT)
+        return next(fitting)
 
 
 def tiling(rows: int, cols: int) -> Tiling:
     """The fastest known for a product of this shape: large tiles where there are enough of them for all processors."""
     large_tiles = -(-rows // 256) * -(-cols // COLS)
-    return Tiling(2 if large_tiles >= _ENOUGH_TILES else 1, 2 if cols > COLS else 1, band=8)
+    return Tiling(2, 2 if large_tiles >= _ENOUGH_TILES else 1, 2 if cols > COLS else 1, band=8)
 
 
 @cache
@@ -68,10 +72,15 @@ def float8_block(
     codes: tuple[str, str], out: str, square: bool, shape: Tiling, *, adds: bool = False, boxes: bool = True
 ) -> Spec:
     """Spec of a product. `boxes`: whether the bulk copy engine can write the output."""
-    numbers = (square, shape.waves, shape.cluster, adds, boxes)
+    stages = shape.stages(square, _OUT_BYTES[out])
+    numbers = (square, shape.consumers, shape.waves, shape.cluster, stages, adds, boxes)
     constants = ", ".join((*codes, out, *(str(number).lower() for number in numbers)))
     template = f"GemmFloat8Block<{constants}>"
-    launch_shape = {"shared_bytes": shape.shared_bytes(square), "cluster": shape.cluster, "arch": "sm_90a"}
+    launch_shape = {
+        "shared_bytes": shape.shared_bytes(stages, square, _OUT_BYTES[out]),
+        "cluster": shape.cluster,
+        "arch": "sm_90a",
+    }
     return Spec("gemm_float8_block.cuh", template, _LAYOUT, **launch_shape)
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 SQUARE, RUN = (128, 128), (1, 128)
-TILINGS = [gemm.Tiling(waves, cluster, 8 // waves) for waves, cluster in product((1, 2), repeat=2)]
+TILINGS = [gemm.Tiling(*split, cluster, band=3) for split, cluster in product([(2, 1), (2, 2), (3, 1)], (1, 2))]
 # (M, N, K): one tile, several, ragged in every dimension, fewer rows or columns than a tile, the shortest sum.
 SHAPES = [
     (256, 256, 256),
