@@ -75,7 +75,8 @@ def _binding() -> ModuleType:
         _load_wheel()
         binding.getVersion()
     except Exception as error:  # CuPy raises its own types, and plain RuntimeError, where libnvrtc is missing
-        raise CompilerError(f"CuPy is installed but finds no NVRTC: {error}; {_INSTALL}") from None
+        reason = str(error).partition("\n")[0]
+        raise CompilerError(f"CuPy is installed but finds no NVRTC: {reason}; {_INSTALL}") from None
     return binding
 
 
