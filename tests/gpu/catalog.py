@@ -35,12 +35,13 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Call:
-    """An op with its arguments."""
+    """An op with its arguments. `on_cpu`: whether it runs there too."""
 
     name: str
     op: Callable[..., None]
     inputs: dict[str, Any]
     outputs: dict[str, Any]
+    on_cpu: bool = True
 
     def on(self, device: str) -> Call:
         """The same call on another device: strides, offsets and what lies around the matrices as they are."""
@@ -85,6 +86,7 @@ def calls() -> Iterator[Call]:
     yield from sources()
     yield from dequantizers()
     yield from movers()
+    yield from products_of_blocks()
 
 
 def amaxes() -> Iterator[Call]:
@@ -230,3 +232,27 @@ def movers() -> Iterator[Call]:
         inputs = dict(wires=wires, row_starts=starts, col_starts=[0] * len(heights))
         out = bytes_of((sum(heights), width + 2), shift)
         yield Call(f"assemble {heights[:3]} {width}", ops.assemble, inputs, dict(out=out))
+
+
+def products_of_blocks() -> Iterator[Call]:
+    """Whole tiles and ragged ones, one row or column, nothing to sum, no rows."""
+    shapes = ((512, 384, 256), (130, 70, 208), (1, 9, 16), (300, 1, 272), (33, 130, 0), (0, 128, 128))
+    for (rows, cols, depth), square, dtype in product(shapes, (False, True), (*DTYPES, torch.float16)):
+        tiles = -(-depth // 128)
+        inputs = dict(a=finite((rows, depth)), a_scale=torch.rand(tiles, -(-rows // 4) * 4))
+        grid = (-(-cols // 128), -(-tiles // 4) * 4) if square else (tiles, -(-cols // 4) * 4)
+        inputs |= dict(b=finite((cols, depth)), b_scale=torch.rand(grid), b_tile=(128, 128) if square else (1, 128))
+        inputs |= dict(
+            fp8=("e5m2", "e4m3") if dtype == torch.float32 else ("e4m3", "e4m3"), bias=None, accumulate=False
+        )
+        for shift in (0, 1):
+            out = dict(out=shifted(torch.zeros(rows, cols, dtype=dtype), shift))
+            name = f"product {(rows, cols, depth)} {square} {dtype} {shift}"
+            yield Call(name, ops.gemm_float8_block, inputs, out, on_cpu=False)
+        added = inputs | dict(bias=torch.rand(cols), accumulate=dtype == torch.float32)
+        yield Call(f"{name} added", ops.gemm_float8_block, added, out, on_cpu=False)
+
+
+def finite(shape: Pair) -> Tensor:
+    """Codes that stand for numbers in every 8-bit type."""
+    return codes(shape) & 0x5F
