@@ -1,6 +1,7 @@
 // te_dist._C: the kernels as Python functions of tensors. Arguments are checked by the callers in te_dist/ops.
 #include <pybind11/stl.h>
 
+#include <array>
 #include <tuple>
 #include <utility>
 
@@ -185,6 +186,30 @@ void assemble(const std::vector<TensorRef>& wires, const std::vector<int64_t>& r
   copy_parts(op, threads_for(out.numel(), threads));
 }
 
+// value, exp_avg, exp_avg_sq, grad, step, copy
+using AdamArguments = std::tuple<TensorRef, TensorRef, TensorRef, TensorRef, TensorRef, TensorRef>;
+
+void multi_adam(const std::vector<AdamArguments>& arguments, std::array<double, 6> rule, float grad_scale,
+                int threads) {
+  const auto [lr, beta1, beta2, eps, weight_decay, decoupled] = rule;
+  const te_dist::AdamRule adam{lr, beta1, beta2, eps, weight_decay, decoupled};
+  std::vector<AdamTensor> tensors;
+  std::vector<te_dist::AdamFactors> factors;
+  std::vector<int64_t> ends;
+  int64_t elements = 0, chunks = 0;
+  for (const auto& [value, exp_avg, exp_avg_sq, grad, step, copy] : arguments) {
+    const float number = *step.pointer<float>() += 1.0f;
+    factors.push_back(adam_factors(adam, lr, number, grad_scale));
+    tensors.push_back({value.data, value.dtype, grad.data, grad.dtype, exp_avg.pointer<float>(),
+                       exp_avg_sq.pointer<float>(), copy.data, copy.dtype, value.numel()});
+    elements += value.numel();
+    chunks += (value.numel() + kAdamChunk - 1) / kAdamChunk;
+    ends.push_back(chunks);
+  }
+  kernels().multi_adam({tensors.data(), factors.data(), ends.data(), int64_t(tensors.size())},
+                       threads_for(elements, threads));
+}
+
 template <class Function>
 void define(py::module_& module, const char* name, Function function) {
   module.def(name, function, py::call_guard<py::gil_scoped_release>());
@@ -211,5 +236,6 @@ PYBIND11_MODULE(_C, module) {
   define(module, "dequantize_nvfp4", &dequantize_nvfp4);
   define(module, "transpose", &transpose);
   define(module, "assemble", &assemble);
+  define(module, "multi_adam", &multi_adam);
   te_dist::define_host(module);
 }

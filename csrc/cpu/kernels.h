@@ -1,6 +1,7 @@
 // The kernels, and the table of them that is built once for every SIMD level.
 #pragma once
 
+#include "../numerics/adam.h"
 #include "types.h"
 
 namespace te_dist::cpu {
@@ -111,6 +112,27 @@ struct Transpose {
   int64_t cols;
 };
 
+constexpr int64_t kAdamChunk = 16384;  // elements that one thread updates at a time
+
+struct AdamTensor {
+  void* value;
+  DType value_type;
+  const void* grad;
+  DType grad_type;
+  float* exp_avg;
+  float* exp_avg_sq;
+  void* copy;  // of the updated value, or null
+  DType copy_type;
+  int64_t count;
+};
+
+struct MultiAdam {
+  const AdamTensor* tensors;
+  const AdamFactors* factors;  // of each
+  const int64_t* ends;         // chunks of this tensor and of those before it
+  int64_t num_tensors;
+};
+
 struct Kernels {
   void (*tile_amax)(const TileAmax&, int threads);
   void (*quantize_float8_tensor)(const QuantizeFloat8Tensor&, int threads);
@@ -125,6 +147,7 @@ struct Kernels {
   void (*dequantize_mxfp8)(const DequantizeMxFp8&, int threads);
   void (*dequantize_nvfp4)(const DequantizeNvFp4&, int threads);
   void (*transpose)(const Transpose&, int threads);
+  void (*multi_adam)(const MultiAdam&, int threads);
 };
 
 }  // namespace te_dist::cpu

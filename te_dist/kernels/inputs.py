@@ -99,6 +99,12 @@ def summed(source: Source) -> Source:
 
 
 @cache
+def adam(grad: str, value: str) -> Source:
+    """Values of one element type, updated by gradients of another on the way (csrc/cuda/adam.cuh)."""
+    return Source(f"Adam<{grad}, {value}>", "value:P exp_avg:P exp_avg_sq:P grad:P factors:P")
+
+
+@cache
 def layout(source: Source, rest: str) -> Layout:
     """Of the parameters of a kernel: those of the source, and the `rest`."""
     return Layout(" ".join(f"source.{field}" for field in source.fields.split()) + " " + rest)

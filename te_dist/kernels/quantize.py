@@ -103,6 +103,14 @@ def quantize_float8_tensor(
     start(float8_tensor_task(read(x, source, beside, sums), *rest))
 
 
+def float8_current_task(
+    x: Input, fp8: str, pow2: bool, eps: float, amax: Tensor, workspace: None, *rest: Tensor | None
+) -> Task:
+    """What quantize_float8_current launches where the amax is given."""
+    *outputs, noop = rest
+    return _cast_task(x, fp8, (pointer(noop), 0, amax.data_ptr(), 1, 0, eps, pow2), outputs)
+
+
 def quantize_float8_current(
     x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, *rest: object
 ) -> None:

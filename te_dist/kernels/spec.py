@@ -39,14 +39,14 @@ class Layout:
             packed[place] = values[place].encoded()
         return self._struct.pack(*packed)
 
-    def assertions(self) -> str:
-        """C++ that fails to compile where `Params` is laid out in another way."""
-        lines = [f'static_assert(sizeof(Kernel::Params) == {self._struct.size}, "size of Params");']
+    def assertions(self, params: str = "Kernel::Params") -> str:
+        """C++ that fails to compile where a struct is laid out in another way."""
+        lines = [f'static_assert(sizeof({params}) == {self._struct.size}, "size of Params");']
         for index, name in enumerate(self.names):
             before = "@" + "".join(self._types[: index + 1])
             offset = struct.calcsize(before) - struct.calcsize("@" + self._types[index])
             # NOTE: `offsetof`, as NVRTC's front end spells it; it has no <cstddef>.
-            place = f"__INTADDR__(&((Kernel::Params*)0)->{name})"
+            place = f"__INTADDR__(&(({params}*)0)->{name})"
             lines.append(f'static_assert({place} == {offset}, "place of {name}");')
         return "\n".join(lines)
 
@@ -56,13 +56,14 @@ class Spec:
     """A kernel to be compiled. Specs are made once each and compared by identity.
 
     Attributes:
-        file: header in csrc/cuda.
+        file: header in csrc/cuda; several are separated by spaces.
         template: class with its constants, as C++.
         layout: of its parameters.
         overlaps: whether it may begin before the kernel in front of it in the stream has ended; it waits inside.
         shared_bytes: dynamic shared memory.
         cluster: blocks of threads of a cluster.
         arch: the only architecture it is written for; None for every one.
+        each: of a launch for many matrices, the kernel for one of them.
     """
 
     file: str
@@ -72,6 +73,7 @@ class Spec:
     shared_bytes: int = 0
     cluster: int = 1
     arch: str | None = None
+    each: Spec | None = None
 
     def runs_on(self, arch: str) -> bool:
         """Whether it is written for an architecture."""
@@ -80,12 +82,14 @@ class Spec:
     @cached_property
     def source(self) -> str:
         """The translation unit."""
-        return f"""#include "cuda/{self.file}"
+        includes = "\n".join(f'#include "cuda/{file}"' for file in self.file.split())
+        return f"""{includes}
 using namespace te_dist;
 using namespace te_dist::cuda;
 using Kernel = {self.template};
 {self.layout.assertions()}
 {self._shape_assertions()}
+{self.each.layout.assertions("Kernel::Each::Params") if self.each else ""}
 extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
 {ENTRY}(const __grid_constant__ Kernel::Params params) {{
   Kernel::run(params);

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from itertools import product
 
 from te_dist.kernels import amax, dequantize, evaluation, gemm, movement, quantize
-from te_dist.kernels.inputs import plain, rms_norm, summed, swiglu, swiglu_gradient
+from te_dist.kernels.inputs import adam, plain, rms_norm, summed, swiglu, swiglu_gradient
+from te_dist.kernels.multi_adam import ADVANCE
+from te_dist.kernels.multi_tensor import multi_tensor, reading
 from te_dist.kernels.spec import Spec
 
 _BYTES = {"BFloat16": 2, "Float16": 2, "Float32": 4}
@@ -77,6 +79,31 @@ def dequantizers(element: str) -> Iterator[Spec]:
         yield dequantize.decoder(element, "E2M1", "NvFp4Scales", order, (1, narrow))
 
 
+def updaters(element: str) -> Iterator[Spec]:
+    """Adam by gradients of one type, and what is done with fp32 masters meanwhile."""
+    source = adam(element, "Float32")
+    for shares in _BLOCK_SHARES:
+        yield multi_tensor(quantize.float8(source, (16, 8, 16), code="E4M3", shares=shares))
+        yield multi_tensor(quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=shares))
+    yield multi_tensor(quantize.float8(source, (4, 1, 1), code="E4M3", shares=(_SQUARE, _ABSENT)))
+    for width in (16, 4):
+        yield multi_tensor(amax.of_tiles(source, (width,), whole="false"))
+        yield from (multi_tensor(reading(source, (width,), copy=copy)) for copy in ("BFloat16", "Nothing"))
+
+
+def requantizers() -> Iterator[Spec]:
+    """What quantizes fp32 masters by amaxes that are known."""
+    source = plain("Float32")
+    for shares in (*_BLOCK_SHARES, *_TENSOR_SHARES):
+        yield multi_tensor(quantize.float8(source, (16, 8, 16), code="E4M3", shares=shares))
+    for shares in _BLOCK_SHARES:
+        yield multi_tensor(quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=shares))
+    rule = ("kNearest", "kNone", "false")
+    yield multi_tensor(quantize.nvfp4(source, (16, 4, 16, 8, 8), rule=rule, shares=(_SQUARE, _ABSENT)))
+    yield multi_tensor(reading(source, (4,), copy="Float32"))
+    yield ADVANCE
+
+
 def movers() -> Iterator[Spec]:
     """What moves values without a look at their types."""
     yield from (movement.transform(width) for width in (8, 2))
@@ -88,5 +115,6 @@ def movers() -> Iterator[Spec]:
 
 def variants(*elements: str) -> list[Spec]:
     """All of them, for inputs and outputs of the named types (all by default)."""
-    families = (quantizers, fused, products, dequantizers)
-    return [*movers(), *(spec for name in elements or _BYTES for family in families for spec in family(name))]
+    families = (quantizers, fused, products, dequantizers, updaters)
+    typed = (spec for name in elements or _BYTES for family in families for spec in family(name))
+    return [*movers(), *requantizers(), *typed]

@@ -6,17 +6,23 @@ Which tiles these are follows from the cuts alone, so that every rank lays out t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from te_dist._torch_private import copy_each
+from te_dist.codecs import Amax, Codec
 from te_dist.formats import WHOLE, Format, Partition, Region, Span
 from te_dist.formats.region import Pair
+from te_dist.ops.multi_tensor import Batch, Call, record
 from te_dist.tensor import Amaxes, QuantizedStorage, find_amaxes
+
+Part = tuple[QuantizedStorage, Tensor, Partition]
 
 
 @dataclass(frozen=True)
@@ -33,11 +39,13 @@ class _Slots:
     """Places of one amax grid in the reduced buffer.
 
     Attributes:
+        num_amaxes: of the grid of this part.
         size: number of shared amaxes of the matrix; the same on every rank.
         own: flat indices of the shared ones in the grid of this part.
         slot: their places among the `size`.
     """
 
+    num_amaxes: int
     size: int
     own: Tensor
     slot: Tensor
@@ -49,18 +57,13 @@ def agree(entries: Sequence[Entry], groups: Sequence[dist.ProcessGroup]) -> None
     Collective: every rank of every group calls it with the same matrices in the same order. There is one reduction per
     group, and none where nothing is shared.
     """
-    placed = [(grid, _slots(tile, e.region, e.partition)) for e in entries for tile, grid in _grids(e)]
-    total = sum(slots.size for _, slots in placed)
-    if not total or not groups:
+    grids = [grid.view(-1) for entry in entries for grid in _in_order(entry.amaxes)]
+    slots = [each for entry in entries for each in _all_slots(entry.amaxes, entry.region, entry.partition)]
+    if not groups or not any(each.size for each in slots):
         return
-    buffer = torch.zeros(total, dtype=torch.float32, device=placed[0][0].device)
-    segments = buffer.split([slots.size for _, slots in placed])
-    for (grid, slots), segment in zip(placed, segments, strict=True):
-        segment[slots.slot] = grid.view(-1)[slots.own]
-    for group in groups:
-        dist.all_reduce(buffer, dist.ReduceOp.MAX, group=group)
-    for (grid, slots), segment in zip(placed, segments, strict=True):
-        grid.view(-1)[slots.own] = segment[slots.slot]
+    together = torch.cat(grids)
+    _Reduction(together, slots, groups).run()
+    copy_each(grids, together.split([grid.numel() for grid in grids]))
 
 
 def shares_scales(format: Format, partition: Partition) -> bool:
@@ -72,25 +75,186 @@ def shares_scales(format: Format, partition: Partition) -> bool:
     )
 
 
-def quantize_parts(
-    parts: Sequence[tuple[QuantizedStorage, Tensor, Partition]], groups: Sequence[dist.ProcessGroup]
-) -> None:
+class PartsQuantization:
+    """Quantizes parts from tensors that stay where they are, as often as one likes; the bytes are those of the whole.
+
+    What codecs launch is recorded once and run for all parts together, so that the number of launches does not depend
+    on that of parts. A codec that does more than call ops that can be run together (a transform before, draws from the
+    generator) is run part by part.
+
+    Attributes:
+        readers: for each part the call that reads its values first. Somebody else may run it between `begin` and
+            `finish`. None where there is none.
+    """
+
+    readers: list[Call | None]
+
+    def __init__(self, parts: Sequence[Part], groups: Sequence[dist.ProcessGroup], *, noop: Tensor) -> None:
+        """Args:
+        parts: storages, values (fp32, bf16 or fp16) and how the matrices are cut.
+        groups: over which the parts are spread.
+        noop: int32 (1,); where it is set nothing is written.
+        """
+        self._parts, self._noop = parts, noop
+        self._shared = [bool(groups) and shares_scales(storage.format, partition) for storage, _, partition in parts]
+        records = [_Record.of(part, shared) for part, shared in zip(parts, self._shared, strict=True)]
+        self._amaxes = _lay_together(records, noop.device)
+        self._grids = [record.amaxes for record in records]
+        self._alone = [index for index, record in enumerate(records) if record.writes is None]
+        self.readers = [
+            record.take_first() if part[1].numel() else None for record, part in zip(records, parts, strict=True)
+        ]
+        self._finds = Batch([record.finds for record in records], noop)
+        self._writes = Batch([record.writes or [] for record in records], noop)
+        slots = [
+            each
+            for (storage, _, partition), grids in zip(parts, self._grids, strict=True)
+            for each in _all_slots(grids, storage.region, partition)
+        ]
+        self._reduction = _Reduction(self._amaxes, slots, groups) if any(self._shared) else None
+
+    def run(self) -> None:
+        """Quantizes. Collective, like `agree`."""
+        self.begin()
+        Batch([[reader] for reader in self.readers if reader is not None], self._noop).run()
+        self.finish()
+
+    def begin(self) -> None:
+        """Before the readers run."""
+        if self._amaxes.numel():
+            self._amaxes.zero_()
+
+    def finish(self) -> None:
+        """After the readers have run. Collective, like `agree`."""
+        self._finds.run()
+        for index in self._alone:
+            storage, values, _ = self._parts[index]
+            if self._shared[index]:
+                found = find_amaxes(values, storage.format, storage.region)
+                copy_each(_in_order(self._grids[index]), _in_order(found))
+        if self._reduction is not None:
+            self._reduction.run()
+        self._writes.run()
+        for index in self._alone:
+            storage, values, _ = self._parts[index]
+            storage.quantize_(values, self._grids[index] if self._shared[index] else {})
+
+
+def quantize_parts(parts: Sequence[Part], groups: Sequence[dist.ProcessGroup]) -> None:
     """Quantizes each part's values into its storage, as the bytes of the whole would be. Collective, like `agree`."""
-    found = [
-        find_amaxes(values, storage.format, storage.region) if shares_scales(storage.format, partition) else {}
-        for storage, values, partition in parts
-    ]
-    agree([Entry(f, s.region, p) for f, (s, _, p) in zip(found, parts, strict=True)], groups)
-    for amaxes, (storage, values, _) in zip(found, parts, strict=True):
-        storage.quantize_(values, amaxes)
+    device = parts[0][1].device
+    PartsQuantization(parts, groups, noop=torch.zeros(1, dtype=torch.int32, device=device)).run()
 
 
-def _grids(entry: Entry) -> list[tuple[Pair, Tensor]]:
-    return [
-        (tile, grid)
-        for codec, grids in entry.amaxes.items()
-        for tile, grid in zip(codec.amax_tiles, grids, strict=True)
-    ]
+class _Reduction:
+    """The MAX reduction of amaxes that lie one behind the other in one tensor. Allocates nothing when it runs.
+
+    Args:
+        amaxes: f32 (n,), all grids.
+        slots: of each grid.
+        groups: over which parts are spread.
+    """
+
+    def __init__(self, amaxes: Tensor, slots: Sequence[_Slots], groups: Sequence[dist.ProcessGroup]) -> None:
+        self._amaxes, self._groups = amaxes, groups
+        own, slot, start, size = [], [], 0, 0
+        for each in slots:
+            own.append(each.own + start)
+            slot.append(each.slot + size)
+            start, size = start + each.num_amaxes, size + each.size
+        self._own, self._slot = (torch.cat(indices).to(amaxes.device) for indices in (own, slot))
+        self._found = torch.empty(len(self._own), device=amaxes.device)
+        self._agreed = torch.empty(size, device=amaxes.device)
+
+    def run(self) -> None:
+        """Collective."""
+        torch.index_select(self._amaxes, 0, self._own, out=self._found)
+        self._agreed.zero_().index_copy_(0, self._slot, self._found)
+        for group in self._groups:
+            dist.all_reduce(self._agreed, dist.ReduceOp.MAX, group=group)
+        torch.index_select(self._agreed, 0, self._slot, out=self._found)
+        self._amaxes.index_copy_(0, self._own, self._found)
+
+
+@dataclass
+class _Record:
+    """What is called to quantize one part.
+
+    Attributes:
+        amaxes: by codec, what is found first; none where codes need no more than the values.
+        finds: calls that find them.
+        writes: calls that quantize by them; None where quantizing is more than calls.
+    """
+
+    amaxes: dict[Codec, Amax]
+    finds: list[Call]
+    writes: list[Call] | None
+
+    @staticmethod
+    def of(part: Part, shared: bool) -> _Record:
+        """Of a part; `shared`: whether others have a say in its scales."""
+        storage, values, _ = part
+        writes = None if shared else record(lambda: storage.quantize_(values, {}))
+        if writes is not None:
+            return _Record({}, [], writes)
+        amaxes: dict[Codec, Amax] = {}
+        finds = record(lambda: amaxes.update(find_amaxes(values, storage.format, storage.region)))
+        writes = record(lambda: storage.quantize_(values, amaxes)) if finds is not None else None
+        if writes is not None:
+            return _Record(amaxes, finds, writes)
+        return _Record(_blank_amaxes(storage, values.device) if shared else {}, [], None)
+
+    def take_first(self) -> Call | None:
+        """The first call, which is then no longer here."""
+        calls = self.finds or self.writes
+        return calls.pop(0) if calls else None
+
+    def replace(self, tensors: Mapping[int, Tensor]) -> None:
+        """Other tensors in the place of some, by their ids."""
+        self.amaxes = {c: tuple(tensors.get(id(g), g) for g in grids) for c, grids in self.amaxes.items()}
+        self.finds = [call.replace(tensors) for call in self.finds]
+        self.writes = self.writes and [call.replace(tensors) for call in self.writes]
+
+
+def _blank_amaxes(storage: QuantizedStorage, device: torch.device) -> dict[Codec, Amax]:
+    """Grids such as `find_amaxes` gives."""
+    codecs = dict.fromkeys(storage.format[d].codec for d in storage.format.directions)
+    shapes = {c: [[len(span) for span in storage.region.blocks(tile)] for tile in c.amax_tiles] for c in codecs}
+    return {c: tuple(torch.empty(shape, device=device) for shape in own) for c, own in shapes.items() if own}
+
+
+def _lay_together(records: Sequence[_Record], device: torch.device) -> Tensor:
+    """Puts all amaxes one behind the other, those that are agreed on first and in their order: one fill clears them.
+
+    What quantizing a part finds twice is found once.
+    """
+    amaxes = {id(grid): grid for own in records for grid in _in_order(own.amaxes)}
+    same: list[tuple[Tensor, int]] = []
+    for own in records:
+        found: dict[Any, int] = {}
+        for call in [call for call in own.writes or [] if call.finds_amaxes]:
+            x, _, _, phase, tile, out = call.arguments
+            first = found.setdefault((x.data_ptr(), *phase, *tile), id(out))
+            if first == id(out):
+                amaxes[first] = out
+            else:
+                same.append((out, first))
+                own.writes = [other for other in own.writes if other is not call]
+    together = torch.zeros(sum(amax.numel() for amax in amaxes.values()), device=device)
+    parts = together.split([amax.numel() for amax in amaxes.values()])
+    places = {key: part.view(amax.shape) for (key, amax), part in zip(amaxes.items(), parts, strict=True)}
+    places |= {id(out): places[first] for out, first in same}
+    for own in records:
+        own.replace(places)
+    return together
+
+
+def _in_order(amaxes: Amaxes) -> list[Tensor]:
+    return [grid for grids in amaxes.values() for grid in grids]
+
+
+def _all_slots(amaxes: Amaxes, region: Region, partition: Partition) -> list[_Slots]:
+    return [_slots(tile, region, partition) for codec in amaxes for tile in codec.amax_tiles]
 
 
 def _shared_blocks(spans: Sequence[Span], block: int) -> tuple[int, ...]:
@@ -121,7 +285,9 @@ def _slots(tile: Pair, region: Region, partition: Partition) -> _Slots:
         if cols.start <= col < cols.stop:
             own += [r * len(cols) + col - cols.start for r in range(len(rows))]
             slot += [offset + (r - extent[0].start) * len(shared[1]) + at for r in range(rows.start, rows.stop)]
-    return _Slots(size, torch.tensor(own, dtype=torch.long), torch.tensor(slot, dtype=torch.long))
+    return _Slots(
+        len(rows) * len(cols), size, torch.tensor(own, dtype=torch.long), torch.tensor(slot, dtype=torch.long)
+    )
 
 
 def _extent(spans: Sequence[Span], block: int) -> Span:

@@ -27,6 +27,7 @@ ALLOWED_SPILLS = {
     "QuantizeMxFp8": 32,
     "SwiGluGradient": 128,
     "RmsNorm": 40,
+    "Adam": 512,
 }
 
 CACHE = KernelCache(Path(__file__).parents[2] / "build" / "kernels")

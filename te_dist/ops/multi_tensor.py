@@ -1,0 +1,155 @@
+"""Ops on many tensors at once: calls are recorded one by one, and run together as often as one likes.
+
+The number of launches follows from the kinds of ops that are recorded, not from how many. They are not ops of the
+dispatcher themselves: it spends a while on every tensor of a list, and so longer than the launches take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_dist._torch_private import TorchDispatchMode
+from te_dist.kernels import amax, quantize
+from te_dist.kernels.arguments import ELEMENTS
+from te_dist.kernels.inputs import read
+from te_dist.kernels.multi_tensor import Launches, Work, copy_task
+from te_dist.kernels.task import Task
+
+_CURRENT_AMAX = 7  # among the arguments of quantize_float8_current
+
+
+def _quantizing(task: Callable[..., Task | None]) -> Callable[..., Task | None]:
+    """By the arguments of an op whose first four are a source."""
+    return lambda x, source, beside, sums, *rest: task(read(x, source, beside, sums), *rest)
+
+
+def _amax_task(x: Tensor, source: str, beside: Sequence[Tensor], *rest: Any) -> Task | None:
+    return amax.amax_task(read(x, source, beside), *rest)
+
+
+_TASKS: dict[str, Callable[..., Task | None]] = {
+    "copy_": copy_task,
+    "tile_amax": _amax_task,
+    "quantize_float8_current": _quantizing(quantize.float8_current_task),
+    "quantize_float8_tensor": _quantizing(quantize.float8_tensor_task),
+    "quantize_float8_block": _quantizing(quantize.float8_block_task),
+    "quantize_mxfp8": _quantizing(quantize.mxfp8_task),
+    "quantize_nvfp4": _quantizing(quantize.nvfp4_task),
+}
+
+
+class Call(NamedTuple):
+    """One op and its arguments, in the order of its schema. Holds its tensors."""
+
+    name: str
+    arguments: tuple[Any, ...]
+
+    def task(self) -> Task | None:
+        """For the GPU; None where there is nothing to do."""
+        return _TASKS[self.name](*self.arguments)
+
+    @property
+    def finds_amaxes(self) -> bool:
+        """Whether it raises its last argument, which is zero beforehand, to amaxes."""
+        return self.name == "tile_amax"
+
+    def replace(self, tensors: Mapping[int, Tensor]) -> Call:
+        """The same with other tensors in the place of some, by their ids."""
+        return Call(self.name, tuple(tensors.get(id(argument), argument) for argument in self.arguments))
+
+    def run(self) -> None:
+        """Alone, as it was called."""
+        namespace = torch.ops.aten if self.name == "copy_" else torch.ops.te_dist
+        getattr(namespace, self.name)(*self.arguments)
+
+
+class _Unrecordable(Exception):
+    """What is recorded does more than ops that can be run together."""
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes ops instead of running them. Views and allocations are made: they are what ops are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func.name().partition("::")
+        if namespace == "te_dist" and name in _TASKS and _is_one_launch(name, args):
+            self.calls.append(Call(name, args))
+            return None
+        if name == "copy_" and _is_plain_copy(*args[:2]):
+            self.calls.append(Call(name, args))
+            return args[0]
+        if func.is_view or name.startswith("empty"):
+            return func(*args, **(kwargs or {}))
+        raise _Unrecordable(func.name())
+
+
+def _is_one_launch(name: str, arguments: tuple[Any, ...]) -> bool:
+    """Whether the GPU does it in one go; an amax that is not given is found before."""
+    return name != "quantize_float8_current" or arguments[_CURRENT_AMAX] is not None
+
+
+def _is_plain_copy(target: Tensor, source: Tensor) -> bool:
+    return (
+        target.dtype in ELEMENTS
+        and source.dtype in ELEMENTS
+        and target.device == source.device
+        and target.numel() == source.numel()
+        and target.is_contiguous()
+        and source.is_contiguous()
+    )
+
+
+def record(function: Callable[[], None]) -> list[Call] | None:
+    """The ops that `function` calls, in their order, none of which is run; None where it does anything else."""
+    recorder = _Recorder()
+    try:
+        with recorder:
+            function()
+    except _Unrecordable:
+        return None
+    return recorder.calls
+
+
+class Batch:
+    """Recorded calls on many tensors.
+
+    Args:
+        sequences: calls of one sequence run in their order, those of different ones at any time. What amaxes are
+            written to is zero.
+        noop: int32 (1,), on the device of all tensors; where it is set, nothing is done.
+    """
+
+    def __init__(self, sequences: Sequence[Sequence[Call]], noop: Tensor) -> None:
+        self._sequences, self._noop = sequences, noop
+        longest = max(map(len, sequences), default=0)
+        self._stages = [[sequence[i] for sequence in sequences if i < len(sequence)] for i in range(longest)]
+        self._launches = [_launches(stage, noop) for stage in self._stages] if noop.is_cuda else []
+
+    def run(self) -> None:
+        """All of them."""
+        if self._noop.is_cuda:
+            for launches in self._launches:
+                launches.run()
+        elif not self._noop.item():
+            for stage in self._stages:
+                for call in stage:
+                    call.run()
+
+
+def _launches(calls: Sequence[Call], noop: Tensor) -> Launches:
+    works = []
+    for call in calls:
+        task = call.task()
+        if task is not None:
+            values = (*task.x.values, *task.values)
+            works.append(Work(partial(task.kernel, task.x.source), task.widths, task.narrowest, task.blocks, values))
+    return Launches(works, noop)
