@@ -8,6 +8,7 @@ from torch import Tensor
 from te_dist import _C, kernels
 from te_dist.ops._checks import check_dtype, check_matrix, check_shape
 from te_dist.ops._library import register
+from te_dist.ops.source import RmsNorm
 
 
 def rms_rstd(x: Tensor, *, eps: float, out: Tensor) -> None:
@@ -27,6 +28,13 @@ def rms_rstd(x: Tensor, *, eps: float, out: Tensor) -> None:
     if not out.is_contiguous():
         raise ValueError(f"out: got stride {out.stride()}, wanted (1,); allocate it as a vector")
     torch.ops.te_dist.rms_rstd(x, eps, out)
+
+
+def rms_norm(x: Tensor, gamma: Tensor, *, eps: float, zero_centered: bool = False) -> RmsNorm:
+    """The norm of the rows of `x` (rows, cols) as a source, its `rstd` found here."""
+    rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    rms_rstd(x, eps=eps, out=rstd)
+    return RmsNorm(x, rstd, gamma, zero_centered)
 
 
 def _cpu(x: Tensor, eps: float, out: Tensor) -> None:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from te_dist.codecs.gemm import READS_ANY_ORDER
 from te_dist.formats import Direction, Encoding, Format, Region
-from te_dist.ops.source import Source
-from te_dist.tensor import QuantizedStorage, QuantizedTensor, empty, find_amaxes
+from te_dist.ops.panel_sums import column_sums
+from te_dist.ops.source import Source, Summed, sums_shape
+from te_dist.tensor import QuantizedStorage, QuantizedTensor, as_matrix, empty, find_amaxes
 
 Fp8Type = torch.dtype | Literal["e4m3", "e5m2"]
 _FP8_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", "e4m3": "e4m3", "e5m2": "e5m2"}
@@ -90,6 +91,15 @@ class Quantizer:
         storage = empty(format, region, dtype=x.dtype, device=x.device, fields=fields)
         self.write(x, storage)
         return storage
+
+    def encode_and_sum(self, x: Tensor | Source, *directions: Direction) -> tuple[QuantizedStorage, Tensor]:
+        """What `encode` gives, and the sums of the columns of `x`, f32 (K,), found in the same pass: a bias gradient.
+
+        They are bitwise the same every time, on CPU and GPU; see `ops.panel_sums` for the order of summation.
+        """
+        matrix = as_matrix(x, region_of(x.shape).shape)
+        sums = torch.empty(sums_shape(matrix), dtype=torch.float32, device=matrix.device)
+        return self.encode(Summed(matrix, sums), *directions), column_sums(sums)
 
     def update_quantized(self, src: Tensor, dst: QuantizedTensor) -> QuantizedTensor:
         """Quantizes `src` into the buffers that `dst` has."""

@@ -9,7 +9,7 @@ import te_dist as te
 from te_dist import ops
 from te_dist.formats import Direction
 from te_dist.ops.evaluate import values
-from te_dist.ops.panel_sums import column_sums
+from te_dist.ops.rms_rstd import rms_norm
 from te_dist.ops.source import Summed, sums_shape
 from te_dist.quantizers import Quantizer
 from te_dist.testing import assert_bitwise
@@ -71,8 +71,19 @@ def test_delayed_scaling_records_the_amax_of_the_values():
         assert amax.item() == values(case.source).abs().max().item()
 
 
-def test_sums_are_those_of_the_columns():
-    x = torch.randn(300, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    sums = torch.empty(sums_shape(x))
-    make("mxfp8").encode(Summed(x, sums))
-    torch.testing.assert_close(column_sums(sums), x.float().sum(0), rtol=0, atol=1e-5)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_bias_gradient_comes_with_the_quantized_gradient(name):
+    grad = torch.randn(3, 160, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for x in (grad, grad.transpose(0, 1), grad[:0]):
+        storage, sums = make(name).encode_and_sum(x)
+        torch.testing.assert_close(sums, x.float().sum((0, 1)), rtol=0, atol=1e-4)
+        for field, buffer in make(name).encode(x).buffers.items():
+            assert_bitwise(storage.buffers[field], buffer, f"{field} by {name}")
+
+
+def test_a_norm_is_quantized_as_torch_computes_it():
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    gamma = torch.linspace(0.5, 2, 256)
+    got = make("mxfp8").encode(rms_norm(x, gamma - 1, eps=1e-5, zero_centered=True), Direction.ROWWISE)
+    want = torch.nn.functional.rms_norm(x.float(), (256,), gamma, 1e-5).bfloat16()
+    assert (got.dequantize() - want).norm() < 0.04 * want.norm()
