@@ -26,8 +26,14 @@ from te_dist._torch_private import TorchDispatchMode, current_cuda_stream, is_di
 from te_dist.kernels.runtime import Launch, listening
 
 _ALIGNMENT = 128  # bytes: kernels choose by less
+_WORKSPACE_ALIGNMENT = 512  # bytes, as torch aligns allocations
 _MAX_TAPES = 64  # of one owner; shapes that change all the time are not worth a tape
 _PLAIN = (Tensor, torch.nn.Parameter)
+_QUICK = {  # the same without a look-up of overloads
+    torch.ops.aten.t.default: Tensor.t,
+    torch.ops.aten.view.default: Tensor.view,
+    torch.ops.aten.view.dtype: Tensor.view,
+}
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # without autograd, their argument itself
 
 Result = tuple[tuple[Tensor, ...], Any]
@@ -77,17 +83,18 @@ class _Slot(NamedTuple):
 
 class _Allocation(NamedTuple):
     slot: int
-    shape: torch.Size
+    shape: Sequence[int]
     dtype: torch.dtype
 
 
 class _Call(NamedTuple):
-    """An op of torch; `outputs` are the slots of the tensors that it returns."""
+    """An op of torch; `outputs` are the slots of the tensors that it returns, `writes` whether into its arguments."""
 
     op: Any
     args: list[Any]
     kwargs: dict[str, Any]
     outputs: list[int]
+    writes: bool
 
 
 class _Launched(NamedTuple):
@@ -185,12 +192,37 @@ class _Recorder(TorchDispatchMode):
         for step in reversed(self._steps):
             if isinstance(step, _Launched):
                 needed.update(slot for _, slot, _ in step.addresses)
-            elif isinstance(step, _Call) and (is_mutable(step.op) or not needed.isdisjoint(step.outputs)):
+            elif isinstance(step, _Call) and (step.writes or not needed.isdisjoint(step.outputs)):
                 needed.update(_slots_in([step.args, *step.kwargs.values()]))
             elif isinstance(step, _Call) or step.slot not in needed:
                 continue
             steps.append(step)
-        return _Tape(self._tensors[0].device, len(self._tensors), steps[::-1], results, rest)
+        steps = self._with_one_workspace(steps[::-1], set(results))
+        return _Tape(self._tensors[0].device, len(self._tensors) + 1, steps, results, rest)
+
+    def _with_one_workspace(
+        self, steps: list[_Allocation | _Call | _Launched], outputs: set[int]
+    ) -> list[_Allocation | _Call | _Launched]:
+        """The steps with one allocation in front for all tensors that nothing but launches use."""
+        kept = outputs.union(*(step.outputs for step in steps if isinstance(step, _Call)))
+        kept.update(
+            slot for step in steps if isinstance(step, _Call) for slot in _slots_in([step.args, *step.kwargs.values()])
+        )
+        workspace, offsets, size = len(self._tensors), {}, 0
+        for step in steps:
+            if isinstance(step, _Allocation) and step.slot not in kept:
+                offsets[step.slot] = size
+                size += -(-self._tensors[step.slot].nbytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+        if not offsets:
+            return steps
+        moved: list[_Allocation | _Call | _Launched] = [_Allocation(workspace, (size,), torch.uint8)]
+        for step in steps:
+            if isinstance(step, _Launched):
+                places = ((p, workspace, o + offsets[s]) if s in offsets else (p, s, o) for p, s, o in step.addresses)
+                moved.append(_Launched(step.launch, list(places)))
+            elif not (isinstance(step, _Allocation) and step.slot in offsets):
+                moved.append(step)
+        return moved
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any], made: list[Tensor]) -> None:
         if func in _SAME and id(args[0]) in self._slots:
@@ -203,7 +235,7 @@ class _Recorder(TorchDispatchMode):
         if func is torch.ops.aten.empty.memory_format and made[0].is_contiguous():
             self._steps.append(_Allocation(slots[0], made[0].shape, made[0].dtype))
         else:
-            self._steps.append(_Call(func, arguments, keywords, slots))
+            self._steps.append(_Call(_QUICK.get(func, func), arguments, keywords, slots, is_mutable(func)))
 
     def _by_slot(self, value: Any) -> Any:
         """`value` with slots in the place of tensors."""

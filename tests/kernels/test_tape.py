@@ -95,6 +95,18 @@ def test_ops_of_torch_are_repeated_and_those_without_effect_are_not() -> None:
     assert sum(str(getattr(step, "op", "")) == "aten.cat.default" for step in steps) == 1
 
 
+def test_what_only_launches_use_is_allocated_together() -> None:
+    counted = Counted(lambda x: (copied(copied(copied(x), 8), 8), copied(x) + 1))
+    for _ in range(3):
+        x = torch.randn(64)
+        tail, raised = counted(x)
+        assert torch.equal(tail, x[16:])
+        assert torch.equal(raised, x + 1)
+    (made,) = counted.tapes._tapes.values()
+    sizes = [tuple(step.shape) for step in made.steps if isinstance(step, tape._Allocation)]
+    assert sizes == [(1024,), (48,), (64,)]
+
+
 @pytest.mark.parametrize(
     "other", [torch.randn(65), torch.randn(64, dtype=torch.float64), torch.randn(128)[::2], torch.randn(65)[1:]]
 )
