@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import ContextDecorator
-from contextvars import ContextVar, Token
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from te_dist.recipe import Recipe
-
-S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -40,38 +38,40 @@ class ModelInit:
     keeps_initial: bool = False
 
 
-_autocast: ContextVar[Autocast] = ContextVar("te_dist_autocast", default=Autocast())  # noqa: B039 (frozen)
-_model_init: ContextVar[ModelInit] = ContextVar("te_dist_model_init", default=ModelInit())  # noqa: B039
+_OUTSIDE, _PLAIN = Autocast(), ModelInit()
+# NOTE: of each thread, as torch's autocast is; torch.compile follows and guards these attributes, but no ContextVar.
+_current = threading.local()
+_equal: dict[Recipe, Recipe] = {}  # one object for equal recipes: compiled code is guarded by which object it is
 
 
 def current_autocast() -> Autocast:
     """What the innermost `autocast` says."""
-    return _autocast.get()
+    return getattr(_current, "autocast", _OUTSIDE)
 
 
 def current_model_init() -> ModelInit:
     """What the innermost `quantized_model_init` says."""
-    return _model_init.get()
+    return getattr(_current, "model_init", _PLAIN)
 
 
-class _Scope(ContextDecorator, Generic[S]):
-    """Sets a context variable inside of a block; the same object may be entered again, also inside itself."""
+class Scope(ContextDecorator):
+    """Sets what holds inside of a block; the same object may be entered again, also inside itself."""
 
-    def __init__(self, variable: ContextVar[S], value: S) -> None:
-        self._variable = variable
-        self._value = value
-        self._tokens: list[Token[S]] = []
+    def __init__(self, name: str, value: Autocast | ModelInit, default: Autocast | ModelInit) -> None:
+        self._name, self._value, self._default = name, value, default
+        self._outer: list[Autocast | ModelInit] = []
 
     def __enter__(self) -> None:
-        self._tokens.append(self._variable.set(self._value))
+        self._outer.append(getattr(_current, self._name, self._default))
+        setattr(_current, self._name, self._value)
 
     def __exit__(self, *exception: Any) -> None:
-        self._variable.reset(self._tokens.pop())
+        setattr(_current, self._name, self._outer.pop())
 
 
 def autocast(
     enabled: bool = True, *, recipe: Recipe | None = None, amax_reduction_group: dist.ProcessGroup | None = None
-) -> _Scope[Autocast]:
+) -> Scope:
     """Modules compute by `recipe` inside of the block (or the function this decorates).
 
     Args:
@@ -83,18 +83,18 @@ def autocast(
         ValueError: enabled without a recipe.
     """
     if not enabled:
-        return _Scope(_autocast, Autocast())
-    return _Scope(_autocast, Autocast(_given(recipe, "autocast"), amax_reduction_group))
+        return restore_autocast(_OUTSIDE)
+    return restore_autocast(Autocast(_given(recipe, "autocast"), amax_reduction_group))
 
 
-def restore_autocast(state: Autocast) -> _Scope[Autocast]:
+def restore_autocast(state: Autocast) -> Scope:
     """A block in which `current_autocast()` is `state`: how a recomputed forward pass sees what the first one saw."""
-    return _Scope(_autocast, state)
+    return Scope("autocast", state, _OUTSIDE)
 
 
 def quantized_model_init(
     enabled: bool = True, *, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
-) -> _Scope[ModelInit]:
+) -> Scope:
     """Modules made inside of the block have quantized weights, without a high-precision copy.
 
     Args:
@@ -107,9 +107,10 @@ def quantized_model_init(
     Raises:
         ValueError: enabled without a recipe.
     """
-    if not enabled:
-        return _Scope(_model_init, ModelInit())
-    return _Scope(_model_init, ModelInit(_given(recipe, "quantized_model_init"), preserve_high_precision_init_val))
+    value = _PLAIN
+    if enabled:
+        value = ModelInit(_given(recipe, "quantized_model_init"), preserve_high_precision_init_val)
+    return Scope("model_init", value, _PLAIN)
 
 
 def _given(recipe: Recipe | None, name: str) -> Recipe:
@@ -118,4 +119,4 @@ def _given(recipe: Recipe | None, name: str) -> Recipe:
             f"{name} needs a recipe, got {recipe!r}; pass one of te_dist.recipe, such as "
             f"recipe=recipe.Float8BlockScaling(), or enabled=False"
         )
-    return recipe
+    return _equal.setdefault(recipe, recipe)

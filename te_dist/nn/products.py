@@ -67,13 +67,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, saves_input: bool) -> Tensor:
-        tensors = (*_plain_parts(x), *_plain_parts(weight), *_plain_parts(bias), *plan.tensors)
-        key = ("forward", _kind(x), _kind(weight), bias is None, saves_input)
-        (out, *buffers), saves = plan.tapes.run(key, tensors, lambda: _forward(x, weight, bias, plan, saves_input))
+        (out, *buffers), saved = forward(x, weight, bias, plan, saves_input)
         ctx.plan, ctx.shape = plan, x.shape
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        saved = None if saves is None else QuantizedTensor(saves.storage(buffers))
-        ctx.save_for_backward(saved, weight if ctx.needs_input_grad[0] else None)
+        inputs = None if saved is None else QuantizedTensor(saved.storage(buffers))
+        ctx.save_for_backward(inputs, weight if ctx.needs_input_grad[0] else None)
         return out
 
     @staticmethod
@@ -86,17 +84,29 @@ class _Linear(torch.autograd.Function):
                 "a forward pass that ran inside of autocast ran again outside of it, after another pass had: torch's "
                 "checkpoint needs context_fn=te_dist.recompute.context_fn then; or use te_dist.checkpoint"
             )
-        of = _Backward(grad, inputs, weight, wants, ctx.shape, ctx.dtypes)
-        tensors = (*_plain_parts(grad), *_plain_parts(inputs), *_plain_parts(weight), *plan.tensors)
-        key = ("backward", _kind(grad), _kind(inputs), _kind(weight), *of[3:])
-        grads, _ = plan.tapes.run(key, tensors, lambda: (_backward(of, plan), None))
+        grads = iter(backward(Backward(grad, inputs, weight, wants, ctx.shape, ctx.dtypes), plan))
         if plan.moves_histories:
             delayed.update_when_backward_ends()
-        found = iter(grads)
-        return *(next(found) if wanted else None for wanted in wants), None, None
+        return *(next(grads) if wanted else None for wanted in wants), None, None
 
 
-class _Saved(NamedTuple):
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, saves_input: bool
+) -> tuple[tuple[Tensor, ...], Saved | None]:
+    """(output, buffers of the input that backward needs), what these are; no autograd."""
+    tensors = (*_plain_parts(x), *_plain_parts(weight), *_plain_parts(bias), *plan.tensors)
+    key = ("forward", _kind(x), _kind(weight), bias is None, saves_input)
+    return plan.tapes.run(key, tensors, lambda: _forward(x, weight, bias, plan, saves_input))
+
+
+def backward(of: Backward, plan: Plan) -> tuple[Tensor, ...]:
+    """The gradients that are wanted, in order; no autograd."""
+    tensors = (*_plain_parts(of.grad), *_plain_parts(of.inputs), *_plain_parts(of.weight), *plan.tensors)
+    key = ("backward", *map(_kind, of[:3]), *of[3:])
+    return plan.tapes.run(key, tensors, lambda: (_backward(of, plan), None))[0]
+
+
+class Saved(NamedTuple):
     """A storage without its buffers."""
 
     format: Format
@@ -109,7 +119,7 @@ class _Saved(NamedTuple):
         return QuantizedStorage(self.format, dict(zip(self.names, buffers, strict=True)), self.region, dtype=self.dtype)
 
 
-class _Backward(NamedTuple):
+class Backward(NamedTuple):
     """What backward is about: `wants` a gradient of input, weight and bias, in the shape and the dtypes of these."""
 
     grad: Tensor
@@ -122,19 +132,25 @@ class _Backward(NamedTuple):
 
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, saves_input: bool
-) -> tuple[tuple[Tensor, ...], _Saved | None]:
+) -> tuple[tuple[Tensor, ...], Saved | None]:
     """(output, buffers of the input that are saved), what these are."""
-    inputs = _quantized_input(x, plan, (ROWWISE, COLUMNWISE) if saves_input else (ROWWISE,))
+    inputs = quantized_input(x, plan, (ROWWISE, COLUMNWISE) if saves_input else (ROWWISE,))
     weights = _quantized_weight(weight, plan, ROWWISE)
     out = multiply(operand(inputs, ROWWISE), operand(weights, ROWWISE), dtype=x.dtype, bias=bias)
     out = _shaped(out, (*x.shape[:-1], weight.shape[0]))
     if not saves_input:
         return (out,), None
+    buffers, saved = saved_part(inputs)
+    return (out, *buffers), saved
+
+
+def saved_part(inputs: QuantizedStorage) -> tuple[tuple[Tensor, ...], Saved]:
+    """What backward needs of the input: its buffers, and what these are."""
     part = _columnwise_part(inputs)
-    return (out, *part.buffers.values()), _Saved(part.format, tuple(part.buffers), part.region, part.dtype)
+    return tuple(part.buffers.values()), Saved(part.format, tuple(part.buffers), part.region, part.dtype)
 
 
-def _backward(of: _Backward, plan: Plan) -> tuple[Tensor, ...]:
+def _backward(of: Backward, plan: Plan) -> tuple[Tensor, ...]:
     """The gradients that are wanted, in order."""
     grad, inputs, weight, (wants_input, wants_weight, wants_bias), shape, dtypes = of
     gradients = []
@@ -187,7 +203,8 @@ def operand(storage: QuantizedStorage, direction: Direction) -> Operand:
     return Operand(storage.format[source], storage.stored(source), storage.region, 1 if direction is ROWWISE else 0)
 
 
-def _quantized_input(x: Tensor, plan: Plan, directions: tuple[Direction, ...]) -> QuantizedStorage:
+def quantized_input(x: Tensor, plan: Plan, directions: tuple[Direction, ...]) -> QuantizedStorage:
+    """`x` as a product along `directions` reads it."""
     if not isinstance(x, QuantizedTensor):
         return plan.input.encode(_padded(x, plan), *directions)
     if x.storage.shape[0] % plan.row_multiple:

@@ -8,6 +8,7 @@ from functools import lru_cache
 from math import lcm
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +22,7 @@ from te_dist.context import Autocast, current_autocast
 from te_dist.formats import Direction, Format
 from te_dist.fsdp2.ahead import prepare_kernels
 from te_dist.kernels.runtime import is_recording
-from te_dist.nn import rehearsal
+from te_dist.nn import rehearsal, traced
 from te_dist.nn.products import Plan, linear
 from te_dist.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, Quantizer
 from te_dist.recipe import QuantizerRole, Recipe
@@ -51,6 +52,7 @@ class _Pass(NamedTuple):
 
 # The latest pass of every map; beside the modules, since it may hold a process group.
 _latest: WeakKeyDictionary[nn.Module, _Pass] = WeakKeyDictionary()
+_PROCESS = uuid4().hex
 _WEIGHT_ONLY = Plan(IdentityQuantizer(), IdentityQuantizer(), IdentityQuantizer())
 
 
@@ -75,7 +77,6 @@ class LinearSite(nn.Module):
         self.out_features = out_features
         self.register_module("scaling", None)
 
-    @torch.compiler.disable(reason="a linear map reads the recipe and moves quantized storages; compile around it")
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """(..., N) in the dtype of `x` (torch.autocast's inside of it).
 
@@ -107,12 +108,35 @@ class LinearSite(nn.Module):
             )
         if kind != "meta" and torch.is_autocast_enabled(kind) and not isinstance(x, QuantizedTensor):
             x = x.to(torch.get_autocast_dtype(kind))
+        if torch.compiler.is_compiling():
+            return self._in_graph(x, weight, bias)
+        return self._at_once(x, weight, bias)
+
+    def _at_once(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         plan = self.plan(x, weight)
         if plan is not None:
             return linear(x, weight, bias, plan=plan)
         if isinstance(weight, QuantizedTensor) or isinstance(x, QuantizedTensor):
             return linear(x, weight, bias, plan=_WEIGHT_ONLY)
-        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return _plain(x, weight, bias)
+
+    def _in_graph(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """As `_at_once`, see [Note: Compiled linear maps]."""
+        recipe, is_quantized = current_autocast().recipe, isinstance(weight, QuantizedTensor)
+        if isinstance(x, QuantizedTensor) or self.placed is not None:
+            return self._outside_of_graphs(x, weight, bias)
+        if recipe is None and not is_quantized:
+            return _plain(x, weight, bias)
+        place = (self.name, self.in_features, self.out_features)
+        plan = _traced_plan(recipe, place, x.dtype, weight.device.type)
+        return self._outside_of_graphs(x, weight, bias) if plan is None else traced.linear(x, weight, bias, plan)
+
+    @torch.compiler.disable(
+        reason="this linear map keeps state in Python: delayed scaling, tensor parallelism or a quantized input. Use "
+        "Float8CurrentScaling or another recipe without histories, or compile without fullgraph=True"
+    )
+    def _outside_of_graphs(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self._at_once(x, weight, bias)
 
     def plan(self, x: Tensor, weight: Tensor) -> Plan | None:
         """How the products of `x` and `weight` are computed at this moment; None outside of `autocast`.
@@ -209,6 +233,25 @@ def prepare(model: nn.Module, recipe: Recipe) -> None:
             rehearsal.expect(site, recipe)
     if any(param.is_cuda for param in model.parameters()):
         prepare_kernels(model)
+
+
+def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+@torch.compiler.assume_constant_result
+def _traced_plan(recipe: Recipe | None, place: tuple[str, int, int], dtype: torch.dtype, device: str) -> str | None:
+    """Name of the plan of a map of `place` (name, K, N); None where it needs more than its tensors."""
+    if recipe is None:
+        return traced.name_of(_WEIGHT_ONLY, "weight only")
+    answers = _answers(recipe, place[0])
+    _check(recipe, place, device)
+    if _requests(answers):
+        return None
+    text = repr((recipe, place[0], dtype, device))
+    if " at 0x" in text:
+        text += _PROCESS  # of a function there is an address only, which means nothing to the caches of compilers
+    return traced.name_of(Plan(**answers, row_multiple=_row_multiple(recipe, place[0], dtype, device)), text)
 
 
 @lru_cache(maxsize=1024)

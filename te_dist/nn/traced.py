@@ -1,0 +1,155 @@
+"""Linear maps under torch.compile: two ops that a compiler does not look into.
+
+[Note: Compiled linear maps]
+A graph holds `te_dist::linear_forward` and `te_dist::linear_backward`, which do what a pass in eager mode does, so that
+the bits are the same. Their tensors are plain: a quantized weight is handed over as its buffers, what is saved of the
+input comes back as buffers. How to compute is said by name: the text of a plan, or of a format, stands in the graph as
+a constant, and this module knows the object behind it. A plan is found while a graph is traced, and the graph is
+guarded by the recipe it was found for. State that lives in Python (histories of delayed scaling, the process groups of
+tensor parallelism) is not in a graph: such maps stay outside of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from te_dist.formats import Direction, Format, Region
+from te_dist.nn.products import Backward, Plan, Saved, backward, forward, quantized_input, saved_part
+from te_dist.ops._library import LIBRARY
+from te_dist.tensor import OPS, QuantizedStorage, QuantizedTensor
+
+PLAIN = ""  # kind of a plain weight
+BOTH = tuple(Direction)
+_plans: dict[str, Plan] = {}
+_kinds: dict[str, Kind] = {}
+_saved: dict[tuple[str, torch.Size, torch.dtype], Saved] = {}  # by plan, and by shape and type of the input
+
+
+class Kind(NamedTuple):
+    """A quantized weight without its buffers."""
+
+    format: Format
+    region: Region
+    dtype: torch.dtype
+    shape: torch.Size
+    names: tuple[str, ...]
+
+
+def name_of(plan: Plan, text: str) -> str:
+    """The name of `plan`, which `text` describes."""
+    _plans.setdefault(text, plan)
+    return text
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: str) -> Tensor:
+    """`products.linear` by the plan of that name."""
+    saves_input = torch.is_grad_enabled() and weight.requires_grad
+    return _Linear.apply(x, weight, bias, plan, saves_input)
+
+
+class _Linear(torch.autograd.Function):
+    """As that of `products`, with what is saved in plain tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: str, saves_input: bool) -> Tensor:
+        out, *buffers = torch.ops.te_dist.linear_forward(x, [weight], bias, plan, PLAIN, saves_input)
+        ctx.plan, ctx.shape, ctx.num_buffers = plan, x.shape, len(buffers)
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(*buffers, weight)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *buffers, weight = ctx.saved_tensors
+        wants = ctx.needs_input_grad[:3]
+        place = ctx.plan, PLAIN, list(wants), ctx.shape, *ctx.dtypes
+        grads = iter(torch.ops.te_dist.linear_backward(grad, buffers, [weight], *place))
+        return *(next(grads) if wanted else None for wanted in wants), None, None
+
+
+def _weight(parts: Sequence[Tensor], kind: str) -> Tensor:
+    if kind == PLAIN:
+        return parts[0]
+    known = _kinds[kind]
+    buffers = dict(zip(known.names, parts, strict=True))
+    return QuantizedTensor(QuantizedStorage(known.format, buffers, known.region, dtype=known.dtype), known.shape)
+
+
+def _forward(x: Tensor, weight: list[Tensor], bias: Tensor | None, plan: str, *rest: Any) -> list[Tensor]:
+    kind, saves_input = rest
+    tensors, saved = forward(x, _weight(weight, kind), bias, _plans[plan], saves_input)
+    if saved is not None:
+        _saved[plan, x.shape, x.dtype] = saved
+    return list(tensors)
+
+
+def _fake_forward(x: Tensor, weight: list[Tensor], bias: Tensor | None, plan: str, *rest: Any) -> list[Tensor]:
+    kind, saves_input = rest
+    shape = tuple(int(extent) for extent in x.shape)
+    out = x.new_empty((*shape[:-1], _weight(weight, kind).shape[0]))
+    if not saves_input:
+        return [out]
+    buffers, saved = saved_part(quantized_input(x.new_empty(shape), _plans[plan], BOTH))
+    _saved[plan, torch.Size(shape), x.dtype] = saved
+    return [out, *buffers]
+
+
+def _backward(grad: Tensor, inputs: list[Tensor], weight: list[Tensor], plan: str, *rest: Any) -> list[Tensor]:
+    kind, wants, shape, *dtypes = rest
+    saved = _saved[plan, torch.Size(shape), dtypes[0]] if wants[1] else None
+    stored = None if saved is None else QuantizedTensor(saved.storage(inputs))
+    of = Backward(grad, stored, _weight(weight, kind), tuple(wants), torch.Size(shape), tuple(dtypes))
+    return list(backward(of, _plans[plan]))
+
+
+def _fake_backward(grad: Tensor, inputs: list[Tensor], weight: list[Tensor], plan: str, *rest: Any) -> list[Tensor]:
+    kind, wants, shape, *dtypes = rest
+    rows, cols = _weight(weight, kind).shape
+    shapes = (shape, (rows, cols), (rows,))
+    asked = zip(wants, shapes, dtypes, strict=True)
+    return [grad.new_empty(extents, dtype=dtype) for wanted, extents, dtype in asked if wanted]
+
+
+def _define() -> None:
+    """Registers both ops, and what they do with a quantized weight."""
+    # NOTE: a pass may draw random numbers, so equal calls are not one.
+    tags = (torch.Tag.nondeterministic_seeded,)
+    LIBRARY.define(
+        "linear_forward(Tensor x, Tensor[] weight, Tensor? bias, str plan, str kind, bool saves_input) -> Tensor[]",
+        tags=tags,
+    )
+    LIBRARY.define(
+        "linear_backward(Tensor grad, Tensor[] inputs, Tensor[] weight, str plan, str kind, bool[] wants, "
+        "SymInt[] shape, ScalarType input_dtype, ScalarType weight_dtype, ScalarType? bias_dtype) -> Tensor[]",
+        tags=tags,
+    )
+    for name, function, fake in (
+        ("linear_forward", _forward, _fake_forward),
+        ("linear_backward", _backward, _fake_backward),
+    ):
+        LIBRARY.impl(name, function, "CPU")
+        LIBRARY.impl(name, function, "CUDA")
+        torch.library.register_fake(f"te_dist::{name}", fake, lib=LIBRARY)
+
+
+_define()
+_WEIGHT_PLACE = {torch.ops.te_dist.linear_forward.default: 1, torch.ops.te_dist.linear_backward.default: 2}
+_KIND_PLACE = 4
+
+
+@OPS.implements(*_WEIGHT_PLACE)
+def _unwrapped(func: Any, args: Any, kwargs: Any) -> Any:
+    """The same op on the buffers of a quantized weight; see `nn.traced`."""
+    place = _WEIGHT_PLACE[func]
+    (weight,), arguments = args[place], list(args)
+    storage = weight.storage
+    kind = Kind(storage.format, storage.region, storage.dtype, weight.shape, tuple(storage.buffers))
+    arguments[place], arguments[_KIND_PLACE] = list(storage.buffers.values()), repr(kind)
+    _kinds.setdefault(repr(kind), kind)
+    return func(*arguments, **kwargs)

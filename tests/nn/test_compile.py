@@ -1,0 +1,181 @@
+"""torch.compile of blocks with linear maps: one graph, the bits of eager mode, and nothing that breaks in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import te_dist as te
+from te_dist import recipe
+from te_dist.quantizers import Quantizer
+from te_dist.recipe import Recipe
+from te_dist.testing import assert_bitwise
+from tests.nn.recipes import CASES
+
+WIDTH, HIDDEN = 64, 96
+STATELESS = {name: case for name, case in CASES.items() if not name.startswith("delayed")}
+stateless = pytest.mark.parametrize("name", STATELESS)
+block_scaling = recipe.Float8BlockScaling()
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Block(nn.Module):
+    """A norm, two maps with an activation between them, and a residual."""
+
+    def __init__(self, quantized_by: Recipe | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        with te.quantized_model_init(enabled=quantized_by is not None, recipe=quantized_by):
+            self.up = te.LayerNormLinear(WIDTH, HIDDEN)
+            self.down = te.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.silu(self.up(x)))
+
+
+def results(call: Callable[[Tensor], Tensor], module: nn.Module, made_by: Recipe | None, x: Tensor) -> list[Tensor]:
+    """Output and all gradients of one pass."""
+    x = x.detach().requires_grad_()
+    module.zero_grad()
+    with te.autocast(enabled=made_by is not None, recipe=made_by):
+        out = call(x)
+    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)))
+    return [out.detach(), x.grad, *(p.grad for p in module.parameters())]
+
+
+def check(backend: str, module: nn.Module, made_by: Recipe | None, **options: Any) -> None:
+    """Asserts that three compiled passes are those of eager mode."""
+    compiled = torch.compile(module, backend=backend, **{"fullgraph": True} | options)
+    for seed in range(3):
+        x = torch.randn(2, 24, WIDTH, generator=torch.Generator().manual_seed(seed))
+        want = results(module, module, made_by, x)
+        for index, (got, expected) in enumerate(zip(results(compiled, module, made_by, x), want, strict=True)):
+            assert_bitwise(got, expected, f"{index} of pass {seed}")
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@stateless
+def test_a_block_is_one_graph_with_the_bits_of_eager(name: str, quantized: bool) -> None:
+    if quantized and name == "high_precision_backward":
+        pytest.skip("its weights cannot be parameters")
+    made_by = STATELESS[name].recipe
+    check("aot_eager", Block(made_by if quantized else None), made_by)
+
+
+def test_stochastic_rounding_draws_the_numbers_of_eager() -> None:
+    made_by, module, x = recipe.NVFP4BlockScaling(), Block(), torch.randn(48, WIDTH)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    passes = []
+    for call in (compiled, module, compiled):
+        torch.manual_seed(3)
+        passes.append(results(call, module, made_by, x))
+    for got in passes[:2]:
+        for index, (a, b) in enumerate(zip(got, passes[2], strict=True)):
+            assert_bitwise(a, b, str(index))
+
+
+@pytest.mark.parametrize("name", ["block", "current"])
+def test_inductor_leaves_maps_as_they_are(name: str) -> None:
+    made_by = STATELESS[name].recipe
+    module, x = te.Linear(WIDTH, HIDDEN), torch.randn(40, WIDTH)
+    want = results(module, module, made_by, x)
+    got = results(torch.compile(module, backend="inductor", fullgraph=True), module, made_by, x)
+    for index, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert_bitwise(a, b, str(index))
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_outside_of_autocast_too(quantized: bool) -> None:
+    check("aot_eager", Block(block_scaling if quantized else None), None)
+
+
+def test_autocast_may_be_inside_of_the_graph() -> None:
+    module = Block()
+
+    def inside(x: Tensor) -> Tensor:
+        with te.autocast(recipe=block_scaling):
+            return module(x)
+
+    x = torch.randn(48, WIDTH)
+    want = results(module, module, block_scaling, x)
+    compiled = torch.compile(inside, backend="aot_eager", fullgraph=True)
+    for index, (a, b) in enumerate(zip(results(compiled, module, None, x), want, strict=True)):
+        assert_bitwise(a, b, str(index))
+
+
+def test_another_recipe_is_another_graph_and_an_equal_one_is_not() -> None:
+    module, x = te.Linear(WIDTH, HIDDEN), torch.randn(48, WIDTH)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(module, backend=backend, fullgraph=True)
+    recipes = (None, recipe.Float8BlockScaling(), recipe.Float8BlockScaling(), recipe.MXFP8BlockScaling(), None)
+    for count, made_by in zip((1, 2, 2, 3, 3), recipes, strict=True):
+        want = results(module, module, made_by, x)
+        for a, b in zip(results(compiled, module, made_by, x), want, strict=True):
+            assert_bitwise(a, b, str(made_by))
+        assert len(graphs) == count
+
+
+def test_frozen_parts_and_other_shapes() -> None:
+    module = Block()
+    module.up.weight.requires_grad_(False)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for rows in (48, 37, 1, 80):
+        x = torch.randn(rows, WIDTH)
+        with te.autocast(recipe=block_scaling):
+            got, want = compiled(x), module(x)
+            assert_bitwise(got, want, f"{rows} rows")
+            got.sum().backward()
+            grads = [p.grad for p in module.parameters()]
+            module.zero_grad()
+            want.sum().backward()
+        for a, b in zip(grads, (p.grad for p in module.parameters()), strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert_bitwise(a, b, f"gradients of {rows} rows")
+        module.zero_grad()
+        with torch.no_grad(), te.autocast(recipe=block_scaling):
+            assert_bitwise(compiled(x), module(x), "without gradients")
+
+
+def test_histories_stay_outside_of_graphs() -> None:
+    made_by, x = recipe.DelayedScaling(amax_history_len=4), torch.randn(48, WIDTH)
+    module, twin = Block(), Block()
+    compiled = torch.compile(module, backend="aot_eager")
+    for seed in range(3):
+        x = torch.randn(48, WIDTH, generator=torch.Generator().manual_seed(seed))
+        want = results(twin, twin, made_by, x)
+        for a, b in zip(results(compiled, module, made_by, x), want, strict=True):
+            assert_bitwise(a, b, f"pass {seed}")
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="Float8CurrentScaling or another recipe without histories"):
+        results(torch.compile(Block(), backend="aot_eager", fullgraph=True), module, made_by, x)
+
+
+def test_functions_of_a_custom_recipe_are_told_apart() -> None:
+    def made(amax_epsilon: float) -> Recipe:
+        def factory(role: recipe.QuantizerRole) -> Quantizer:
+            return te.Float8CurrentScalingQuantizer(amax_epsilon=amax_epsilon)
+
+        return recipe.CustomRecipe(factory)
+
+    module, x = te.Linear(WIDTH, HIDDEN), torch.randn(48, WIDTH)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for made_by in (made(0.0), made(64.0)):
+        want = results(module, module, made_by, x)
+        for a, b in zip(results(compiled, module, made_by, x), want, strict=True):
+            assert_bitwise(a, b, "custom")
