@@ -16,14 +16,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from te_dist import _torch_private
+from te_dist import _torch_private, ops
 from te_dist.codecs.base import Codec
-from te_dist.codecs.block import Block
+from te_dist.codecs.block import LARGEST_TILE, Block
 from te_dist.codecs.high_precision import HighPrecision
 from te_dist.codecs.mxfp8 import MxFp8
 from te_dist.codecs.nvfp4 import NvFp4
 from te_dist.codecs.tensorwise import Tensorwise
 from te_dist.formats import Encoding, Region
+from te_dist.formats.region import Pair
 
 
 class Operand(NamedTuple):
@@ -90,6 +91,7 @@ class Entry(NamedTuple):
 
 
 QUANTIZED = (Block, MxFp8, NvFp4, Tensorwise)
+_RUN, _SQUARE = (1, LARGEST_TILE[1]), LARGEST_TILE
 _FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 READS_ANY_ORDER = ("cpu",)  # types of devices whose functions read either direction of equal values alike
 _TABLE: dict[tuple[type[Codec], type[Codec], str], Entry] = {}
@@ -171,11 +173,11 @@ def _transform(codec: Codec) -> int | None:
 
 
 _ALL = frozenset(product((*QUANTIZED, HighPrecision), repeat=2))
-_TENSORWISE, _HIGH_PRECISION = (Tensorwise, Tensorwise), (HighPrecision, HighPrecision)
+_BLOCK, _TENSORWISE, _HIGH_PRECISION = (Block, Block), (Tensorwise, Tensorwise), (HighPrecision, HighPrecision)
 
 
 @implements(_ALL, "cpu")
-@implements(_ALL - {_TENSORWISE, _HIGH_PRECISION}, "cuda")
+@implements(_ALL - {_BLOCK, _TENSORWISE, _HIGH_PRECISION}, "cuda")
 def _by_values(a: Operand, b: Operand, result: Result) -> None:
     """Values in fp32, where every code times its scale is rounded once, multiplied in fp32.
 
@@ -187,6 +189,24 @@ def _by_values(a: Operand, b: Operand, result: Result) -> None:
     if result.bias is not None:
         product.add_(result.bias)
     (result.out.add_ if result.accumulate else result.out.copy_)(product)
+
+
+@implements([_BLOCK], "cuda", multiple=16)
+def _by_blocks(a: Operand, b: Operand, result: Result) -> None:
+    """Runs along the sum times runs, or squares, that begin where the operands do; other blocks by their values."""
+    (a_tile, a_phase), (b_tile, b_phase) = (_tile_of(operand) for operand in (a, b))
+    if a_tile != _RUN or b_tile not in (_RUN, _SQUARE) or a_phase != b_phase or a_phase != (0, 0):
+        return _by_values(a, b, result)
+    codes = a.encoding.codec.fp8, b.encoding.codec.fp8
+    out, bias, accumulate = result
+    ops.gemm_float8_block(*a.stored, *b.stored, b_tile=b_tile, fp8=codes, bias=bias, accumulate=accumulate, out=out)
+
+
+def _tile_of(operand: Operand) -> tuple[Pair, Pair]:
+    """Tile of a block codec, and where in one the operand begins, both as (kept, summed)."""
+    tile = operand.encoding.codec.tile
+    phase = operand.region.phase(tile)
+    return (tile, phase) if operand.sums_over == 1 else (tile[::-1], phase[::-1])
 
 
 @implements([_TENSORWISE], "cuda", multiple=16)

@@ -129,7 +129,7 @@ class LinearSite(nn.Module):
             return _plain(x, weight, bias)
         place = (self.name, self.in_features, self.out_features)
         plan = _traced_plan(recipe, place, x.dtype, weight.device.type)
-        return self._outside_of_graphs(x, weight, bias) if plan is None else traced.linear(x, weight, bias, plan)
+        return self._outside_of_graphs(x, weight, bias) if plan is None else traced.linear(x, weight, bias, plan=plan)
 
     @torch.compiler.disable(
         reason="this linear map keeps state in Python: delayed scaling, tensor parallelism or a quantized input. Use "

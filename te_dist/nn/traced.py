@@ -46,7 +46,7 @@ def name_of(plan: Plan, text: str) -> str:
     return text
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: str) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, plan: str) -> Tensor:
     """`products.linear` by the plan of that name."""
     saves_input = torch.is_grad_enabled() and weight.requires_grad
     return _Linear.apply(x, weight, bias, plan, saves_input)

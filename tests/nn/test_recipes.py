@@ -101,10 +101,10 @@ def test_contexts_nest_and_end() -> None:
     assert current_autocast().recipe is None
     with te.autocast(recipe=outer):
         with te.autocast(recipe=inner):
-            assert current_autocast().recipe is inner
+            assert current_autocast().recipe == inner
             with te.autocast(enabled=False):
                 assert current_autocast().recipe is None
-        assert current_autocast().recipe is outer
+        assert current_autocast().recipe == outer
     assert current_autocast().recipe is None
     with pytest.raises(RuntimeError, match="on purpose"), te.autocast(recipe=outer):
         raise RuntimeError("on purpose")
