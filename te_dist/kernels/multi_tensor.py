@@ -84,7 +84,7 @@ class Launches:
         self._noop = noop
         self._parameters: list[tuple[Spec, int, tuple[int, int, int, int]]] = []
         parts, position = [], 0
-        for each, chosen in _kinds(works).items():
+        for each, chosen in kinds(works).items():
             ends = np.fromiter(accumulate(work.blocks for work in chosen), np.int64, len(chosen))
             parts += [*(each.layout.pack(*work.values) for work in chosen), ends.tobytes()]
             table = sum(map(len, parts[-len(chosen) - 1 : -1]))
@@ -99,17 +99,17 @@ class Launches:
             launch(spec, self._table, (blocks, 1), (base + each, base + ends, count, noop))
 
 
-def _kinds(works: Sequence[Work]) -> dict[Spec, list[Work]]:
+def kinds(works: Sequence[Work]) -> dict[Spec, list[Work]]:
     """By kernel, what it works on: of one kind those of the accesses that most blocks allow, and the narrowest."""
     blocks: dict[Spec, Counter[Spec]] = {}
     for work in works:
         blocks.setdefault(work.kernel(work.narrowest), Counter())[work.kernel(work.widths)] += work.blocks
-    kinds: dict[Spec, list[Work]] = {}
+    found: dict[Spec, list[Work]] = {}
     for work in works:
         narrowest, own = work.kernel(work.narrowest), work.kernel(work.widths)
         ((most, _),) = blocks[narrowest].most_common(1)
-        kinds.setdefault(own if own is most else narrowest, []).append(work)
-    return kinds
+        found.setdefault(own if own == most else narrowest, []).append(work)
+    return found
 
 
 def upload(content: bytes, device: torch.device) -> Tensor:

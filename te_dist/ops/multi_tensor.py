@@ -129,10 +129,15 @@ class Batch:
     """
 
     def __init__(self, sequences: Sequence[Sequence[Call]], noop: Tensor) -> None:
-        self._sequences, self._noop = sequences, noop
+        self._noop = noop
         longest = max(map(len, sequences), default=0)
         self._stages = [[sequence[i] for sequence in sequences if i < len(sequence)] for i in range(longest)]
         self._launches = [_launches(stage, noop) for stage in self._stages] if noop.is_cuda else []
+
+    @property
+    def calls(self) -> list[Call]:
+        """In an order in which they can run."""
+        return [call for stage in self._stages for call in stage]
 
     def run(self) -> None:
         """All of them."""
@@ -140,9 +145,8 @@ class Batch:
             for launches in self._launches:
                 launches.run()
         elif not self._noop.item():
-            for stage in self._stages:
-                for call in stage:
-                    call.run()
+            for call in self.calls:
+                call.run()
 
 
 def _launches(calls: Sequence[Call], noop: Tensor) -> Launches:

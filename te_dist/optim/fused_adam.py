@@ -12,7 +12,7 @@ prepared once (`_Plan`) and holds for as long as tensors stay where they are; gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,9 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from te_dist.formats import Partition
 from te_dist.ops.multi_adam import AdamRule, AdamSignals, Adapted, MultiAdam
-from te_dist.ops.multi_tensor import Call
-from te_dist.scaling.agreement import Part, PartsQuantization, quantize_parts
-from te_dist.tensor import QuantizedTensor, placement
+from te_dist.scaling.agreement import PartsQuantization, quantize_parts
+from te_dist.tensor import QuantizedStorage, QuantizedTensor, placement
 from te_dist.tensor.placement import local_tensor
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -71,7 +70,8 @@ class FusedAdam(torch.optim.Optimizer):
             )
         self.master_weights = master_weights
         self.adam_w_mode = adam_w_mode
-        self._plans: dict[Any, _Plan] = {}
+        self._plans: dict[torch.device, _Plan] = {}
+        self._captured: list[_Plan] = []  # what graphs launch is kept as long as they may
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -81,16 +81,17 @@ class FusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        by_device: dict[torch.device, list[list[Tensor]]] = {}
+        by_device: dict[torch.device, list[list[tuple[Tensor, Tensor]]]] = {}
         for number, group in enumerate(self.param_groups):
             for param in group["params"]:
-                if param.grad is not None:
-                    self.initialize_state(param)
-                    self._follow(param)
-                    together = by_device.setdefault(param.device, [[] for _ in self.param_groups])
-                    together[number].append(param)
-        for groups in by_device.values():
-            self._update(groups)
+                grad = param.grad
+                if grad is not None:
+                    device = grad.device
+                    if device not in by_device:
+                        by_device[device] = [[] for _ in self.param_groups]
+                    by_device[device][number].append((param, _gradient(param, grad)))
+        for device, groups in by_device.items():
+            self._update(device, groups)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -110,6 +111,7 @@ class FusedAdam(torch.optim.Optimizer):
             "master_weights": self.master_weights,
             "adam_w_mode": self.adam_w_mode,
             "_plans": {},
+            "_captured": [],
         }
 
     def initialize_state(self, param: Tensor) -> None:
@@ -118,7 +120,7 @@ class FusedAdam(torch.optim.Optimizer):
         if state:
             return
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-        for name in ("exp_avg", "exp_avg_sq"):
+        for name in _MOMENTS:
             state[name] = _shaped_like(param, torch.zeros(_shape(param), dtype=torch.float32, device=param.device))
         if self._has_master(param):
             local = local_tensor(param)
@@ -148,25 +150,35 @@ class FusedAdam(torch.optim.Optimizer):
         """The local tensor Adam updates: the master where there is one."""
         return local_tensor(self.state[param].get("master_param", param))
 
-    def _update(self, groups: Sequence[Sequence[Tensor]]) -> None:
-        """One step of parameters, by group, that lie on one device."""
-        params = [param for group in groups for param in group]
-        grads = [_gradient(param) for param in params]
-        device = grads[0].device
-        addresses = [address for pair in zip(params, grads, strict=True) for address in self._addresses(*pair)]
+    def _update(self, device: torch.device, groups: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> None:
+        """One step of parameters with their gradients, by group, that lie on one device."""
+        pairs = [pair for group in groups for pair in group]
+        grads = [grad for _, grad in pairs]
+        shape = [[id(param) for param, _ in group] for group in groups]
+        kinds = [(grad.dtype, grad.data_ptr() % _ALIGNMENT_BYTES) for grad in grads]
         plan = self._plans.get(device)
-        if plan is None or plan.addresses != addresses:
-            plan = self._plans[device] = _Plan(self._entries(groups), grads, addresses)
+        if plan is None or plan.shape != shape or plan.kinds != kinds or not plan.holds(self.state):
+            for param, _ in pairs:
+                self.initialize_state(param)
+                self._follow(param)
+            tensors = [_Tensors.of(param, self.state[param]) for param, _ in pairs]
+            plan = self._plans[device] = _Plan(tensors, shape, grads)
+            plan.kinds, plan.states = kinds, [id(state) for state in self.state.values()]
+        else:
+            for each in plan.quantized:
+                if not each.storage.mastered:
+                    self._follow(each.param)
         signals = [getattr(self, name, None) for name in ("grad_scale", "found_inf")]
         if signals[1] is not None:
             plan.settle()
         rules, own = zip(*(self._rule(group, device) for group in self.param_groups), strict=True)
         signals = [None if signal is None else signal.to(device) for signal in signals]
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._captured.append(plan)
         plan.run(grads, rules, [AdamSignals(lr, *signals) for lr in own])
-        for param in params:
-            self._trust_master(param)
-            if isinstance(local_tensor(param), QuantizedTensor):
-                local_tensor(param).storage.unsettled = None
+        for each in plan.quantized:
+            storage = each.storage
+            storage.mastered, storage.unsettled, storage.initial = True, None, None
 
     def _rule(self, group: dict[str, Any], device: torch.device) -> tuple[AdamRule, Tensor | None]:
         """Of a group: its rule, and lr where that is known on the device only."""
@@ -177,73 +189,91 @@ class FusedAdam(torch.optim.Optimizer):
         )
         return rule, lr if is_on_device else None
 
-    def _addresses(self, param: Tensor, grad: Tensor) -> Iterator[Any]:
-        """All that a plan takes for granted of a parameter."""
-        local, state = local_tensor(param), self.state[param]
-        yield grad.dtype
-        yield grad.data_ptr() % _ALIGNMENT_BYTES
-        for name in ("step", *_MOMENTS):
-            yield local_tensor(state[name]).data_ptr()
-        if "master_param" in state:
-            yield local_tensor(state["master_param"]).data_ptr()
+
+class _Tensors(NamedTuple):
+    """A parameter and all that a step writes for it, as they are at one moment."""
+
+    param: Tensor
+    local: Tensor
+    state: dict[str, Tensor]
+    storage: QuantizedStorage | None
+    buffers: dict[str, Tensor]
+
+    @staticmethod
+    def of(param: Tensor, state: dict[str, Tensor]) -> _Tensors:
+        local = local_tensor(param)
         if isinstance(local, QuantizedTensor):
-            for buffer in local.storage.buffers.values():
-                yield buffer.data_ptr()
-        else:
-            yield local.data_ptr()
+            return _Tensors(param, local, state, local.storage, local.storage.buffers)
+        return _Tensors(param, local, state, None, {"": local})
 
-    def _entries(self, groups: Sequence[Sequence[Tensor]]) -> list[list[_Entry]]:
-        return [[self._entry(param) for param in group] for group in groups]
+    def held(self) -> list[tuple[dict[str, Tensor], str, Tensor]]:
+        """Every tensor, and how it is reached."""
+        return [(found, name, tensor) for found in (self.state, self.buffers) for name, tensor in found.items()]
 
-    def _entry(self, param: Tensor) -> _Entry:
-        local, state = local_tensor(param), self.state[param]
-        value = self._target(param)
-        is_quantized = isinstance(local, QuantizedTensor)
-        copy = None if is_quantized or value is local else local
-        for tensor in (value, copy):
+    def is_held(self) -> bool:
+        """Whether the parameter still holds this."""
+        if local_tensor(self.param) is not self.local:
+            return False
+        return self.storage is None or (self.local.storage is self.storage and self.storage.buffers is self.buffers)
+
+    def adapted(self) -> Adapted:
+        """What Adam reads and writes."""
+        value = local_tensor(self.state.get("master_param", self.local))
+        copy = None if self.storage is not None or value is self.local else self.local
+        moments = [local_tensor(self.state[name]) for name in _MOMENTS]
+        for tensor in (value, copy, *moments):
             if tensor is not None and not (tensor.is_contiguous() and tensor.dtype in _FLOATS):
                 raise ValueError(
                     f"a parameter of shape {tuple(tensor.shape)}: got {tensor.dtype} with strides {tensor.stride()}, "
                     "wanted float32, bfloat16 or float16 and contiguous; convert it before the optimizer is made"
                 )
-        moments = (local_tensor(state[name]) for name in _MOMENTS)
-        adapted = Adapted(value.detach(), *moments, state["step"], copy)
-        if not is_quantized:
-            return _Entry(adapted)
-        return _Entry(adapted, (local.storage, value, _partition(param)), _groups(param))
-
-
-class _Entry(NamedTuple):
-    """A parameter: what Adam writes, and of a quantized one what is quantized from what, over which groups."""
-
-    adapted: Adapted
-    part: Part | None = None
-    groups: tuple[dist.ProcessGroup, ...] = ()
+        return Adapted(value.detach(), *moments, self.state["step"], copy)
 
 
 class _Plan:
     """One step of parameters that stay where they are (see [Note: One step]).
 
     Attributes:
-        addresses: by which this is known to hold still.
+        shape: ids of the parameters by group.
+        kinds: type and alignment of every gradient.
+        states: ids of the states of all parameters of the optimizer.
+        quantized: of the quantized parameters.
     """
 
-    def __init__(self, groups: Sequence[Sequence[_Entry]], grads: Sequence[Tensor], addresses: list[Any]) -> None:
-        self.addresses = addresses
+    kinds: list[tuple[torch.dtype, int]]
+    states: list[int]
+
+    def __init__(self, tensors: Sequence[_Tensors], shape: list[list[int]], grads: Sequence[Tensor]) -> None:
+        self.shape, self._tensors = shape, tensors
+        self._held = [held for each in tensors for held in each.held()]
+        self._places = [local_tensor(tensor) for _, _, tensor in self._held]
+        self._addresses = [tensor.data_ptr() for tensor in self._places]
+        self.quantized = [each for each in tensors if each.storage is not None]
         noop = torch.zeros(1, dtype=torch.int32, device=grads[0].device)
-        entries = [entry for group in groups for entry in group]
-        parts: dict[Any, list[int]] = {}
-        for index, entry in enumerate(entries):
-            if entry.part is not None:
-                parts.setdefault(entry.groups, []).append(index)
-        self._parts = {over: [entries[index].part for index in own] for over, own in parts.items()}
-        self._quantizations = [PartsQuantization(own, over, noop=noop) for over, own in self._parts.items()]
-        readers: dict[int, Call | None] = {}
-        for own, quantization in zip(parts.values(), self._quantizations, strict=True):
-            readers |= zip(own, quantization.readers, strict=True)
-        numbers = iter(range(len(entries)))
-        adapted = [[replace(entry.adapted, reader=readers.get(next(numbers))) for entry in group] for group in groups]
-        self._adam = MultiAdam(adapted, grads, noop=noop)
+        adapted = [each.adapted() for each in tensors]
+        over: dict[Any, list[int]] = {}
+        for index, each in enumerate(tensors):
+            if each.storage is not None:
+                over.setdefault(_groups(each.param), []).append(index)
+        self._parts = {
+            groups: [(tensors[i].storage, adapted[i].value, _partition(tensors[i].param)) for i in own]
+            for groups, own in over.items()
+        }
+        self._quantizations = [PartsQuantization(own, groups, noop=noop) for groups, own in self._parts.items()]
+        for own, quantization in zip(over.values(), self._quantizations, strict=True):
+            for index, reader in zip(own, quantization.readers, strict=True):
+                adapted[index] = replace(adapted[index], reader=reader)
+        ordered = iter(adapted)
+        self._adam = MultiAdam([[next(ordered) for _ in group] for group in shape], grads, noop=noop)
+
+    def holds(self, states: Mapping[Tensor, dict[str, Tensor]]) -> bool:
+        """Whether every tensor is still there, and lies where it lay."""
+        return (
+            [id(state) for state in states.values()] == self.states
+            and all(each.is_held() for each in self._tensors)
+            and all(found.get(name) is tensor for found, name, tensor in self._held)
+            and [tensor.data_ptr() for tensor in self._places] == self._addresses
+        )
 
     def settle(self) -> None:
         """Agrees on scales that are still to be agreed on: a step that may be left out may leave them as they are."""
@@ -261,9 +291,8 @@ class _Plan:
             quantization.finish()
 
 
-def _gradient(param: Tensor) -> Tensor:
+def _gradient(param: Tensor, grad: Tensor) -> Tensor:
     """The gradient of what this rank holds. Collective where ranks have yet to sum it (sequence parallelism)."""
-    grad = param.grad
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
         grad = grad.redistribute(placements=param.placements)
     return local_tensor(grad).contiguous()

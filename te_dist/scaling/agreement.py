@@ -113,6 +113,11 @@ class PartsQuantization:
         ]
         self._reduction = _Reduction(self._amaxes, slots, groups) if any(self._shared) else None
 
+    @property
+    def calls(self) -> list[Call]:
+        """What `finish` runs for all parts together."""
+        return [*self._finds.calls, *self._writes.calls]
+
     def run(self) -> None:
         """Quantizes. Collective, like `agree`."""
         self.begin()

@@ -127,3 +127,49 @@ def test_masters_that_are_loaded_after_the_weights_are_kept() -> None:
     optimizer.param_groups[0]["lr"] = 0.0
     step(optimizer, 1)
     assert_bitwise(optimizer.state[weight]["master_param"], saved["state"][0]["master_param"], "master")
+
+
+def exchange_state(optimizer: optim.FusedAdam, weight: Tensor) -> None:
+    optimizer.state[weight]["exp_avg"] = optimizer.state[weight]["exp_avg"].clone()
+
+
+def move_state(optimizer: optim.FusedAdam, weight: Tensor) -> None:
+    moment = optimizer.state[weight]["exp_avg_sq"]
+    moment.data = moment.data.clone()
+
+
+def exchange_buffers(optimizer: optim.FusedAdam, weight: Tensor) -> None:
+    weight.storage.adopt(weight.detach().clone().storage)
+
+
+def regroup(optimizer: optim.FusedAdam, weight: Tensor) -> None:
+    (group,) = optimizer.param_groups
+    optimizer.param_groups = [group | {"params": [param]} for param in group["params"]]
+    optimizer.param_groups[1]["lr"] = 0.5
+
+
+def leave_out(optimizer: optim.FusedAdam, weight: Tensor) -> None:
+    for group in optimizer.param_groups:
+        group["params"] = [weight]
+
+
+@pytest.mark.parametrize("change", [exchange_state, move_state, exchange_buffers, regroup, leave_out])
+def test_what_changes_between_steps_is_noticed(change) -> None:
+    """A step that was prepared before the change does what one does that is prepared after it."""
+    optimizers = [optim.FusedAdam(parameters(), lr=0.1) for _ in range(2)]
+    for optimizer in optimizers:
+        step(optimizer, 0)
+        change(optimizer, optimizer.param_groups[0]["params"][0])
+    optimizers[1] = copy.deepcopy(optimizers[1])
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = signed(*param.shape, seed=1)
+        optimizer.step()
+    for ours, theirs in zip(*(o.param_groups for o in optimizers), strict=True):
+        for got, want in zip(ours["params"], theirs["params"], strict=True):
+            for name, value in optimizers[0].state[got].items():
+                assert_bitwise(value, optimizers[1].state[want][name], name)
+            if isinstance(got, QuantizedParameter):
+                for name, buffer in got.storage.buffers.items():
+                    assert_bitwise(buffer, want.storage.buffers[name], name)
