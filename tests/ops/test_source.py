@@ -255,3 +255,20 @@ def test_sums_of_a_part_of_a_tile_are_refused():
 def test_an_unknown_source_is_refused():
     with pytest.raises(ValueError, match="no source 'relu'"):
         _C.evaluate((X, "relu", [X]), X, 1)
+
+
+def test_a_compiled_function_may_quantize_a_source():
+    def quantize(x, data, scale, sums):
+        source = Summed(SwiGlu(x), sums)
+        ops.quantize_mxfp8(source, phase=(0, 0), fp8="e4m3", row_tile=(1, 32), row_data=data, row_scale=scale)
+        return data.float().sum()
+
+    x = matrix("normal", (64, 512), BF16)
+    eager, traced = (
+        (torch.zeros(64, 256, dtype=torch.uint8), torch.zeros(64, 8, dtype=torch.uint8), torch.zeros(1, 256))
+        for _ in range(2)
+    )
+    quantize(x, *eager)
+    torch.compile(quantize, backend="aot_eager", fullgraph=True)(x, *traced)
+    for got, want in zip(traced, eager, strict=True):
+        assert_bitwise(got, want)
