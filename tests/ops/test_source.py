@@ -271,4 +271,4 @@ def test_a_compiled_function_may_quantize_a_source():
     quantize(x, *eager)
     torch.compile(quantize, backend="aot_eager", fullgraph=True)(x, *traced)
     for got, want in zip(traced, eager, strict=True):
-        assert_bitwise(got, want)
+        assert_bitwise(got, want, "traced")
