@@ -54,7 +54,7 @@ class Tapes:
         """
         if not is_recordable(tensors):
             return function()
-        place = (key, *[(t.dtype, t.shape, t.stride(), t.data_ptr() % _ALIGNMENT) for t in tensors])
+        place = (key, *[(t.dtype, t.shape, t.stride(), t.data_ptr() % _ALIGNMENT, t.get_device()) for t in tensors])
         tape = self._tapes.get(place)
         if tape is not None:
             # Ops of torch were recorded behind its autocast, which must not convert their arguments again.

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from te_dist.catalog import FORMATS
+from te_dist import ops
+from te_dist.catalog import FORMATS, float8_block
 from te_dist.codecs import Block, MxFp8, NvFp4, gemm
 from te_dist.codecs.nvfp4 import SIGN_MASK
 from te_dist.formats import Direction
@@ -83,6 +88,40 @@ def test_extents_must_agree() -> None:
     a, b = (quantize(torch.randn(32, k), FORMATS["mxfp8_1d"]).storage for k in (32, 64))
     with pytest.raises(ValueError, match="sums over 32 values of one operand and 64"):
         gemm.multiply(operand(a, Direction.ROWWISE), operand(b, Direction.ROWWISE), dtype=torch.float32)
+
+
+def product_of_blocks(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out: Tensor, **how: Any) -> None:
+    """What `ops.gemm_float8_block` promises, after its own checks."""
+    with pytest.raises(NotImplementedError, match="runs on CUDA"):
+        ops.gemm_float8_block(a, a_scale, b, b_scale, out=out, **how)
+    (rows, depth), cols, codes = a.shape, b.shape[0], dict(e4m3=torch.float8_e4m3fn, e5m2=torch.float8_e5m2)
+    sides = [x.view(codes[fp8]).double() for x, fp8 in zip((a, b), how["fp8"], strict=True)]
+    tile = torch.arange(depth) // 128
+    sides[0] *= a_scale[tile, :rows].t()
+    sides[1] *= b_scale[tile, :cols].t() if how["b_tile"] == (1, 128) else b_scale[torch.arange(cols) // 128][:, tile]
+    product = sides[0] @ sides[1].t() + (0.0 if how["bias"] is None else how["bias"].double())
+    out.copy_(out + product if how["accumulate"] else product)
+
+
+@pytest.mark.parametrize("dims", [(1, 1), (1, 2)])
+@pytest.mark.parametrize("sums_over", [(1, 1), (1, 0), (0, 0)])
+def test_blocks_are_handed_to_their_kernel_as_it_reads_them(
+    monkeypatch: pytest.MonkeyPatch, sums_over: tuple[int, int], dims: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(gemm, "ops", SimpleNamespace(gemm_float8_block=product_of_blocks))
+    extents, torch_side = dict(m=48, n=336, k=272), torch.Generator().manual_seed(0)
+    pair = []
+    for kept, dim, summed, code in zip("mn", dims, sums_over, ("e4m3", "e5m2"), strict=True):
+        shape = (extents[kept], extents["k"]) if summed == 1 else (extents["k"], extents[kept])
+        storage = quantize(torch.randn(shape, generator=torch_side), float8_block(dim, fp8=code)).storage
+        pair.append(operand(storage, Direction.ROWWISE if summed == 1 else Direction.COLUMNWISE))
+    bias, there = torch.randn(336), torch.randn(48, 336)
+    by_kernel, by_values = there.clone(), there.clone()
+    monkeypatch.setattr(gemm, "_by_values", None)
+    gemm._by_blocks(*pair, gemm.Result(by_kernel, bias, True))
+    monkeypatch.undo()
+    gemm.multiply(*pair, dtype=torch.float32, out=by_values, bias=bias, accumulate=True)
+    torch.testing.assert_close(by_kernel, by_values, rtol=1e-5, atol=1e-3)
 
 
 def test_a_missing_direction_is_read_from_the_other_where_the_values_are_the_same() -> None:
