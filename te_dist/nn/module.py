@@ -37,6 +37,7 @@ class QuantizedModule(nn.Module):
         self.params_dtype: torch.dtype = options.get("params_dtype") or torch.get_default_dtype()
         self.name: str = options.get("name") or ""
         self._device = options.get("device")
+        self._fuses_wgrad: bool = options.get("fuse_wgrad_accumulation", False)
         self._fillers: dict[str, Callable[[Tensor], Any]] = {}  # by name of a parameter, what initializes it
 
     @torch.no_grad()
@@ -67,6 +68,7 @@ class QuantizedModule(nn.Module):
     def _add_linear(self, site: LinearSite, names: tuple[str, str | None], init_method: InitMethod | None) -> None:
         """Registers the parameters of a linear map under `names` (weight, bias)."""
         weight, bias = names
+        site.fuses_wgrad = self._fuses_wgrad
         uniform = partial(_uniform, bound=1 / math.sqrt(site.in_features) if site.in_features else 0.0)
         self._fillers[weight] = init_method or uniform
         self.register_parameter(weight, self._make_weight(site, weight))

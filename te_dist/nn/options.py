@@ -30,9 +30,12 @@ class LinearOptions(ModuleOptions, total=False):
     """Further keywords of `Linear`.
 
     return_bias: leave the bias to the caller: `forward` returns (output without it, bias).
+    fuse_wgrad_accumulation: inside of `autocast`, the product adds the gradient of a weight to its `main_grad` (fp32,
+        of its shape, made by the caller), and none is returned to autograd. Not for weights that FSDP2 or DTensor hold.
     """
 
     return_bias: bool
+    fuse_wgrad_accumulation: bool
 
 
 class NormOptions(TypedDict, total=False):
@@ -66,7 +69,7 @@ class LayerNormMLPOptions(NormOptions, LinearOptions, total=False):
 
 
 _PARALLEL = "apply a style of te_dist.tensor_parallel to the finished module"
-_FUSED_WGRAD = "gradients are returned to autograd in params_dtype, so that FSDP2 and DTensor see them"
+_DELAYED_WGRAD = "gradients are returned to autograd in params_dtype, so that FSDP2 and DTensor see them"
 _OVERLAP = "te_dist has no userbuffers: collectives are torch's own"
 
 # Keywords of TransformerEngine that te_dist does not take -> (the value that asks for nothing, what to do instead).
@@ -79,8 +82,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "get_rng_state_tracker": (None, "fsdp2.materialize initializes alike on every mesh"),
     "rng_tracker_name": (None, "fsdp2.materialize initializes alike on every mesh"),
     "parameters_split": (None, "make one Linear for each part"),
-    "fuse_wgrad_accumulation": (False, _FUSED_WGRAD),
-    "delay_wgrad_compute": (False, _FUSED_WGRAD),
+    "delay_wgrad_compute": (False, _DELAYED_WGRAD),
     "return_layernorm_output_gathered": (False, _PARALLEL),
     "symmetric_ar_type": (None, _OVERLAP),
     "ub_overlap_ag": (False, _OVERLAP),

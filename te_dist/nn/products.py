@@ -38,6 +38,7 @@ class Plan:
         input, weight, grad_output: by role; `weight` for plain weights only.
         row_multiple: inputs and gradients get rows of zeros up to it, so that no stored byte and no transform is cut.
         moves_histories: whether the end of backward brings delayed scaling up to date.
+        fuses_wgrad: whether the gradient of the weight is added to its `main_grad` by the product itself.
         tensors: those that the quantizers hold.
         tapes: of this map under its recipe, see [Note: Tapes].
     """
@@ -47,6 +48,7 @@ class Plan:
     grad_output: Quantizer
     row_multiple: int = 1
     moves_histories: bool = False
+    fuses_wgrad: bool = False
     tensors: tuple[Tensor, ...] = ()
     tapes: Tapes = field(default_factory=Tapes, compare=False)
 
@@ -69,6 +71,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, saves_input: bool) -> Tensor:
         (out, *buffers), saved = forward(x, weight, bias, plan, saves_input)
         ctx.plan, ctx.shape = plan, x.shape
+        ctx.parameter = weight if plan.fuses_wgrad and saves_input else None
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         inputs = None if saved is None else QuantizedTensor(saved.storage(buffers))
         ctx.save_for_backward(inputs, weight if ctx.needs_input_grad[0] else None)
@@ -84,10 +87,13 @@ class _Linear(torch.autograd.Function):
                 "a forward pass that ran inside of autocast ran again outside of it, after another pass had: torch's "
                 "checkpoint needs context_fn=te_dist.recompute.context_fn then; or use te_dist.checkpoint"
             )
-        grads = iter(backward(Backward(grad, inputs, weight, wants, ctx.shape, ctx.dtypes), plan))
+        main_grad = _main_grad(ctx.parameter) if wants[1] and plan.fuses_wgrad else None
+        of = Backward(grad, inputs, weight, main_grad, wants, ctx.shape, ctx.dtypes)
+        grads = iter(backward(of, plan))
         if plan.moves_histories:
             delayed.update_when_backward_ends()
-        return *(next(grads) if wanted else None for wanted in wants), None, None
+        returned = (wants[0], wants[1] and main_grad is None, wants[2])
+        return *(next(grads) if wanted else None for wanted in returned), None, None
 
 
 def forward(
@@ -100,9 +106,10 @@ def forward(
 
 
 def backward(of: Backward, plan: Plan) -> tuple[Tensor, ...]:
-    """The gradients that are wanted, in order; no autograd."""
-    tensors = (*_plain_parts(of.grad), *_plain_parts(of.inputs), *_plain_parts(of.weight), *plan.tensors)
-    key = ("backward", *map(_kind, of[:3]), *of[3:])
+    """The gradients that are wanted, in order, but for that of the weight where it has a `main_grad`; no autograd."""
+    held = (of.grad, of.inputs, of.weight, of.main_grad)
+    tensors = (*(part for tensor in held for part in _plain_parts(tensor)), *plan.tensors)
+    key = ("backward", *map(_kind, held), of.main_grad is None, of.wants, of.shape, of.dtypes)
     return plan.tapes.run(key, tensors, lambda: (_backward(of, plan), None))[0]
 
 
@@ -120,11 +127,15 @@ class Saved(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What backward is about: `wants` a gradient of input, weight and bias, in the shape and the dtypes of these."""
+    """What backward is about: `wants` a gradient of input, weight and bias, in the shape and the dtypes of these.
+
+    The gradient of the weight is added to `main_grad` (fp32) where there is one.
+    """
 
     grad: Tensor
     inputs: QuantizedTensor | None
     weight: Tensor | None
+    main_grad: Tensor | None
     wants: tuple[bool, bool, bool]
     shape: torch.Size
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]
@@ -152,7 +163,7 @@ def saved_part(inputs: QuantizedStorage) -> tuple[tuple[Tensor, ...], Saved]:
 
 def _backward(of: Backward, plan: Plan) -> tuple[Tensor, ...]:
     """The gradients that are wanted, in order."""
-    grad, inputs, weight, (wants_input, wants_weight, wants_bias), shape, dtypes = of
+    grad, inputs, weight, main_grad, (wants_input, wants_weight, wants_bias), shape, dtypes = of
     gradients = []
     directions = (ROWWISE,) * wants_input + (COLUMNWISE,) * wants_weight
     grads = plan.grad_output.encode(_padded(grad, plan), *directions) if directions else None
@@ -162,10 +173,31 @@ def _backward(of: Backward, plan: Plan) -> tuple[Tensor, ...]:
         gradients.append(_shaped(product, shape))
     if wants_weight:
         pair = operand(grads, COLUMNWISE), operand(inputs.storage, COLUMNWISE)
-        gradients.append(multiply(*pair, dtype=dtypes[1]))
+        if main_grad is None:
+            gradients.append(multiply(*pair, dtype=dtypes[1]))
+        else:
+            multiply(*pair, dtype=torch.float32, out=main_grad, accumulate=True)
     if wants_bias:
         gradients.append(_matrix(grad).sum(0, dtype=torch.float32).to(dtypes[2]))
     return tuple(gradients)
+
+
+def _main_grad(weight: Tensor) -> Tensor:
+    """Where the gradient of `weight` is added up."""
+    if weight.is_meta:  # a rehearsal, see [Note: Kernels ahead of time]
+        return torch.empty(weight.shape, dtype=torch.float32, device="meta")
+    found = getattr(weight, "main_grad", None)
+    if not isinstance(found, Tensor):
+        raise RuntimeError(
+            f"fuse_wgrad_accumulation adds the gradient of the weight to its main_grad, got {found!r}; set "
+            "weight.main_grad to zeros (fp32, of the weight's shape) before backward"
+        )
+    if found.dtype != torch.float32 or found.shape != weight.shape or not found.is_contiguous():
+        raise RuntimeError(
+            f"main_grad: got {found.dtype} of shape {tuple(found.shape)} and strides {found.stride()}, wanted fp32 of "
+            f"shape {tuple(weight.shape)}, contiguous"
+        )
+    return found
 
 
 def _plain_parts(tensor: Tensor | None) -> tuple[Tensor, ...]:

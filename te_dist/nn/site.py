@@ -65,10 +65,12 @@ class LinearSite(nn.Module):
         out_features: N, rows of the whole weight.
         scaling: histories and scales of delayed scaling; None until a recipe asks for them.
         placed: (role, quantizer) -> the quantizer of a part that this rank holds; set by tensor parallelism.
+        fuses_wgrad: whether the gradient of the weight is added to its `main_grad` instead of being returned.
     """
 
     scaling: DelayedScalingState | None
     placed: Callable[[str, Quantizer], Any] | None = None
+    fuses_wgrad: bool = False
 
     def __init__(self, in_features: int, out_features: int, *, name: str) -> None:
         super().__init__()
@@ -123,7 +125,7 @@ class LinearSite(nn.Module):
     def _in_graph(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """As `_at_once`, see [Note: Compiled linear maps]."""
         recipe, is_quantized = current_autocast().recipe, isinstance(weight, QuantizedTensor)
-        if isinstance(x, QuantizedTensor) or self.placed is not None:
+        if isinstance(x, QuantizedTensor) or self.placed is not None or self.fuses_wgrad:
             return self._outside_of_graphs(x, weight, bias)
         if recipe is None and not is_quantized:
             return _plain(x, weight, bias)
@@ -132,8 +134,8 @@ class LinearSite(nn.Module):
         return self._outside_of_graphs(x, weight, bias) if plan is None else traced.linear(x, weight, bias, plan=plan)
 
     @torch.compiler.disable(
-        reason="this linear map keeps state in Python: delayed scaling, tensor parallelism or a quantized input. Use "
-        "Float8CurrentScaling or another recipe without histories, or compile without fullgraph=True"
+        reason="this linear map keeps state in Python: delayed scaling, tensor parallelism, main gradients or a "
+        "quantized input. Take Float8CurrentScaling or another recipe without histories, or leave out fullgraph=True"
     )
     def _outside_of_graphs(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self._at_once(x, weight, bias)
@@ -152,7 +154,7 @@ class LinearSite(nn.Module):
                 del _latest[self]
                 return None
             state = last.state
-        key = (x.dtype, weight.device, self.placed)
+        key = (x.dtype, weight.device, self.placed, self.fuses_wgrad)
         if last is None or last.key != key or last.state != state:
             last = _latest[self] = self._plan(state, key)
         return self._with_histories(last, x, weight) if last.requests else last.plan
@@ -182,15 +184,15 @@ class LinearSite(nn.Module):
             )
         return quantizer.format(weight.dtype)
 
-    def _plan(self, state: Autocast, key: tuple[torch.dtype, torch.device, Any]) -> _Pass:
-        dtype, device, placed = key
+    def _plan(self, state: Autocast, key: tuple[torch.dtype, torch.device, Any, bool]) -> _Pass:
+        dtype, device, placed, fuses = key
         answers = self.prepare(state.recipe, device)
         requests = _requests(answers)
         quantizers = {kind: None if kind in requests else answer for kind, answer in answers.items()}
         if placed is not None:
             quantizers |= {kind: placed(kind, found) for kind, found in quantizers.items() if found is not None}
         multiple = _row_multiple(state.recipe, self.name, dtype, device.type)
-        return _Pass(state, key, Plan(**quantizers, row_multiple=multiple), requests)
+        return _Pass(state, key, Plan(**quantizers, row_multiple=multiple, fuses_wgrad=fuses), requests)
 
     def _with_histories(self, current: _Pass, x: Tensor, weight: Tensor) -> Plan:
         """The plan of a pass that uses, and in training moves, the histories of this map."""

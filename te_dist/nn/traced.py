@@ -6,7 +6,7 @@ the bits are the same. Their tensors are plain: a quantized weight is handed ove
 input comes back as buffers. How to compute is said by name: the text of a plan, or of a format, stands in the graph as
 a constant, and this module knows the object behind it. A plan is found while a graph is traced, and the graph is
 guarded by the recipe it was found for. State that lives in Python (histories of delayed scaling, the process groups of
-tensor parallelism) is not in a graph: such maps stay outside of it.
+tensor parallelism, main gradients) is not in a graph: such maps stay outside of it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _backward(grad: Tensor, inputs: list[Tensor], weight: list[Tensor], plan: st
     kind, wants, shape, *dtypes = rest
     saved = _saved[plan, torch.Size(shape), dtypes[0]] if wants[1] else None
     stored = None if saved is None else QuantizedTensor(saved.storage(inputs))
-    of = Backward(grad, stored, _weight(weight, kind), tuple(wants), torch.Size(shape), tuple(dtypes))
+    of = Backward(grad, stored, _weight(weight, kind), None, tuple(wants), torch.Size(shape), tuple(dtypes))
     return list(backward(of, _plans[plan]))
 
 

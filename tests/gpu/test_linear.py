@@ -29,7 +29,7 @@ def normal(*shape: int, seed: int = 1, dtype: torch.dtype = torch.bfloat16) -> T
 def make(made_by: Recipe | None = None, **options: Any) -> te.Linear:
     """A Linear of the same values every time; its weight quantized if there is a recipe."""
     with te.quantized_model_init(enabled=made_by is not None, recipe=made_by):
-        module = te.Linear(IN, OUT, device="cuda", params_dtype=torch.bfloat16, **options)
+        module = te.Linear(IN, OUT, **(dict(device="cuda", params_dtype=torch.bfloat16) | options))
     with torch.no_grad():
         module.weight.copy_(normal(OUT, IN, seed=3) / 16)
         module.bias.copy_(normal(OUT, seed=4))
@@ -94,6 +94,22 @@ def test_quantized_and_plain_weights_give_the_same_bits(case: Any) -> None:
     plain, quantized = step(make(), case.recipe, x), step(make(case.recipe), case.recipe, x)
     for name, a, b in zip(("y", "dx", "dw", "db"), quantized, plain, strict=True):
         assert_bitwise(a, b, name)
+
+
+@pytest.mark.parametrize("name", ["block", "current", "mxfp8"])
+def test_main_gradients_are_added_to_by_the_product(name: str) -> None:
+    made_by, x = STATELESS[name].recipe, normal(64, IN)
+    module = make(fuse_wgrad_accumulation=True, params_dtype=torch.float32)
+    want = step(make(params_dtype=torch.float32), made_by, x)[2]
+    module.weight.main_grad = there = normal(OUT, IN, seed=8, dtype=torch.float32)
+    before = there.clone()
+    for count in (1, 2, 3):
+        asking = x.clone().requires_grad_()
+        with te.autocast(recipe=made_by):
+            out = module(asking)
+        out.backward(normal(*out.shape, seed=2))
+        assert module.weight.grad is None
+        torch.testing.assert_close(there, before + count * want, rtol=1e-5, atol=1e-4)
 
 
 def test_a_model_made_on_meta_multiplies_as_one_made_on_the_gpu() -> None:

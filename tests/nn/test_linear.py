@@ -323,6 +323,47 @@ def test_gradients_accumulate() -> None:
     assert_bitwise(module.weight.grad, 2 * once, "two passes")
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+@every_recipe
+def test_main_gradients_are_added_to_by_the_product(case: Any, quantized: bool) -> None:
+    if quantized and case is CASES["high_precision_backward"]:
+        pytest.skip("its weights cannot be parameters")
+    made_by = case.recipe if quantized else None
+    module, twin = make(made_by, fuse_wgrad_accumulation=True), make(made_by)
+    there = normal(OUT, IN, seed=8)
+    module.weight.main_grad = there.clone()
+    for seed in (1, 5):
+        x = normal(40, IN, seed=seed)
+        want = step(twin, case.recipe, x)
+        got = step_of_main_grad(module, case.recipe, x)
+        for name, a, b in zip(("y", "dx", "db"), got, (want[0], want[1], want[3]), strict=True):
+            assert_bitwise(a, b, name)
+        there += want[2]
+        assert module.weight.grad is None
+        assert_bitwise(module.weight.main_grad, there, f"main gradient after pass {seed}")
+
+
+def step_of_main_grad(module: te.Linear, made_by: Recipe, x: Tensor) -> tuple[Tensor, ...]:
+    """(output, gradient of the input, of the bias)."""
+    x = x.detach().requires_grad_()
+    module.zero_grad()
+    with te.autocast(recipe=made_by):
+        out = module(x)
+    out.backward(normal(*out.shape, seed=2, dtype=out.dtype))
+    return out.detach(), x.grad, module.bias.grad
+
+
+@pytest.mark.parametrize("main_grad", [None, torch.zeros(OUT, IN, dtype=torch.bfloat16), torch.zeros(IN, OUT).t()])
+def test_main_gradients_that_do_not_fit_are_refused(main_grad: Tensor | None) -> None:
+    module = make(None, fuse_wgrad_accumulation=True)
+    if main_grad is not None:
+        module.weight.main_grad = main_grad
+    with te.autocast(recipe=recipe.Float8BlockScaling()):
+        out = module(normal(16, IN))
+    with pytest.raises(RuntimeError, match="main_grad.* (got None|wanted fp32 of shape)"):
+        out.sum().backward()
+
+
 def test_tied_weights_collect_both_gradients() -> None:
     torch.manual_seed(0)
     made_by = recipe.Float8BlockScaling()
@@ -409,7 +450,7 @@ def test_transforms_that_do_not_match_are_refused_when_the_module_is_made() -> N
         te.Linear(64, 64)
 
 
-@pytest.mark.parametrize("name", ["tp_size", "fuse_wgrad_accumulation", "ub_overlap_ag", "delay_wgrad_compute"])
+@pytest.mark.parametrize("name", ["tp_size", "ub_overlap_ag", "delay_wgrad_compute"])
 def test_keywords_of_transformer_engine_that_are_not_here_say_where_to_go(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=.* is not supported: .{{20}}"):
         te.Linear(4, 4, **{name: 2 if name == "tp_size" else True})
