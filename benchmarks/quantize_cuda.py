@@ -19,7 +19,9 @@ import tyro
 from torch import Tensor
 
 from te_dist import ops
+from te_dist.codecs.nvfp4 import SIGN_MASK
 from te_dist.formats import WHOLE
+from te_dist.quantizers import NVFP4Quantizer
 
 SHAPES = ((16384, 7168), (8192, 2048))
 FLUSHED_BYTES = 256 * 2**20
@@ -106,10 +108,17 @@ def tiled(x: Tensor) -> Iterator[Case]:
         "MXFP8": (ops.quantize_mxfp8, 32, dict(fp8="e4m3")),
         "NVFP4": (ops.quantize_nvfp4, 16, dict(e4m3_max=448, four_over_six="none", rng_state=None)),
         "NVFP4 stochastic": (ops.quantize_nvfp4, 16, dict(e4m3_max=448, four_over_six="none", rng_state=state)),
+        "NVFP4 transformed": (
+            ops.quantize_nvfp4,
+            16,
+            dict(e4m3_max=448, four_over_six="none", rng_state=None, col_hadamard=SIGN_MASK),
+        ),
         "NVFP4 four over six": (ops.quantize_nvfp4, 16, dict(e4m3_max=448, four_over_six="mse", rng_state=None)),
     }
     for name, (op, length, rule) in rules.items():
         for square in (False, True):
+            if square and "transformed" in name:
+                continue  # squares hold the same values both ways
             sides = {side: direction(side, (rows, cols), length, square) for side in ("row", "col")}
             if length == 16:
                 sides = {side: planes | {f"{side}_tensor_amax": amax} for side, planes in sides.items()}
@@ -122,6 +131,14 @@ def tiled(x: Tensor) -> Iterator[Case]:
                     op(x, phase=(0, 0), **rule, **planes)
 
                 yield Case(label, directions, call, 2 + nbytes / x.numel())
+
+
+def whole_calls(x: Tensor) -> Iterator[Case]:
+    """NVFP4 quantizers from the input to a storage: the amaxes, then the codes of both directions."""
+    for transforms, stochastic in ((False, False), (False, True), (True, False), (True, True)):
+        quantizer = NVFP4Quantizer(with_rht=transforms, stochastic_rounding=stochastic)
+        name = "NVFP4 quantizer" + ", transformed" * transforms + ", stochastic" * stochastic
+        yield Case(name, "both", lambda quantizer=quantizer: quantizer.encode(x), 4 + 2 * (1 / 2 + 1 / 16))
 
 
 def direction(side: str, shape: tuple[int, int], length: int, square: bool) -> dict[str, object]:
@@ -148,7 +165,7 @@ def others(x: Tensor) -> Iterator[Case]:
     codes, codes_t = empty(rows, cols), empty(cols, rows)
     codes.random_(0, 100)
     scale = torch.ones(rows, cols // 128, device="cuda")
-    yield Case("hadamard", "-", lambda: ops.hadamard(x, sign_mask=0xD7E8, out=out), 4)
+    yield Case("hadamard", "-", lambda: ops.hadamard(x, sign_mask=SIGN_MASK, out=out), 4)
     yield Case("transpose 16", "-", lambda: ops.transpose(x, bits=16, out=turned), 4)
     yield Case("transpose 8", "-", lambda: ops.transpose(codes, bits=8, out=codes_t), 2)
     half, half_t = empty(rows, cols // 2), empty(cols, rows // 2)
@@ -162,7 +179,7 @@ def measure(repeats: int) -> Iterator[Row]:
     """All lines."""
     for rows, cols in SHAPES:
         x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
-        for case in (*tensorwise(x), *tiled(x), *others(x)):
+        for case in (*tensorwise(x), *tiled(x), *whole_calls(x), *others(x)):
             nbytes = int(case.bytes_per_element * x.numel())
             time, copy = median_time(case.call, repeats), copy_time(nbytes, repeats)
             shape, rate = f"{rows} x {cols}", nbytes / time / 1e6

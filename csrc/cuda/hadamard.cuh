@@ -1,6 +1,7 @@
 // Randomized Hadamard transform of groups of 16 rows.
 #pragma once
 
+#include "common/butterfly.cuh"
 #include "common/memory.cuh"
 
 namespace te_dist::cuda {
@@ -10,7 +11,7 @@ template <int kWidth>
 struct Hadamard {
   static constexpr int kThreads = 128;
   static constexpr int kBlocks = 4;
-  static constexpr int kGroup = 16;
+  static constexpr int kGroup = kMixedRows;
   static constexpr int kCols = kWidth / 2;
   static constexpr int kWords = (kCols + 1) / 2;
 
@@ -20,23 +21,6 @@ struct Hadamard {
     Extents extents;
     int64_t sign_mask;
   };
-
-  // Rows are summed and subtracted at distance 1, then 2, 4, 8; this order is part of the definition.
-  TE_DIST_INLINE void transform(float (&values)[kGroup][kCols]) {
-#pragma unroll
-    for (int distance = 1; distance < kGroup; distance *= 2) {
-#pragma unroll
-      for (int a = 0; a < kGroup; ++a) {
-        if (a & distance) continue;
-#pragma unroll
-        for (int c = 0; c < kCols; ++c) {
-          const float sum = values[a][c] + values[a + distance][c], difference = values[a][c] - values[a + distance][c];
-          values[a][c] = sum;
-          values[a + distance][c] = difference;
-        }
-      }
-    }
-  }
 
   TE_DIST_INLINE void run(const Params& p) {
     const int64_t threads_per_row = (p.extents.cols + kCols - 1) / kCols;
@@ -58,7 +42,7 @@ struct Hadamard {
         values[r][c] = float_of(bits_of(BFloat16::value(words[r][c / 2], c % 2)) ^ flip);
       }
     }
-    transform(values);
+    butterfly(values);
 #pragma unroll
     for (int r = 0; r < kGroup; ++r) {
 #pragma unroll

@@ -1,20 +1,24 @@
 // NVFP4: 4-bit codes with an e4m3 scale byte for 16, or 16 x 16, values below one amax for the tensor (or for each row).
-// Both directions in one pass over the input.
+// Both directions in one launch; the second one finds the input in the cache.
 #pragma once
 
 #include "common/codes.cuh"
+#include "common/four_over_six.cuh"
 #include "common/noise.cuh"
-#include "common/source.cuh"
+#include "common/nvfp4_scale.cuh"
+#include "common/runs.cuh"
 
 namespace te_dist::cuda {
 
-enum class FourOverSix { kNone, kMeanAbsolute, kMeanSquare };
 enum class Rounding { kNearest, kStochastic, kStochasticAligned };
 
-// How values become codes; kAmaxPerRow: every row has its own tensor amax, in the row direction.
-template <Rounding kRounding_, FourOverSix kFourOverSix_, bool kAmaxPerRow_>
+// How values become codes.
+//   kAmaxPerRow  every row has its own tensor amax, in the row direction
+//   kTransforms  the column direction is that of the Hadamard transform
+template <Rounding kRounding_, FourOverSix kFourOverSix_, bool kAmaxPerRow_, bool kTransforms_>
 struct NvFp4Rule {
   static constexpr bool kAmaxPerRow = kAmaxPerRow_;
+  static constexpr bool kTransforms = kTransforms_;
   static constexpr Rounding kRounding = kRounding_;
   static constexpr FourOverSix kFourOverSix = kFourOverSix_;
 };
@@ -25,20 +29,31 @@ template <class Source, class Rule, Share kRow, Share kCol, int kLoad, int kRowS
           int kColScaleStore>
 struct QuantizeNvFp4 {
   using Element = typename Source::Element;
-  static constexpr int kThreads = kPanelThreads;
-  static constexpr int kBlocks = Element::kPerWord == 2 && Rule::kRounding == Rounding::kNearest && kLoad >= 8 ? 3 : 2;
-  static constexpr int kTile = 16;
   static constexpr bool kHasRow = kRow != Share::kAbsent, kHasCol = kCol != Share::kAbsent;
   static constexpr bool kStochastic = Rule::kRounding != Rounding::kNearest;
   static constexpr bool kChooses = Rule::kFourOverSix != FourOverSix::kNone;
-  static constexpr int kLaneBesideCols = 2, kLaneBesideRows = 1;  // masks of the lane with the rest of a tile
+  // The errors of a square are summed along rows.
+  static constexpr bool kChoosesByRows = kChooses && kCol == Share::kSquare;
+  static constexpr int kThreads = kPanelThreads;
+  static constexpr int kBlocks =
+      Element::kPerWord == 1 || kLoad < 8                                          ? 2
+      : kStochastic || kChooses || Rule::kTransforms || Source::kIsComputed ? 3
+                                                                                   : 4;
+  static_assert(!(kChooses && Rule::kTransforms), "errors are those of the values themselves");
+  static constexpr int kTiles = kPanel / kRun;  // side by side in a panel
+
+  using RowStrip = Strip<Element, true>;
+  using Errors = DecodeErrors<Rule::kFourOverSix>;
 
   struct Params {
     typename Source::Params source;
     Extents extents;
     Phase phase;
     const uint32_t* noop;
+    PanelGrid grid;
     float e4m3_max;
+    uint32_t sign_mask;                   // of the transform
+    int32_t col_rng_state;                // where in `rng_state` that of the column direction begins
     const int64_t* rng_state;             // (seed, offset)
     Plane<const float> row_tensor_amax;   // row stride 0: one for the tensor
     Plane<const float> col_tensor_amax;
@@ -46,52 +61,376 @@ struct QuantizeNvFp4 {
     BlockOutput<uint8_t> col;  // data (cols, rows / 2)
   };
 
-  static constexpr int kTiles = kPanel / kTile;  // side by side in a panel
-
-  // Codes of columns, and scale bytes of every row and column of the panel: all of one are written at a time.
+  // What becomes lines of the outputs, written when all of the panel is there, and what the directions share.
   struct Shared {
-    alignas(16) uint32_t transposed[kHasCol ? kPanel * kPanel / 8 : 1];
+    alignas(16) uint4 columns[kHasCol ? kPanel * kPanel / 32 : 1];  // codes of pairs of columns
+    uint4 noise[kStochastic && kHasCol ? kPanel : 1][kTiles];
+    Scale squares[kChoosesByRows ? kTiles : 1][kTiles];
+    float sums[Source::kHasSums ? kWarps : 1][kPanel];
     alignas(8) uint8_t row_scales[kHasRow ? kPanel : 1][kTiles];
     alignas(8) uint8_t col_scales[kHasCol ? kPanel : 1][kTiles];
   };
 
-  // A tile's scale byte and the multiplier of its elements.
-  struct Scale {
-    uint32_t code;
-    float multiplier;
+  const Params& p;
+  const Panel panel;
+  Shared& shared;
+
+  // A strip on its way through one direction.
+  template <class Strip>
+  struct Tiles {
+    static constexpr bool kAlongRows = Strip::kRows == kRuns;
+    static constexpr Share kShare = kAlongRows ? kRow : kCol;
+
+    const Params& p;
+    const Panel& panel;
+    const Strip& strip;
+    const BlockOutput<uint8_t>& output;
+    const Plane<const float>& tensor_amax;
+    int64_t tile_row, tile_col;  // in the grid of the matrix
+    bool square_is_inside;       // whether the square around the strip has an element in the matrix
+
+    TE_DIST_DEVICE Tiles(const Params& p, const Panel& panel, const Strip& strip, bool is_row)
+        : p(p), panel(panel), strip(strip), output(is_row ? p.row : p.col),
+          tensor_amax(is_row ? p.row_tensor_amax : p.col_tensor_amax) {
+      tile_row = (panel.row + p.phase.row + strip.local_row) / kRun;
+      tile_col = (panel.col + p.phase.col + strip.local_col) / kRun;
+      square_is_inside = meets(panel.rows, strip.local_row) && meets(panel.cols, strip.local_col);
+    }
+
+    TE_DIST_INLINE bool meets(const Inside& inside, int local) {
+      return inside.begin < local / kRun * kRun + kRun && inside.end > local / kRun * kRun;
+    }
+
+    TE_DIST_DEVICE bool run_is_inside(int run) const { return square_is_inside && strip.has(run); }
+
+    TE_DIST_DEVICE TensorScale scale_of_run(int run) const {
+      const float* amax = tensor_amax.data;
+      if (!kAlongRows || !Rule::kAmaxPerRow) return TensorScale::of(*amax, p.e4m3_max);
+      const bool is_inside = run_is_inside(run);
+      return TensorScale::of(is_inside ? amax[(strip.row + run) * tensor_amax.row_stride] : 0.0f, p.e4m3_max);
+    }
+
+    TE_DIST_DEVICE TensorScale scale_of_square() const {
+      const int64_t row = panel.row + strip.local_row / kRun * kRun;
+      return TensorScale::of(square_is_inside ? tensor_amax.at(row > 0 ? row : 0, 0) : 0.0f, p.e4m3_max);
+    }
+
+    TE_DIST_DEVICE void settle_runs(const float (&own)[kRuns], Scale (&scales)[kRuns]) const {
+      float amax[kRuns] = {own[0], own[1], own[2], own[3]};
+      if (__builtin_expect(output.amax.data != nullptr, 0)) {
+#pragma unroll
+        for (int run = 0; run < kRuns; ++run) {
+          if (!run_is_inside(run)) continue;
+          amax[run] = kAlongRows ? output.amax.at(strip.row + run, tile_col) : output.amax.at(tile_row, strip.col + run);
+        }
+      }
+      float units[kRuns];
+      bool is_ordinary = true;
+#pragma unroll
+      for (int run = 0; run < kRuns; ++run) {
+        const TensorScale tensor = scale_of_run(run);
+        if constexpr (kChooses) {
+          scales[run] = chosen(amax[run], tensor, [&](const Errors& errors) { return sum_of_run(run, errors); });
+        } else {
+          scales[run].code = tensor.code(amax[run]);
+          units[run] = tensor.unit(scales[run].code);
+          is_ordinary = is_ordinary && tensor.is_ordinary();
+        }
+      }
+      if constexpr (!kChooses) find_multipliers(units, is_ordinary, scales);
+    }
+
+    TE_DIST_DEVICE Scale settle_square(const float (&of_runs)[kRuns]) const {
+      float amax = fmaxf(fmaxf(of_runs[0], of_runs[1]), fmaxf(of_runs[2], of_runs[3]));
+      amax = larger_of_lanes(larger_of_lanes(amax, Strip::kSquareLanes[0]), Strip::kSquareLanes[1]);
+      if (__builtin_expect(output.amax.data != nullptr, 0) && square_is_inside) amax = output.amax.at(tile_row, tile_col);
+      const TensorScale tensor = scale_of_square();
+      if constexpr (kChooses) return chosen(amax, tensor, [&](const Errors& errors) { return sum_of_square(errors); });
+      Scale scales[1] = {{tensor.code(amax)}};
+      find_multipliers({tensor.unit(scales[0].code)}, tensor.is_ordinary(), scales);
+      return scales[0];
+    }
+
+    // Of the two ways to scale a tile the one that loses less; the largest value becomes 6 where they tie.
+    template <class SumOf>
+    TE_DIST_DEVICE Scale chosen(float amax, const TensorScale& tensor, const SumOf& sum_of) const {
+      Scale scales[2];
+      float units[2], sums[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        scales[c].code = nvfp4_four_over_six_code(amax, tensor.scale, c ? 1.5f : 1.0f);
+        units[c] = tensor.unit(scales[c].code);
+      }
+      find_multipliers(units, tensor.is_ordinary(), scales);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) sums[c] = sum_of(Errors(scales[c].code, scales[c].multiplier, tensor.amax, p.e4m3_max));
+      return sums[1] < sums[0] ? scales[1] : scales[0];
+    }
+
+    TE_DIST_DEVICE float sum_of_run(int run, const Errors& errors) const {
+      float sum = 0.0f;
+      if (Errors::is_ordinary(errors.tensor_amax)) {
+#pragma unroll
+        for (int i = 0; i < kRun; ++i) sum += errors.ordinary(fabsf(strip.value(run, i)));
+      } else {
+        float values[kRun];  // not in registers: a loop is short, and this is rare
+#pragma unroll
+        for (int i = 0; i < kRun; ++i) values[i] = strip.value(run, i);
+        const Inside inside = (kAlongRows ? strip.cols : strip.rows).only_if(strip.has(run));
+#pragma unroll 1
+        for (int i = 0; i < kRun; ++i) {
+          if (inside.has(i)) sum += errors.any(values[i]);
+        }
+      }
+      return sum;
+    }
+
+    // Every row from left to right, then rows folded in halves.
+    TE_DIST_DEVICE float sum_of_square(const Errors& errors) const {
+      float rows[kRuns];
+#pragma unroll
+      for (int run = 0; run < kRuns; ++run) {
+        rows[run] = sum_of_run(run, errors);
+        rows[run] += __shfl_xor_sync(kFullWarp, rows[run], Strip::kSquareLanes[1]);
+        rows[run] += __shfl_xor_sync(kFullWarp, rows[run], Strip::kSquareLanes[0]);
+      }
+      return (rows[0] + rows[2]) + (rows[1] + rows[3]);
+    }
   };
 
-  const Params& p;
-  const Place place;
-  Shared& shared;
-  Patch<Element> patch;
-  Noise<kStochastic> noise;
-  int64_t tile_row, tile_col;    // of the patch in the grid of the matrix
-  bool touches_row, touches_col;  // whether that tile has a row, or a column, in the matrix
-
-  TE_DIST_DEVICE void keep_row_scale(int i, const Scale& scale) const {
-    shared.row_scales[place.local_row + i][place.local_col / kTile] = uint8_t(scale.code);
+  // Largest magnitudes of the runs; what is not a number does not count, and is infinite afterwards. False if there was any.
+  template <class Strip>
+  TE_DIST_INLINE bool find_amax(Strip& strip, float (&amax)[kRuns]) {
+    strip.amax_or_nan(amax);
+    const float all = (amax[0] + amax[1]) + (amax[2] + amax[3]);
+    if (all == all) return true;
+    strip.amax(amax);
+    strip.replace_nan();
+    return false;
   }
 
-  TE_DIST_DEVICE void keep_col_scale(int j, const Scale& scale) const {
-    shared.col_scales[place.local_col + j][place.local_row / kTile] = uint8_t(scale.code);
+  // kBelow7: every element times its multiplier is.
+  template <bool kBelow7, class Strip, class NoiseAt>
+  TE_DIST_INLINE void encode_sizes(const Strip& strip, const Scale (&scales)[kRuns], const NoiseAt& noise_at,
+                                   uint32_t (&codes)[kRuns][2]) {
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        codes[run][half] = 0;
+#pragma unroll
+        for (int i = 7; i >= 0; --i) {
+          const float size = fabsf(strip.value(run, 8 * half + i)) * scales[run].multiplier;
+          if constexpr (kStochastic) {
+            push_code(codes[run][half], round_e2m1_noisy(size, noise_at(run, 8 * half + i), i));
+          } else {
+            push_code(codes[run][half], round_e2m1<kBelow7>(size, i));
+          }
+        }
+      }
+    }
+  }
+
+  // `amax`: of the strip's own runs, unless it had NaN. `noise_at`: the random byte of element i of a run.
+  template <class Strip, class NoiseAt>
+  TE_DIST_INLINE void encode(const Strip& strip, const float (&amax)[kRuns], bool has_amax, const Scale (&scales)[kRuns],
+                             const NoiseAt& noise_at, uint32_t (&codes)[kRuns][2]) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) largest = fmaxf(largest, amax[run] * scales[run].multiplier);
+    if (!kStochastic && __builtin_expect(has_amax && largest < 7.0f, 1)) {
+      encode_sizes<true>(strip, scales, noise_at, codes);
+    } else {
+      encode_sizes<false>(strip, scales, noise_at, codes);
+    }
+    Signs signs[kRuns][2];
+    strip.find_signs(signs);
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) codes[run][half] = signs[run][half].joined(codes[run][half]);
+    }
+  }
+
+  TE_DIST_DEVICE void quantize_rows() const {
+    RowStrip strip(panel);
+    if constexpr (kHasRow || kChoosesByRows) strip.template load<Source, kLoad>(p.source, panel);
+    uint4 noise[kRuns];
+    if constexpr (kStochastic) {
+      constexpr bool kAligned = Rule::kRounding == Rounding::kStochasticAligned;
+      if constexpr (kHasCol) {
+        draw_noise<kAligned>(p.rng_state + p.col_rng_state, strip, p.extents.cols, noise);
+#pragma unroll
+        for (int run = 0; run < kRuns; ++run) shared.noise[strip.local_row + run][strip.local_col / kRun] = noise[run];
+      }
+      if (kHasRow && (!kHasCol || p.col_rng_state != 0)) {
+        draw_noise<kAligned>(p.rng_state, strip, p.extents.cols, noise);
+      }
+    }
+    if constexpr (!kHasRow && !kChoosesByRows) return;
+    float amax[kRuns];
+    const bool has_amax = find_amax(strip, amax);
+    if constexpr (kChoosesByRows) {
+      const Scale scale = Tiles<RowStrip>(p, panel, strip, false).settle_square(amax);
+      shared.squares[strip.local_row / kRun][strip.local_col / kRun] = scale;
+    }
+    if constexpr (kHasRow) write_rows(strip, amax, has_amax, noise);
+  }
+
+  TE_DIST_DEVICE void write_rows(const RowStrip& strip, const float (&amax)[kRuns], bool has_amax,
+                                 const uint4 (&noise)[kRuns]) const {
+    const Tiles<RowStrip> tiles(p, panel, strip, true);
+    Scale scales[kRuns];
+    if constexpr (kRow == Share::kRun) {
+      tiles.settle_runs(amax, scales);
+    } else {
+      const Scale scale = tiles.settle_square(amax);
+#pragma unroll
+      for (int run = 0; run < kRuns; ++run) scales[run] = scale;
+    }
+    uint32_t codes[kRuns][2];
+    encode(strip, amax, has_amax, scales, [&](int run, int i) {
+      const uint32_t words[4] = {noise[run].x, noise[run].y, noise[run].z, noise[run].w};
+      return byte_of(words[i / 4], i % 4);
+    }, codes);
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+      shared.row_scales[strip.local_row + run][strip.local_col / kRun] = uint8_t(scales[run].code);
+    }
+    const int64_t stride = p.extents.cols / 2;
+    char* first = reinterpret_cast<char*>(p.row.data) + strip.row * stride + strip.col / 2;
+    if (panel.is_whole) {
+#pragma unroll
+      for (int run = 0; run < kRuns; ++run, first += stride) {
+        store_run<kRun / 2, kRowStore>(first, {0, kRun / 2}, codes[run]);
+      }
+    } else {
+      const Inside pairs{strip.cols.begin / 2, strip.cols.end / 2};
+#pragma unroll
+      for (int run = 0; run < kRuns; ++run, first += stride) {
+        store_run<kRun / 2, kRowStore>(first, pairs.only_if(strip.rows.has(run)), codes[run]);
+      }
+    }
+  }
+
+  // Place in shared memory of the codes of two columns, `pair` of the four of a lane, in the 16 rows of a warp. Threads
+  // that write, or read, at a time find different banks.
+  TE_DIST_INLINE int position(int warp, int pair, int lane) { return warp * 64 + pair * 32 + (lane ^ warp / 2 * 2); }
+
+  TE_DIST_DEVICE void quantize_columns() const {
+    Strip<Element, false> strip(panel);
+    strip.template load<Source, kLoad>(p.source, panel);
+    if constexpr (Source::kHasSums) add_columns(strip);
+    if constexpr (!kHasCol) return;
+    if constexpr (Rule::kTransforms) {
+      Strip<BFloat16, false> transformed = in_bfloat16(strip);
+      transform_words(transformed.words, p.sign_mask, [&](int w, float (&values)[kMixedRows][2]) {
+#pragma unroll
+        for (int i = 0; i < kMixedRows; ++i) {
+          transformed.words[i][w] = BFloat16::store_pair(values[i][0] * 0.25f, values[i][1] * 0.25f);
+        }
+      });
+      quantize_columns_of(transformed);
+    } else {
+      quantize_columns_of(strip);
+    }
+  }
+
+  // In the order of `Summed`.
+  TE_DIST_DEVICE void add_columns(const Strip<Element, false>& strip) const {
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+      float halves[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        halves[half] = strip.value(run, half * kPatch);
+#pragma unroll
+        for (int i = 1; i < kPatch; ++i) halves[half] += strip.value(run, half * kPatch + i);
+      }
+      shared.sums[threadIdx.x / 32][strip.local_col + run] = halves[0] + halves[1];
+    }
+  }
+
+  TE_DIST_DEVICE void write_sums() const {
+    const int col = threadIdx.x;
+    if (col >= kPanel || !panel.cols.has(col)) return;
+    float total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) total += shared.sums[w][col];
+    p.source.sums[(panel.row + p.phase.row) / kPanel * p.extents.cols + panel.col + col] = total;
+  }
+
+  template <class ColStrip>
+  TE_DIST_DEVICE void quantize_columns_of(ColStrip& strip) const {
+    float amax[kRuns];
+    const bool has_amax = find_amax(strip, amax);
+    const Tiles<ColStrip> tiles(p, panel, strip, false);
+    Scale scales[kRuns];
+    if constexpr (kCol == Share::kRun) {
+      tiles.settle_runs(amax, scales);
+    } else {
+      Scale scale;
+      if constexpr (kChoosesByRows) {
+        scale = shared.squares[strip.local_row / kRun][strip.local_col / kRun];
+      } else {
+        scale = tiles.settle_square(amax);
+      }
+#pragma unroll
+      for (int run = 0; run < kRuns; ++run) scales[run] = scale;
+    }
+    uint32_t noise[kStochastic ? kRun : 1];
+    if constexpr (kStochastic) {
+      const uint32_t* words = reinterpret_cast<const uint32_t*>(shared.noise[strip.local_row]) + strip.local_col / 4;
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) noise[i] = words[i * (kPanel / 4)];
+    }
+    uint32_t codes[kRuns][2];
+    encode(strip, amax, has_amax, scales, [&](int run, int i) { return byte_of(noise[i], run); }, codes);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int pair = 0; pair < kRuns / 2; ++pair) {
+      const uint32_t(&left)[2] = codes[2 * pair], (&right)[2] = codes[2 * pair + 1];
+      shared.columns[position(warp, pair, lane)] = make_uint4(left[0], left[1], right[0], right[1]);
+    }
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+      shared.col_scales[strip.local_col + run][strip.local_row / kRun] = uint8_t(scales[run].code);
+    }
+  }
+
+  // Writes the codes of whole columns of the panel: neighbouring lanes take the four chunks of 32 rows of a column.
+  TE_DIST_DEVICE void write_columns() const {
+    const int64_t stride = p.extents.rows / 2;
+    const uint2* halves = reinterpret_cast<const uint2*>(shared.columns);
+    const int lane = threadIdx.x % 32, chunk = lane % 4, second = lane / 4 % 2, pair = lane / 16;
+#pragma unroll
+    for (int i = 0; i < kPanel * 4 / kThreads; ++i) {
+      const int owner = (i * kThreads / 32 + threadIdx.x / 32) * 2 + lane / 8 % 2;
+      const int64_t row = panel.row + chunk * 32, col = panel.col + owner * 4 + pair * 2 + second;
+      uint2 codes[2];
+#pragma unroll
+      for (int w = 0; w < 2; ++w) codes[w] = halves[position(2 * chunk + w, pair, owner) * 2 + second];
+      const uint32_t words[4] = {codes[0].x, codes[0].y, codes[1].x, codes[1].y};
+      char* first = reinterpret_cast<char*>(p.col.data) + col * stride + row / 2;
+      const Inside rows = Inside::of(row / 2, 16, stride);
+      store_run<16, kColStore>(first, rows.only_if(col >= 0 && col < p.extents.cols), words);
+    }
   }
 
   // Writes the kTiles scale bytes of one row, or column, of the panel: half of the threads take rows, half columns.
   TE_DIST_DEVICE void write_scales() const {
     const int line = threadIdx.x % kPanel;
-    const Phase& phase = p.phase;
     if (kHasRow && threadIdx.x < kPanel) {
-      const int64_t row = place.first_row() + line, first = place.panel_col * kTiles;
-      const Inside inside = Inside::of(first, kTiles, (phase.col + p.extents.cols + kTile - 1) / kTile);
+      const int64_t row = panel.row + line, first = (panel.col + p.phase.col) / kRun;
+      const Inside inside = Inside::of(first, kTiles, (p.phase.col + p.extents.cols + kRun - 1) / kRun);
       write_line<kRowScaleStore>(shared.row_scales[line], &p.row.scale.at(row, first), p.row.scale.col_stride,
-                                 inside.only_if(row >= 0 && row < p.extents.rows));
+                                 inside.only_if(panel.rows.has(line)));
     }
     if (kHasCol && threadIdx.x >= kPanel) {
-      const int64_t col = place.first_col() + line, first = place.panel_row * kTiles;
-      const Inside inside = Inside::of(first, kTiles, (phase.row + p.extents.rows + kTile - 1) / kTile);
+      const int64_t col = panel.col + line, first = (panel.row + p.phase.row) / kRun;
+      const Inside inside = Inside::of(first, kTiles, (p.phase.row + p.extents.rows + kRun - 1) / kRun);
       write_line<kColScaleStore>(shared.col_scales[line], &p.col.scale.at(first, col), p.col.scale.row_stride,
-                                 inside.only_if(col >= 0 && col < p.extents.cols));
+                                 inside.only_if(panel.cols.has(line)));
     }
   }
 
@@ -109,267 +448,17 @@ struct QuantizeNvFp4 {
     }
   }
 
-  TE_DIST_DEVICE Scale nearest_scale(float amax, float tensor_scale) const {
-    const uint32_t code = nvfp4_block_code(amax, tensor_scale);
-    return {code, nvfp4_block_multiplier(code, tensor_scale)};
-  }
-
-  TE_DIST_INLINE float error(const Scale& scale, float tensor_amax, float e4m3_max, float value) {
-    const float difference = nvfp4_decode_error(encode_e2m1(value * scale.multiplier), E4M3::decode(scale.code),
-                                                tensor_amax, e4m3_max, value);
-    return Rule::kFourOverSix == FourOverSix::kMeanSquare ? difference * difference : fabsf(difference);
-  }
-
-  TE_DIST_DEVICE float error_of(const Scale& scale, float tensor_amax, int i, int j) const {
-    if (!place.rows.has(i) || !place.cols.has(j)) return 0.0f;
-    return error(scale, tensor_amax, p.e4m3_max, patch.value(i, j));
-  }
-
-  // Sum over the 16 values of a run, in order: 8 in the lane whose bit `mask` is clear, then 8 in the lane beside.
-  template <class ErrorOf>
-  TE_DIST_INLINE float sum_of_run(int mask, const ErrorOf& error_at) {
-    float errors[kPatch], sum = 0.0f;
-#pragma unroll
-    for (int k = 0; k < kPatch; ++k) errors[k] = error_at(k);
-#pragma unroll
-    for (int k = 0; k < kPatch; ++k) sum += errors[k];
-    const float before = __shfl_xor_sync(kFullWarp, sum, mask);
-    if (threadIdx.x & mask) {
-      sum = before;
-#pragma unroll
-      for (int k = 0; k < kPatch; ++k) sum += errors[k];
-    }
-    return __shfl_sync(kFullWarp, sum, threadIdx.x % 32 | mask);
-  }
-
-  // Every row from left to right, then rows folded in halves.
-  TE_DIST_DEVICE float sum_of_square(const Scale& scale, float tensor_amax) const {
-    float rows[kPatch];
-#pragma unroll
-    for (int i = 0; i < kPatch; ++i) {
-      rows[i] = sum_of_run(kLaneBesideCols, [&](int j) { return error_of(scale, tensor_amax, i, j); });
-      rows[i] += __shfl_xor_sync(kFullWarp, rows[i], kLaneBesideRows);
-    }
-#pragma unroll
-    for (int half = kPatch / 2; half > 0; half /= 2) {
-#pragma unroll
-      for (int i = 0; i < half; ++i) rows[i] += rows[i + half];
-    }
-    return rows[0];
-  }
-
-  // Of the two ways to scale a tile the one that loses less; the largest value becomes 6 where they tie.
-  template <class SumOf>
-  TE_DIST_INLINE Scale chosen_scale(float amax, float tensor_scale, const SumOf& sum_of) {
-    Scale scales[2];
-    float errors[2];
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      scales[c].code = nvfp4_four_over_six_code(amax, tensor_scale, c ? 1.5f : 1.0f);
-      scales[c].multiplier = nvfp4_block_multiplier(scales[c].code, tensor_scale);
-      errors[c] = sum_of(scales[c]);
-    }
-    return errors[1] < errors[0] ? scales[1] : scales[0];
-  }
-
-  // Rows are settled by turns: a lane settles four of the eight that it shares with the lane beside.
-  using Rows = SharedOut<kLaneBesideCols>;
-
-  TE_DIST_DEVICE float tensor_amax_of_row(int64_t row) const {
-    return *(p.row_tensor_amax.data + (Rule::kAmaxPerRow ? row * p.row_tensor_amax.row_stride : 0));
-  }
-
-  TE_DIST_DEVICE void settle_runs_of_rows(float (&multipliers)[kPatch]) const {
-    float values[kPatch], owned[Rows::kOwned];
-    patch.row_amax(values);
-    Rows::largest(values, owned);
-#pragma unroll
-    for (int i = 0; i < Rows::kOwned; ++i) {
-      const int64_t row = place.row + Rows::first() + i;
-      const bool is_inside = place.rows.has(Rows::first() + i) && touches_col;
-      if (is_inside && p.row.amax.data) owned[i] = p.row.amax.at(row, tile_col);
-      if constexpr (!kChooses) {
-        const float tensor_amax = is_inside || !Rule::kAmaxPerRow ? tensor_amax_of_row(row) : 0.0f;
-        const Scale scale = nearest_scale(owned[i], nvfp4_tensor_scale(tensor_amax, p.e4m3_max));
-        keep_row_scale(Rows::first() + i, scale);
-        owned[i] = scale.multiplier;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kPatch; ++i) {
-      multipliers[i] = Rows::of(owned, i);
-      if constexpr (kChooses) multipliers[i] = choose_row(i, multipliers[i]);
-    }
-  }
-
-  TE_DIST_DEVICE float choose_row(int i, float amax) const {
-    const bool is_inside = place.rows.has(i) && touches_col;
-    const float tensor_amax = is_inside || !Rule::kAmaxPerRow ? tensor_amax_of_row(place.row + i) : 0.0f;
-    const Scale scale = chosen_scale(amax, nvfp4_tensor_scale(tensor_amax, p.e4m3_max), [&](const Scale& candidate) {
-      return sum_of_run(kLaneBesideCols, [&](int j) { return error_of(candidate, tensor_amax, i, j); });
-    });
-    if (!(threadIdx.x & kLaneBesideCols)) keep_row_scale(i, scale);
-    return scale.multiplier;
-  }
-
-  using Cols = SharedOut<kLaneBesideRows>;
-
-  TE_DIST_DEVICE void settle_runs_of_columns(float (&multipliers)[kPatch]) const {
-    uint32_t columns[Patch<Element>::kWords];
-    float values[kPatch], owned[Cols::kOwned];
-    patch.col_amax(columns);
-#pragma unroll
-    for (int j = 0; j < kPatch; ++j) values[j] = Element::value(columns[j / Element::kPerWord], j % Element::kPerWord);
-    Cols::largest(values, owned);
-    const float tensor_amax = p.col_tensor_amax.at(0, 0);
-    const float tensor_scale = nvfp4_tensor_scale(tensor_amax, p.e4m3_max);
-#pragma unroll
-    for (int j = 0; j < Cols::kOwned; ++j) {
-      const int64_t col = place.col + Cols::first() + j;
-      const bool is_inside = place.cols.has(Cols::first() + j) && touches_row;
-      if (is_inside && p.col.amax.data) owned[j] = p.col.amax.at(tile_row, col);
-      if constexpr (!kChooses) {
-        const Scale scale = nearest_scale(owned[j], tensor_scale);
-        keep_col_scale(Cols::first() + j, scale);
-        owned[j] = scale.multiplier;
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kPatch; ++j) {
-      multipliers[j] = Cols::of(owned, j);
-      if constexpr (kChooses) multipliers[j] = choose_column(j, multipliers[j], tensor_amax, tensor_scale);
-    }
-  }
-
-  TE_DIST_DEVICE float choose_column(int j, float amax, float tensor_amax, float tensor_scale) const {
-    const Scale scale = chosen_scale(amax, tensor_scale, [&](const Scale& candidate) {
-      return sum_of_run(kLaneBesideRows, [&](int i) { return error_of(candidate, tensor_amax, i, j); });
-    });
-    if (!(threadIdx.x & kLaneBesideRows)) keep_col_scale(j, scale);
-    return scale.multiplier;
-  }
-
-  TE_DIST_DEVICE Scale square_scale(const BlockOutput<uint8_t>& output, const Plane<const float>& tensor_amaxes) const {
-    float amax = patch.amax();
-#pragma unroll
-    for (int mask : {kLaneBesideRows, kLaneBesideCols}) amax = larger_of_lanes(amax, mask);
-    const bool is_inside = touches_row && touches_col;
-    if (output.amax.data && is_inside) amax = output.amax.at(tile_row, tile_col);
-    const int64_t first_row = place.row - place.local_row % kTile;
-    const float tensor_amax = is_inside ? tensor_amaxes.at(first_row > 0 ? first_row : 0, 0) : 0.0f;
-    const float tensor_scale = nvfp4_tensor_scale(tensor_amax, p.e4m3_max);
-    if constexpr (!kChooses) return nearest_scale(amax, tensor_scale);
-    return chosen_scale(amax, tensor_scale,
-                        [&](const Scale& candidate) { return sum_of_square(candidate, tensor_amax); });
-  }
-
-  // A square's byte is stored once for every row; or for every column.
-  TE_DIST_DEVICE void settle_square_by_rows(float (&multipliers)[kPatch]) const {
-    const Scale scale = square_scale(p.row, p.row_tensor_amax);
-    fill(multipliers, scale.multiplier);
-    if (threadIdx.x & kLaneBesideCols) return;
-#pragma unroll
-    for (int i = 0; i < kPatch; ++i) keep_row_scale(i, scale);
-  }
-
-  TE_DIST_DEVICE void settle_square_by_columns(float (&multipliers)[kPatch]) const {
-    const Scale scale = square_scale(p.col, p.col_tensor_amax);
-    fill(multipliers, scale.multiplier);
-    if (threadIdx.x & kLaneBesideRows) return;
-#pragma unroll
-    for (int j = 0; j < kPatch; ++j) keep_col_scale(j, scale);
-  }
-
-  TE_DIST_INLINE uint32_t encode(float value, float noise) {
-    if constexpr (kStochastic) {
-      return encode_e2m1_noisy(value, noise);
-    } else {
-      return encode_e2m1(value);
-    }
-  }
-
-  // Place in shared memory of the codes of 8 rows of a column. Threads that write, or read, at a time find different banks.
-  TE_DIST_INLINE int position(int col, int row) {
-    const int warp = row / 16, half = row / 8 % 2;
-    return warp * 256 + col % 8 * 32 + ((half * 16 + col / 8) ^ (warp / 2 * 8));
-  }
-
-  // Writes codes of rows, and those of columns into shared memory. kSame: both have the same codes.
-  template <bool kSame>
-  TE_DIST_DEVICE void write(const float (&by_row)[kPatch], const float (&by_col)[kPatch]) {
-    const int64_t stride = place.extents.cols / 2;
-    char* first = reinterpret_cast<char*>(p.row.data) + place.row * stride + place.col / 2;
-    const Inside pairs{place.cols.begin / 2, place.cols.end / 2};
-    uint32_t columns[kPatch] = {};
-#pragma unroll
-    for (int i = 0; i < kPatch; ++i, first += stride) {
-      uint32_t codes = 0;
-#pragma unroll
-      for (int j = 0; j < kPatch; ++j) {
-        const float value = patch.value(i, j), drawn = noise.at(i, j);
-        uint32_t code = 0;
-        if constexpr (kHasRow) code = encode(value * by_row[i], drawn);
-        codes += code << (4 * j);
-        if constexpr (kHasCol && !kSame) code = encode(value * by_col[j], drawn);
-        columns[j] += code << (4 * i);
-      }
-      if constexpr (kHasRow) store_run<kPatch / 2, kRowStore>(first, pairs.only_if(place.rows.has(i)), &codes);
-    }
-    if constexpr (kHasCol) {
-#pragma unroll
-      for (int j = 0; j < kPatch; ++j) {
-        shared.transposed[position(place.local_col + j, place.local_row)] = columns[j];
-      }
-    }
-  }
-
-  TE_DIST_DEVICE void write_transposed() const {
-    const int64_t stride = place.extents.rows / 2;
-#pragma unroll
-    for (int i = 0; i < kPanel * kPanel / 32 / kThreads; ++i) {
-      // Neighbouring lanes take the four chunks of a column; columns 8 apart lie in different banks.
-      const int index = i * kThreads + threadIdx.x, chunk = index % 4;
-      const int local_col = index / 64 + index / 4 % 16 * 8;
-      const int64_t row = place.first_row() + chunk * 32, col = place.first_col() + local_col;
-      uint32_t codes[4];
-#pragma unroll
-      for (int w = 0; w < 4; ++w) codes[w] = shared.transposed[position(local_col, chunk * 32 + w * 8)];
-      char* first = reinterpret_cast<char*>(p.col.data) + col * stride + row / 2;
-      const Inside rows = Inside::of(row / 2, 16, stride);
-      store_run<16, kColStore>(first, rows.only_if(col >= 0 && col < place.extents.cols), codes);
-    }
-  }
-
-  TE_DIST_DEVICE void quantize() {
-    tile_row = place.panel_row * (kPanel / kTile) + place.local_row / kTile;
-    tile_col = place.panel_col * (kPanel / kTile) + place.local_col / kTile;
-    touches_row = place.tile_has_rows(kTile);
-    touches_col = place.tile_has_cols(kTile);
-    load_patch<Source, kLoad>(p.source, place, patch);
-    if constexpr (kStochastic) {
-      const PhiloxState state{uint64_t(__ldg(p.rng_state)), uint64_t(__ldg(p.rng_state + 1))};
-      noise.template draw<Rule::kRounding == Rounding::kStochasticAligned>(state, place);
-    }
-    float by_row[kPatch], by_col[kPatch];
-    if constexpr (kRow == Share::kRun) settle_runs_of_rows(by_row);
-    if constexpr (kRow == Share::kSquare) settle_square_by_rows(by_row);
-    if constexpr (kCol == Share::kRun) settle_runs_of_columns(by_col);
-    if constexpr (kCol == Share::kSquare) settle_square_by_columns(by_col);
-    // Where squares have the same scale in both directions, as they have by their own amax, so have they the same codes.
-    if (kRow == Share::kSquare && kCol == Share::kSquare && by_row[0] == by_col[0]) {
-      write<true>(by_row, by_col);
-    } else {
-      write<false>(by_row, by_col);
-    }
-    __syncthreads();
-    write_scales();
-    if constexpr (kHasCol) write_transposed();
-  }
-
-  TE_DIST_INLINE void run(const Params& p, int64_t panel) {
+  TE_DIST_INLINE void run(const Params& p, int64_t index) {
     if (is_set(p.noop)) return;
     __shared__ Shared shared;
-    QuantizeNvFp4{p, Place::of(p.extents, p.phase, panel), shared, {}, {}}.quantize();
+    const QuantizeNvFp4 self{p, Panel::of(p.extents, p.phase, p.grid, uint32_t(index)), shared};
+    if constexpr (kHasRow || kStochastic || kChoosesByRows) self.quantize_rows();
+    if constexpr (kHasCol && (kStochastic || kChoosesByRows)) __syncwarp();  // both directions of 16 rows are one warp's
+    if constexpr (kHasCol || Source::kHasSums) self.quantize_columns();
+    __syncthreads();
+    self.write_scales();
+    if constexpr (Source::kHasSums) self.write_sums();
+    if constexpr (kHasCol) self.write_columns();
   }
 
   TE_DIST_INLINE void run(const Params& p) { run(p, blockIdx.x); }

@@ -14,22 +14,33 @@ struct PhiloxBlock {
   uint32_t words[4];
 };
 
-// The block numbered `index` of a stream: 16 random bytes, words in order, each little endian.
-TE_DIST_INLINE PhiloxBlock philox4x32(PhiloxState state, uint64_t index) {
-  const uint64_t counter = state.offset + index;
-  uint32_t c0 = uint32_t(counter), c1 = uint32_t(counter >> 32), c2 = 0, c3 = 0;
+// Blocks numbered `indices` of a stream: 16 random bytes each, words in order, each little endian. They share the keys.
+template <int kCount>
+TE_DIST_INLINE void philox4x32(PhiloxState state, const uint64_t (&indices)[kCount], PhiloxBlock (&blocks)[kCount]) {
   uint32_t k0 = uint32_t(state.seed), k1 = uint32_t(state.seed >> 32);
+  for (int i = 0; i < kCount; ++i) {
+    const uint64_t counter = state.offset + indices[i];
+    blocks[i] = {{uint32_t(counter), uint32_t(counter >> 32), 0, 0}};
+  }
   for (int round = 0; round < 10; ++round) {
-    const uint64_t product0 = uint64_t(0xD2511F53u) * c0;
-    const uint64_t product1 = uint64_t(0xCD9E8D57u) * c2;
-    c0 = uint32_t(product1 >> 32) ^ c1 ^ k0;
-    c1 = uint32_t(product1);
-    c2 = uint32_t(product0 >> 32) ^ c3 ^ k1;
-    c3 = uint32_t(product0);
+    for (int i = 0; i < kCount; ++i) {
+      uint32_t(&c)[4] = blocks[i].words;
+      const uint64_t product0 = uint64_t(0xD2511F53u) * c[0];
+      const uint64_t product1 = uint64_t(0xCD9E8D57u) * c[2];
+      c[0] = uint32_t(product1 >> 32) ^ c[1] ^ k0;
+      c[1] = uint32_t(product1);
+      c[2] = uint32_t(product0 >> 32) ^ c[3] ^ k1;
+      c[3] = uint32_t(product0);
+    }
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
-  return {{c0, c1, c2, c3}};
+}
+
+TE_DIST_INLINE PhiloxBlock philox4x32(PhiloxState state, uint64_t index) {
+  PhiloxBlock block[1];
+  philox4x32<1>(state, {index}, block);
+  return block[0];
 }
 
 TE_DIST_INLINE uint32_t philox_byte(const PhiloxBlock& block, uint32_t position) {

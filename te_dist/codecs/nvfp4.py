@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -15,6 +16,7 @@ from te_dist.codecs.tiled import TiledCodec, plane_arguments, side
 from te_dist.formats import WHOLE, Field, Region
 from te_dist.formats.region import Pair
 from te_dist.ops.evaluate import values
+from te_dist.ops.hadamard import transformed
 from te_dist.ops.source import Source, unsummed
 
 LARGEST_TILE = (16, 16)  # offsets inside it are offsets inside every smaller tile
@@ -66,23 +68,26 @@ class NvFp4(TiledCodec):
                 f"the Hadamard transform mixes {HADAMARD} rows, got rows {region.rows}; cut and pad at multiples of it"
             )
 
+    @cached_property
+    def pass_key(self) -> object:
+        return replace(self, tile=(0, 0), row_scaled=False, hadamard=None)
+
     def amax(self, x: Tensor | Source, region: Region) -> Amax:
-        return super().amax(self._transformed(unsummed(x)), region)
+        return super().amax(
+            unsummed(x) if self.hadamard is None else transformed(values(unsummed(x)), self.hadamard), region
+        )
 
     def encode(self, x: Tensor | Source, region: Region, planes: Sequence[Plane]) -> None:
-        x = self._transformed(x)
+        _find_tensor_amaxes(unsummed(x), region, planes)
         outputs = plane_arguments(planes, region)
-        for plane in planes:
-            codec = plane.encoding.codec
-            tensor_amax = plane.amax[0] if plane.amax else find_amax(x, region, codec.amax_tiles[0])
-            plane.stored[2].copy_(tensor_amax)
-            outputs[f"{side(plane.encoding)}_tensor_amax"] = tensor_amax
+        outputs |= {f"{side(plane.encoding)}_tensor_amax": plane.stored[2] for plane in planes}
         ops.quantize_nvfp4(
             x,
             phase=region.phase(LARGEST_TILE),
             e4m3_max=self.e4m3_max,
             four_over_six=self.four_over_six,
-            rng_state=_draw_rng_state(x) if self.stochastic else None,
+            rng_state=_draw_rng_state(x, planes) if self.stochastic else None,
+            col_hadamard=_hadamard(planes),
             **outputs,
         )
 
@@ -107,15 +112,34 @@ class NvFp4(TiledCodec):
             "transforming its other operand alike; dequantize the rowwise direction instead"
         )
 
-    def _transformed(self, x: Tensor | Source) -> Tensor | Source:
-        if self.hadamard is None:
-            return x
-        x = values(x)
-        rotated = torch.empty_like(x, dtype=torch.bfloat16)
-        ops.hadamard(x.to(torch.bfloat16), sign_mask=self.hadamard, out=rotated)
-        return rotated
+
+def _hadamard(planes: Sequence[Plane]) -> int | None:
+    """The transform of the columnwise direction."""
+    return next((plane.encoding.codec.hadamard for plane in planes if side(plane.encoding) == "col"), None)
 
 
-def _draw_rng_state(x: Tensor | Source) -> Tensor:
-    """(seed, offset) of the next run of stochastic rounding, drawn from torch's generator on the device of `x`."""
-    return torch.randint(2**62, (2,), dtype=torch.int64, device=x.device)
+def _find_tensor_amaxes(x: Tensor | Source, region: Region, planes: Sequence[Plane]) -> None:
+    """Writes the amax field of every plane, in one pass over `x` but for amaxes of rows."""
+    wanted = {}
+    for plane in planes:
+        codec, stored = plane.encoding.codec, plane.stored[2]
+        if plane.amax:
+            stored.copy_(plane.amax[0])
+        elif codec.row_scaled:
+            stored.copy_(find_amax(x, region, codec.amax_tiles[0]))
+        else:
+            wanted[f"{side(plane.encoding)}_amax"] = stored
+    if wanted:
+        ops.direction_amax(x, hadamard=_hadamard(planes) if "col_amax" in wanted else None, **wanted)
+
+
+def _draw_rng_state(x: Tensor | Source, planes: Sequence[Plane]) -> Tensor:
+    """(seed, offset) of the next run of stochastic rounding, drawn from torch's generator on the device of `x`.
+
+    One for each plane where their codecs differ in more than the tile.
+    """
+    codecs = {replace(plane.encoding.codec, tile=(0, 0)) for plane in planes}
+    state = torch.empty((len(codecs), 2), dtype=torch.int64, device=x.device)
+    for row in state:
+        row.random_(2**62)
+    return state if len(codecs) == 2 else state[0]

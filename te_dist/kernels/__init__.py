@@ -10,6 +10,7 @@ from te_dist.kernels.evaluation import evaluate, panel_sums, rms_rstd
 from te_dist.kernels.gemm import gemm_float8_block
 from te_dist.kernels.movement import assemble, hadamard, transpose
 from te_dist.kernels.quantize import (
+    direction_amax,
     quantize_float8_block,
     quantize_float8_current,
     quantize_float8_tensor,
@@ -23,6 +24,7 @@ __all__ = [
     "dequantize_float8",
     "dequantize_mxfp8",
     "dequantize_nvfp4",
+    "direction_amax",
     "evaluate",
     "gemm_float8_block",
     "hadamard",

@@ -8,7 +8,7 @@ from functools import cache, partial
 from torch import Tensor
 
 from te_dist.formats.region import Pair
-from te_dist.kernels.amax import parts_task
+from te_dist.kernels.amax import ZERO, parts_task
 from te_dist.kernels.arguments import (
     CODES,
     EXTENTS,
@@ -22,6 +22,7 @@ from te_dist.kernels.arguments import (
     pointer,
 )
 from te_dist.kernels.inputs import Input, Source, layout, read
+from te_dist.kernels.runtime import launch
 from te_dist.kernels.spec import Spec
 from te_dist.kernels.task import Task, Widths, start
 
@@ -44,10 +45,12 @@ _FLOAT8 = (
     f"{EXTENTS} {PHASE} noop:P tensor.multiplier:P tensor.amaxes:P tensor.count:q tensor.amax:P eps:f pow2:i {_OUTPUTS}"
 )
 _MXFP8 = f"{EXTENTS} {PHASE} noop:P {_OUTPUTS}"
+_PANEL_GRID = "grid.across:I grid.reciprocal:I"
 _NVFP4 = (
-    f"{EXTENTS} {PHASE} noop:P e4m3_max:f rng_state:P {plane_layout('row_tensor_amax')} "
-    f"{plane_layout('col_tensor_amax')} {_OUTPUTS}"
+    f"{EXTENTS} {PHASE} noop:P {_PANEL_GRID} e4m3_max:f sign_mask:I col_rng_state:i rng_state:P "
+    f"{plane_layout('row_tensor_amax')} {plane_layout('col_tensor_amax')} {_OUTPUTS}"
 )
+_DIRECTION_AMAX = f"{EXTENTS} {_PANEL_GRID} sign_mask:I row_amax:P col_amax:P"
 
 
 def _share(tile: Pair, data: Tensor | None) -> str:
@@ -184,19 +187,51 @@ _FOUR_OVER_SIX = {"none": "kNone", "mae": "kMeanAbsolute", "mse": "kMeanSquare"}
 
 
 @cache
-def nvfp4(source: Source, widths: Widths, *, rule: tuple[str, str, str], shares: tuple[str, str]) -> Spec:
+def nvfp4(source: Source, widths: Widths, *, rule: tuple[str, str, str, str], shares: tuple[str, str]) -> Spec:
     """Spec of an NVFP4 quantizer.
 
     Args:
         source: of the input.
         widths: bytes read, written to row data, column data, row scales and column scales at a time.
-        rule: rounding, four-over-six, and whether every row has its own amax ("true", "false").
+        rule: rounding; four-over-six; whether every row has its own amax, whether columns are transformed, as C++.
         shares: what shares a scale in each direction.
     """
-    rounding, four_over_six, amax_per_row = rule
-    rule_type = f"NvFp4Rule<Rounding::{rounding}, FourOverSix::{four_over_six}, {amax_per_row}>"
+    rounding, four_over_six, *flags = rule
+    rule_type = f"NvFp4Rule<{', '.join((f'Rounding::{rounding}', f'FourOverSix::{four_over_six}', *flags))}>"
     constants = ", ".join((source.template, rule_type, *shares, *map(str, widths)))
     return Spec("quantize_nvfp4.cuh", f"QuantizeNvFp4<{constants}>", layout(source, _NVFP4))
+
+
+@cache
+def direction_amaxes(source: Source, widths: Widths, *, transforms: str) -> Spec:
+    """Spec of the amax of each direction. `transforms`: "true" where the columnwise one is of the transform."""
+    constants = f"{source.template}, {transforms}, {widths[0]}"
+    return Spec("direction_amax.cuh", f"DirectionAmax<{constants}>", layout(source, _DIRECTION_AMAX))
+
+
+def direction_amax(x: Tensor, source: str, beside: Sequence[Tensor], *rest: object) -> None:
+    """See te_dist.ops.direction_amax."""
+    hadamard, row_amax, col_amax = rest
+    matrix = read(x, source, beside)
+    outputs = [out for out in (row_amax, col_amax) if out is not None]
+    for out in outputs:
+        launch(ZERO, out, (1, 1), (out.data_ptr(), 1))
+    if _is_idle(matrix, *outputs):
+        return
+    kernel = partial(direction_amaxes, transforms=_as_cpp(hadamard is not None))
+    values = (*matrix.shape, *_panel_grid(matrix, (0, 0)), hadamard or 0, pointer(row_amax), pointer(col_amax))
+    blocks = blocks_for(matrix.shape, PANEL)
+    start(Task(matrix, kernel, (matrix.load_bytes(),), (matrix.element_size(),), blocks, values), overlaps=True)
+
+
+def _panel_grid(x: Input, phase: Pair) -> tuple[int, int]:
+    """Values of a `PanelGrid`."""
+    across = blocks_for((1, x.shape[1]), PANEL, (0, phase[1]))
+    return across, min(2**32 - 1, 2**32 // across)
+
+
+def _as_cpp(flag: bool) -> str:
+    return "true" if flag else "false"
 
 
 def _line_store_bytes(scale: Tensor | None, *, dim: int) -> int:
@@ -208,7 +243,9 @@ def _line_store_bytes(scale: Tensor | None, *, dim: int) -> int:
     return access_bytes(limit, scale.data_ptr(), length, pitch) if scale.stride(dim) == 1 else 0
 
 
-def nvfp4_task(x: Input, phase: Pair, e4m3_max: int, four_over_six: str, *rest: Pair | Tensor | None) -> Task | None:
+def nvfp4_task(
+    x: Input, phase: Pair, e4m3_max: int, four_over_six: str, hadamard: int | None, *rest: Pair | Tensor | None
+) -> Task | None:
     """What quantize_nvfp4 launches."""
     *planes, rng_state, noop = rest
     (row_tile, row_tensor_amax, row_amax, row_data, row_scale) = planes[:5]
@@ -219,7 +256,7 @@ def nvfp4_task(x: Input, phase: Pair, e4m3_max: int, four_over_six: str, *rest: 
     rows, cols = x.shape
     widths = (
         x.load_bytes(phase[1]),
-        access_bytes(4, pointer(row_data), cols // 2, phase[1] // 2) if row_data is not None else 4,
+        access_bytes(8, pointer(row_data), cols // 2, phase[1] // 2) if row_data is not None else 8,
         access_bytes(16, pointer(col_data), rows // 2, phase[0] // 2) if col_data is not None else 16,
         _line_store_bytes(row_scale if row_data is not None else None, dim=1),
         _line_store_bytes(col_scale if col_data is not None else None, dim=0),
@@ -227,12 +264,16 @@ def nvfp4_task(x: Input, phase: Pair, e4m3_max: int, four_over_six: str, *rest: 
     rounding = "kNearest"
     if rng_state is not None:
         rounding = "kStochastic" if phase[1] or cols % NVFP4_TILE[1] else "kStochasticAligned"
+    of_columns = 2 if rng_state is not None and rng_state.dim() == 2 else 0
     shares = (_share(row_tile, row_data), _share(col_tile, col_data))
-    per_row = "true" if row_tensor_amax is not None and row_tensor_amax.shape[0] > 1 else "false"
-    kernel = partial(nvfp4, rule=(rounding, _FOUR_OVER_SIX[four_over_six], per_row), shares=shares)
+    per_row = row_tensor_amax is not None and row_tensor_amax.shape[0] > 1
+    flags = (per_row, hadamard is not None and col_data is not None)
+    rule = (rounding, _FOUR_OVER_SIX[four_over_six], *map(_as_cpp, flags))
+    kernel = partial(nvfp4, rule=rule, shares=shares)
     amaxes = (*plane(row_tensor_amax), *plane(col_tensor_amax))
     outputs = (*_output(row_amax, row_data, row_scale), *_output(col_amax, col_data, col_scale))
-    values = (*x.shape, *phase, pointer(noop), e4m3_max, pointer(rng_state), *amaxes, *outputs)
+    options = (pointer(noop), *_panel_grid(x, phase), e4m3_max, hadamard or 0, of_columns, pointer(rng_state))
+    values = (*x.shape, *phase, *options, *amaxes, *outputs)
     return Task(x, kernel, widths, (x.element_size(), 1, 1, 0, 0), blocks_for(x.shape, PANEL, phase), values)
 
 

@@ -29,14 +29,21 @@ def quantizers(element: str) -> Iterator[Spec]:
         yield quantize.float8(source, (16, 8, 16), code=code, shares=shares)
     for code, shares in product(_CODES, _BLOCK_SHARES):
         yield quantize.mxfp8(source, (16, 8, 4), code=code, shares=shares)
-    rounding = ("kNearest", "kStochasticAligned")
-    for rule, shares in product(((name, "kNone", "false") for name in rounding), _BLOCK_SHARES):
-        yield quantize.nvfp4(source, (16, 4, 16, 8, 8), rule=rule, shares=shares)
+    wide = (16, 8, 16, 8, 8)
+    for rounding in ("kNearest", "kStochasticAligned"):
+        plain_rule, transformed = ((rounding, "kNone", "false", transforms) for transforms in ("false", "true"))
+        for shares in _BLOCK_SHARES:
+            yield quantize.nvfp4(source, wide, rule=plain_rule, shares=shares)
+        for shares in ((_RUN, _RUN), (_ABSENT, _RUN)):
+            yield quantize.nvfp4(source, wide, rule=transformed, shares=shares)
+    for transforms, load in product(("false", "true"), (16, narrow)):
+        yield quantize.direction_amaxes(source, (load,), transforms=transforms)
     for shares in ((_RUN, _RUN), (_SQUARE, _SQUARE)):
         yield quantize.float8(source, (narrow, 1, 1), code="E4M3", shares=shares)
         yield quantize.mxfp8(source, (narrow, 1, 1), code="E4M3", shares=shares)
-        yield quantize.nvfp4(source, (narrow, 1, 1, 1, 1), rule=("kStochastic", "kNone", "true"), shares=shares)
-        yield quantize.nvfp4(source, (16, 4, 16, 8, 8), rule=("kNearest", "kMeanSquare", "false"), shares=shares)
+        by_row = ("kStochastic", "kNone", "true", "false")
+        yield quantize.nvfp4(source, (narrow, 1, 1, 1, 1), rule=by_row, shares=shares)
+        yield quantize.nvfp4(source, wide, rule=("kNearest", "kMeanSquare", "false", "false"), shares=shares)
     for load in (16, narrow):
         yield from (amax.of_matrix(source, (load,), parts=parts) for parts in ("true", "false"))
         yield from (amax.of_tiles(source, (load,), whole=whole) for whole in ("true", "false"))
@@ -50,7 +57,8 @@ def fused(element: str) -> Iterator[Spec]:
             yield quantize.float8(source, (16, 8, 16), code="E4M3", shares=shares)
             yield quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=shares)
         yield quantize.float8(source, (16, 8, 16), code="E4M3", shares=(_TENSOR, _TENSOR))
-        yield quantize.nvfp4(source, (16, 4, 16, 8, 8), rule=("kNearest", "kNone", "false"), shares=(_RUN, _RUN))
+        rule = ("kNearest", "kNone", "false", "false")
+        yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=rule, shares=(_RUN, _RUN))
     for source in computed:
         yield amax.of_matrix(source, (16,), parts="true")
         yield evaluation.values(source, (16, 16))
@@ -98,8 +106,8 @@ def requantizers() -> Iterator[Spec]:
         yield multi_tensor(quantize.float8(source, (16, 8, 16), code="E4M3", shares=shares))
     for shares in _BLOCK_SHARES:
         yield multi_tensor(quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=shares))
-    rule = ("kNearest", "kNone", "false")
-    yield multi_tensor(quantize.nvfp4(source, (16, 4, 16, 8, 8), rule=rule, shares=(_SQUARE, _ABSENT)))
+    rule = ("kNearest", "kNone", "false", "false")
+    yield multi_tensor(quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=rule, shares=(_SQUARE, _ABSENT)))
     yield multi_tensor(reading(source, (4,), copy="Float32"))
     yield ADVANCE
 

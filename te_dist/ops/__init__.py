@@ -7,6 +7,7 @@ from te_dist.ops.assemble import assemble
 from te_dist.ops.dequantize_float8 import dequantize_float8
 from te_dist.ops.dequantize_mxfp8 import dequantize_mxfp8
 from te_dist.ops.dequantize_nvfp4 import dequantize_nvfp4
+from te_dist.ops.direction_amax import direction_amax
 from te_dist.ops.evaluate import evaluate
 from te_dist.ops.gemm_float8_block import gemm_float8_block
 from te_dist.ops.hadamard import hadamard
@@ -25,6 +26,7 @@ __all__ = [
     "dequantize_float8",
     "dequantize_mxfp8",
     "dequantize_nvfp4",
+    "direction_amax",
     "evaluate",
     "gemm_float8_block",
     "hadamard",

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from te_dist import _C, kernels
+from te_dist.kernels import inputs
 from te_dist.ops._checks import check_matrix, check_output
 from te_dist.ops._library import register
 
 GROUP = 16
+Unsummed = tuple[Tensor, str, list[Tensor]]  # x, the source's name, the tensors beside
 
 
 def hadamard(x: Tensor, *, sign_mask: int, out: Tensor) -> None:
@@ -24,9 +26,34 @@ def hadamard(x: Tensor, *, sign_mask: int, out: Tensor) -> None:
     """
     check_matrix("x", x, (torch.bfloat16,))
     check_output("out", out, torch.bfloat16, x.shape)
-    if x.shape[0] % GROUP:
-        raise ValueError(f"x: got {x.shape[0]} rows, wanted a multiple of {GROUP}, which the transform mixes; pad x")
+    check_rows(x.shape[0])
     torch.ops.te_dist.hadamard(x, sign_mask, out)
+
+
+def check_rows(rows: int, offset: int = 0) -> None:
+    """Raises ValueError where a matrix of so many rows, so far inside a larger one, cannot be transformed alone."""
+    if rows % GROUP or offset % GROUP:
+        raise ValueError(
+            f"x: got {rows} rows from offset {offset}, wanted each a multiple of {GROUP}, which the transform mixes; "
+            "pad x"
+        )
+
+
+def transformed(x: Tensor, sign_mask: int) -> Tensor:
+    """The transform of `x` (rows, cols; fp32, bf16 or fp16), rounded to bf16 before and after."""
+    out = torch.empty_like(x, dtype=torch.bfloat16)
+    hadamard(x.to(torch.bfloat16), sign_mask=sign_mask, out=out)
+    return out
+
+
+def transformed_source(read: Unsummed, sign_mask: int) -> Unsummed:
+    """The transform of what is read, on the CPU."""
+    x, name, beside = read
+    if name != "plain":
+        values = torch.empty(inputs.read(x, name, beside).shape, dtype=x.dtype)
+        _C.evaluate(read, values, torch.get_num_threads())
+        x = values
+    return transformed(x, sign_mask), "plain", []
 
 
 def _cpu(x: Tensor, sign_mask: int, out: Tensor) -> None:

@@ -243,6 +243,30 @@ def check_nvfp4(name: str, x: Tensor, phase: tuple[int, int], rule: dict, sides:
             assert_bitwise(planes[key], want, f"{key} {rule} {sides.keys()} of {name} {level}")
 
 
+@pytest.mark.parametrize("states", [None, (11, 12), (13, 14, 15, 16)], ids=["nearest", "one", "two"])
+@pytest.mark.parametrize(("shape", "phase"), [((48, 70), (0, 0)), ((64, 40), (16, 6))])
+def test_nvfp4_of_the_hadamard_transform(shape, phase, states):
+    """Columns are those of the transformed matrix, rounded to bf16, found and quantized on its own."""
+    rng_state = states and torch.tensor(states).view(-1, 2).squeeze(0)
+    of_row, of_col = rng_state if states and len(states) == 4 else (rng_state, rng_state)
+    rule = dict(e4m3_max=448, four_over_six="none")
+    for name, x in inputs(shape):
+        rotated = reference.hadamard(x.bfloat16(), 0xD7E8)
+        amaxes = [reference.tile_amax(source, (WHOLE, WHOLE)) for source in (x, rotated)]
+        row_amax, col_amax = torch.empty(1, 1), torch.empty(1, 1)
+        ops.direction_amax(x, hadamard=0xD7E8, row_amax=row_amax, col_amax=col_amax)
+        assert_bitwise(row_amax, amaxes[0], name)
+        assert_bitwise(col_amax, amaxes[1], name)
+        row_codes, row_scale = reference.encode_nvfp4(x, (1, 16), phase, row_amax, None, rng_state=of_row, **rule)
+        codes, col_scale = reference.encode_nvfp4(rotated, (16, 1), phase, col_amax, None, rng_state=of_col, **rule)
+        wanted = dict(row_data=pack(row_codes), row_scale=row_scale, col_data=pack(codes.t()), col_scale=col_scale)
+        planes = {key: torch.full_like(want, 77) for key, want in wanted.items()}
+        tiles = dict(row_tile=(1, 16), row_tensor_amax=row_amax, col_tile=(16, 1), col_tensor_amax=col_amax)
+        ops.quantize_nvfp4(x, phase=phase, rng_state=rng_state, col_hadamard=0xD7E8, **rule, **tiles, **planes)
+        for key, want in wanted.items():
+            assert_bitwise(planes[key], want, f"{key} of {name}")
+
+
 @pytest.mark.parametrize("sign_mask", [0, 0xD7E8, 0xFFFF])
 @pytest.mark.parametrize("shape", [(16, 1), (64, 100), (0, 5), (256, 64)])
 def test_hadamard(shape, sign_mask):

@@ -226,6 +226,12 @@ def movers() -> Iterator[Call]:
         x = shifted(matrix("normal", shape, torch.bfloat16), shift)
         out = shifted(torch.zeros(shape, dtype=torch.bfloat16), shift)
         yield Call(f"hadamard {shape}", ops.hadamard, dict(x=x, sign_mask=0xD7E8), dict(out=out))
+        found = dict(row_amax=torch.zeros(1, 1), col_amax=torch.zeros(1, 1))
+        yield Call(f"direction amax {shape}", ops.direction_amax, dict(x=x, hadamard=0xD7E8), found)
+        rule = dict(phase=(0, 0), e4m3_max=448, four_over_six="none", rng_state=None, col_hadamard=0xD7E8)
+        rule |= dict(col_tile=(16, 1), col_tensor_amax=torch.tensor([[9.0]]))
+        outputs = directions(shape, (0, 0), shift, tiles={"col": (16, 1)})
+        yield Call(f"fp4 transformed {shape}", ops.quantize_nvfp4, dict(x=x, **rule), outputs)
     for heights, width, shift in (([64, 64, 64], 512, 0), ([5, 0, 9], 7, 1), ([1] * 60, 48, 0)):
         wires = [codes((height, width + shift))[:, :width] for height in heights]
         starts = [sum(heights[:i]) for i in range(len(heights))]

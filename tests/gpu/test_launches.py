@@ -51,6 +51,11 @@ def calls(rows: int, cols: int) -> Iterator[tuple[str, Callable[[], None], list[
     fp4_rule |= dict(col_tile=(16, 1), row_tensor_amax=torch.ones(1, 1, device="cuda") * 5)
     fp4_rule |= dict(col_tensor_amax=torch.ones(1, 1, device="cuda") * 5)
     yield "fp4", lambda: ops.quantize_nvfp4(x, **fp4_rule, **fp4), list(fp4.values())
+    mixed = fp4_rule | {"rng_state": torch.tensor([[1, 2], [3, 4]], device="cuda"), "col_hadamard": 3}
+    fp4_mixed = {name: torch.empty_like(output).fill_(77) for name, output in fp4.items()}
+    yield "fp4 transformed", lambda: ops.quantize_nvfp4(x, **mixed, **fp4_mixed), list(fp4_mixed.values())
+    of_row, of_col = empty(1, 1, dtype=f32), empty(1, 1, dtype=f32)
+    yield "amaxes", lambda: ops.direction_amax(x, hadamard=3, row_amax=of_row, col_amax=of_col), [of_row, of_col]
     turned, out = empty(cols, rows, dtype=bf16), empty(rows, cols, dtype=bf16)
     yield "hadamard", lambda: ops.hadamard(x, sign_mask=3, out=out), [out]
     yield "transpose", lambda: ops.transpose(x, bits=16, out=turned), [turned]

@@ -203,6 +203,31 @@ def test_nvfp4(shape, phase, rule, sides):
             check_twins(ops.quantize_nvfp4, outputs, f"{name} by row", x=x, phase=phase, **rule, **fixed)
 
 
+@pytest.mark.parametrize("sides", [RUNS, SQUARES, {"col": (16, 1)}, {"col": (16, 16)}])
+@pytest.mark.parametrize("state", [None, STATE, torch.stack([STATE, STATE + 5])], ids=["nearest", "one", "two"])
+@pytest.mark.parametrize(("shape", "phase"), [((256, 512), (0, 0)), ((48, 546), (32, 6)), ((144, 40), (0, 10))])
+def test_nvfp4_of_the_hadamard_transform(shape, phase, state, sides):
+    rule = dict(phase=phase, e4m3_max=448, four_over_six="none", rng_state=state)
+    for name, x in inputs(shape):
+        for mask in (0, 0xD7E8):
+            fixed, outputs = planes(x, phase, sides, "nvfp4")
+            row_amax, col_amax = torch.empty(1, 1), torch.empty(1, 1)
+            check_twins(
+                ops.direction_amax, {"row_amax": row_amax, "col_amax": col_amax}, f"{name} {mask}", x=x, hadamard=mask
+            )
+            fixed |= {f"{s}_tensor_amax": row_amax if s == "row" else col_amax for s in sides}
+            check_twins(ops.quantize_nvfp4, outputs, f"{name} {mask}", x=x, col_hadamard=mask, **rule, **fixed)
+
+
+@pytest.mark.parametrize(("shape", "shift"), [((384, 512), 0), ((140, 264), 0), ((17, 515), 1), ((0, 128), 0)])
+def test_direction_amax(shape, shift):
+    for name, x in inputs(shape, shift):
+        amaxes = {"row_amax": torch.empty(1, 1), "col_amax": torch.empty(1, 1)}
+        check_twins(ops.direction_amax, amaxes, name, x=x)
+        for side, amax in amaxes.items():
+            check_twins(ops.direction_amax, {side: amax}, f"{side} of {name}", x=x)
+
+
 def test_every_bf16_value_is_cast_alike():
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).reshape(512, 128)
     for fp8 in ("e4m3", "e5m2"):
@@ -210,3 +235,44 @@ def test_every_bf16_value_is_cast_alike():
             outputs = {"row_data": torch.empty(x.shape, dtype=torch.uint8)}
             scale = torch.tensor([2.0**exponent])
             check_twins(ops.quantize_float8_tensor, outputs, f"{fp8} at 2^{exponent}", x=x, scale=scale, fp8=fp8)
+
+
+def test_every_bf16_value_becomes_the_same_nvfp4_code():
+    """NaN of both signs included, in runs that have one and in runs given an amax."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for stride in (1, 257):  # in order, and mixed: finite values beside NaN
+        mixed = x[torch.arange(2**16) * stride % 2**16].reshape(256, 256)
+        fixed, outputs = planes(mixed, (0, 0), RUNS, "nvfp4")
+        for exponent in range(-130, 128, 11):
+            fixed |= {f"{side}_tensor_amax": torch.full((1, 1), 1.3 * 2.0**exponent) for side in RUNS}
+            for rule in RULES:
+                given = amaxes(mixed, (0, 0), RUNS)
+                name = f"{exponent} {rule}"
+                check_twins(ops.quantize_nvfp4, outputs, name, x=mixed, phase=(0, 0), **rule, **fixed)
+                check_twins(ops.quantize_nvfp4, outputs, name, x=mixed, phase=(0, 0), **rule, **fixed, **given)
+
+
+def test_every_fp32_value_is_rounded_to_the_nearest_nvfp4_code():
+    """All 2^32 of them by a multiplier of one: codes are those that comparisons with the ties give."""
+    side, step = 2**13, 2**26
+    ones = torch.ones(side, side // 16, device="cuda")
+    outputs = dict(
+        row_tile=(1, 16),
+        row_amax=ones * 6,
+        row_tensor_amax=torch.full((1, 1), 6.0 * 448, device="cuda"),
+        row_data=torch.empty(side, side // 2, dtype=torch.uint8, device="cuda"),
+        row_scale=torch.empty(side, side // 16, dtype=torch.uint8, device="cuda"),
+    )
+    differs = torch.zeros((), dtype=torch.bool, device="cuda")
+    for first in range(-(2**31), 2**31, step):
+        bits = torch.arange(first, first + step, device="cuda").to(torch.int32)
+        x = bits.view(torch.float32)
+        size, code = x.abs(), torch.zeros(step, dtype=torch.uint8, device="cuda")
+        for upper in (0.25, 1.25, 2.5, 5.0):  # ties go to even codes: down from these, up from the others
+            code += size > upper
+        for lower in (0.75, 1.75, 3.5):
+            code += size >= lower
+        code = torch.where(x.isnan(), 7, code + 8 * (bits < 0))
+        ops.quantize_nvfp4(x.view(side, side), phase=(0, 0), **RULES[0], **outputs)
+        differs |= (outputs["row_data"].flatten() != code[0::2] + 16 * code[1::2]).any()
+    assert not differs

@@ -9,6 +9,7 @@ import te_dist as te
 from te_dist import recipe
 from te_dist.catalog import FORMATS
 from te_dist.formats import Direction
+from te_dist.kernels import runtime
 from te_dist.quantizers import Quantizer
 from te_dist.tensor import QuantizedTensor, quantize
 from te_dist.testing import assert_bitwise
@@ -172,3 +173,12 @@ def test_what_products_read_in_either_order_is_written_once() -> None:
     for directions in (tuple(Direction), (Direction.ROWWISE,), (Direction.COLUMNWISE,)):
         assert list(quantizer.encode(x, *directions).buffers) == ["qdata", "scale_inv"]
     assert list(quantizer(x).storage.buffers) == ["qdata", "scale_inv", "qdata_t"]
+
+
+@pytest.mark.parametrize("with_rht", [False, True])
+def test_nvfp4_reads_its_input_twice(with_rht: bool) -> None:
+    """For both amaxes, which two kernels set to zero before, and for both directions of codes."""
+    x = torch.empty(256, 512, dtype=torch.bfloat16, device="meta")
+    with runtime.recording() as specs:
+        te.NVFP4Quantizer(with_rht=with_rht, stochastic_rounding=True).encode(x)
+    assert [spec.template.partition("<")[0] for spec in specs] == ["Zero", "Zero", "DirectionAmax", "QuantizeNvFp4"]

@@ -66,6 +66,15 @@ REFUSED = [
     (lambda: ops.quantize_float8_current(X, **CURRENT_RULE, row_data=empty(256, 256)), "workspace: got None"),
     (lambda: ops.quantize_float8_current(X, **CURRENT_RULE, amax=torch.ones(2), row_data=X), "amax: got shape"),
     (lambda: ops.hadamard(X[:8], sign_mask=0, out=X[:8].clone()), "multiple of 16"),
+    (lambda: ops.direction_amax(X[:8], hadamard=0), "multiple of 16"),
+    (
+        lambda: ops.quantize_nvfp4(X, **NVFP4_RULE | {"phase": (8, 0)}, col_hadamard=0),
+        "offset 8, wanted each a multiple",
+    ),
+    (
+        lambda: ops.quantize_nvfp4(X, **NVFP4_RULE | {"four_over_six": "mse"}, col_hadamard=0),
+        "'mse' beside col_hadamard",
+    ),
     (lambda: ops.transpose(empty(3, 4), bits=4, out=empty(8, 1)), "even number"),
     (lambda: ops.transpose(X, bits=8, out=X.clone()), "src: got torch.bfloat16"),
     (lambda: ops.assemble([empty(3, 4)], row_starts=[2], col_starts=[0], out=empty(4, 4)), r"wires\[0\].*inside"),

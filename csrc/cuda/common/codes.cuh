@@ -6,6 +6,13 @@
 
 namespace te_dist::cuda {
 
+// As 1 / value rounds where value and result are normal numbers; NaN for zero. Without the branch for the others.
+TE_DIST_INLINE float reciprocal(float value) {
+  float guess;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(guess) : "f"(value));
+  return __fmaf_rn(guess, __fmaf_rn(-value, guess, 1.0f), guess);
+}
+
 // Codes of two values, the first in the low byte: saturating, to nearest even, 0x7F for NaN.
 template <class Code>
 TE_DIST_INLINE uint32_t encode_pair(float first, float second) {
@@ -24,34 +31,6 @@ TE_DIST_INLINE uint32_t encode_four(float a, float b, float c, float d) {
   return encode_pair<Code>(a, b) | encode_pair<Code>(c, d) << 16;
 }
 
-// Magnitudes of e2m1 codes are 2 a, a + 2 and a / 2 + 4, whichever is the smallest, and at most 7. Added to a power of two
-// whose last place is the unit of each, a magnitude is rounded to an integer in the low bits, in one step, to nearest even
-// or toward zero as `add` rounds; the smallest is found afterwards. What is not a number loses every comparison: it
-// becomes 7, the sign of a product of it being positive.
-template <class Add>
-TE_DIST_INLINE uint32_t e2m1_code(float value, const Add& add) {
-  constexpr int kHalves = 0x4A800000, kUnits = 0x4B000000, kPairs = 0x4B800000;  // 2^22, 2^23, 2^24
-  const float size = fabsf(value);
-  const int below_two = int(bits_of(add(size, 4194304.0f)));
-  const int below_four = int(bits_of(add(size, 8388610.0f))) - (kUnits - kHalves);
-  const int rest = int(bits_of(add(size, 16777224.0f))) - (kPairs - kHalves);
-  const int code = min(min(rest, kHalves + 7), min(below_four, below_two));
-  const uint32_t top = bits_of(value) >> 28;
-  return ((uint32_t(code) ^ top) & 7u) ^ top;  // the sign, and three bits of the code: one instruction
-}
-
-TE_DIST_INLINE uint32_t encode_e2m1(float value) {
-  return e2m1_code(value, [](float a, float b) { return __fadd_rn(a, b); });
-}
-
-// As encode_e2m1_stochastic of csrc/numerics.
-TE_DIST_INLINE uint32_t encode_e2m1_noisy(float value, float noise) {
-  const float size = fabsf(value);
-  const float step = size < 2.0f ? 0.001953125f : size < 4.0f ? 0.00390625f : 0.0078125f;  // / 256
-  const float raised = fminf(size + noise * step, 6.0f);
-  return e2m1_code(copysignf(raised, value), [](float a, float b) { return __fadd_rz(a, b); });
-}
-
 // Values of two codes, of which the first lies in the low byte. FP8 is exact in fp16.
 template <class Code>
 TE_DIST_INLINE float2 decode_pair(uint32_t codes) {
@@ -63,5 +42,48 @@ TE_DIST_INLINE float2 decode_pair(uint32_t codes) {
   }
   return make_float2(Float16::value(halves, 0), Float16::value(halves, 1));
 }
+
+// Magnitudes of e2m1 codes are 2 a, a + 2 and a / 2 + 4, whichever is the smallest, and at most 7. Each is rounded in one
+// step, to nearest even or toward zero, by adding it to a number from 2^23 to 2^24, whose last place is 1. Results are the
+// bits of that number and the code. The second of eight codes takes another number than the rest: shifted into their
+// nibbles and added up, all but the codes vanishes, modulo 2^32.
+struct CodeBase {
+  TE_DIST_INLINE float of(int index) { return index == 1 ? 13631488.0f : 8388608.0f; }  // 0x4B500000, 0x4B000000
+};
+
+// (a - 4) / 2 inside [0, 1]: exact where it is not cut off, halves of [4, 8] being at most twice as large as 2.
+TE_DIST_INLINE float top_of_e2m1(float size) {
+  float top;
+  asm("fma.rn.sat.f32 %0, %1, 0f3F000000, 0fC0000000;" : "=f"(top) : "f"(size));
+  return top;
+}
+
+TE_DIST_INLINE uint32_t smallest_code(float a, float b, float c) {
+  return uint32_t(__vimin3_s32(int(bits_of(a)), int(bits_of(b)), int(bits_of(c))));
+}
+
+// Code number `index` of eight: of a magnitude, not NaN, to nearest even. kBelow7: it is smaller than 7.
+template <bool kBelow7>
+TE_DIST_INLINE uint32_t round_e2m1(float size, int index) {
+  const float base = CodeBase::of(index);
+  const float top = kBelow7 ? __fmaf_rn(size, 0.5f, base + 4.0f) : __fadd_rn(top_of_e2m1(size), base + 6.0f);
+  return smallest_code(__fmaf_rn(size, 2.0f, base), __fadd_rn(size, base + 2.0f), top);
+}
+
+// The same as encode_e2m1_stochastic of csrc/numerics rounds. Whatever the size, the noise of the step between its
+// neighbours gives the smallest code: a larger step, below it, adds 2 or 4 more; a smaller one, above it, starts from
+// twice as many.
+TE_DIST_INLINE uint32_t round_e2m1_noisy(float size, float noise, int index) {
+  const float base = CodeBase::of(index);
+  return smallest_code(__fmaf_rz(__fmaf_rn(noise, 0.001953125f, size), 2.0f, base),
+                       __fadd_rz(__fmaf_rn(noise, 0.00390625f, size), base + 2.0f),
+                       __fadd_rz(top_of_e2m1(__fmaf_rn(noise, 0.0078125f, size)), base + 6.0f));
+}
+
+// A factor that the compiler does not know: it would shift instead, by the units that have more to do.
+__constant__ uint32_t kOneNibble = 16;
+
+// Adds rounded codes, handed in from the last of eight to the first, to the nibbles of a word.
+TE_DIST_INLINE void push_code(uint32_t& word, uint32_t rounded) { word = word * kOneNibble + rounded; }
 
 }  // namespace te_dist::cuda

@@ -1,68 +1,53 @@
-// Random bytes of a patch: element i of the matrix takes byte i % 16 of block i / 16 of the Philox stream.
+// Random bytes of a panel: element i of the matrix takes byte i % 16 of block i / 16 of the Philox stream.
 #pragma once
 
 #include "../../numerics/philox.h"
-#include "patch.cuh"
+#include "runs.cuh"
 
 namespace te_dist::cuda {
 
-template <bool kDrawn>
-struct Noise {
-  uint32_t words[kPatch][2];  // bytes of each row's eight elements
+// Byte number `i` (a constant) of a word. Every second one becomes the low end of 2^23 + byte: two instructions in place of
+// a conversion, which other units do but slowly.
+TE_DIST_INLINE float byte_of(uint32_t word, int i) {
+  if (i % 2) return float(word >> (8 * i) & 0xFFu);
+  return float_of(__byte_perm(word, 0x4B000000u, 0x7440u | uint32_t(i))) - 8388608.0f;
+}
 
-  // A byte becomes the low end of 2^23 + byte: quicker than a conversion of an integer.
-  TE_DIST_DEVICE float at(int row, int col) const {
-    return float_of(__byte_perm(words[row][col / 4], 0x4B000000u, 0x7440u | uint32_t(col % 4))) - 8388608.0f;
-  }
+// Of 32 bytes, the 16 behind the first `count`, below 16, into `block`.
+TE_DIST_INLINE void skip_bytes(uint32_t count, PhiloxBlock& block, const PhiloxBlock& next) {
+  uint32_t words[8];
+#pragma unroll
+  for (int w = 0; w < 8; ++w) words[w] = w < 4 ? block.words[w] : next.words[w - 4];
+#pragma unroll
+  for (int w = 0; w < 6; ++w) words[w] = count & 8u ? words[w + 2] : words[w];
+#pragma unroll
+  for (int w = 0; w < 5; ++w) words[w] = count & 4u ? words[w + 1] : words[w];
+#pragma unroll
+  for (int w = 0; w < 4; ++w) block.words[w] = __funnelshift_r(words[w], words[w + 1], 8 * (count & 3u));
+}
 
-  // kAligned: 16 elements of one block lie in two lanes beside each other, of which each draws for four rows of both.
-  template <bool kAligned>
-  TE_DIST_DEVICE void draw(const PhiloxState& state, const Place& place) {
-    if constexpr (kAligned) {
-      draw_for_two(state, place);
-    } else {
+// Draws the bytes of a strip's runs along rows. kAligned: every run has a block of its own.
+template <bool kAligned, class RowStrip>
+TE_DIST_INLINE void draw_noise(const int64_t* rng_state, const RowStrip& strip, int64_t cols, uint4 (&noise)[kRuns]) {
+  const PhiloxState state{uint64_t(__ldg(rng_state)), uint64_t(__ldg(rng_state + 1))};
+  const int64_t first = strip.row * cols + strip.col;
+  uint64_t indices[kRuns];
+  PhiloxBlock blocks[kRuns], next[kRuns];
 #pragma unroll
-      for (int i = 0; i < kPatch; ++i) draw_row(state, (place.row + i) * place.extents.cols + place.col, words[i]);
-    }
+  for (int run = 0; run < kRuns; ++run) indices[run] = uint64_t((first + run * cols) >> 4);
+  philox4x32(state, indices, blocks);
+  if constexpr (!kAligned) {
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) ++indices[run];
+    philox4x32(state, indices, next);
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) skip_bytes(uint32_t(first + run * cols) & 15u, blocks[run], next[run]);
   }
-
- private:
-  TE_DIST_DEVICE void draw_for_two(const PhiloxState& state, const Place& place) {
-    constexpr int kBeside = 2;
-    const bool is_right = threadIdx.x & kBeside;
-    const int first = is_right ? kPatch / 2 : 0;
-    const int64_t col = place.col - (is_right ? kPatch : 0);
 #pragma unroll
-    for (int i = 0; i < kPatch / 2; ++i) {
-      const uint64_t index = uint64_t((place.row + first + i) * place.extents.cols + col);
-      const PhiloxBlock block = philox4x32(state, index / 16);
-#pragma unroll
-      for (int w = 0; w < 2; ++w) {
-        const uint32_t own = is_right ? block.words[2 + w] : block.words[w];
-        const uint32_t given = is_right ? block.words[w] : block.words[2 + w];
-        const uint32_t taken = __shfl_xor_sync(kFullWarp, given, kBeside);
-        words[i][w] = is_right ? taken : own;
-        words[kPatch / 2 + i][w] = is_right ? own : taken;
-      }
-    }
+  for (int run = 0; run < kRuns; ++run) {
+    const uint32_t(&words)[4] = blocks[run].words;
+    noise[run] = make_uint4(words[0], words[1], words[2], words[3]);
   }
-
-  TE_DIST_INLINE void draw_row(const PhiloxState& state, int64_t first, uint32_t (&bytes)[2]) {
-    const int64_t last = first + kPatch - 1;
-    const PhiloxBlock low = philox4x32(state, uint64_t(first >> 4));
-    const PhiloxBlock high = philox4x32(state, uint64_t(last >> 4));
-    bytes[0] = bytes[1] = 0;
-#pragma unroll
-    for (int j = 0; j < kPatch; ++j) {
-      const int64_t i = first + j;
-      const uint32_t position = uint32_t(i & 15), word = position / 4;
-      const bool in_low = i >> 4 == first >> 4;
-      const uint32_t a = in_low ? low.words[0] : high.words[0], b = in_low ? low.words[1] : high.words[1];
-      const uint32_t c = in_low ? low.words[2] : high.words[2], d = in_low ? low.words[3] : high.words[3];
-      const uint32_t chosen = word < 2 ? (word ? b : a) : (word == 2 ? c : d);
-      bytes[j / 4] |= ((chosen >> (8 * (position % 4))) & 0xFFu) << (8 * (j % 4));
-    }
-  }
-};
+}
 
 }  // namespace te_dist::cuda

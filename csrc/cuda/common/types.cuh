@@ -43,7 +43,21 @@ struct BlockOutput {
 enum class Share { kAbsent, kRun, kSquare, kTensor };
 
 // Elements lie in 32-bit words, one or two in each. Words of magnitudes are compared without a look at their types: the
-// larger of two words holds the larger magnitude in each half, and a NaN is smaller than everything.
+// larger of two words holds the larger magnitude in each half, and a NaN is smaller than everything; for `*_or_nan` it is
+// larger, and signs mean nothing.
+
+TE_DIST_INLINE float larger_or_nan(float a, float b) {
+  float result;
+  asm("max.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+// Two 16-bit elements, of which those that are not a number become infinity.
+TE_DIST_INLINE uint32_t halves_without_nan(uint32_t word, uint32_t infinity) {
+  const uint32_t low = (word & 0x7FFFu) > infinity ? infinity : word & 0xFFFFu;
+  const uint32_t high = (word >> 16 & 0x7FFFu) > infinity ? infinity : word >> 16;
+  return low | high << 16;
+}
 
 struct Float32 {
   static constexpr int kBytes = 4;
@@ -56,6 +70,13 @@ struct Float32 {
     return bits_of(fmaxf(float_of(magnitudes), fabsf(float_of(word))));
   }
   TE_DIST_INLINE float largest(uint32_t magnitudes) { return float_of(magnitudes); }
+  TE_DIST_INLINE uint32_t raise_or_nan(uint32_t magnitudes, uint32_t word) {
+    return bits_of(larger_or_nan(float_of(magnitudes), float_of(word)));
+  }
+  TE_DIST_INLINE float largest_or_nan(uint32_t magnitudes) { return fabsf(float_of(magnitudes)); }
+  TE_DIST_INLINE uint32_t without_nan(uint32_t word) {
+    return (word & kMagnitudeMask) > kInfinityBits ? kInfinityBits : word;
+  }
   TE_DIST_INLINE uint32_t store(float value) { return bits_of(value); }
 };
 
@@ -72,6 +93,15 @@ struct BFloat16 {
     return result;
   }
   TE_DIST_INLINE float largest(uint32_t magnitudes) { return fmaxf(value(magnitudes, 0), value(magnitudes, 1)); }
+  TE_DIST_INLINE uint32_t raise_or_nan(uint32_t magnitudes, uint32_t word) {
+    uint32_t result;
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(magnitudes), "r"(word));
+    return result;
+  }
+  TE_DIST_INLINE float largest_or_nan(uint32_t magnitudes) {
+    return fabsf(larger_or_nan(value(magnitudes, 0), value(magnitudes, 1)));
+  }
+  TE_DIST_INLINE uint32_t without_nan(uint32_t word) { return halves_without_nan(word, 0x7F80u); }
   TE_DIST_INLINE uint32_t store(float value) {
     uint16_t code;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(code) : "f"(value));
@@ -102,6 +132,15 @@ struct Float16 {
     return result;
   }
   TE_DIST_INLINE float largest(uint32_t magnitudes) { return fmaxf(value(magnitudes, 0), value(magnitudes, 1)); }
+  TE_DIST_INLINE uint32_t raise_or_nan(uint32_t magnitudes, uint32_t word) {
+    uint32_t result;
+    asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(result) : "r"(magnitudes), "r"(word));
+    return result;
+  }
+  TE_DIST_INLINE float largest_or_nan(uint32_t magnitudes) {
+    return fabsf(larger_or_nan(value(magnitudes, 0), value(magnitudes, 1)));
+  }
+  TE_DIST_INLINE uint32_t without_nan(uint32_t word) { return halves_without_nan(word, 0x7C00u); }
   TE_DIST_INLINE uint32_t store(float value) {
     uint16_t code;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(code) : "f"(value));
