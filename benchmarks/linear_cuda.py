@@ -3,8 +3,8 @@
     python -m benchmarks.linear_cuda --out benchmarks/results
 
 GPU times start with a cold L2 cache and behind other work, so that the CPU is ahead. Issue times are what the CPU takes
-to hand a pass to an idle GPU, without waiting for it. Medians; torch's Linear runs between the others, and its figure
-is the ratio's.
+to hand over a pass without waiting for it: alone to an idle GPU, and as one of ten in a row, as in training. Medians;
+torch's Linear runs between the others, and its figure is the ratio's.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ FLUSHED_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: GPU and CPU time of a pass in microseconds, and bf16's GPU time over it."""
+    """A line of the table: GPU and CPU times of a pass in microseconds, and bf16's GPU time over it."""
 
     shape: str
     weights: str
     recipe: str
     gpu: float
     tflops: float
-    cpu: float
+    cpu_alone: float
+    cpu_in_row: float
     speedup: float
 
 
@@ -77,14 +78,15 @@ def gpu_time(run: Callable[[], None], repeats: int) -> float:
     return sorted(begin.elapsed_time(end) * 1e3 for begin, end in events)[repeats // 2]
 
 
-def issue_time(run: Callable[[], None], repeats: int) -> float:
-    """Microseconds of CPU time until a pass is handed over."""
+def issue_time(run: Callable[[], None], repeats: int, in_row: int = 1) -> float:
+    """Microseconds of CPU time until a pass is handed over, where `in_row` are."""
     times = []
     for _ in range(repeats):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        run()
-        times.append((time.perf_counter() - begin) * 1e6)
+        for _ in range(in_row):
+            run()
+        times.append((time.perf_counter() - begin) / in_row * 1e6)
     torch.cuda.synchronize()
     return sorted(times)[repeats // 2]
 
@@ -108,8 +110,8 @@ def lines_of(shape: tuple[int, int, int], chosen: tuple[str, ...], repeats: int)
             run()
         bf16, gpu = gpu_time(torch_pass, repeats), gpu_time(run, repeats)
         flops = 6 * rows * features_in * features_out
-        figures = gpu, flops / gpu / 1e6, issue_time(run, 4 * repeats), bf16 / gpu
-        lines.append(Row(", ".join(map(str, shape)), weights, name, *figures))
+        cpu = issue_time(run, 4 * repeats), issue_time(run, repeats, in_row=10)
+        lines.append(Row(", ".join(map(str, shape)), weights, name, gpu, flops / gpu / 1e6, *cpu, bf16 / gpu))
     return lines
 
 
@@ -120,13 +122,14 @@ def main(out: Path | None = None, repeats: int = 25, recipes: tuple[str, ...] = 
     text += [
         "bf16 inputs and gradients, no bias. Speedup: time of torch's bf16 Linear in the same run over this one.\n"
     ]
-    text += ["| T, N, K | recipe | weights | GPU us | TFLOP/s | CPU us | speedup |", "|---|---|---|---|---|---|---|"]
+    text += ["| T, N, K | recipe | weights | GPU us | TFLOP/s | CPU us alone | in a row | speedup |", f"{'|---' * 8}|"]
     print("\n".join(text), flush=True)
     rows = []
     for shape in SHAPES:
         for row in lines_of(shape, recipes, repeats):
             rows.append(row)
-            figures = f"{row.gpu:.0f} | {row.tflops:.0f} | {row.cpu:.0f} | {row.speedup:.2f}"
+            cpu = f"{row.cpu_alone:.0f} | {row.cpu_in_row:.0f}"
+            figures = f"{row.gpu:.0f} | {row.tflops:.0f} | {cpu} | {row.speedup:.2f}"
             text.append(f"| {row.shape} | {row.recipe} | {row.weights} | {figures} |")
             print(text[-1], flush=True)
     if out is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -49,6 +49,18 @@ def copied(src: Tensor, offset: int = 0) -> Tensor:
     return out
 
 
+class Map(NamedTuple):
+    """In the place of a tensor map: the address that is in it."""
+
+    address: int
+
+    def at(self, address: int) -> Map:
+        return Map(address)
+
+    def encoded(self) -> bytes:
+        return struct.pack("@P120x", self.address)
+
+
 class Counted:
     """A function of tensors, run through tapes; counts the times that it ran itself."""
 
@@ -74,6 +86,27 @@ def test_launches_are_repeated_with_other_addresses(kernel: CopyKernel) -> None:
         assert torch.equal(tail, x[4:])
         assert torch.equal(whole, x)
         assert (counted.runs, kernel.launches) == (1, 3 * count)
+
+
+def test_tensor_maps_are_made_for_other_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    class CopyOfMapped(CopyKernel):
+        def launch(self, device: int, stream: int, grid: Any, parameters: bytes) -> None:
+            src, out, count = struct.unpack("@P120xPq", parameters[:144])
+            super().launch(device, stream, grid, struct.pack("@PPq", src, out, count))
+
+    spec = Spec("", "CopyOfMapped", Layout("src:T out:P bytes:q"))
+    monkeypatch.setitem(runtime._loaded, (spec, -1), CopyOfMapped())
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        out = torch.empty_like(x)
+        runtime.launch(spec, out, (1, 1), (Map(x.data_ptr()), out.data_ptr(), out.nbytes))
+        return (out,)
+
+    counted = Counted(function)
+    for _ in range(3):
+        x = torch.randn(64)
+        assert torch.equal(counted(x)[0], x)
+    assert counted.runs == 1
 
 
 def test_ops_of_torch_are_repeated_and_those_without_effect_are_not() -> None:
