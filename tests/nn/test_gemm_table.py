@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from te_dist import ops
-from te_dist.catalog import FORMATS, float8_block
+from te_dist.catalog import FORMATS, float8_block, float8_tensorwise, high_precision
 from te_dist.codecs import Block, MxFp8, NvFp4, gemm
 from te_dist.codecs.nvfp4 import SIGN_MASK
-from te_dist.formats import Direction
+from te_dist.formats import Direction, Format
 from te_dist.nn.products import operand
 from te_dist.tensor import quantize
 
@@ -122,6 +122,38 @@ def test_blocks_are_handed_to_their_kernel_as_it_reads_them(
     monkeypatch.undo()
     gemm.multiply(*pair, dtype=torch.float32, out=by_values, bias=bias, accumulate=True)
     torch.testing.assert_close(by_kernel, by_values, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("sums_over", [(1, 1), (1, 0), (0, 0)])
+@pytest.mark.parametrize(
+    ("function", "formats", "tolerance"),
+    [
+        (gemm._by_cublaslt, (float8_tensorwise(columnwise="transposed"),) * 2, 1e-2),
+        (gemm._by_cublaslt, tuple(float8_tensorwise(fp8=t, columnwise="transposed") for t in ("e5m2", "e4m3")), 1e-2),
+        (gemm._by_cublaslt, (float8_tensorwise(fp8="e5m2", columnwise="transposed"),) * 2, 1e-2),
+        (gemm._by_torch, (high_precision(torch.bfloat16),) * 2, 2e-2),
+        (gemm._by_torch, (high_precision(torch.float32), high_precision(torch.bfloat16)), 1e-2),
+    ],
+)
+def test_what_torch_multiplies_on_a_gpu_is_the_product(
+    function: Any, formats: tuple[Format, Format], tolerance: float, sums_over: tuple[int, int]
+) -> None:
+    x = torch.randn(2, 48, 48, generator=torch.Generator().manual_seed(0))
+    directions = [Direction.ROWWISE if summed == 1 else Direction.COLUMNWISE for summed in sums_over]
+    pair = [operand(quantize(v, f).storage, d) for v, f, d in zip(x, formats, directions, strict=True)]
+    bias, there = torch.randn(48), torch.randn(48, 48)
+    for dtype, bias_type, accumulate in (
+        (torch.bfloat16, torch.bfloat16, False),
+        (torch.bfloat16, torch.float32, False),
+        (torch.float32, torch.float32, False),
+        (torch.float32, torch.bfloat16, True),
+        (torch.float32, None, True),
+    ):
+        added = None if bias_type is None else bias.to(bias_type)
+        got, want = there.to(dtype), there.clone()
+        function(*pair, gemm.Result(got, added, accumulate))
+        gemm.multiply(*pair, dtype=torch.float32, out=want, bias=added, accumulate=accumulate)
+        assert (got.float() - want).norm() < tolerance * want.norm()
 
 
 def test_a_missing_direction_is_read_from_the_other_where_the_values_are_the_same() -> None:
