@@ -1,5 +1,5 @@
-// Product of two FP8 matrices with fp32 scales for every 128 values that are summed over: of A for a row, of B for a row
-// or for 128 rows. out (M, N) = A (M, K) B (N, K)^T.
+// Products of FP8 matrices with fp32 scales for every 128 values that are summed over: of A for a row, of B for a row or for
+// 128 rows. out (M, N) = A (M, K) B (N, K)^T, once or for groups of rows, or of what is summed over.
 //
 // One block of threads stays on each multiprocessor and walks over tiles of the product. A warpgroup of producers, of
 // which one thread works, fills a ring of stages by the bulk copy engine; two or three warpgroups of consumers multiply.
@@ -9,6 +9,7 @@
 
 #include "common/memory.cuh"
 #include "common/pipeline.cuh"
+#include "common/tiles.cuh"
 #include "common/wgmma.cuh"
 
 namespace te_dist::cuda {
@@ -16,90 +17,97 @@ namespace te_dist::cuda {
 // Types of a bias.
 enum class BiasType { kNone, kFloat32, kBFloat16, kFloat16 };
 
+// Walk: which tiles there are, see common/tiles.cuh.
 // kSquareB: B has a scale for 128 x 128, not for 1 x 128.
 // kConsumers: how many. kWaves: 64 rows of the product that each computes one after the other, with the same part of B.
 // kCluster: blocks side by side along N that read A once for all.
-// kAdds: adds to what `out` holds. kBoxes: `out` is written by the copy engine, else value by value.
-template <class CodeA, class CodeB, class Out, bool kSquareB, int kConsumers, int kWaves, int kCluster,
-          int kStages, bool kAdds, bool kBoxes>
+// kAdds: adds to what `out` holds.
+template <template <class> class Walk, class CodeA, class CodeB, class Out, bool kSquareB, int kConsumers, int kWaves,
+          int kCluster, int kStages, bool kAdds>
 struct GemmFloat8Block {
   static constexpr int kThreads = 128 * (1 + kConsumers), kBlocks = 1;
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32, kConsumerRegisters = kConsumers == 2 ? 240 : 160;
   static constexpr int kRows = 64 * kWaves * kConsumers, kCols = 128, kDepth = 128;  // of a tile
+  using Tiles = Walk<TileShape<kRows, kCols, kCluster, kSquareB>>;
+  static constexpr int kSums = 64;  // of a wave, by thread
   static constexpr bool kHoldsColScales = kWaves > 1;  // from wave to wave, in registers
   static constexpr int kBoxBytes = 64 * 128, kBoxCols = 128 / Out::kBytes;  // of the output
   static constexpr int kBoxesOfTile = kWaves * kCols / kBoxCols, kBoxesInTurn = 2;  // of a consumer
   static constexpr int kTurns = kBoxesOfTile / kBoxesInTurn, kParts = kTurns > 1 ? 2 : 1;
-  static constexpr int kSums = 64;  // of a wave, by thread
+  // Scales of rows are copied from a multiple of four rows on. Where tiles do not begin at one, there are four more in each
+  // box, and two boxes: one has at most 256.
+  static constexpr int kScaleBoxes = Tiles::kRowsAreAligned ? 1 : 2, kRowsOfBox = kRows / kScaleBoxes;
+  static constexpr int kScalesOfBox = kRowsOfBox + (Tiles::kRowsAreAligned ? 0 : 4);
+  static constexpr int kBoxPitch = (kScalesOfBox + 31) / 32 * 32;
+  static constexpr int kScales = kSquareB ? 4 : kCols;  // of B that are read for a stage: no less than the engine can
+  static constexpr uint32_t kStageBytes = (kRows + kCols) * kDepth + (kScaleBoxes * kScalesOfBox + kScales) * 4;
 
   struct Params {
     TensorMap a, a_scale, b, b_scale, out;
-    const void* bias;
+    const void* bias;         // (groups, cols)
+    const float* row_factor;  // of each row of the output, which it is multiplied by; or null
     void* out_data;
     int64_t out_stride;
     int32_t bias_type;
-    int32_t rows, cols;
-    int32_t row_tiles, col_tiles;  // of a cluster
-    int32_t depth_tiles;
-    int32_t band;  // tiles along M that are walked over together, so that what they read stays in the L2 cache
+    int32_t cols;
+    int32_t has_map;  // whether the copy engine can write `out`
+    typename Tiles::Params tiles;
   };
 
   struct Shared {
     alignas(1024) uint8_t a[kStages][kRows * kDepth];
     alignas(1024) uint8_t b[kStages][kCols * kDepth];
     alignas(1024) uint8_t out[kConsumers][kParts][kBoxesInTurn * kBoxBytes];
-    alignas(128) float a_scale[kStages][kRows];
+    alignas(128) float a_scale[kStages][kScaleBoxes * kBoxPitch];
     alignas(128) float b_scale[kStages][kSquareB ? 32 : kCols];
     Barrier full[kStages], empty[kStages];
   };
   static constexpr int kSharedBytes = sizeof(Shared), kClusterBlocks = kCluster;
-  static constexpr int kScales = kSquareB ? 4 : kCols;  // of B that are read for a stage: no less than the engine can
-  static constexpr uint32_t kStageBytes = (kRows + kCols) * kDepth + (kRows + kScales) * 4;
 
   const Params& p;
   Shared& shared;
   uint32_t block;  // of the cluster
 
-  struct Tile {
-    int row, col;  // first of the product
-  };
-
-  // Tile number `index` of this block. Tiles of a band lie side by side along M.
-  TE_DIST_DEVICE Tile tile(int index) const {
-    const int in_band = p.band * p.col_tiles, band = index / in_band, rest = index - band * in_band;
-    const int first = band * p.band, height = min(p.band, p.row_tiles - first);
-    const int col = rest / height;
-    return {(first + rest - col * height) * kRows, (col * kCluster + int(block)) * kCols};
-  }
-
   TE_DIST_DEVICE int first_tile() const { return blockIdx.x / kCluster; }
   TE_DIST_DEVICE int tile_step() const { return gridDim.x / kCluster; }
-  TE_DIST_DEVICE int tiles() const { return p.row_tiles * p.col_tiles; }
 
-  TE_DIST_DEVICE void produce() {
+  // Fills the stages of a tile. One thread does.
+  TE_DIST_DEVICE void produce(const Tile& t, Ring<kStages>& ring) {
     constexpr int kShare = kRows / kCluster;  // rows of A that this block reads, for all of the cluster
-    Ring<kStages> ring;
-    for (int index = first_tile(); index < tiles(); index += tile_step()) {
-      const Tile t = tile(index);
-      for (int k = 0; k < p.depth_tiles; ++k, ring.advance()) {
-        const uint32_t s = ring.stage;
-        Barrier& full = shared.full[s];
-        shared.empty[s].wait(ring.parity ^ 1);
-        if constexpr (kCluster > 1) {
-          const int own = int(block) * kShare;
-          copy_box_to_many(p.a, full, &shared.a[s][own * kDepth], k * kDepth, t.row + own, (1 << kCluster) - 1);
-        } else {
-          copy_box(p.a, full, shared.a[s], k * kDepth, t.row);
-        }
-        copy_box(p.b, full, shared.b[s], k * kDepth, t.col);
-        copy_box(p.a_scale, full, shared.a_scale[s], t.row, k);
-        if constexpr (kSquareB) {
-          copy_box(p.b_scale, full, shared.b_scale[s], k & -kScales, t.col / kDepth);
-        } else {
-          copy_box(p.b_scale, full, shared.b_scale[s], t.col, k);
-        }
-        full.expect(kStageBytes);
+#pragma unroll 1
+    for (int k = 0; k < t.depth_tiles; ++k, ring.advance()) {
+      const uint32_t s = ring.stage;
+      const int depth = t.first_depth + k;
+      Barrier& full = shared.full[s];
+      shared.empty[s].wait(ring.parity ^ 1);
+      if constexpr (kCluster > 1) {
+        const int own = int(block) * kShare;
+        copy_box_to_many(p.a, full, &shared.a[s][own * kDepth], depth * kDepth, t.row + own, (1 << kCluster) - 1);
+      } else {
+        copy_box(p.a, full, shared.a[s], depth * kDepth, t.row);
       }
+      copy_box(p.b, full, shared.b[s], depth * kDepth, t.b_row);
+#pragma unroll
+      for (int i = 0; i < kScaleBoxes; ++i) {
+        copy_box(p.a_scale, full, &shared.a_scale[s][i * kBoxPitch], (t.row & -4) + i * kRowsOfBox, depth);
+      }
+      if constexpr (kSquareB) {
+        copy_box(p.b_scale, full, shared.b_scale[s], k & -kScales, t.b_scale_row);
+      } else {
+        copy_box(p.b_scale, full, shared.b_scale[s], t.col, t.b_scale_row + k);
+      }
+      full.expect(kStageBytes);
+    }
+  }
+
+  // All lanes of a warp find the tiles.
+  TE_DIST_DEVICE void produce() {
+    const Tiles tiles{p.tiles};
+    Ring<kStages> ring;
+    for (int index = first_tile(), end = tiles.count(); index < end; index += tile_step()) {
+      const Tile t = tiles.at(index, block);
+      if (threadIdx.x % 32 == 0) produce(t, ring);
+      __syncwarp();
     }
   }
 
@@ -129,13 +137,17 @@ struct GemmFloat8Block {
     };
 
     // Of stage number `k` of a tile.
-    TE_DIST_DEVICE Scales scales(int stage, int k) const {
+    TE_DIST_DEVICE Scales scales(const Tile& t, int stage, int k) const {
       Scales scales;
       const float square = kSquareB ? shared().b_scale[stage][k % kScales] : 1.0f;
+      const float* rows = &shared().a_scale[stage][Tiles::kRowsAreAligned ? 0 : t.row & 3];
 #pragma unroll
       for (int w = 0; w < kWaves; ++w) {
-        scales.rows[w][0] = shared().a_scale[stage][wave_row(w) + row] * square;
-        scales.rows[w][1] = shared().a_scale[stage][wave_row(w) + row + 8] * square;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int its = wave_row(w) + row + 8 * h;
+          scales.rows[w][h] = rows[its / kRowsOfBox * kBoxPitch + its % kRowsOfBox] * square;
+        }
       }
       return scales;
     }
@@ -193,14 +205,14 @@ struct GemmFloat8Block {
       }
     }
 
-    TE_DIST_DEVICE void sum_tile(Ring<kStages>& ring) {
+    TE_DIST_DEVICE void sum_tile(const Tile& t, Ring<kStages>& ring) {
 #pragma unroll
       for (int w = 0; w < kWaves; ++w) {
 #pragma unroll
         for (int i = 0; i < kSums; ++i) sums[w][i] = 0.0f;
       }
-      shared().full[ring.stage].wait(ring.parity);
-      for (int k = 0; k < gemm.p.depth_tiles; ++k) {
+      if (t.depth_tiles > 0) shared().full[ring.stage].wait(ring.parity);
+      for (int k = 0; k < t.depth_tiles; ++k) {
         const int stage = ring.stage;
         const ColScales cols = col_scales(stage);
         Scales its;
@@ -210,8 +222,8 @@ struct GemmFloat8Block {
           float part[kSums];
           multiply(part, stage, w);
           // While the tensor cores work.
-          if (w == 0) its = scales(stage, k);
-          if (w == kWaves - 1 && k + 1 < gemm.p.depth_tiles) shared().full[ring.stage].wait(ring.parity);
+          if (w == 0) its = scales(t, stage, k);
+          if (w == kWaves - 1 && k + 1 < t.depth_tiles) shared().full[ring.stage].wait(ring.parity);
           wait_products<0>();
           pin(part);
           constexpr bool kIsRead = kSquareB || kHoldsColScales;
@@ -223,11 +235,11 @@ struct GemmFloat8Block {
     }
 
     template <class Element>
-    TE_DIST_DEVICE void add_bias(int first_col) {
-      const char* bias = static_cast<const char*>(gemm.p.bias);
+    TE_DIST_DEVICE void add_bias(const Tile& t) {
+      const char* bias = static_cast<const char*>(gemm.p.bias) + int64_t(t.group) * gemm.p.cols * Element::kBytes;
 #pragma unroll
       for (int j = 0; j < kSums; ++j) {
-        const int its_col = first_col + j / 4 * 8 + (j & 1);
+        const int its_col = t.col + col + j / 4 * 8 + (j & 1);
         uint32_t word = 0;
         if (its_col < gemm.p.cols) load_words<Element::kBytes>(bias + its_col * Element::kBytes, &word);
 #pragma unroll
@@ -235,11 +247,25 @@ struct GemmFloat8Block {
       }
     }
 
-    TE_DIST_DEVICE void add_bias(const Tile& t) {
+    TE_DIST_DEVICE void scale_rows(const Tile& t) {
+#pragma unroll
+      for (int w = 0; w < kWaves; ++w) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int its_row = t.out_row + wave_row(w) + row + 8 * h;
+          const float factor = its_row < t.out_end ? __ldg(gemm.p.row_factor + its_row) : 0.0f;
+#pragma unroll
+          for (int j = 0; j < kSums; j += 4) sums[w][j + 2 * h] *= factor, sums[w][j + 2 * h + 1] *= factor;
+        }
+      }
+    }
+
+    TE_DIST_DEVICE void finish(const Tile& t) {
       const BiasType type = BiasType(gemm.p.bias_type);
-      if (type == BiasType::kFloat32) add_bias<Float32>(t.col + col);
-      if (type == BiasType::kBFloat16) add_bias<BFloat16>(t.col + col);
-      if (type == BiasType::kFloat16) add_bias<Float16>(t.col + col);
+      if (type == BiasType::kFloat32) add_bias<Float32>(t);
+      if (type == BiasType::kBFloat16) add_bias<BFloat16>(t);
+      if (type == BiasType::kFloat16) add_bias<Float16>(t);
+      if (gemm.p.row_factor) scale_rows(t);
     }
 
     TE_DIST_INLINE uint32_t packed(float first, float second) { return Out::store(first) | Out::store(second) << 16; }
@@ -277,67 +303,72 @@ struct GemmFloat8Block {
       }
     }
 
-    // By way of shared memory, which the copy engine reads while the next tile is computed; in turns, of which each fills one
-    // part of it while the other may still be read.
-    TE_DIST_DEVICE void write_boxes(const Tile& t) const {
+    // A box in shared memory to memory, but for what is not inside: each warp its 16 rows, 8 threads 128 bytes of a row.
+    TE_DIST_DEVICE void write_rows(int first_row, int first_col, int out_end, const uint8_t* box) const {
+      const Params& p = gemm.p;
+      const int lane = threadIdx.x % 32, chunk = lane % 8, its_col = first_col + chunk * 16 / Out::kBytes;
+      const Inside cols = Inside::of(its_col, 16 / Out::kBytes, p.cols).scaled(Out::kBytes);
+#pragma unroll
+      for (int i = 0; i < 16; i += 4) {
+        const int in_box = threadIdx.x / 32 % 4 * 16 + i + lane / 8, its_row = first_row + in_box;
+        const uint4 v = *reinterpret_cast<const uint4*>(box + in_box * 128 + (chunk ^ (in_box & 7)) * 16);
+        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+        char* target = static_cast<char*>(p.out_data) + (its_row * p.out_stride + its_col) * Out::kBytes;
+        const Inside inside = cols.only_if(its_row < out_end);
+        if constexpr (kAdds) {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            if (inside.has(4 * c)) reinterpret_cast<float*>(target)[c] += float_of(words[c]);
+          }
+        } else if (p.has_map && inside.end == 16) {  // addresses of rows are multiples of 16
+          store_words<16>(target, words);
+        } else {
+          store_run<16, Out::kBytes>(target, inside, words);
+        }
+      }
+    }
+
+    // By way of shared memory, in turns, of which each fills one part of it while the other may still be read: by the copy
+    // engine, while the next tile is computed; by threads what it cannot write, or where rows behind are others'.
+    TE_DIST_DEVICE void write(const Tile& t) const {
       constexpr int kMayBeRead = (kParts - 1) * kBoxesInTurn;
       const bool is_first = threadIdx.x % 128 == 0;
 #pragma unroll
       for (int turn = 0; turn < kTurns; ++turn) {
-        const uint32_t part = shared_address(shared().out[group][turn % kParts]);
+        uint8_t* part = shared().out[group][turn % kParts];
         if (is_first) wait_stores_read<kMayBeRead>();
         sync_threads(1 + group, 128);
 #pragma unroll
         for (int i = 0; i < kBoxesInTurn; ++i) {
           const int first = (turn * kBoxesInTurn + i) * kBoxCols;
-          put_box(first / kCols, first % kCols, part + i * kBoxBytes);
+          put_box(first / kCols, first % kCols, shared_address(part + i * kBoxBytes));
         }
         fence_shared_for_async();
         sync_threads(1 + group, 128);
-        if (!is_first) continue;
 #pragma unroll
         for (int i = 0; i < kBoxesInTurn; ++i) {
           const int first = (turn * kBoxesInTurn + i) * kBoxCols;
-          store_box<kAdds>(gemm.p.out, part + i * kBoxBytes, t.col + first % kCols, t.row + wave_row(first / kCols));
-        }
-      }
-    }
-
-    TE_DIST_DEVICE void write_value(int its_row, int its_col, float value) const {
-      const Params& p = gemm.p;
-      if (its_row >= p.rows || its_col >= p.cols) return;
-      const int64_t at = its_row * p.out_stride + its_col;
-      if constexpr (Out::kBytes == 4) {
-        float* out = static_cast<float*>(p.out_data) + at;
-        *out = kAdds ? *out + value : value;
-      } else {
-        static_cast<uint16_t*>(p.out_data)[at] = uint16_t(Out::store(value));
-      }
-    }
-
-    TE_DIST_DEVICE void write_values(const Tile& t) const {
-#pragma unroll
-      for (int w = 0; w < kWaves; ++w) {
-#pragma unroll
-        for (int j = 0; j < kSums; ++j) {
-          write_value(t.row + wave_row(w) + row + (j & 2) * 4, t.col + col + j / 4 * 8 + (j & 1), sums[w][j]);
+          const int its_row = t.out_row + wave_row(first / kCols), its_col = t.col + first % kCols;
+          const uint8_t* box = part + i * kBoxBytes;
+          if (!gemm.p.has_map || its_row + 64 > t.out_end) {
+            write_rows(its_row, its_col, t.out_end, box);
+          } else if (is_first) {
+            store_box<kAdds>(gemm.p.out, shared_address(box), its_col, its_row);
+          }
         }
       }
     }
 
     TE_DIST_DEVICE void consume() {
+      const Tiles tiles{gemm.p.tiles};
       Ring<kStages> ring;
-      for (int index = gemm.first_tile(); index < gemm.tiles(); index += gemm.tile_step()) {
-        const Tile t = gemm.tile(index);
-        sum_tile(ring);
-        add_bias(t);
-        if constexpr (kBoxes) {
-          write_boxes(t);
-        } else {
-          write_values(t);
-        }
+      for (int index = gemm.first_tile(), end = tiles.count(); index < end; index += gemm.tile_step()) {
+        const Tile t = tiles.at(index, gemm.block);
+        sum_tile(t, ring);
+        finish(t);
+        write(t);
       }
-      if (kBoxes && threadIdx.x % 128 == 0) wait_stores();
+      if (threadIdx.x % 128 == 0) wait_stores();
     }
   };
 
@@ -364,7 +395,7 @@ struct GemmFloat8Block {
     const int group = __shfl_sync(0xFFFFFFFFu, int(threadIdx.x), 0) / 128;
     if (group == kConsumers) {
       give_registers<kProducerRegisters>();
-      if (threadIdx.x == 128 * kConsumers) gemm.produce();
+      if (threadIdx.x < 128 * kConsumers + 32) gemm.produce();
     } else {
       take_registers<kConsumerRegisters>();
       const int lane = threadIdx.x % 32;

@@ -21,10 +21,8 @@ _ENOUGH_TILES = 128
 _OUT_BYTES = {"BFloat16": 2, "Float16": 2, "Float32": 4}
 _BIAS_TYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _MAP_ALIGNMENT = 16
-_LAYOUT = Layout(
-    "a:T a_scale:T b:T b_scale:T out:T bias:P out_data:P out_stride:q bias_type:i "
-    "rows:i cols:i row_tiles:i col_tiles:i depth_tiles:i band:i"
-)
+_COMMON = "a:T a_scale:T b:T b_scale:T out:T bias:P row_factor:P out_data:P out_stride:q bias_type:i cols:i has_map:i "
+_LAYOUT = Layout(_COMMON + "tiles.rows:i tiles.row_tiles:i tiles.col_tiles:i tiles.depth_tiles:i tiles.band:i")
 
 
 @dataclass(frozen=True)
@@ -68,13 +66,11 @@ def tiling(rows: int, cols: int) -> Tiling:
 
 
 @cache
-def float8_block(
-    codes: tuple[str, str], out: str, square: bool, shape: Tiling, *, adds: bool = False, boxes: bool = True
-) -> Spec:
-    """Spec of a product. `boxes`: whether the bulk copy engine can write the output."""
+def float8_block(codes: tuple[str, str], out: str, square: bool, shape: Tiling, *, adds: bool = False) -> Spec:
+    """Spec of a product."""
     stages = shape.stages(square, _OUT_BYTES[out])
-    numbers = (square, shape.consumers, shape.waves, shape.cluster, stages, adds, boxes)
-    constants = ", ".join((*codes, out, *(str(number).lower() for number in numbers)))
+    numbers = (square, shape.consumers, shape.waves, shape.cluster, stages, adds)
+    constants = ", ".join(("OneProduct", *codes, out, *(str(number).lower() for number in numbers)))
     template = f"GemmFloat8Block<{constants}>"
     launch_shape = {
         "shared_bytes": shape.shared_bytes(stages, square, _OUT_BYTES[out]),
@@ -97,19 +93,19 @@ def gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, b_
             out.add_(bias)
         return
     _check_alignment(a=a, a_scale=a_scale, b=b, b_scale=b_scale)
-    square, shape, boxes = b_tile[0] != 1, tiling(rows, cols), _fits_map(out)
+    square, shape, has_map = b_tile[0] != 1, tiling(rows, cols), _fits_map(out)
     codes = (CODES[fp8[0]], CODES[fp8[1]])
-    spec = float8_block(codes, ELEMENTS[out.dtype], square, shape, adds=accumulate, boxes=boxes)
+    spec = float8_block(codes, ELEMENTS[out.dtype], square, shape, adds=accumulate)
     if out.is_meta:
         return record(spec)
     a_map = matrix_map(a, (shape.rows // shape.cluster, DEPTH), swizzle=128)
     b_map = matrix_map(b, (COLS, DEPTH), swizzle=128)
     scale_maps = matrix_map(a_scale, (1, shape.rows)), matrix_map(b_scale, (1, 4 if square else COLS))
     row_tiles, col_tiles = -(-rows // shape.rows), -(-cols // (COLS * shape.cluster))
-    out_map = matrix_map(out, (64, 128 // out.element_size()), swizzle=128) if boxes else NoMap()
+    out_map = matrix_map(out, (64, 128 // out.element_size()), swizzle=128) if has_map else NoMap()
     maps = (a_map, scale_maps[0], b_map, scale_maps[1], out_map)
-    outputs = (pointer(bias), out.data_ptr(), out.stride(0), _BIAS_TYPES[None if bias is None else bias.dtype])
-    extents = (rows, cols, row_tiles, col_tiles, -(-depth // DEPTH), shape.band)
+    outputs = (pointer(bias), 0, out.data_ptr(), out.stride(0), _BIAS_TYPES[None if bias is None else bias.dtype])
+    extents = (cols, has_map, rows, row_tiles, col_tiles, -(-depth // DEPTH), shape.band)
     clusters = min(row_tiles * col_tiles, multiprocessors(out.get_device()) // shape.cluster)
     launch(spec, out, (clusters * shape.cluster, 1), (*maps, *outputs, *extents))
 

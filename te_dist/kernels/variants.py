@@ -73,7 +73,6 @@ def products(out: str) -> Iterator[Spec]:
         yield gemm.float8_block(codes, out, square, shape)
         if out == "Float32":
             yield gemm.float8_block(codes, out, square, shape, adds=True)
-    yield gemm.float8_block(_PAIRS[0], out, True, gemm.tiling(128, 128), boxes=False)
 
 
 def dequantizers(element: str) -> Iterator[Spec]:

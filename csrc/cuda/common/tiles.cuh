@@ -1,0 +1,137 @@
+// In which order the tiles of a product, or of many products in one launch, are walked over.
+#pragma once
+
+#include "types.cuh"
+
+namespace te_dist::cuda {
+
+// One tile of a product. Everything counts in the matrices as they lie in memory, all groups in one.
+struct Tile {
+  int row;           // of A and of its scales
+  int col;           // of the product
+  int b_row;         // of B
+  int b_scale_row;   // of the scales of B, for the first values that are summed over
+  int first_depth;   // of what is summed over, in tiles
+  int depth_tiles;
+  int out_row;       // of the output
+  int out_end;       // first row that is not the tile's
+  int group;
+};
+
+// Tiles of a matrix of tiles in bands along the rows, so that what is read by those who work at the same time stays in the
+// L2 cache.
+struct Banded {
+  int row, col;
+
+  TE_DIST_INLINE Banded of(int index, int row_tiles, int col_tiles, int band) {
+    const int in_band = band * col_tiles, number = index / in_band, rest = index - number * in_band;
+    const int first = number * band, height = min(band, row_tiles - first), col = rest / height;
+    return {first + rest - col * height, col};
+  }
+};
+
+// What a kernel says of its tiles: extents, and blocks of a cluster side by side along the columns.
+template <int kRows_, int kCols_, int kCluster_, bool kSquareB_>
+struct TileShape {
+  static constexpr int kRows = kRows_, kCols = kCols_, kDepth = 128, kCluster = kCluster_;
+  static constexpr bool kSquareB = kSquareB_;
+};
+
+// One product.
+template <class Shape>
+struct OneProduct {
+  static constexpr bool kRowsAreAligned = true;  // tiles begin at multiples of their extents
+
+  struct Params {
+    int32_t rows;
+    int32_t row_tiles, col_tiles;  // of a cluster
+    int32_t depth_tiles;
+    int32_t band;
+  };
+
+  const Params& p;
+
+  TE_DIST_DEVICE int count() const { return p.row_tiles * p.col_tiles; }
+
+  TE_DIST_DEVICE Tile at(int index, int block) const {
+    const Banded place = Banded::of(index, p.row_tiles, p.col_tiles, p.band);
+    const int row = place.row * Shape::kRows, col = (place.col * Shape::kCluster + block) * Shape::kCols;
+    return {row, col, col, Shape::kSquareB ? col / Shape::kDepth : 0, 0, p.depth_tiles, row, p.rows, 0};
+  }
+};
+
+// Where groups begin, made once for the groups of a matrix: int32 (1 + number of tile heights, groups + 1). Row 0 has the
+// first row of each group, the others how many tiles of that height lie before it.
+struct GroupTable {
+  const int32_t* begins;
+  const int32_t* tiles;  // before each group
+  int32_t groups;
+
+  // The group that tile number `index` lies in: all lanes of a warp look, at 32 places at a time.
+  TE_DIST_DEVICE int group_of(int index) const {
+    int first = 0, span = groups;
+    while (span > 1) {
+      const int step = (span + 31) / 32, probe = first + int(threadIdx.x % 32) * step;
+      const bool is_before = probe < first + span && __ldg(tiles + probe) <= index;
+      const int last = 31 - __clz(__ballot_sync(0xFFFFFFFFu, is_before));
+      const int next = first + last * step;
+      span = min(step, first + span - next), first = next;
+    }
+    return first;
+  }
+};
+
+// Products of rows, in groups, with a matrix B of each group: of rows (T, K) with (groups * N, K).
+template <class Shape>
+struct RowGroups {
+  static constexpr bool kRowsAreAligned = false;
+
+  struct Params {
+    GroupTable table;
+    int32_t col_tiles, depth_tiles;
+    int32_t b_rows, b_scale_rows;  // of a group
+    int32_t band;
+  };
+
+  const Params& p;
+
+  TE_DIST_DEVICE int count() const { return __ldg(p.table.tiles + p.table.groups) * p.col_tiles; }
+
+  TE_DIST_DEVICE Tile at(int index, int block) const {
+    const int group = p.table.group_of(index / p.col_tiles);
+    const int first = __ldg(p.table.tiles + group), row_tiles = __ldg(p.table.tiles + group + 1) - first;
+    const Banded place = Banded::of(index - first * p.col_tiles, row_tiles, p.col_tiles, p.band);
+    const int row = __ldg(p.table.begins + group) + place.row * Shape::kRows;
+    const int col = (place.col * Shape::kCluster + block) * Shape::kCols;
+    const int b_scale_row = group * p.b_scale_rows + (Shape::kSquareB ? col / Shape::kDepth : 0);
+    return {row, col, group * p.b_rows + col, b_scale_row, 0, p.depth_tiles, row, __ldg(p.table.begins + group + 1), group};
+  }
+};
+
+// Products that sum over the rows of each group: (M, P) with (N, P), of which each group has a part of columns that begins
+// and ends at a tile; the output is (groups * M, N).
+template <class Shape>
+struct DepthGroups {
+  static constexpr bool kRowsAreAligned = true;
+
+  struct Params {
+    GroupTable table;  // its tiles those of 128 rows
+    int32_t rows;      // of the output of a group
+    int32_t row_tiles, col_tiles;
+    int32_t band;
+  };
+
+  const Params& p;
+
+  TE_DIST_DEVICE int count() const { return p.table.groups * p.row_tiles * p.col_tiles; }
+
+  TE_DIST_DEVICE Tile at(int index, int block) const {
+    const int in_group = p.row_tiles * p.col_tiles, group = index / in_group;
+    const Banded place = Banded::of(index - group * in_group, p.row_tiles, p.col_tiles, p.band);
+    const int row = place.row * Shape::kRows, col = (place.col * Shape::kCluster + block) * Shape::kCols;
+    const int first = __ldg(p.table.tiles + group), depth_tiles = __ldg(p.table.tiles + group + 1) - first;
+    return {row, col, col, first, first, depth_tiles, group * p.rows + row, (group + 1) * p.rows, group};
+  }
+};
+
+}  // namespace te_dist::cuda
