@@ -152,6 +152,11 @@ struct GemmFloat8Block {
       return scales;
     }
 
+    // Whether a wave has rows of the tile; where tiles are cut off by groups it may have none.
+    TE_DIST_DEVICE bool has_rows(const Tile& t, int wave) const {
+      return Tiles::kRowsAreAligned || t.out_row + wave_row(wave) < t.out_end;
+    }
+
     // Begins to sum over the 128 values of a stage, for the rows of a wave.
     TE_DIST_DEVICE void multiply(float (&part)[kSums], int stage, int wave) const {
       const Rows128 a = first_a.further<kRows * kDepth>(stage).further<64 * kDepth>(wave);
@@ -176,21 +181,19 @@ struct GemmFloat8Block {
       TE_DIST_DEVICE float2 read(int j) const {
         return *reinterpret_cast<const float2*>(&consumer.shared().b_scale[stage][consumer.col + j * 8]);
       }
+      TE_DIST_DEVICE void hold() {
+        if constexpr (!kSquareB && kHoldsColScales) {
+#pragma unroll
+          for (int j = 0; j < kHeld; ++j) held[j] = read(j);
+        }
+      }
+
       // Of values 4 j to 4 j + 3.
       TE_DIST_DEVICE float2 at(int j) const {
         if constexpr (kSquareB) return make_float2(1.0f, 1.0f);
         return kHoldsColScales ? held[j % kHeld] : read(j);
       }
     };
-
-    TE_DIST_DEVICE ColScales col_scales(int stage) const {
-      ColScales scales{*this, stage, {}};
-      if constexpr (!kSquareB && kHoldsColScales) {
-#pragma unroll
-        for (int j = 0; j < kSums / 4; ++j) scales.held[j] = scales.read(j);
-      }
-      return scales;
-    }
 
     TE_DIST_DEVICE void add(const float (&part)[kSums], float (&total)[kSums], const float (&rows)[2],
                             const ColScales& cols) const {
@@ -214,21 +217,22 @@ struct GemmFloat8Block {
       if (t.depth_tiles > 0) shared().full[ring.stage].wait(ring.parity);
       for (int k = 0; k < t.depth_tiles; ++k) {
         const int stage = ring.stage;
-        const ColScales cols = col_scales(stage);
+        ColScales cols{*this, stage, {}};
         Scales its;
         ring.advance();
 #pragma unroll
         for (int w = 0; w < kWaves; ++w) {
           float part[kSums];
-          multiply(part, stage, w);
+          const bool computes = has_rows(t, w);
+          if (computes) multiply(part, stage, w);
           // While the tensor cores work.
-          if (w == 0) its = scales(t, stage, k);
+          if (w == 0) its = scales(t, stage, k), cols.hold();
           if (w == kWaves - 1 && k + 1 < t.depth_tiles) shared().full[ring.stage].wait(ring.parity);
-          wait_products<0>();
+          if (computes) wait_products<0>();
           pin(part);
           constexpr bool kIsRead = kSquareB || kHoldsColScales;
           if (w == kWaves - 1 && kIsRead) release(stage);
-          add(part, sums[w], its.rows[w], cols);
+          if (computes) add(part, sums[w], its.rows[w], cols);
           if (w == kWaves - 1 && !kIsRead) release(stage);
         }
       }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from te_dist.formats.region import Pair
-from te_dist.kernels.arguments import CODES, ELEMENTS, NoMap, matrix_map, pointer
+from te_dist.kernels.arguments import CODES, ELEMENTS, MatrixMap, NoMap, matrix_map, pointer
 from te_dist.kernels.runtime import launch, multiprocessors, record
 from te_dist.kernels.spec import Layout, Spec
 
@@ -21,8 +22,8 @@ _ENOUGH_TILES = 128
 _OUT_BYTES = {"BFloat16": 2, "Float16": 2, "Float32": 4}
 _BIAS_TYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _MAP_ALIGNMENT = 16
-_COMMON = "a:T a_scale:T b:T b_scale:T out:T bias:P row_factor:P out_data:P out_stride:q bias_type:i cols:i has_map:i "
-_LAYOUT = Layout(_COMMON + "tiles.rows:i tiles.row_tiles:i tiles.col_tiles:i tiles.depth_tiles:i tiles.band:i")
+COMMON = "a:T a_scale:T b:T b_scale:T out:T bias:P row_factor:P out_data:P out_stride:q bias_type:i cols:i has_map:i "
+_LAYOUT = Layout(COMMON + "tiles.rows:i tiles.row_tiles:i tiles.col_tiles:i tiles.depth_tiles:i tiles.band:i")
 
 
 @dataclass(frozen=True)
@@ -46,17 +47,18 @@ class Tiling:
         """Of a tile."""
         return 64 * self.waves * self.consumers
 
-    def shared_bytes(self, stages: int, square: bool, out_bytes: int) -> int:
-        """Dynamic shared memory of a block; laid out as `Shared` of the kernel."""
-        scales = 4 * (self.rows + (32 if square else COLS))
+    def shared_bytes(self, stages: int, square: bool, out_bytes: int, *, aligned: bool) -> int:
+        """Dynamic shared memory of a block; laid out as `Shared` of the kernel. `aligned`: `kRowsAreAligned` there."""
+        row_scales = self.rows if aligned else 2 * (-(-(self.rows // 2 + 4) // 32) * 32)
+        scales = 4 * (row_scales + (32 if square else COLS))
         boxes = self.consumers * min(4, self.waves * out_bytes)  # of the output, on the way to memory
         total = stages * ((self.rows + COLS) * DEPTH + scales + _BARRIER_BYTES) + boxes * _BOX_BYTES
         return -(-total // 1024) * 1024
 
-    def stages(self, square: bool, out_bytes: int) -> int:
+    def stages(self, square: bool, out_bytes: int, *, aligned: bool) -> int:
         """As many as shared memory holds."""
-        fitting = (n for n in range(8, 1, -1) if self.shared_bytes(n, square, out_bytes) <= _SHARED_LIMIT)
-        return next(fitting)
+        sizes = ((n, self.shared_bytes(n, square, out_bytes, aligned=aligned)) for n in range(8, 1, -1))
+        return next(n for n, size in sizes if size <= _SHARED_LIMIT)
 
 
 def tiling(rows: int, cols: int) -> Tiling:
@@ -65,19 +67,53 @@ def tiling(rows: int, cols: int) -> Tiling:
     return Tiling(2, 2 if large_tiles >= _ENOUGH_TILES else 1, 2 if cols > COLS else 1, band=8)
 
 
+class Variant(NamedTuple):
+    """Of the kernel: the type of the output, whether B has scales of squares, the tiling, whether it adds to `out`."""
+
+    out: str
+    square: bool
+    shape: Tiling
+    adds: bool
+
+
+def spec_of(walk: str, layout: Layout, codes: tuple[str, str], variant: Variant) -> Spec:
+    """Spec of products whose tiles are those of `walk`."""
+    out, square, shape, adds = variant
+    place = (square, _OUT_BYTES[out])
+    aligned = walk != "RowGroups"
+    stages = shape.stages(*place, aligned=aligned)
+    numbers = (square, shape.consumers, shape.waves, shape.cluster, stages, adds)
+    constants = ", ".join((walk, *codes, out, *(str(number).lower() for number in numbers)))
+    shared_bytes = shape.shared_bytes(stages, *place, aligned=aligned)
+    launched = {"shared_bytes": shared_bytes, "cluster": shape.cluster, "arch": "sm_90a"}
+    return Spec("gemm_float8_block.cuh", f"GemmFloat8Block<{constants}>", layout, **launched)
+
+
 @cache
 def float8_block(codes: tuple[str, str], out: str, square: bool, shape: Tiling, *, adds: bool = False) -> Spec:
-    """Spec of a product."""
-    stages = shape.stages(square, _OUT_BYTES[out])
-    numbers = (square, shape.consumers, shape.waves, shape.cluster, stages, adds)
-    constants = ", ".join(("OneProduct", *codes, out, *(str(number).lower() for number in numbers)))
-    template = f"GemmFloat8Block<{constants}>"
-    launch_shape = {
-        "shared_bytes": shape.shared_bytes(stages, square, _OUT_BYTES[out]),
-        "cluster": shape.cluster,
-        "arch": "sm_90a",
-    }
-    return Spec("gemm_float8_block.cuh", template, _LAYOUT, **launch_shape)
+    """Spec of one product."""
+    return spec_of("OneProduct", _LAYOUT, codes, Variant(out, square, shape, adds))
+
+
+def operand_maps(a: Tensor, b: Tensor, shape: Tiling) -> tuple[MatrixMap, MatrixMap]:
+    """Of the codes of both operands."""
+    rows = (shape.rows // shape.cluster, DEPTH)
+    return matrix_map(a, rows, swizzle=128), matrix_map(b, (COLS, DEPTH), swizzle=128)
+
+
+def common(
+    maps: tuple[tuple[MatrixMap, MatrixMap], tuple[MatrixMap, MatrixMap]],
+    out: Tensor,
+    bias: Tensor | None,
+    row_factor: Tensor | None,
+) -> tuple[object, ...]:
+    """Values of `COMMON`. `maps`: of the operands' codes, and of their scales."""
+    (a, b), (a_scale, b_scale) = maps
+    has_map = fits_map(out)
+    out_map = matrix_map(out, (64, 128 // out.element_size()), swizzle=128) if has_map else NoMap()
+    bias_type = _BIAS_TYPES[None if bias is None else bias.dtype]
+    places = (pointer(bias), pointer(row_factor), out.data_ptr(), out.stride(0))
+    return a, a_scale, b, b_scale, out_map, *places, bias_type, out.shape[1], has_map
 
 
 def gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, b_tile: Pair, *rest: object) -> None:
@@ -92,34 +128,30 @@ def gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, b_
         if bias is not None:
             out.add_(bias)
         return
-    _check_alignment(a=a, a_scale=a_scale, b=b, b_scale=b_scale)
-    square, shape, has_map = b_tile[0] != 1, tiling(rows, cols), _fits_map(out)
-    codes = (CODES[fp8[0]], CODES[fp8[1]])
-    spec = float8_block(codes, ELEMENTS[out.dtype], square, shape, adds=accumulate)
+    check_alignment(a=a, a_scale=a_scale, b=b, b_scale=b_scale)
+    square, shape = b_tile[0] != 1, tiling(rows, cols)
+    spec = float8_block((CODES[fp8[0]], CODES[fp8[1]]), ELEMENTS[out.dtype], square, shape, adds=accumulate)
     if out.is_meta:
         return record(spec)
-    a_map = matrix_map(a, (shape.rows // shape.cluster, DEPTH), swizzle=128)
-    b_map = matrix_map(b, (COLS, DEPTH), swizzle=128)
     scale_maps = matrix_map(a_scale, (1, shape.rows)), matrix_map(b_scale, (1, 4 if square else COLS))
+    values = common((operand_maps(a, b, shape), scale_maps), out, bias, None)
     row_tiles, col_tiles = -(-rows // shape.rows), -(-cols // (COLS * shape.cluster))
-    out_map = matrix_map(out, (64, 128 // out.element_size()), swizzle=128) if has_map else NoMap()
-    maps = (a_map, scale_maps[0], b_map, scale_maps[1], out_map)
-    outputs = (pointer(bias), 0, out.data_ptr(), out.stride(0), _BIAS_TYPES[None if bias is None else bias.dtype])
-    extents = (cols, has_map, rows, row_tiles, col_tiles, -(-depth // DEPTH), shape.band)
+    tiles = (rows, row_tiles, col_tiles, -(-depth // DEPTH), shape.band)
     clusters = min(row_tiles * col_tiles, multiprocessors(out.get_device()) // shape.cluster)
-    launch(spec, out, (clusters * shape.cluster, 1), (*maps, *outputs, *extents))
+    launch(spec, out, (clusters * shape.cluster, 1), (*values, *tiles))
 
 
-def _fits_map(matrix: Tensor) -> bool:
+def fits_map(matrix: Tensor) -> bool:
     """Whether the bulk copy engine can read and write a matrix and nothing beside it: it moves 16 bytes at a time."""
     (rows, cols), itemsize = matrix.shape, matrix.element_size()
     pitch = matrix.stride(0) * itemsize if rows > 1 else 0
     return (matrix.data_ptr() | pitch | cols * itemsize) % _MAP_ALIGNMENT == 0
 
 
-def _check_alignment(**operands: Tensor) -> None:
+def check_alignment(**operands: Tensor) -> None:
+    """Raises ValueError where the bulk copy engine cannot read an operand."""
     for name, matrix in operands.items():
-        if not _fits_map(matrix):
+        if not fits_map(matrix):
             size = matrix.element_size()
             raise ValueError(
                 f"{name}: got address {matrix.data_ptr():#x}, rows of {matrix.shape[1] * size} bytes and "

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from te_dist.kernels import amax, dequantize, evaluation, gemm, movement, quantize
+from te_dist.kernels import amax, dequantize, evaluation, gemm, grouped_gemm, movement, quantize
 from te_dist.kernels.inputs import adam, plain, rms_norm, summed, swiglu, swiglu_gradient
 from te_dist.kernels.multi_adam import ADVANCE
 from te_dist.kernels.multi_tensor import multi_tensor, reading
@@ -75,6 +75,17 @@ def products(out: str) -> Iterator[Spec]:
             yield gemm.float8_block(codes, out, square, shape, adds=True)
 
 
+def grouped_products(out: str) -> Iterator[Spec]:
+    """Of FP8 blocks in groups with an output of one type: every tiling that `grouped_gemm` chooses."""
+    shapes = tuple(product((2**16, 2**10), (4096, 128), (8,)))
+    for codes, square in product(_PAIRS, (True, False)):
+        for shape in dict.fromkeys(grouped_gemm.rows_tiling(*shape, square) for shape in shapes):
+            yield grouped_gemm.rows_float8_block(codes, out, square, shape)
+    for codes, shape in product(_PAIRS, dict.fromkeys(grouped_gemm.sums_tiling(*shape) for shape in shapes)):
+        for adds in (False, True) if out == "Float32" else (False,):
+            yield grouped_gemm.sums_float8_block(codes, out, shape, adds=adds)
+
+
 def dequantizers(element: str) -> Iterator[Spec]:
     """All codecs and orders of codes, for outputs of one type."""
     narrow = _BYTES[element]
@@ -118,10 +129,11 @@ def movers() -> Iterator[Spec]:
     yield from (movement.turn(bits, widths) for bits in (4, 8) for widths in ((4, 16), (1, 1)))
     yield from (movement.copies(width) for width in (16, 4, 1))
     yield amax.ZERO
+    yield from map(grouped_gemm.find_groups, ("int32_t", "int64_t"))
 
 
 def variants(*elements: str) -> list[Spec]:
     """All of them, for inputs and outputs of the named types (all by default)."""
-    families = (quantizers, fused, products, dequantizers, updaters)
+    families = (quantizers, fused, products, grouped_products, dequantizers, updaters)
     typed = (spec for name in elements or _BYTES for family in families for spec in family(name))
     return [*movers(), *requantizers(), *typed]

@@ -10,6 +10,9 @@ from te_dist.ops.dequantize_nvfp4 import dequantize_nvfp4
 from te_dist.ops.direction_amax import direction_amax
 from te_dist.ops.evaluate import evaluate
 from te_dist.ops.gemm_float8_block import gemm_float8_block
+from te_dist.ops.group_table import group_table
+from te_dist.ops.grouped_gemm_float8_block import grouped_gemm_float8_block
+from te_dist.ops.grouped_wgrad_float8_block import grouped_wgrad_float8_block
 from te_dist.ops.hadamard import hadamard
 from te_dist.ops.panel_sums import panel_sums
 from te_dist.ops.quantize_float8_block import quantize_float8_block
@@ -29,6 +32,9 @@ __all__ = [
     "direction_amax",
     "evaluate",
     "gemm_float8_block",
+    "group_table",
+    "grouped_gemm_float8_block",
+    "grouped_wgrad_float8_block",
     "hadamard",
     "panel_sums",
     "quantize_float8_block",

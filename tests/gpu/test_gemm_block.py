@@ -11,11 +11,10 @@ from torch import Tensor
 from te_dist import ops
 from te_dist.kernels import gemm
 from te_dist.testing import assert_bitwise
+from tests.ops.groups import FP8, RUN, SQUARE, Operand
 
 pytestmark = pytest.mark.gpu
 
-FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-SQUARE, RUN = (128, 128), (1, 128)
 TILINGS = [gemm.Tiling(*split, cluster, band=3) for split, cluster in product([(2, 1), (2, 2), (3, 1)], (1, 2))]
 # (M, N, K): one tile, several, ragged in every dimension, fewer rows or columns than a tile, the shortest sum.
 SHAPES = [
@@ -32,22 +31,8 @@ RELATIVE_ERROR = 2.0**-12
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 
 
-class Operand:
-    """Codes (rows, K) with their scales, laid out as fields are: padding holds NaN, which must not matter."""
-
-    def __init__(self, rows: int, depth: int, fp8: str, tile: tuple[int, int], seed: int) -> None:
-        generator = torch.Generator(device="cuda").manual_seed(seed)
-        draw = lambda *shape: torch.rand(shape, generator=generator, device="cuda")  # noqa: E731
-        codes = (8 * (draw(rows, depth) - 0.5)).to(FP8[fp8])
-        self.fp8, self.tile, self.codes = fp8, tile, codes.view(torch.uint8)
-        depth_tiles = -(-depth // 128)
-        grid = (depth_tiles, rows) if tile == RUN else (-(-rows // 128), depth_tiles)
-        padded = torch.full((grid[0], -(-grid[1] // 4) * 4), torch.nan, device="cuda")
-        padded[:, : grid[1]] = torch.exp2(4 * draw(*grid) - 2)
-        self.scale = padded
-        cells = padded[:, : grid[1]]
-        by_row = cells.t() if tile == RUN else cells.repeat_interleave(128, 0)[:rows]
-        self.values = codes.double() * by_row.repeat_interleave(128, 1)[:, :depth].double()
+def operand(rows: int, depth: int, fp8: str, tile: tuple[int, int], seed: int) -> Operand:
+    return Operand(rows, depth, tile, fp8=fp8, seed=seed, device="cuda")
 
 
 def multiply(a: Operand, b: Operand, out: Tensor, *, bias: Tensor | None = None, accumulate: bool = False) -> None:
@@ -76,7 +61,7 @@ def tiling(request, monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_product_is_that_of_the_values(shape, b_tile, tiling):
     rows, cols, depth = shape
-    a, b = Operand(rows, depth, "e4m3", RUN, 1), Operand(cols, depth, "e4m3", b_tile, 2)
+    a, b = operand(rows, depth, "e4m3", RUN, 1), operand(cols, depth, "e4m3", b_tile, 2)
     for dtype in ROUNDING:
         out = torch.full((rows, cols), torch.nan, device="cuda", dtype=dtype)
         multiply(a, b, out)
@@ -86,7 +71,7 @@ def test_product_is_that_of_the_values(shape, b_tile, tiling):
 @pytest.mark.parametrize("b_tile", (SQUARE, RUN))
 @pytest.mark.parametrize("fp8", list(product(FP8, FP8)))
 def test_product_of_every_pair_of_types(fp8, b_tile):
-    a, b = Operand(200, 512, fp8[0], RUN, 3), Operand(264, 512, fp8[1], b_tile, 4)
+    a, b = operand(200, 512, fp8[0], RUN, 3), operand(264, 512, fp8[1], b_tile, 4)
     out = torch.full((200, 264), torch.nan, device="cuda")
     multiply(a, b, out)
     check(out, a, b)
@@ -96,7 +81,7 @@ def test_product_of_every_pair_of_types(fp8, b_tile):
 @pytest.mark.parametrize("shape", [(300, 264, 384), (129, 131, 144)])
 def test_product_is_added_to_the_output(shape, b_tile, tiling):
     rows, cols, depth = shape
-    a, b = Operand(rows, depth, "e5m2", RUN, 5), Operand(cols, depth, "e4m3", b_tile, 6)
+    a, b = operand(rows, depth, "e5m2", RUN, 5), operand(cols, depth, "e4m3", b_tile, 6)
     before = torch.randn(rows, cols, device="cuda") * 10
     out = before.clone()
     multiply(a, b, out, accumulate=True)
@@ -106,7 +91,7 @@ def test_product_is_added_to_the_output(shape, b_tile, tiling):
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 @pytest.mark.parametrize("bias_dtype", list(ROUNDING))
 def test_bias_is_added_before_rounding(bias_dtype, dtype):
-    a, b = Operand(150, 256, "e4m3", RUN, 7), Operand(201, 256, "e4m3", SQUARE, 8)
+    a, b = operand(150, 256, "e4m3", RUN, 7), operand(201, 256, "e4m3", SQUARE, 8)
     bias = torch.randn(201, device="cuda").to(bias_dtype) * 100
     out = torch.full((150, 201), torch.nan, device="cuda", dtype=dtype)
     multiply(a, b, out, bias=bias)
@@ -114,7 +99,7 @@ def test_bias_is_added_before_rounding(bias_dtype, dtype):
 
 
 def test_parts_of_larger_matrices_are_multiplied_in_place():
-    a, b = Operand(200, 512, "e4m3", RUN, 9), Operand(140, 512, "e4m3", SQUARE, 10)
+    a, b = operand(200, 512, "e4m3", RUN, 9), operand(140, 512, "e4m3", SQUARE, 10)
     wide = torch.full((200, 200), 5.0, device="cuda", dtype=torch.bfloat16)
     multiply(a, b, wide[:, 16:156])
     check(wide[:, 16:156].contiguous(), a, b)
@@ -123,7 +108,7 @@ def test_parts_of_larger_matrices_are_multiplied_in_place():
 
 @pytest.mark.parametrize("b_tile", (SQUARE, RUN))
 def test_product_repeats_its_bits(b_tile, tiling):
-    a, b = Operand(2048, 2048, "e4m3", RUN, 11), Operand(1536, 2048, "e4m3", b_tile, 12)
+    a, b = operand(2048, 2048, "e4m3", RUN, 11), operand(1536, 2048, "e4m3", b_tile, 12)
     first, again = (torch.full((2048, 1536), torch.nan, device="cuda") for _ in range(2))
     multiply(a, b, first)
     for _ in range(100):
@@ -135,7 +120,7 @@ def test_product_repeats_its_bits(b_tile, tiling):
 @pytest.mark.parametrize("shape", [(0, 128, 128), (128, 0, 128), (128, 128, 0)])
 def test_empty_product(shape):
     rows, cols, depth = shape
-    a, b = Operand(rows, depth, "e4m3", RUN, 13), Operand(cols, depth, "e4m3", SQUARE, 14)
+    a, b = operand(rows, depth, "e4m3", RUN, 13), operand(cols, depth, "e4m3", SQUARE, 14)
     bias = torch.randn(cols, device="cuda")
     out = torch.full((rows, cols), torch.nan, device="cuda")
     multiply(a, b, out, bias=bias)
@@ -143,13 +128,13 @@ def test_empty_product(shape):
 
 
 def test_rows_at_odd_addresses_are_refused():
-    a, b = Operand(128, 136, "e4m3", RUN, 15), Operand(128, 136, "e4m3", SQUARE, 16)
+    a, b = operand(128, 136, "e4m3", RUN, 15), operand(128, 136, "e4m3", SQUARE, 16)
     with pytest.raises(ValueError, match="multiples of 16"):
         multiply(a, b, torch.empty(128, 128, device="cuda"))
 
 
 def test_product_in_a_graph():
-    a, b = Operand(512, 1024, "e4m3", RUN, 17), Operand(768, 1024, "e4m3", SQUARE, 18)
+    a, b = operand(512, 1024, "e4m3", RUN, 17), operand(768, 1024, "e4m3", SQUARE, 18)
     eager, captured = (torch.empty(512, 768, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     multiply(a, b, eager)
     graph = torch.cuda.CUDAGraph()

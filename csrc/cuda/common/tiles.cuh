@@ -65,11 +65,11 @@ struct OneProduct {
 struct GroupTable {
   const int32_t* begins;
   const int32_t* tiles;  // before each group
-  int32_t groups;
+  int64_t groups;
 
   // The group that tile number `index` lies in: all lanes of a warp look, at 32 places at a time.
   TE_DIST_DEVICE int group_of(int index) const {
-    int first = 0, span = groups;
+    int first = 0, span = int(groups);
     while (span > 1) {
       const int step = (span + 31) / 32, probe = first + int(threadIdx.x % 32) * step;
       const bool is_before = probe < first + span && __ldg(tiles + probe) <= index;
@@ -123,7 +123,7 @@ struct DepthGroups {
 
   const Params& p;
 
-  TE_DIST_DEVICE int count() const { return p.table.groups * p.row_tiles * p.col_tiles; }
+  TE_DIST_DEVICE int count() const { return int(p.table.groups) * p.row_tiles * p.col_tiles; }
 
   TE_DIST_DEVICE Tile at(int index, int block) const {
     const int in_group = p.row_tiles * p.col_tiles, group = index / in_group;

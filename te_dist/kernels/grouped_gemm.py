@@ -1,0 +1,115 @@
+"""Launches of products in groups. Arguments are those of the ops, in the order of their schemas."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from te_dist.formats.region import Pair
+from te_dist.kernels import gemm
+from te_dist.kernels.arguments import CODES, ELEMENTS, matrix_map
+from te_dist.kernels.gemm import COLS, DEPTH, Tiling
+from te_dist.kernels.runtime import launch, multiprocessors, record
+from te_dist.kernels.spec import Layout, Spec
+
+HEIGHTS = (128, 192, 256)  # of tiles, in the order of a group table's rows behind the first
+_OFFSETS = {torch.int32: "int32_t", torch.int64: "int64_t"}
+_TABLE = Layout("ends:P groups:q rows:q table:P")
+_GROUPS = "tiles.table.begins:P tiles.table.tiles:P tiles.table.groups:q "
+_ROWS = Layout(
+    gemm.COMMON + _GROUPS + "tiles.col_tiles:i tiles.depth_tiles:i tiles.b_rows:i tiles.b_scale_rows:i tiles.band:i"
+)
+_SUMS = Layout(gemm.COMMON + _GROUPS + "tiles.rows:i tiles.row_tiles:i tiles.col_tiles:i tiles.band:i")
+
+
+@cache
+def find_groups(offset: str) -> Spec:
+    """Spec of what makes group tables of offsets of one type."""
+    return Spec("group_table.cuh", f"FindGroups<{offset}, {', '.join(map(str, HEIGHTS))}>", _TABLE)
+
+
+def group_table(ends: Tensor, rows: int, table: Tensor) -> None:
+    """See te_dist.ops.group_table."""
+    values = (ends.data_ptr(), ends.shape[0], rows, table.data_ptr())
+    launch(find_groups(_OFFSETS[ends.dtype]), table, (1, 1), values)
+
+
+def rows_tiling(rows: int, cols: int, groups: int, square: bool) -> Tiling:
+    """For groups of this many rows together: large tiles where few rows are nobody's, and registers suffice."""
+    is_large = square and rows >= 1024 * groups
+    return Tiling(2, 2 if is_large else 1, 2 if cols > COLS else 1, band=8)
+
+
+def sums_tiling(rows: int, cols: int, groups: int) -> Tiling:
+    """For as many products of this shape as there are groups."""
+    return gemm.tiling(rows * groups, cols)
+
+
+@cache
+def rows_float8_block(codes: tuple[str, str], out: str, square: bool, shape: Tiling, *, adds: bool = False) -> Spec:
+    """Spec of products of rows in groups."""
+    return gemm.spec_of("RowGroups", _ROWS, codes, gemm.Variant(out, square, shape, adds))
+
+
+@cache
+def sums_float8_block(codes: tuple[str, str], out: str, shape: Tiling, *, adds: bool = False) -> Spec:
+    """Spec of products that sum over the rows of groups."""
+    return gemm.spec_of("DepthGroups", _SUMS, codes, gemm.Variant(out, False, shape, adds))
+
+
+def grouped_gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: object) -> None:
+    """See te_dist.ops.grouped_gemm_float8_block."""
+    table, b_tile, fp8, bias, row_factor, accumulate, out = rest
+    (rows, cols), groups, depth_tiles = out.shape, table.shape[1] - 1, -(-a.shape[1] // DEPTH)
+    if out.numel() == 0 or groups == 0:
+        return
+    gemm.check_alignment(a=a, a_scale=a_scale, b=b, b_scale=b_scale)
+    square = b_tile[0] != 1
+    shape = rows_tiling(rows, cols, groups, square)
+    spec = rows_float8_block(_codes(fp8), ELEMENTS[out.dtype], square, shape, adds=accumulate)
+    if out.is_meta:
+        return record(spec)
+    a_scales = matrix_map(a_scale, (1, shape.rows // 2 + 4))  # tiles begin at any row: see the kernel
+    maps = gemm.operand_maps(a, b, shape), (a_scales, matrix_map(b_scale, (1, 4 if square else COLS)))
+    b_scale_rows = b_scale.shape[0] // groups
+    tiles = (*_table(table, shape), -(-cols // (COLS * shape.cluster)), depth_tiles, cols, b_scale_rows, shape.band)
+    _launch(spec, shape, (*gemm.common(maps, out, bias, row_factor), *tiles), out)
+
+
+def grouped_wgrad_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: object) -> None:
+    """See te_dist.ops.grouped_wgrad_float8_block."""
+    table, fp8, accumulate, out = rest
+    rows, cols, groups = a.shape[0], b.shape[0], table.shape[1] - 1
+    if out.numel() == 0:
+        return
+    gemm.check_alignment(a=a, a_scale=a_scale, b=b, b_scale=b_scale)
+    shape = sums_tiling(rows, cols, groups)
+    spec = sums_float8_block(_codes(fp8), ELEMENTS[out.dtype], shape, adds=accumulate)
+    if out.is_meta:
+        return record(spec)
+    maps = gemm.operand_maps(a, b, shape), (matrix_map(a_scale, (1, shape.rows)), matrix_map(b_scale, (1, COLS)))
+    extents = (rows, -(-rows // shape.rows), -(-cols // (COLS * shape.cluster)), shape.band)
+    tiles = (table.data_ptr(), table.data_ptr() + _row_bytes(table), groups, *extents)
+    _launch(spec, shape, (*gemm.common(maps, out, None, None), *tiles), out)
+
+
+def _codes(fp8: Pair) -> tuple[str, str]:
+    return CODES[fp8[0]], CODES[fp8[1]]
+
+
+def _row_bytes(table: Tensor) -> int:
+    return table.shape[1] * table.element_size()
+
+
+def _table(table: Tensor, shape: Tiling) -> tuple[int, int, int]:
+    """(first rows, tiles of this height before each group, groups)."""
+    height = 1 + HEIGHTS.index(shape.rows)
+    return table.data_ptr(), table.data_ptr() + height * _row_bytes(table), table.shape[1] - 1
+
+
+def _launch(spec: Spec, shape: Tiling, values: tuple[object, ...], out: Tensor) -> None:
+    """How many tiles there are the device alone knows: there are blocks for all multiprocessors."""
+    clusters = multiprocessors(out.get_device()) // shape.cluster
+    launch(spec, out, (clusters * shape.cluster, 1), values)

@@ -1,0 +1,41 @@
+"""Where the groups of a matrix's rows begin, in the form that ops on groups read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from te_dist import kernels
+from te_dist.kernels.grouped_gemm import HEIGHTS
+from te_dist.ops._checks import check_dtype, check_output
+from te_dist.ops._library import register
+
+
+def group_table(ends: Tensor, *, rows: int, out: Tensor) -> None:
+    """Writes the first row of every group, and how many tiles of 128, 192 and 256 rows lie before it.
+
+    The rows of group g are those from `ends[g - 1]`, or 0, up to `ends[g]`; rows behind the last end are nobody's. On
+    CUDA the ends stay on the device. An end beyond `rows` is read as `rows`.
+
+    Args:
+        ends: int32 or int64 (G,), which do not decrease: equal ones make an empty group.
+        rows: of the matrix.
+        out: int32 (4, G + 1); at G stand the end of the last group and the numbers of tiles of all groups.
+    """
+    check_dtype("ends", ends, (torch.int32, torch.int64))
+    if ends.dim() != 1 or not ends.is_contiguous():
+        raise ValueError(f"ends: got shape {tuple(ends.shape)}, strides {ends.stride()}, wanted a contiguous vector")
+    check_output("out", out, torch.int32, (1 + len(HEIGHTS), ends.shape[0] + 1))
+    torch.ops.te_dist.group_table(ends, rows, out)
+
+
+def _cpu(ends: Tensor, rows: int, out: Tensor) -> None:
+    begins = torch.cat((ends.new_zeros(1), ends)).clamp(0, rows)
+    sizes = (begins[1:] - begins[:-1]).clamp(min=0)
+    out[0] = begins
+    out[1:, 0] = 0
+    for tiles, height in zip(out[1:], HEIGHTS, strict=True):
+        tiles[1:] = torch.cumsum((sizes + height - 1) // height, 0)
+
+
+register("group_table(Tensor ends, int rows, Tensor(a!) out) -> ()", _cpu, kernels.group_table)

@@ -1,0 +1,110 @@
+"""Products of groups of rows with a matrix of each group: FP8 with fp32 scales for 128 values that are summed over."""
+
+from __future__ import annotations
+
+from typing import TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from te_dist import kernels
+from te_dist.formats.region import Pair
+from te_dist.ops._checks import FP8, HIGH_PRECISION, check_choice, check_dtype, check_rows, check_shape
+from te_dist.ops._library import register
+from te_dist.ops.dequantize_float8 import dequantize_float8
+
+TILE = 128
+
+
+class GroupedFloat8BlockProduct(TypedDict):
+    """table: int32 (4, G + 1), see `group_table`.
+
+    b_tile: (rows, cols) of `b` that share a scale, (1, 128) or (128, 128).  fp8: types of `a` and `b`.
+    bias: (G, N) fp32, bf16 or fp16, or None.  row_factor: f32 (T,), or None, which a row of the output, bias included,
+    is multiplied by before rounding.  accumulate: add to what `out` holds, in fp32.
+    """
+
+    table: Tensor
+    b_tile: Pair
+    fp8: tuple[str, str]
+    bias: Tensor | None
+    row_factor: Tensor | None
+    accumulate: bool
+
+
+def grouped_gemm_float8_block(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out: Tensor, **product: Unpack[GroupedFloat8BlockProduct]
+) -> None:
+    """out[rows of g] = a[rows of g] b[g]^T for every group g, each code times its scale.
+
+    Rows behind the last group are left as they are. Rows of `a`, `b` and the scales are multiples of 16 bytes long and
+    apart; groups may begin anywhere.
+
+    Args:
+        a: u8 codes (T, K), rows contiguous.
+        a_scale: f32 (ceil(K / 128), at least T): one for a row of 128 values.
+        b: u8 codes (G * N, K).
+        b_scale: f32 (G * ceil(K / 128), at least N), or (G * ceil(N / 128), at least ceil(K / 128)) for squares.
+        out: (T, N) fp32, bf16 or fp16, rows contiguous; fp32 to accumulate.
+        product: see `GroupedFloat8BlockProduct`.
+
+    Raises:
+        ValueError: a type, shape or address that does not fit.
+    """
+    table, b_tile, fp8, bias, row_factor, accumulate = (
+        product[name] for name in ("table", "b_tile", "fp8", "bias", "row_factor", "accumulate")
+    )
+    check_choice("b_tile", tuple(b_tile), ((1, TILE), (TILE, TILE)))
+    for its_type in fp8:
+        check_choice("fp8", its_type, FP8)
+    (rows, depth), cols, groups, depth_tiles = a.shape, out.shape[1], table.shape[1] - 1, -(-a.shape[1] // TILE)
+    if depth == 0:
+        raise ValueError(f"a: got shape {(rows, depth)}, wanted columns to sum over; an empty sum needs no product")
+    check_rows("table", table, (torch.int32,), (4, groups + 1))
+    check_rows("a", a, (torch.uint8,), (rows, depth))
+    check_rows("b", b, (torch.uint8,), (groups * cols, depth))
+    check_rows("a_scale", a_scale, (torch.float32,), (depth_tiles, rows), at_least=True)
+    grid = (groups * depth_tiles, cols) if b_tile[0] == 1 else (groups * -(-cols // TILE), depth_tiles)
+    check_rows("b_scale", b_scale, (torch.float32,), grid, at_least=True)
+    check_rows("out", out, (torch.float32,) if accumulate else HIGH_PRECISION, (rows, cols))
+    if bias is not None:
+        check_dtype("bias", bias, HIGH_PRECISION)
+        check_shape("bias", bias, (groups, cols))
+    if row_factor is not None:
+        check_dtype("row_factor", row_factor, (torch.float32,))
+        check_shape("row_factor", row_factor, (rows,))
+    rest = table, b_tile, fp8, bias, row_factor, accumulate, out
+    torch.ops.te_dist.grouped_gemm_float8_block(a, a_scale, b, b_scale, *rest)
+
+
+def values(codes: Tensor, scale: Tensor, tile: Pair, fp8: str) -> Tensor:
+    """(rows, K) fp32 values of codes; `scale` as products read it, K outermost for runs."""
+    out = torch.empty(codes.shape, dtype=torch.float32)
+    grid = [-(-extent // size) for extent, size in zip(codes.shape, tile, strict=True)]
+    scale = scale.t() if tile[0] == 1 else scale
+    dequantize_float8(codes, scale[: grid[0], : grid[1]], tile=tile, phase=(0, 0), fp8=fp8, out=out)
+    return out
+
+
+def _cpu(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, table: Tensor, *rest: object) -> None:
+    b_tile, fp8, bias, row_factor, accumulate, out = rest
+    left = values(a, a_scale, (1, TILE), fp8[0])
+    matrices, scales = (tensor.chunk(table.shape[1] - 1) for tensor in (b, b_scale))
+    begins = table[0].tolist()
+    for group, (begin, end) in enumerate(zip(begins, begins[1:], strict=False)):
+        if end <= begin:
+            continue
+        product = left[begin:end] @ values(matrices[group], scales[group], tuple(b_tile), fp8[1]).t()
+        if bias is not None:
+            product += bias[group]
+        if row_factor is not None:
+            product *= row_factor[begin:end, None]
+        (out[begin:end].add_ if accumulate else out[begin:end].copy_)(product)
+
+
+register(
+    "grouped_gemm_float8_block(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor table, int[] b_tile, "
+    "str[] fp8, Tensor? bias, Tensor? row_factor, bool accumulate, Tensor(a!) out) -> ()",
+    _cpu,
+    kernels.grouped_gemm_float8_block,
+)

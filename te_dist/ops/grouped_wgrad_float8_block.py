@@ -1,0 +1,75 @@
+"""Products that sum over the rows of each group: FP8 with fp32 scales for 128 of them."""
+
+from __future__ import annotations
+
+from typing import TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from te_dist import kernels
+from te_dist.ops._checks import FP8, HIGH_PRECISION, check_choice, check_rows
+from te_dist.ops._library import register
+from te_dist.ops.grouped_gemm_float8_block import TILE, values
+
+
+class GroupedFloat8BlockSums(TypedDict):
+    """table: int32 (4, G + 1), see `group_table`.  fp8: types of `a` and `b`.
+
+    accumulate: add to what `out` holds, in fp32; else an empty group gives zeros.
+    """
+
+    table: Tensor
+    fp8: tuple[str, str]
+    accumulate: bool
+
+
+def grouped_wgrad_float8_block(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out: Tensor, **product: Unpack[GroupedFloat8BlockSums]
+) -> None:
+    """out[g] = a[:, tiles of g] b[:, tiles of g]^T for every group g, each code times its scale.
+
+    Operands lie transposed. The rows of each group begin at a tile of 128 columns of their own, in the order of groups
+    and without a gap between tiles; codes behind a group's last row, up to the end of its tile, are zero.
+
+    Args:
+        a: u8 codes (M, P), rows contiguous; P a multiple of 128.
+        a_scale: f32 (P / 128, at least M): one for a row of 128 values.
+        b: u8 codes (N, P).
+        b_scale: f32 (P / 128, at least N).
+        out: (G * M, N) fp32, bf16 or fp16, rows contiguous; fp32 to accumulate.
+        product: see `GroupedFloat8BlockSums`.
+
+    Raises:
+        ValueError: a type, shape or address that does not fit.
+    """
+    table, fp8, accumulate = (product[name] for name in ("table", "fp8", "accumulate"))
+    for its_type in fp8:
+        check_choice("fp8", its_type, FP8)
+    (rows, depth), cols, groups = a.shape, b.shape[0], table.shape[1] - 1
+    if depth % TILE:
+        raise ValueError(f"a: got {depth} columns, wanted a multiple of {TILE}: groups are padded to tiles with zeros")
+    check_rows("table", table, (torch.int32,), (4, groups + 1))
+    check_rows("a", a, (torch.uint8,), (rows, depth))
+    check_rows("b", b, (torch.uint8,), (cols, depth))
+    check_rows("a_scale", a_scale, (torch.float32,), (depth // TILE, rows), at_least=True)
+    check_rows("b_scale", b_scale, (torch.float32,), (depth // TILE, cols), at_least=True)
+    check_rows("out", out, (torch.float32,) if accumulate else HIGH_PRECISION, (groups * rows, cols))
+    torch.ops.te_dist.grouped_wgrad_float8_block(a, a_scale, b, b_scale, table, fp8, accumulate, out)
+
+
+def _cpu(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, table: Tensor, *rest: object) -> None:
+    fp8, accumulate, out = rest
+    left, right = values(a, a_scale, (1, TILE), fp8[0]), values(b, b_scale, (1, TILE), fp8[1])
+    tiles = table[1].tolist()
+    for product, begin, end in zip(out.chunk(len(tiles) - 1), tiles, tiles[1:], strict=False):
+        columns = slice(begin * TILE, end * TILE)
+        (product.add_ if accumulate else product.copy_)(left[:, columns] @ right[:, columns].t())
+
+
+register(
+    "grouped_wgrad_float8_block(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor table, str[] fp8, "
+    "bool accumulate, Tensor(a!) out) -> ()",
+    _cpu,
+    kernels.grouped_wgrad_float8_block,
+)

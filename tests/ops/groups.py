@@ -1,0 +1,53 @@
+"""Operands of products in groups, and their values in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from te_dist import ops
+
+SQUARE, RUN = (128, 128), (1, 128)
+FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def group_ends(sizes: Sequence[int]) -> Tensor:
+    """Where groups of these sizes end."""
+    return torch.tensor(sizes).cumsum(0)
+
+
+def table_of(sizes: Sequence[int], rows: int, device: str = "cpu") -> Tensor:
+    """The group table of a matrix of `rows`."""
+    table = torch.full((4, len(sizes) + 1), -1, dtype=torch.int32, device=device)
+    ops.group_table(group_ends(sizes).to(device), rows=rows, out=table)
+    return table
+
+
+class Operand:
+    """Codes (groups * rows, K) with their scales, laid out as fields are: padding holds NaN, which must not matter."""
+
+    def __init__(  # noqa: PLR0913  (each is one property of the operand)
+        self,
+        rows: int,
+        depth: int,
+        tile: tuple[int, int],
+        *,
+        seed: int,
+        groups: int = 1,
+        fp8: str = "e4m3",
+        device: str = "cpu",
+    ) -> None:
+        generator = torch.Generator(device=device).manual_seed(seed)
+        draw = lambda *shape: torch.rand(shape, generator=generator, device=device)  # noqa: E731
+        codes = (8 * (draw(groups * rows, depth) - 0.5)).to(FP8[fp8])
+        self.fp8, self.tile, self.codes = fp8, tile, codes.view(torch.uint8)
+        depth_tiles = -(-depth // 128)
+        grid = (depth_tiles, rows) if tile == RUN else (-(-rows // 128), depth_tiles)
+        self.scale = torch.full((groups * grid[0], -(-grid[1] // 4) * 4), torch.nan, device=device)
+        self.scale[:, : grid[1]] = torch.exp2(4 * draw(groups * grid[0], grid[1]) - 2)
+        by_row = []
+        for cells in self.scale[:, : grid[1]].chunk(groups):
+            by_row.append(cells.t() if tile == RUN else cells.repeat_interleave(128, 0)[:rows])
+        self.values = codes.double() * torch.cat(by_row).repeat_interleave(128, 1)[:, :depth].double()
