@@ -1,6 +1,6 @@
 // Adam: as the source of a kernel that goes on with the updated values, and alone.
 //
-// A launch of AdamFactorsOf comes first: it counts the step and leaves what the others multiply by.
+// A launch of AdvanceSteps comes first: it counts the step and leaves what the others multiply by.
 #pragma once
 
 #include "../numerics/adam.h"
@@ -8,7 +8,8 @@
 
 namespace te_dist::cuda {
 
-// What gradients are multiplied by beside the hyperparameters, and whether the step is left out: GradScaler's protocol.
+// What the device alone knows of a step. GradScaler's protocol: gradients are divided by `grad_scale`, and where `found_inf`
+// is not 0 the step is left out.
 struct AdamSignals {
   const float* lr;          // replaces that of the rule where it is not null
   const float* grad_scale;  // null: 1
@@ -41,7 +42,7 @@ struct AdvanceSteps {
   }
 };
 
-// Elements that a launch reads and writes: neither cached for others nor kept.
+// Elements that the launch overwrites, and nobody reads again soon: not through the cache for what is never written.
 template <int kBytes, int kWidth>
 TE_DIST_INLINE void load_once(const char* first, const Inside& inside, uint32_t* words) {
   static_assert(kWidth == 16 || kWidth == 4 || kWidth == 2, "no such access");
@@ -59,7 +60,7 @@ TE_DIST_INLINE void load_once(const char* first, const Inside& inside, uint32_t*
   }
 }
 
-// Updates as it reads, and hands on the values that it wrote. kGrad, kValue: types of the gradient and of what is updated.
+// Updates as it reads, and hands on the values that it wrote. Grad, Value: elements of the gradient and of what is updated.
 template <class Grad, class Value>
 struct Adam {
   using Element = Float32;

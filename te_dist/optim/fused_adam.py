@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from te_dist.tensor.placement import local_tensor
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _ALIGNMENT_BYTES = 16  # of gradients: kernels are chosen by it
+_MAX_PLANS = 8
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -70,7 +72,7 @@ class FusedAdam(torch.optim.Optimizer):
             )
         self.master_weights = master_weights
         self.adam_w_mode = adam_w_mode
-        self._plans: dict[torch.device, _Plan] = {}
+        self._plans: dict[Any, _Plan] = {}  # by device and ids of the parameters by group
         self._captured: list[_Plan] = []  # what graphs launch is kept as long as they may
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -154,23 +156,24 @@ class FusedAdam(torch.optim.Optimizer):
         """One step of parameters with their gradients, by group, that lie on one device."""
         pairs = [pair for group in groups for pair in group]
         grads = [grad for _, grad in pairs]
-        shape = [[id(param) for param, _ in group] for group in groups]
+        shape = tuple(tuple(id(param) for param, _ in group) for group in groups)
         kinds = [(grad.dtype, grad.data_ptr() % _ALIGNMENT_BYTES) for grad in grads]
-        plan = self._plans.get(device)
-        if plan is None or plan.shape != shape or plan.kinds != kinds or not plan.holds(self.state):
+        signals = [getattr(self, name, None) for name in ("grad_scale", "found_inf")]
+        unsettled = _unsettled(pairs) if signals[1] is not None else []
+        plan = self._plans.get((device, shape))
+        if plan is None or plan.kinds != kinds or not plan.holds(self.state):
             for param, _ in pairs:
                 self.initialize_state(param)
                 self._follow(param)
             tensors = [_Tensors.of(param, self.state[param]) for param, _ in pairs]
-            plan = self._plans[device] = _Plan(tensors, shape, grads)
+            plan = _Plan(tensors, list(map(len, shape)), grads)
+            self._keep((device, shape), plan)
             plan.kinds, plan.states = kinds, [id(state) for state in self.state.values()]
         else:
             for each in plan.quantized:
                 if not each.storage.mastered:
                     self._follow(each.param)
-        signals = [getattr(self, name, None) for name in ("grad_scale", "found_inf")]
-        if signals[1] is not None:
-            plan.settle()
+        plan.settle(unsettled)
         rules, own = zip(*(self._rule(group, device) for group in self.param_groups), strict=True)
         signals = [None if signal is None else signal.to(device) for signal in signals]
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -179,6 +182,13 @@ class FusedAdam(torch.optim.Optimizer):
         for each in plan.quantized:
             storage = each.storage
             storage.mastered, storage.unsettled, storage.initial = True, None, None
+
+    def _keep(self, key: Any, plan: _Plan) -> None:
+        """For later steps of the same parameters, and the last few others: some have no gradient at times."""
+        self._plans.pop(key, None)
+        if len(self._plans) == _MAX_PLANS:
+            del self._plans[next(iter(self._plans))]
+        self._plans[key] = plan
 
     def _rule(self, group: dict[str, Any], device: torch.device) -> tuple[AdamRule, Tensor | None]:
         """Of a group: its rule, and lr where that is known on the device only."""
@@ -234,7 +244,6 @@ class _Plan:
     """One step of parameters that stay where they are (see [Note: One step]).
 
     Attributes:
-        shape: ids of the parameters by group.
         kinds: type and alignment of every gradient.
         states: ids of the states of all parameters of the optimizer.
         quantized: of the quantized parameters.
@@ -243,8 +252,13 @@ class _Plan:
     kinds: list[tuple[torch.dtype, int]]
     states: list[int]
 
-    def __init__(self, tensors: Sequence[_Tensors], shape: list[list[int]], grads: Sequence[Tensor]) -> None:
-        self.shape, self._tensors = shape, tensors
+    def __init__(self, tensors: Sequence[_Tensors], counts: Sequence[int], grads: Sequence[Tensor]) -> None:
+        """Args:
+        tensors: of all parameters, group by group.
+        counts: of the parameters of each group.
+        grads: of all parameters.
+        """
+        self._tensors = tensors
         self._held = [held for each in tensors for held in each.held()]
         self._places = [local_tensor(tensor) for _, _, tensor in self._held]
         self._addresses = [tensor.data_ptr() for tensor in self._places]
@@ -264,7 +278,7 @@ class _Plan:
             for index, reader in zip(own, quantization.readers, strict=True):
                 adapted[index] = replace(adapted[index], reader=reader)
         ordered = iter(adapted)
-        self._adam = MultiAdam([[next(ordered) for _ in group] for group in shape], grads, noop=noop)
+        self._adam = MultiAdam([list(islice(ordered, count)) for count in counts], grads, noop=noop)
 
     def holds(self, states: Mapping[Tensor, dict[str, Tensor]]) -> bool:
         """Whether every tensor is still there, and lies where it lay."""
@@ -275,10 +289,10 @@ class _Plan:
             and [tensor.data_ptr() for tensor in self._places] == self._addresses
         )
 
-    def settle(self) -> None:
-        """Agrees on scales that are still to be agreed on: a step that may be left out may leave them as they are."""
+    def settle(self, storages: Sequence[QuantizedStorage]) -> None:
+        """Agrees on the scales of some: a step that may be left out may leave them as they are."""
         for over, parts in self._parts.items():
-            waiting = [part for part in parts if part[0].unsettled is not None]
+            waiting = [part for part in parts if any(part[0] is storage for storage in storages)]
             if waiting:
                 quantize_parts(waiting, over)
 
@@ -296,6 +310,13 @@ def _gradient(param: Tensor, grad: Tensor) -> Tensor:
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
         grad = grad.redistribute(placements=param.placements)
     return local_tensor(grad).contiguous()
+
+
+def _unsettled(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[QuantizedStorage]:
+    """Those that were written by their own amaxes since ranks last agreed."""
+    tensors = [local_tensor(param) for param, _ in pairs]
+    storages = [tensor.storage for tensor in tensors if isinstance(tensor, QuantizedTensor)]
+    return [storage for storage in storages if storage.unsettled is not None]
 
 
 def _shape(param: Tensor) -> torch.Size:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from te_dist import fsdp2
+from te_dist import fsdp2, optim
 from te_dist.codecs import HighPrecision
 from te_dist.formats import WHOLE, Encoding, Field, Format, Partition, Region, Span
 from te_dist.fsdp2 import QuantizedParameter
@@ -111,3 +111,27 @@ def write_into_cut_weights(rank: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("name", ["float8_tensorwise", "float8_block_2d", "mxfp8_1d", "nvfp4_2d", "high_precision"])
 def test_values_written_into_weights_cut_both_ways(name: str) -> None:
     pool(4).run(write_into_cut_weights, name)
+
+
+def leave_out_a_step(rank: int, world: int, name: str) -> None:
+    """Values written into cut shards are settled by a step that changes nothing."""
+    grid = mesh((2, 2), ("dp", "tp"))
+    module = Cut(FORMATS[name], grid["tp"])
+    fsdp2.fully_shard(module, mesh=grid["dp"])
+    local = local_tensor(module.weight)
+    rows, cols = local.storage.region.rows, local.storage.region.cols
+    whole = random_matrix(336, 320, 5)
+    local.copy_(whole[rows.start : rows.stop, cols.start : cols.stop])
+    optimizer = optim.FusedAdam(module.parameters(), lr=0.1)
+    module.weight.grad = torch.zeros_like(module.weight, dtype=module.weight.dtype)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert local.storage.unsettled is None
+    want = storages.quantize(whole, FORMATS[name]).narrow(0, rows.start, len(rows)).narrow(1, cols.start, len(cols))
+    for field, wire in wires(local).items():
+        assert_bitwise(wire, wires(want)[field], f"{field} of rank {rank}")
+
+
+@pytest.mark.parametrize("name", ["float8_tensorwise", "float8_block_2d", "mxfp8_1d", "nvfp4_2d"])
+def test_a_step_that_is_left_out_settles_what_was_written(name: str) -> None:
+    pool(4).run(leave_out_a_step, name)
