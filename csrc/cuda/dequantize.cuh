@@ -9,26 +9,43 @@ namespace te_dist::cuda {
 // How codes lie in memory: along rows, along columns, or anyhow; two in a byte along rows or columns.
 enum class Order { kRows, kColumns, kAny, kPairsInRows, kPairsInColumns };
 
+// How scales are stored, what is read for one of them, and its value. Reading comes apart, so that all that a patch needs
+// can be under way at a time. differs_by_row: whether rows of one tile have scales of their own.
+
 struct FloatScales {
   using Stored = float;
+  using Read = float;
   struct Extra {};
-  TE_DIST_INLINE float value(const Extra&, float stored, int64_t) { return stored; }
+  TE_DIST_INLINE bool differs_by_row(const Extra&) { return false; }
+  TE_DIST_INLINE Read read(const Extra&, const float& stored, int64_t) { return __ldg(&stored); }
+  TE_DIST_INLINE float value(const Extra&, Read read) { return read; }
 };
 
 struct PowerScales {
   using Stored = uint8_t;
+  using Read = uint32_t;
   struct Extra {};
-  TE_DIST_INLINE float value(const Extra&, uint8_t stored, int64_t) { return e8m0_value(uint32_t(stored)); }
+  TE_DIST_INLINE bool differs_by_row(const Extra&) { return false; }
+  TE_DIST_INLINE Read read(const Extra&, const uint8_t& stored, int64_t) { return __ldg(&stored); }
+  TE_DIST_INLINE float value(const Extra&, Read read) { return e8m0_value(read); }
 };
 
 struct NvFp4Scales {
   using Stored = uint8_t;
+  struct Read {
+    uint32_t code;
+    float amax;
+  };
   struct Extra {
     Plane<const float> amax;  // row stride 0: one for the tensor
     int64_t e4m3_max;
   };
-  TE_DIST_INLINE float value(const Extra& extra, uint8_t stored, int64_t row) {
-    return nvfp4_decode_scale(uint32_t(stored), extra.amax.at(row, 0), int(extra.e4m3_max));
+  TE_DIST_INLINE bool differs_by_row(const Extra& extra) { return extra.amax.row_stride != 0; }
+  TE_DIST_INLINE Read read(const Extra& extra, const uint8_t& stored, int64_t row) {
+    return {__ldg(&stored), __ldg(&extra.amax.at(row, 0))};
+  }
+  TE_DIST_INLINE float value(const Extra& extra, const Read& read) {
+    return nvfp4_decode_scale(read.code, read.amax, int(extra.e4m3_max));
   }
 };
 
@@ -36,8 +53,8 @@ struct NvFp4Scales {
 template <class Element, class Code, class Scales, Order kOrder, int kLoad, int kStore>
 struct Dequantize {
   static constexpr int kThreads = kPanelThreads;
-  static constexpr int kBlocks = kLoad >= 4 && kStore >= 8 ? 3 : 2;
   static constexpr bool kPairs = kOrder == Order::kPairsInRows || kOrder == Order::kPairsInColumns;
+  static constexpr int kBlocks = !kPairs && kLoad >= 4 && kStore >= 8 ? 3 : 2;
   static constexpr bool kTurned = kOrder == Order::kColumns || kOrder == Order::kPairsInColumns;
   static constexpr int kBits = kPairs ? 4 : 8;
   static constexpr int kRunBytes = kPatch * kBits / 8;
@@ -83,20 +100,48 @@ struct Dequantize {
 
   // Tiles along a dimension of a patch: divided once, then counted.
   struct Tiles {
-    int64_t index, left;  // left: elements of it from here on
+    int64_t first;
+    int of[kPatch];  // tile of each element, counted from the first
 
-    TE_DIST_DEVICE void advance(int64_t extent) {
-      if (--left > 0) return;
-      ++index;
-      left = extent;
+    TE_DIST_INLINE Tiles along(int64_t position, int64_t tile_extent) {
+      Tiles tiles{position / tile_extent};
+      const int64_t end = (tiles.first + 1) * tile_extent - position;
+      const int extent = int(tile_extent < kPatch ? tile_extent : kPatch);  // no patch has an end farther off
+      int tile = 0, left = int(end < kPatch ? end : kPatch);
+#pragma unroll
+      for (int i = 0; i < kPatch; ++i) {
+        tiles.of[i] = tile;
+        if (--left > 0) continue;
+        ++tile;
+        left = extent;
+      }
+      return tiles;
     }
   };
 
-  TE_DIST_DEVICE float scale(const Tiles& tile, int64_t tile_col, int i) const {
-    return Scales::value(p.extra, p.scale.at(tile.index, tile_col), place.row + i);
+  // Of a tile that has element (i, j) of the patch.
+  TE_DIST_DEVICE void read_scale(int64_t tile_row, int64_t tile_col, int i, int j, typename Scales::Read& read) const {
+    if (place.rows.has(i) && place.cols.has(j)) {
+      read = Scales::read(p.extra, p.scale.at(tile_row, tile_col), place.row + i);
+    }
   }
 
-  TE_DIST_DEVICE void write_row(int i, const float (&values)[kPatch], const float (&scales)[kPatch]) const {
+  // Codes of a row of the patch.
+  struct Codes {
+    uint32_t of[kPatch];
+  };
+
+  TE_DIST_DEVICE void write_row(int i, const Codes& codes, const float (&scales)[kPatch]) const {
+    float values[kPatch];
+#pragma unroll
+    for (int j = 0; j < kPatch; j += 2) {
+      if constexpr (kPairs) {
+        values[j] = Code::decode(codes.of[j]), values[j + 1] = Code::decode(codes.of[j + 1]);
+      } else {
+        const float2 both = decode_pair<Code>(codes.of[j] | codes.of[j + 1] << 8);
+        values[j] = both.x, values[j + 1] = both.y;
+      }
+    }
     uint32_t words[kPatch / Element::kPerWord];
 #pragma unroll
     for (int j = 0; j < kPatch; ++j) {
@@ -108,52 +153,71 @@ struct Dequantize {
     store_run<kPatch * Element::kBytes, kStore>(first, place.cols.scaled(Element::kBytes).only_if(place.rows.has(i)), words);
   }
 
+  // Scales of the rows where columns share them, of the columns where rows do; a patch that tiles cut both ways is read
+  // anew, row by row.
   TE_DIST_DEVICE void dequantize() const {
     uint32_t lines[kPatch][kWords];
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) load(i, lines[i]);
-    if (place.cols.is_empty()) return;
-    const int64_t first_col = p.phase.col + place.col, first_row = p.phase.row + place.row;
-    const int64_t tile_col = first_col / p.tile.cols;
-    int tile_of_col[kPatch];  // counted from the first
-    Tiles cols{0, p.tile.cols - first_col % p.tile.cols};
+    const Tiles rows = Tiles::along(p.phase.row + place.row, p.tile.rows);
+    const Tiles cols = Tiles::along(p.phase.col + place.col, p.tile.cols);
+    typename Scales::Read read[kPatch] = {};
+    float scales[kPatch];
+    if (cols.of[kPatch - 1] == 0) {
 #pragma unroll
-    for (int j = 0; j < kPatch; ++j, cols.advance(p.tile.cols)) tile_of_col[j] = int(cols.index);
-    Tiles tile{first_row / p.tile.rows, p.tile.rows - first_row % p.tile.rows};
+      for (int i = 0; i < kPatch; ++i) read_scale(rows.first + rows.of[i], cols.first, i, 0, read[i]);
 #pragma unroll
-    for (int i = 0; i < kPatch; ++i, tile.advance(p.tile.rows)) {
-      if (!place.rows.has(i)) continue;
-      float values[kPatch], scales[kPatch];
-      if (tile_of_col[kPatch - 1] == 0) {
-        fill(scales, scale(tile, tile_col, i));
-      } else {
-#pragma unroll
-        for (int j = 0; j < kPatch; ++j) {
-          scales[j] = place.cols.has(j) ? scale(tile, tile_col + tile_of_col[j], i) : 0.0f;
-        }
+      for (int i = 0; i < kPatch; ++i) {
+        fill(scales, Scales::value(p.extra, read[i]));
+        write_row(i, row_of(lines, i), scales);
       }
-      decode(lines, i, values);
-      write_row(i, values, scales);
+    } else if (rows.of[kPatch - 1] == 0 && !Scales::differs_by_row(p.extra)) {
+#pragma unroll
+      for (int j = 0; j < kPatch; ++j) read_scale(rows.first, cols.first + cols.of[j], 0, j, read[j]);
+#pragma unroll
+      for (int j = 0; j < kPatch; ++j) scales[j] = Scales::value(p.extra, read[j]);
+#pragma unroll
+      for (int i = 0; i < kPatch; ++i) write_row(i, row_of(lines, i), scales);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kPatch; ++i) {
+        const int64_t tile_row = (p.phase.row + place.row + i) / p.tile.rows;
+#pragma unroll
+        for (int j = 0; j < kPatch; ++j) read_scale(tile_row, cols.first + cols.of[j], i, j, read[j]);
+#pragma unroll
+        for (int j = 0; j < kPatch; ++j) scales[j] = Scales::value(p.extra, read[j]);
+        write_row(i, row_at(i), scales);
+      }
     }
   }
 
-  // Values of row `i` of the patch.
-  TE_DIST_INLINE void decode(const uint32_t (&lines)[kPatch][kWords], int i, float (&values)[kPatch]) {
+  TE_DIST_INLINE Codes row_of(const uint32_t (&lines)[kPatch][kWords], int i) {
+    Codes codes;
 #pragma unroll
-    for (int j = 0; j < kPatch; j += 2) {
-      const uint32_t first = kTurned ? code(lines[j], i) : code(lines[i], j);
-      const uint32_t second = kTurned ? code(lines[j + 1], i) : code(lines[i], j + 1);
-      if constexpr (kPairs) {
-        values[j] = Code::decode(first), values[j + 1] = Code::decode(second);
-      } else {
-        const float2 both = decode_pair<Code>(first | second << 8);
-        values[j] = both.x, values[j + 1] = both.y;
-      }
+    for (int j = 0; j < kPatch; ++j) codes.of[j] = kTurned ? code(lines[j], i) : code(lines[i], j);
+    return codes;
+  }
+
+  TE_DIST_DEVICE Codes row_at(int i) const {
+    const int64_t row = place.row + i;
+    Codes codes = {};
+#pragma unroll
+    for (int j = 0; j < kPatch; ++j) {
+      if (!place.rows.has(i) || !place.cols.has(j)) continue;
+      const int64_t along = kTurned ? row : place.col + j;
+      const uint8_t* first = &p.data.at(row, place.col + j);
+      codes.of[j] = kPairs ? first[along / 2] >> (along % 2 * 4) & 15u : *first;
     }
+    return codes;
   }
 
   TE_DIST_INLINE void run(const Params& p) {
-    Dequantize{p, Place::of(p.extents, {0, 0}, blockIdx.x)}.dequantize();
+    // A warp holds 16 rows and all columns of a panel; of codes along columns 32 rows and half of the columns.
+    const int row = kTurned ? threadIdx.x / 64 * 32 + threadIdx.x % 4 * kPatch : Lanes::row(threadIdx.x);
+    const int col = kTurned ? threadIdx.x / 4 % 16 * kPatch : Lanes::col(threadIdx.x);
+    Place place = Place::of(p.extents, {0, 0}, blockIdx.x, row, col);
+    place.rows.begin = place.cols.begin = 0;  // without a phase
+    Dequantize{p, place}.dequantize();
   }
 };
 

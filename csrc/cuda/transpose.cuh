@@ -5,64 +5,25 @@
 
 namespace te_dist::cuda {
 
-// kBytes: of an element. A block of threads moves a square of 64 x 64 elements through shared memory; rows in it are one
-// word longer, so that columns lie in different banks.
-template <int kBytes>
+// kBits: of a value. Of 4 bits, src (rows, cols) and out (cols, rows) hold pairs along their last dimension, and extents
+// count values. kLoad, kStore: bytes that can be read and written at a time, up to 8 for pairs and 16.
+//
+// A thread reads a patch of rows, turns it in registers and puts runs of columns into shared memory, where they join to
+// columns of a block of threads: what is read of a row and written of a column at a time is 128 bytes or more.
+template <int kBits, int kLoad, int kStore>
 struct Transpose {
   static constexpr int kThreads = 256;
-  static constexpr int kBlocks = 4;
-  static constexpr int kSide = 64;
-  static constexpr int kPitch = kSide * kBytes + 4;
-
-  struct Params {
-    const void* src;
-    void* out;
-    Extents extents;  // of src
-  };
-
-  template <int kWidth>
-  TE_DIST_INLINE void copy(void* target, const void* source) {
-    uint32_t word;
-    if constexpr (kWidth == 4) word = *static_cast<const uint32_t*>(source);
-    if constexpr (kWidth == 2) word = *static_cast<const uint16_t*>(source);
-    if constexpr (kWidth == 1) word = *static_cast<const uint8_t*>(source);
-    store_words<kWidth>(target, &word);
-  }
-
-  TE_DIST_INLINE void run(const Params& p) {
-    __shared__ alignas(16) char square[kSide * kPitch];
-    const int64_t col_squares = (p.extents.cols + kSide - 1) / kSide;
-    const int64_t first_row = blockIdx.x / col_squares * kSide, first_col = blockIdx.x % col_squares * kSide;
-    const char* src = static_cast<const char*>(p.src);
-    char* out = static_cast<char*>(p.out);
-#pragma unroll
-    for (int i = 0; i < kSide * kSide / kThreads; ++i) {
-      const int r = (i * kThreads + threadIdx.x) / kSide, c = threadIdx.x % kSide;
-      const int64_t row = first_row + r, col = first_col + c;
-      if (row >= p.extents.rows || col >= p.extents.cols) continue;
-      copy<kBytes>(square + r * kPitch + c * kBytes, src + (row * p.extents.cols + col) * kBytes);
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kSide * kSide / kThreads; ++i) {
-      const int c = (i * kThreads + threadIdx.x) / kSide, r = threadIdx.x % kSide;
-      const int64_t row = first_row + r, col = first_col + c;
-      if (row >= p.extents.rows || col >= p.extents.cols) continue;
-      copy<kBytes>(out + (col * p.extents.rows + row) * kBytes, square + r * kPitch + c * kBytes);
-    }
-  }
-};
-
-// 8-bit and packed 4-bit values, 16 bytes at a time: a block of threads moves 128 x 128 bytes. kBits 4: src (rows, cols)
-// and out (cols, rows) hold pairs of their last dimension; extents count values. kLoad, kStore: bytes at a time.
-template <int kBits, int kLoad, int kStore>
-struct TransposeBytes {
-  static constexpr int kThreads = 256;
-  static constexpr int kBlocks = 4;
-  static constexpr int kPerByte = 8 / kBits;
-  static constexpr int kSide = 128;               // bytes of a row, and rows
-  static constexpr int kCols = kSide * kPerByte;  // values of a row
-  static constexpr int kRows = kSide * kPerByte;
+  static constexpr int kBlocks = kLoad >= 8 ? 4 : 2;
+  // A patch.
+  static constexpr int kRowBytes = kBits == 4 ? 8 : 16, kWords = kRowBytes / 4;
+  static constexpr int kRows = kBits == 4 ? 16 : 8;
+  static constexpr int kCols = kRowBytes * 8 / kBits;
+  static constexpr int kRunBytes = kRows * kBits / 8;
+  // A block of them.
+  static constexpr int kAcross = kBits == 32 ? 32 : 16;
+  static constexpr int kBlockCols = kAcross * kCols, kBlockRows = kThreads / kAcross * kRows;
+  static constexpr int kColumnBytes = kBlockRows * kBits / 8;
+  static constexpr int kPiece = 16;  // bytes written at a time, at most
 
   struct Params {
     const void* src;
@@ -70,69 +31,99 @@ struct TransposeBytes {
     Extents extents;  // of src, in values
   };
 
-  // A thread moves 4 x 4 bytes (8-bit), or 8 rows of 4 bytes of pairs (4-bit), from rows to columns in registers.
-  static constexpr int kThreadRows = 4 * kPerByte;
+  // Place of a byte of a column in shared memory. Threads that write, or read, at a time find different banks.
+  TE_DIST_INLINE int position(int col, int byte) {
+    return col * kColumnBytes + ((byte / kPiece ^ col / kCols % 8) * kPiece) + byte % kPiece;
+  }
+
+  // Where runs are half a piece, threads beside each other hold the two halves.
+  static constexpr int kHalves = kRunBytes < kPiece ? 2 : 1;
+  TE_DIST_INLINE int patch_col() { return int(threadIdx.x) / kHalves % kAcross * kCols; }
+  TE_DIST_INLINE int patch_row() {
+    return (int(threadIdx.x) / (kHalves * kAcross) * kHalves + int(threadIdx.x) % kHalves) * kRows;
+  }
+
+  // Two rows of pairs become one of values of the even columns, paired along rows, and one of the odd columns.
+  TE_DIST_INLINE void pair_rows(uint32_t (&words)[kRows][kWords]) {
+#pragma unroll
+    for (int r = 0; r < kRows; r += 2) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        const uint32_t upper = words[r][w], lower = words[r + 1][w];
+        words[r][w] = (upper & 0x0F0F0F0Fu) | (lower & 0x0F0F0F0Fu) << 4;
+        words[r + 1][w] = (upper >> 4 & 0x0F0F0F0Fu) | (lower & 0xF0F0F0F0u);
+      }
+    }
+  }
 
   // Bytes `i` of four words as one word.
-  TE_DIST_INLINE uint32_t gather(const uint32_t (&words)[4], int i) {
-    const uint32_t low = __byte_perm(words[0], words[1], uint32_t(i | (i + 4) << 4));
-    const uint32_t high = __byte_perm(words[2], words[3], uint32_t(i | (i + 4) << 4));
+  TE_DIST_INLINE uint32_t gather(uint32_t a, uint32_t b, uint32_t c, uint32_t d, int i) {
+    const uint32_t low = __byte_perm(a, b, uint32_t(i | (i + 4) << 4));
+    const uint32_t high = __byte_perm(c, d, uint32_t(i | (i + 4) << 4));
     return __byte_perm(low, high, 0x5410);
   }
 
-  // Word `word` of column `col` of the transpose; neighbours in either direction lie in different banks.
-  TE_DIST_INLINE int position(int col, int word) { return col * 32 + (word ^ (col / 4 % 8 * 4)); }
-
-  TE_DIST_INLINE void run(const Params& p) {
-    __shared__ alignas(16) uint32_t transposed[kCols * kSide / 4];
-    const int64_t src_stride = p.extents.cols / kPerByte, out_stride = p.extents.rows / kPerByte;
-    const int64_t col_squares = (p.extents.cols + kCols - 1) / kCols;
-    const int64_t first_row = blockIdx.x / col_squares * kRows, first_col = blockIdx.x % col_squares * kCols;
-    const int word_of_row = threadIdx.x % 32;
-    const Inside bytes = Inside::of(first_col / kPerByte + word_of_row * 4, 4, src_stride);
+  // Column `j` of the patch.
+  TE_DIST_INLINE void column(const uint32_t (&words)[kRows][kWords], int j, uint32_t (&run)[kRunBytes / 4]) {
 #pragma unroll
-    for (int i = 0; i < kRows / kThreadRows / 8; ++i) {
-      const int chunk = i * 8 + threadIdx.x / 32;
-      uint32_t words[kThreadRows];
-#pragma unroll
-      for (int r = 0; r < kThreadRows; ++r) {
-        const int64_t row = first_row + chunk * kThreadRows + r;
-        const char* source = static_cast<const char*>(p.src) + row * src_stride + first_col / kPerByte + word_of_row * 4;
-        load_run<4, kLoad>(source, bytes.only_if(row < p.extents.rows), &words[r]);
+    for (int k = 0; k < kRunBytes / 4; ++k) {
+      if constexpr (kBits == 32) {
+        run[k] = words[k][j];
+      } else if constexpr (kBits == 16) {
+        run[k] = __byte_perm(words[2 * k][j / 2], words[2 * k + 1][j / 2], j % 2 ? 0x7632 : 0x5410);
+      } else if constexpr (kBits == 8) {
+        run[k] = gather(words[4 * k][j / 4], words[4 * k + 1][j / 4], words[4 * k + 2][j / 4], words[4 * k + 3][j / 4], j % 4);
+      } else {
+        const int first = 8 * k + j % 2, w = j / 8, byte = j / 2 % 4;
+        run[k] = gather(words[first][w], words[first + 2][w], words[first + 4][w], words[first + 6][w], byte);
       }
-      turn(words, word_of_row, chunk, transposed);
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kCols / 32; ++i) {
-      const int col = i * 32 + threadIdx.x / 8, chunk = threadIdx.x % 8;
-      if (first_col + col >= p.extents.cols) continue;
-      const uint4 v = *reinterpret_cast<const uint4*>(&transposed[position(col, chunk * 4)]);
-      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-      const int64_t byte = first_row / kPerByte + chunk * 16;
-      char* target = static_cast<char*>(p.out) + (first_col + col) * out_stride + byte;
-      store_run<16, kStore>(target, Inside::of(byte, 16, out_stride), words);
     }
   }
 
-  TE_DIST_INLINE void turn(const uint32_t (&words)[kThreadRows], int word_of_row, int chunk, uint32_t* transposed) {
-    if constexpr (kBits == 8) {
+  TE_DIST_INLINE void read(const Params& p, int64_t first_row, int64_t first_col, char* columns) {
+    const int64_t stride = p.extents.cols * kBits / 8, byte = (first_col + patch_col()) * kBits / 8;
+    const int64_t row = first_row + patch_row();
+    const Inside rows = Inside::of(row, kRows, p.extents.rows), bytes = Inside::of(byte, kRowBytes, stride);
+    const char* source = static_cast<const char*>(p.src) + row * stride + byte;
+    uint32_t words[kRows][kWords];
 #pragma unroll
-      for (int c = 0; c < 4; ++c) transposed[position(word_of_row * 4 + c, chunk)] = gather(words, c);
-    } else {
-      uint32_t even[4], odd[4];  // columns of pairs of rows
+    for (int r = 0; r < kRows; ++r, source += stride) {
+      load_run<kRowBytes, kLoad>(source, bytes.only_if(rows.has(r)), words[r]);
+    }
+    if constexpr (kBits == 4) pair_rows(words);
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const uint32_t upper = words[2 * r], lower = words[2 * r + 1];
-        even[r] = (upper & 0x0F0F0F0Fu) | (lower & 0x0F0F0F0Fu) << 4;
-        odd[r] = (upper >> 4 & 0x0F0F0F0Fu) | (lower & 0xF0F0F0F0u);
-      }
+    for (int j = 0; j < kCols; ++j) {
+      constexpr int kWidth = kRunBytes < kPiece ? kRunBytes : kPiece;
+      uint32_t run[kRunBytes / 4];
+      column(words, j, run);
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        transposed[position(word_of_row * 8 + 2 * c, chunk)] = gather(even, c);
-        transposed[position(word_of_row * 8 + 2 * c + 1, chunk)] = gather(odd, c);
+      for (int at = 0; at < kRunBytes; at += kWidth) {
+        store_words<kWidth>(columns + position(patch_col() + j, patch_row() * kBits / 8 + at), run + at / 4);
       }
     }
+  }
+
+  TE_DIST_INLINE void write(const Params& p, int64_t first_row, int64_t first_col, const char* columns) {
+    constexpr int kPieces = kColumnBytes / kPiece, kStep = kThreads / kPieces;
+    const int piece = threadIdx.x % kPieces, first = threadIdx.x / kPieces;
+    const int64_t stride = p.extents.rows * kBits / 8, byte = first_row * kBits / 8 + piece * kPiece;
+    const Inside bytes = Inside::of(byte, kPiece, stride);
+    char* target = static_cast<char*>(p.out) + (first_col + first) * stride + byte;
+#pragma unroll
+    for (int col = first; col < first + kBlockCols; col += kStep, target += kStep * stride) {
+      const uint4 v = *reinterpret_cast<const uint4*>(columns + position(col, piece * kPiece));
+      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+      store_run<kPiece, kStore>(target, bytes.only_if(first_col + col < p.extents.cols), words);
+    }
+  }
+
+  TE_DIST_INLINE void run(const Params& p) {
+    __shared__ alignas(kPiece) char columns[kBlockCols * kColumnBytes];
+    const int64_t blocks_across = (p.extents.cols + kBlockCols - 1) / kBlockCols;
+    const int64_t block_row = blockIdx.x / blocks_across, block_col = blockIdx.x - block_row * blocks_across;
+    read(p, block_row * kBlockRows, block_col * kBlockCols, columns);
+    __syncthreads();
+    write(p, block_row * kBlockRows, block_col * kBlockCols, columns);
   }
 };
 

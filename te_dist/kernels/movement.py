@@ -34,16 +34,13 @@ def hadamard(x: Tensor, sign_mask: int, out: Tensor) -> None:
 
 
 _TRANSPOSE = Layout(f"src:P out:P {EXTENTS}")
-_BYTES_SQUARE = {8: (128, 128), 4: (256, 256)}  # values that a block of threads moves, by bits
-_WORDS_SQUARE = (64, 64)
+_TURNED = {4: (256, 256), 8: (128, 256), 16: (128, 128), 32: (64, 128)}  # values that a block of threads moves, by bits
 
 
 @cache
 def turn(bits: int, widths: tuple[int, int]) -> Spec:
-    """Spec of a transpose. `widths`: bytes read and written at a time, where values are bytes or less."""
-    if bits > 8:
-        return Spec("transpose.cuh", f"Transpose<{bits // 8}>", _TRANSPOSE)
-    return Spec("transpose.cuh", f"TransposeBytes<{bits}, {widths[0]}, {widths[1]}>", _TRANSPOSE)
+    """Spec of a transpose. `widths`: bytes read and written at a time."""
+    return Spec("transpose.cuh", f"Transpose<{bits}, {widths[0]}, {widths[1]}>", _TRANSPOSE)
 
 
 def transpose(src: Tensor, bits: int, out: Tensor) -> None:
@@ -52,12 +49,12 @@ def transpose(src: Tensor, bits: int, out: Tensor) -> None:
         return
     rows, cols = src.shape
     shape = (rows, cols * 2 if bits == 4 else cols)
-    widths = (0, 0)
-    if bits <= 8:
-        widths = (access_bytes(4, src.data_ptr(), cols), access_bytes(16, out.data_ptr(), out.shape[1]))
-    square = _BYTES_SQUARE.get(bits, _WORDS_SQUARE)
+    widths = (
+        access_bytes(8 if bits == 4 else 16, src.data_ptr(), cols * src.element_size()),
+        access_bytes(16, out.data_ptr(), out.shape[1] * out.element_size()),
+    )
     values = (src.data_ptr(), out.data_ptr(), *shape)
-    launch(turn(bits, widths), src, (blocks_for(shape, square), 1), values)
+    launch(turn(bits, widths), src, (blocks_for(shape, _TURNED[bits]), 1), values)
 
 
 _MAX_PARTS = 48  # rectangles of one launch

@@ -125,8 +125,8 @@ def requantizers() -> Iterator[Spec]:
 def movers() -> Iterator[Spec]:
     """What moves values without a look at their types."""
     yield from (movement.transform(width) for width in (8, 2))
-    yield from (movement.turn(bits, (0, 0)) for bits in (16, 32))
-    yield from (movement.turn(bits, widths) for bits in (4, 8) for widths in ((4, 16), (1, 1)))
+    for bits, load, narrow in ((4, 8, 1), (8, 16, 1), (16, 16, 2), (32, 16, 4)):
+        yield from (movement.turn(bits, widths) for widths in ((load, 16), (narrow, narrow)))
     yield from (movement.copies(width) for width in (16, 4, 1))
     yield amax.ZERO
     yield from map(grouped_gemm.find_groups, ("int32_t", "int64_t"))

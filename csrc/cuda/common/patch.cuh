@@ -28,13 +28,18 @@ struct Place {
   Inside rows, cols;             // of the patch that lie in the matrix
 
   TE_DIST_INLINE Place of(const Extents& extents, const Phase& phase, int64_t panel) {
+    return of(extents, phase, panel, Lanes::row(threadIdx.x), Lanes::col(threadIdx.x));
+  }
+
+  // Of the patch that begins at (local_row, local_col) inside the panel.
+  TE_DIST_INLINE Place of(const Extents& extents, const Phase& phase, int64_t panel, int local_row, int local_col) {
     Place place;
     const int64_t panel_cols = panels_along(phase.col + extents.cols);
     place.extents = extents;
     place.panel_row = panel / panel_cols;
     place.panel_col = panel - place.panel_row * panel_cols;
-    place.local_row = Lanes::row(threadIdx.x);
-    place.local_col = Lanes::col(threadIdx.x);
+    place.local_row = local_row;
+    place.local_col = local_col;
     place.row = place.panel_row * kPanel - phase.row + place.local_row;
     place.col = place.panel_col * kPanel - phase.col + place.local_col;
     place.rows = Inside::of(place.row, kPatch, extents.rows);
