@@ -18,7 +18,7 @@ def describe() -> dict[str, str]:
         "commit": _commit(),
     }
     if torch.cuda.is_available():
-        facts["gpu"] = torch.cuda.get_device_name()
+        facts |= {"gpu": torch.cuda.get_device_name(), "driver": _driver(), "cuda": str(torch.version.cuda)}
     return facts
 
 
@@ -27,6 +27,11 @@ def _cpu() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{models[0] if models else platform.processor()}, {len(models) or 1} cores"
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
 
 
 def _commit() -> str:

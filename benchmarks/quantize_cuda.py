@@ -3,13 +3,13 @@
     python benchmarks/quantize_cuda.py --out benchmarks/results
 
 Bytes are what a kernel must move: the input once (current scaling: twice), every output once. The copy beside each
-kernel moves the same number, half read and half written. The L2 cache is flushed before every launch; medians.
+kernel moves the same number, half read and half written. Peers are what torch.compile makes of the same computation
+(without guards against a zero amax), or torch's own kernel. The L2 cache is flushed before every launch; medians.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,23 +18,39 @@ import torch
 import tyro
 from torch import Tensor
 
+from benchmarks.environment import describe
 from te_dist import ops
 from te_dist.codecs.nvfp4 import SIGN_MASK
 from te_dist.formats import WHOLE
+from te_dist.kernels import runtime
+from te_dist.kernels.variants import variants
+from te_dist.ops.quantize_float8_current import WORKSPACE
 from te_dist.quantizers import NVFP4Quantizer
 
 SHAPES = ((16384, 7168), (8192, 2048))
 FLUSHED_BYTES = 256 * 2**20
+COPY_GRAIN = 2**18  # copies of other sizes are slower
+FP8_MAX = 448.0
+
+# TransformerEngine 2.20.2 on another H200 on another day, 16384 x 7168, microseconds: rowwise, both, columnwise.
+ANCHORS = {"current scaling": (149.5, 196.1, None), "1x128": (109.4, 175.0, 125.2), "128x128": (92.0, 127.3, 96.2)}
+
+Moved = dict[str, int]  # bytes of each tensor
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel and the bytes per element that it must move."""
+    """A kernel, the bytes that it must move, and what does the same in torch."""
 
     name: str
     directions: str
-    call: Callable[[], None]
-    bytes_per_element: float
+    call: Callable[[], object]
+    moved: Moved
+    peer: Callable[[], object] | None = None
+
+    def formula(self, elements: int) -> str:
+        """Bytes by tensor, in units of the number of elements."""
+        return " + ".join(f"{name} {nbytes / elements:.4g}" for name, nbytes in self.moved.items())
 
 
 @dataclass(frozen=True)
@@ -44,14 +60,16 @@ class Row:
     shape: str
     name: str
     directions: str
-    bytes_per_element: float
+    formula: str
+    nbytes: int
     time: float
     rate: float
     copy: float
     ratio: float
+    peer: float | None
 
 
-def median_time(call: Callable[[], None], repeats: int) -> float:
+def median_time(call: Callable[[], object], repeats: int) -> float:
     """Microseconds of one call with a cold L2 cache."""
     flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
@@ -67,9 +85,10 @@ def median_time(call: Callable[[], None], repeats: int) -> float:
 
 
 def copy_time(nbytes: int, repeats: int) -> float:
-    """Microseconds of a device copy that reads and writes `nbytes` in all."""
-    source, target = (torch.empty(nbytes // 2, dtype=torch.uint8, device="cuda") for _ in range(2))
-    return median_time(lambda: target.copy_(source), repeats)
+    """Microseconds of a device copy that reads and writes `nbytes` in all, at the rate of one without an odd end."""
+    size = nbytes // 2 // COPY_GRAIN * COPY_GRAIN
+    source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+    return median_time(lambda: target.copy_(source), repeats) * nbytes / (2 * size)
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -77,30 +96,57 @@ def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="cuda")
 
 
+def outputs_of(planes: dict[str, object]) -> Moved:
+    """Bytes of codes and scales of the directions that are written."""
+    names = {"data": "codes", "scale": "scales"}
+    found = ((key.partition("_"), value) for key, value in planes.items() if isinstance(value, Tensor))
+    return {f"{side} {names[part]}": value.nbytes for (side, _, part), value in found if part in names}
+
+
+def amaxes(x: Tensor) -> Iterator[Case]:
+    """Largest magnitudes of tiles."""
+    for tile in ((WHOLE, WHOLE), (128, 128), (1, 128), (128, 1), (32, 32), (1, 16)):
+        out = empty(*(extent // t if t else 1 for extent, t in zip(x.shape, tile, strict=True)), dtype=torch.float32)
+        peer = torch.compile(lambda: x.abs().amax()) if tile == (WHOLE, WHOLE) else None
+        name = "amax" if WHOLE in tile else f"amax {tile[0]}x{tile[1]}"
+        call = lambda out=out, tile=tile: ops.tile_amax(x, phase=(0, 0), tile=tile, out=out)  # noqa: E731
+        yield Case(name, "-", call, {"x": x.nbytes, "amax": out.nbytes}, peer)
+
+
 def tensorwise(x: Tensor) -> Iterator[Case]:
-    """Per-tensor: by a scale known beforehand, and with the amax found first."""
+    """Per-tensor: by a scale known beforehand, with and without its amax recorded, and by the tensor's own."""
     rows, cols = x.shape
-    amax, scale = empty(1, 1, dtype=torch.float32), torch.ones(1, device="cuda")
-    find = lambda: ops.tile_amax(x, phase=(0, 0), tile=(WHOLE, WHOLE), out=amax)  # noqa: E731
-    yield Case("amax", "-", find, 2)
-    outputs = {"row": {"row_data": empty(rows, cols)}, "col": {"col_data": empty(cols, rows)}}
-    outputs["both"] = outputs["row"] | outputs["col"]
-    for name, data in outputs.items():
+    f32 = torch.float32
+    scale, recorded, workspace = (
+        torch.ones(1, device="cuda"),
+        torch.zeros(1, device="cuda"),
+        empty(*WORKSPACE, dtype=f32),
+    )
+    row = {"row_data": empty(rows, cols), "row_scale": empty(1, 1, dtype=f32)}
+    col = {"col_data": empty(cols, rows), "col_scale": empty(1, 1, dtype=f32)}
 
-        def cast(data: dict[str, Tensor] = data) -> None:
-            ops.quantize_float8_tensor(x, scale, fp8="e4m3", **data)
+    def current() -> tuple[Tensor, Tensor]:
+        multiplier = FP8_MAX / x.abs().amax().float()
+        return (x.float() * multiplier).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), multiplier.reciprocal()
 
-        def find_and_cast(cast: Callable[[], None] = cast) -> None:
-            find()
-            cast()
+    def current_both() -> tuple[Tensor, Tensor, Tensor]:
+        codes, inverse = current()
+        return codes, codes.t().contiguous(), inverse
 
-        yield Case("per-tensor, known scale", name, cast, 2 + len(data))
-        yield Case("per-tensor, amax and cast", name, find_and_cast, 4 + len(data))
+    peers = {"row": torch.compile(current), "col": None, "both": torch.compile(current_both)}
+    for name, planes in (("row", row), ("col", col), ("both", row | col)):
+        once = {"x": x.nbytes} | outputs_of(planes)
+        known = dict(fp8="e4m3", **planes)
+        rule = known | dict(pow2=False, eps=0.0, workspace=workspace)
+        yield Case("known scale", name, lambda k=known: ops.quantize_float8_tensor(x, scale, **k), once)
+        record = lambda k=known: ops.quantize_float8_tensor(x, scale, amax=recorded, **k)  # noqa: E731
+        yield Case("known scale, amax recorded", name, record, once)
+        twice = {"x twice": 2 * x.nbytes} | outputs_of(planes)
+        yield Case("current scaling", name, lambda r=rule: ops.quantize_float8_current(x, **r), twice, peers[name])
 
 
 def tiled(x: Tensor) -> Iterator[Case]:
     """The block formats, by runs and by squares."""
-    rows, cols = x.shape
     amax, state = torch.full((1, 1), 6.0, device="cuda"), torch.tensor([1, 2], device="cuda")
     rules = {
         "block fp32": (ops.quantize_float8_block, 128, dict(fp8="e4m3", pow2=False, eps=0.0)),
@@ -119,18 +165,19 @@ def tiled(x: Tensor) -> Iterator[Case]:
         for square in (False, True):
             if square and "transformed" in name:
                 continue  # squares hold the same values both ways
-            sides = {side: direction(side, (rows, cols), length, square) for side in ("row", "col")}
+            sides = {side: direction(side, tuple(x.shape), length, square) for side in ("row", "col")}
             if length == 16:
                 sides = {side: planes | {f"{side}_tensor_amax": amax} for side, planes in sides.items()}
+            peer = torch.compile(lambda: cast_runs(x)) if name == "block fp32" and not square else None
             for directions in ("row", "col", "both"):
                 planes = sides["row"] | sides["col"] if directions == "both" else sides[directions]
                 label = f"{name} {length}x{length}" if square else f"{name} 1x{length}"
-                nbytes = sum(p.nbytes for key, p in planes.items() if key.endswith(("data", "scale")))
 
                 def call(op: Callable = op, rule: dict = rule, planes: dict = planes) -> None:
                     op(x, phase=(0, 0), **rule, **planes)
 
-                yield Case(label, directions, call, 2 + nbytes / x.numel())
+                moved = {"x": x.nbytes} | outputs_of(planes)
+                yield Case(label, directions, call, moved, peer if directions == "row" else None)
 
 
 def whole_calls(x: Tensor) -> Iterator[Case]:
@@ -138,7 +185,17 @@ def whole_calls(x: Tensor) -> Iterator[Case]:
     for transforms, stochastic in ((False, False), (False, True), (True, False), (True, True)):
         quantizer = NVFP4Quantizer(with_rht=transforms, stochastic_rounding=stochastic)
         name = "NVFP4 quantizer" + ", transformed" * transforms + ", stochastic" * stochastic
-        yield Case(name, "both", lambda quantizer=quantizer: quantizer.encode(x), 4 + 2 * (1 / 2 + 1 / 16))
+        one = {"codes": x.numel() // 2, "scales": x.numel() // 16}
+        written = {f"{side} {part}": nbytes for side in ("row", "col") for part, nbytes in one.items()}
+        call = lambda quantizer=quantizer: quantizer.encode(x)  # noqa: E731
+        yield Case(name, "both", call, {"x twice": 2 * x.nbytes} | written)
+
+
+def cast_runs(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of runs of 128 along rows, in plain torch."""
+    runs = x.float().view(x.shape[0], -1, 128)
+    multiplier = FP8_MAX / runs.abs().amax(2, keepdim=True)
+    return (runs * multiplier).to(torch.float8_e4m3fn).view(x.shape), multiplier.reciprocal().squeeze(2)
 
 
 def direction(side: str, shape: tuple[int, int], length: int, square: bool) -> dict[str, object]:
@@ -164,54 +221,83 @@ def others(x: Tensor) -> Iterator[Case]:
     out, turned = empty(rows, cols, dtype=x.dtype), empty(cols, rows, dtype=x.dtype)
     codes, codes_t = empty(rows, cols), empty(cols, rows)
     codes.random_(0, 100)
-    scale = torch.ones(rows, cols // 128, device="cuda")
-    yield Case("hadamard", "-", lambda: ops.hadamard(x, sign_mask=SIGN_MASK, out=out), 4)
-    yield Case("transpose 16", "-", lambda: ops.transpose(x, bits=16, out=turned), 4)
-    yield Case("transpose 8", "-", lambda: ops.transpose(codes, bits=8, out=codes_t), 2)
+    codes_t.random_(0, 100)
+    yield Case("hadamard", "-", lambda: ops.hadamard(x, sign_mask=SIGN_MASK, out=out), {"x": x.nbytes, "out": x.nbytes})
     half, half_t = empty(rows, cols // 2), empty(cols, rows // 2)
-    yield Case("transpose 4", "-", lambda: ops.transpose(half, bits=4, out=half_t), 1)
-    rule = dict(tile=(1, 128), phase=(0, 0), fp8="e4m3", out=out)
-    yield Case("dequantize 1x128", "row", lambda: ops.dequantize_float8(codes, scale, **rule), 3 + 4 / 128)
-    yield Case("dequantize 1x128", "col", lambda: ops.dequantize_float8(codes_t.t(), scale, **rule), 3 + 4 / 128)
+    for bits, source, target in ((16, x, turned), (8, codes, codes_t), (4, half, half_t)):
+        call = lambda s=source, b=bits, t=target: ops.transpose(s, bits=b, out=t)  # noqa: E731
+        peer = (lambda s=source, t=target: t.copy_(s.t())) if bits > 4 else None
+        yield Case(f"transpose {bits}", "-", call, {"in": source.nbytes, "out": target.nbytes}, peer)
+    scales = {
+        (1, 128): torch.ones(rows, cols // 128, device="cuda"),
+        (128, 1): torch.ones(rows // 128, cols, device="cuda"),
+    }
+    for name, data, tile in (("row", codes, (1, 128)), ("col", codes_t.t(), (128, 1)), ("col", codes_t.t(), (1, 128))):
+        rule = dict(tile=tile, phase=(0, 0), fp8="e4m3", out=out)
+        call = lambda d=data, s=scales[tile], r=rule: ops.dequantize_float8(d, s, **r)  # noqa: E731
+        moved = {"codes": codes.nbytes, "scales": scales[tile].nbytes, "out": out.nbytes}
+        yield Case(f"dequantize {tile[0]}x{tile[1]}", name, call, moved)
+    exponents = {(1, 32): empty(rows, cols // 32).fill_(120), (32, 1): empty(rows // 32, cols).fill_(120)}
+    for name, grain in (("row", (1, 32)), ("col", (32, 1))):
+        rule = dict(grain=grain, phase=(0, 0), fp8="e4m3", out=out)
+        call = lambda s=exponents[grain], r=rule: ops.dequantize_mxfp8(codes, s, **r)  # noqa: E731
+        moved = {"codes": codes.nbytes, "scales": exponents[grain].nbytes, "out": out.nbytes}
+        yield Case("dequantize MXFP8", name, call, moved)
 
 
-def measure(repeats: int) -> Iterator[Row]:
-    """All lines."""
+def measure(repeats: int, only: str) -> Iterator[Row]:
+    """All lines of cases whose name begins with `only`."""
     for rows, cols in SHAPES:
         x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
-        for case in (*tensorwise(x), *tiled(x), *whole_calls(x), *others(x)):
-            nbytes = int(case.bytes_per_element * x.numel())
+        for case in (*amaxes(x), *tensorwise(x), *tiled(x), *whole_calls(x), *others(x)):
+            if not case.name.startswith(only):
+                continue
+            nbytes = sum(case.moved.values())
             time, copy = median_time(case.call, repeats), copy_time(nbytes, repeats)
-            shape, rate = f"{rows} x {cols}", nbytes / time / 1e6
-            yield Row(shape, case.name, case.directions, case.bytes_per_element, time, rate, copy, copy / time)
+            peer = median_time(case.peer, repeats) if case.peer else None
+            shape, rate, formula = f"{rows} x {cols}", nbytes / time / 1e6, case.formula(x.numel())
+            yield Row(shape, case.name, case.directions, formula, nbytes, time, rate, copy, copy / time, peer)
 
 
-def main(out: Path | None = None, repeats: int = 41) -> None:
-    """Prints the table; writes it as Markdown and JSON into `out`."""
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()[0]
-    about = {"gpu": torch.cuda.get_device_name(), "driver": driver, "torch": torch.__version__}
-    lines = [f"# CUDA quantizers\n\n{about['gpu']}, driver {driver}, torch {torch.__version__}."]
-    lines += ["bf16 in, cold L2, medians. Ratio: time of a device copy of the same bytes over the kernel's.\n"]
+def anchors() -> list[str]:
+    """Lines that say what the anchors are."""
+    lines = ["", "Anchors, not peers: TransformerEngine 2.20.2 on another H200 on another day, 16384 x 7168, us.", ""]
+    lines += ["| kernel | row | both | col |", "|---|---|---|---|"]
+    texts = ([name, *("-" if time is None else f"{time:.1f}" for time in times)] for name, times in ANCHORS.items())
+    return lines + [f"| {' | '.join(text)} |" for text in texts]
+
+
+def main(out: Path | None = None, repeats: int = 41, only: str = "", commit: str | None = None) -> None:
+    """Prints the table; writes it as Markdown and JSON into `out`.
+
+    Args:
+        only: measure cases whose name begins so.
+        commit: of the sources, where they are no git checkout.
+    """
+    about = describe() | ({"commit": commit} if commit else {})
+    runtime.prepare(variants("BFloat16"), 0)
+    lines = [f"# CUDA quantizers\n\n{', '.join(f'{key} {value}' for key, value in about.items())}."]
     lines += [
-        "| shape | kernel | directions | bytes/element | us | TB/s | copy us | ratio |",
-        "|---|---|---|---|---|---|---|---|",
+        "bf16 in, cold L2, medians. Bytes: of each tensor, for one element of the matrix. Ratio: time of a device copy"
+    ]
+    lines += ["of the same bytes over the kernel's. Peer: the same in torch, see benchmarks/quantize_cuda.py.\n"]
+    lines += [
+        "| shape | kernel | directions | bytes per element | MB | us | TB/s | copy us | ratio | peer us |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     rows = []
-    for row in measure(repeats):
+    for row in measure(repeats, only):
         rows.append(row)
+        peer = "" if row.peer is None else f"{row.peer:.1f}"
+        size = f"{row.nbytes / 1e6:.1f}"
         lines.append(
-            f"| {row.shape} | {row.name} | {row.directions} | {row.bytes_per_element:.3f} | {row.time:.1f} | "
-            f"{row.rate:.2f} | {row.copy:.1f} | {row.ratio:.2f} |"
+            f"| {row.shape} | {row.name} | {row.directions} | {row.formula} | {size} | {row.time:.1f} | "
+            f"{row.rate:.2f} | {row.copy:.1f} | {row.ratio:.2f} | {peer} |"
         )
         print(lines[-1], flush=True)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "quantize_cuda.md").write_text("\n".join(lines) + "\n")
+        (out / "quantize_cuda.md").write_text("\n".join([*lines, *anchors()]) + "\n")
         (out / "quantize_cuda.json").write_text(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1))
 
 
