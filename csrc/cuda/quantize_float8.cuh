@@ -38,9 +38,9 @@ struct QuantizeFloat8 {
   };
 
   struct Shared {
-    float partial[kWarps][kPanel];       // amax of the columns in the rows of each warp
-    float multiplier[kPanel];            // of the columns
-    float of_warps[kWarps];              // amax of each warp
+    float columns[kCol == Share::kRun ? kWarps : 1][kPanel];  // their amaxes in the rows of each warp
+    float multipliers[kPanel];                                // of the columns
+    float of_warps[kWarps];                                   // amax of each warp
     alignas(16) uint8_t transposed[kHasCol ? kPanel * kPanel : 1];
   };
 
@@ -61,23 +61,6 @@ struct QuantizeFloat8 {
     const float multiplier = scale_from_amax(amax, rule(Element::kMaxFinite));
     if (writes) output.scale.at(row, col) = 1.0f / multiplier;
     return multiplier;
-  }
-
-  // Puts the amaxes of the columns in the rows of each warp into shared memory.
-  TE_DIST_DEVICE void share_column_amaxes() {
-    uint32_t columns[Patch<Element>::kWords];
-    patch.col_amax(columns);
-#pragma unroll
-    for (int w = 0; w < Patch<Element>::kWords; ++w) {
-      columns[w] = Element::raise(columns[w], __shfl_xor_sync(kFullWarp, columns[w], 1));
-    }
-    if ((threadIdx.x & 1) == 0) {
-      float* target = &shared.partial[threadIdx.x / 32][place.local_col];
-#pragma unroll
-      for (int j = 0; j < kPatch; ++j) {
-        target[j] = Element::value(columns[j / Element::kPerWord], j % Element::kPerWord);
-      }
-    }
   }
 
   TE_DIST_DEVICE float square_scale(const BlockOutput<float>& output, float amax) const {
@@ -105,12 +88,11 @@ struct QuantizeFloat8 {
   }
 
   TE_DIST_DEVICE void write_row(char* first, int i, float multiplier) const {
+    float values[kPatch], multipliers[kPatch];
     uint32_t codes[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      codes[h] = encode_four<Code>(patch.value(i, 4 * h) * multiplier, patch.value(i, 4 * h + 1) * multiplier,
-                                   patch.value(i, 4 * h + 2) * multiplier, patch.value(i, 4 * h + 3) * multiplier);
-    }
+    patch.row(i, values);
+    fill(multipliers, multiplier);
+    encode_eight<Code>(values, multipliers, codes);
     store_run<kPatch, kRowStore>(first, place.cols.only_if(place.rows.has(i)), codes);
   }
 
@@ -143,28 +125,27 @@ struct QuantizeFloat8 {
     const int64_t col = place.first_col() + threadIdx.x;
     float amax = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) amax = fmaxf(amax, shared.partial[w][threadIdx.x]);
+    for (int w = 0; w < kWarps; ++w) amax = fmaxf(amax, shared.columns[w][threadIdx.x]);
     if (col >= 0 && col < place.extents.cols) {
-      shared.multiplier[threadIdx.x] = scale(p.col, amax, place.panel_row, col, true);
+      shared.multipliers[threadIdx.x] = scale(p.col, amax, place.panel_row, col, true);
     }
   }
 
   // Position in shared memory of 16 rows of codes of a column. Threads that write, or read, at a time find different banks.
   TE_DIST_INLINE int position(int col, int chunk) { return col * kPanel + ((chunk ^ (col / kPatch & 7)) * 16); }
 
-  TE_DIST_DEVICE void transpose_codes(float square) {
-    float multipliers[kPatch];
-    if constexpr (kCol == Share::kRun) {
-      load_shared(&shared.multiplier[place.local_col], multipliers);
-    }
+  TE_DIST_DEVICE void transpose_codes(float multiplier) {
+    float of_cols[kPatch];
+    if constexpr (kCol == Share::kRun) load_shared(&shared.multipliers[place.local_col], of_cols);
 #pragma unroll
     for (int j = 0; j < kPatch; ++j) {
-      const float m = kCol == Share::kRun ? multipliers[j] : square;
-      uint2 codes;
-      codes.x = encode_four<Code>(patch.value(0, j) * m, patch.value(1, j) * m, patch.value(2, j) * m, patch.value(3, j) * m);
-      codes.y = encode_four<Code>(patch.value(4, j) * m, patch.value(5, j) * m, patch.value(6, j) * m, patch.value(7, j) * m);
+      float values[kPatch], multipliers[kPatch];
+      uint32_t codes[2];
+      patch.column(j, values);
+      fill(multipliers, kCol == Share::kRun ? of_cols[j] : multiplier);
+      encode_eight<Code>(values, multipliers, codes);
       const int at = position(place.local_col + j, place.local_row / 16) + place.local_row % 16;
-      *reinterpret_cast<uint2*>(&shared.transposed[at]) = codes;
+      *reinterpret_cast<uint2*>(&shared.transposed[at]) = make_uint2(codes[0], codes[1]);
     }
   }
 
@@ -191,7 +172,7 @@ struct QuantizeFloat8 {
   TE_DIST_DEVICE void quantize() {
     load_patch<Source, kLoad>(p.source, place, patch);
     float by_row = 0.0f, by_col = 0.0f, recorded = 0.0f;  // multipliers of what is no run, amax of the panel
-    if constexpr (kCol == Share::kRun) share_column_amaxes();
+    if constexpr (kCol == Share::kRun) patch.share_col_amax(place, shared.columns);
     if constexpr (kHasSquare) {
       const float amax = largest_of_block(patch.amax(), shared.of_warps);
       if constexpr (kRow == Share::kSquare) by_row = square_scale(p.row, amax);

@@ -90,21 +90,7 @@ struct QuantizeMxFp8 {
 
   // Puts what other warps need to know of the amaxes of columns and of squares into shared memory.
   TE_DIST_DEVICE void share_amaxes() {
-    if constexpr (kCol == Share::kRun) {
-      uint32_t columns[Patch<Element>::kWords];
-      patch.col_amax(columns);
-#pragma unroll
-      for (int w = 0; w < Patch<Element>::kWords; ++w) {
-        columns[w] = Element::raise(columns[w], __shfl_xor_sync(kFullWarp, columns[w], 1));
-      }
-      if ((threadIdx.x & 1) == 0) {
-        float* target = &shared.columns[threadIdx.x / 32][place.local_col];
-#pragma unroll
-        for (int j = 0; j < kPatch; ++j) {
-          target[j] = Element::value(columns[j / Element::kPerWord], j % Element::kPerWord);
-        }
-      }
-    }
+    if constexpr (kCol == Share::kRun) patch.share_col_amax(place, shared.columns);
     if constexpr (kHasSquare) {
       float amax = patch.amax();
 #pragma unroll
@@ -155,15 +141,6 @@ struct QuantizeMxFp8 {
     return e8m0_inverse(found);
   }
 
-  TE_DIST_INLINE void encode(const float (&values)[kPatch], const float (&multipliers)[kPatch], uint32_t (&codes)[2]) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int j = 4 * h;
-      codes[h] = encode_four<Code>(values[j] * multipliers[j], values[j + 1] * multipliers[j + 1],
-                                   values[j + 2] * multipliers[j + 2], values[j + 3] * multipliers[j + 3]);
-    }
-  }
-
   TE_DIST_DEVICE void write(const float (&by_row)[kPatch], const float (&by_col)[kPatch]) const {
     const int64_t first = place.row * place.extents.cols + place.col;
     char* row_code = reinterpret_cast<char*>(p.row.data) + first;
@@ -173,15 +150,14 @@ struct QuantizeMxFp8 {
       const Inside inside = place.cols.only_if(place.rows.has(i));
       float values[kPatch], multipliers[kPatch];
       uint32_t codes[2];
-#pragma unroll
-      for (int j = 0; j < kPatch; ++j) values[j] = patch.value(i, j);
+      patch.row(i, values);
       if constexpr (kHasRow) {
         fill(multipliers, by_row[i]);
-        encode(values, multipliers, codes);
+        encode_eight<Code>(values, multipliers, codes);
         store_run<kPatch, kStore>(row_code, inside, codes);
       }
       if constexpr (kHasCol) {
-        encode(values, by_col, codes);
+        encode_eight<Code>(values, by_col, codes);
         store_run<kPatch, kStore>(col_code, inside, codes);
       }
     }

@@ -31,6 +31,17 @@ TE_DIST_INLINE uint32_t encode_four(float a, float b, float c, float d) {
   return encode_pair<Code>(a, b) | encode_pair<Code>(c, d) << 16;
 }
 
+// Codes of eight values times their multipliers, the first in the lowest byte.
+template <class Code>
+TE_DIST_INLINE void encode_eight(const float (&values)[8], const float (&multipliers)[8], uint32_t (&codes)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int j = 4 * h;
+    codes[h] = encode_four<Code>(values[j] * multipliers[j], values[j + 1] * multipliers[j + 1],
+                                 values[j + 2] * multipliers[j + 2], values[j + 3] * multipliers[j + 3]);
+  }
+}
+
 // Values of two codes, of which the first lies in the low byte. FP8 is exact in fp16.
 template <class Code>
 TE_DIST_INLINE float2 decode_pair(uint32_t codes) {

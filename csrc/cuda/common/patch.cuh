@@ -76,6 +76,16 @@ struct Patch {
     return Element::value(words[row][col / Element::kPerWord], col % Element::kPerWord);
   }
 
+  TE_DIST_DEVICE void row(int i, float (&values)[kPatch]) const {
+#pragma unroll
+    for (int j = 0; j < kPatch; ++j) values[j] = value(i, j);
+  }
+
+  TE_DIST_DEVICE void column(int j, float (&values)[kPatch]) const {
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) values[i] = value(i, j);
+  }
+
   // Largest magnitude of each row.
   TE_DIST_DEVICE void row_amax(float (&amax)[kPatch]) const {
 #pragma unroll
@@ -94,6 +104,22 @@ struct Patch {
       amax[w] = 0;
 #pragma unroll
       for (int i = 0; i < kPatch; ++i) amax[w] = Element::raise(amax[w], words[i][w]);
+    }
+  }
+
+  // Puts the largest magnitudes of the columns in the 16 rows of a warp into shared memory, for all warps to read.
+  TE_DIST_DEVICE void share_col_amax(const Place& place, float (&of_warps)[kWarps][kPanel]) const {
+    uint32_t columns[kWords];
+    col_amax(columns);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      columns[w] = Element::raise(columns[w], __shfl_xor_sync(kFullWarp, columns[w], 1));
+    }
+    if (threadIdx.x & 1) return;
+    float* target = &of_warps[threadIdx.x / 32][place.local_col];
+#pragma unroll
+    for (int j = 0; j < kPatch; ++j) {
+      target[j] = Element::value(columns[j / Element::kPerWord], j % Element::kPerWord);
     }
   }
 
