@@ -57,9 +57,9 @@ class Product:
     def random(cls, shape: tuple[int, int, int], b_tile: tuple[int, int]) -> Product:
         """(M, N, K) = `shape`; every code but the NaN, scales near 1."""
         rows, cols, depth = shape
-        a, b = (_codes(extent, depth) for extent in (rows, cols))
+        a, b = (random_codes(extent, depth) for extent in (rows, cols))
         grid = (depth // 128, cols) if b_tile[0] == 1 else (cols // 128, depth // 128)
-        return cls(a, b, _scales(depth // 128, rows), _scales(*grid), b_tile)
+        return cls(a, b, random_scales(depth // 128, rows), random_scales(*grid), b_tile)
 
     def ours(self, out: Tensor, *, accumulate: bool = False) -> Callable[[], None]:
         product = dict(b_tile=self.b_tile, fp8=("e4m3", "e4m3"), bias=None, accumulate=accumulate)
@@ -78,11 +78,11 @@ class Product:
         return lambda: torch.mm(a, b.t(), out=out)
 
 
-def _codes(*shape: int) -> Tensor:
+def random_codes(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda").to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-def _scales(*shape: int) -> Tensor:
+def random_scales(*shape: int) -> Tensor:
     return torch.rand(shape, device="cuda") + 0.5
 
 

@@ -1,0 +1,192 @@
+"""Products in groups beside other libraries: TFLOP/s of real rows on one GPU.
+
+    python -m benchmarks.grouped_cuda --out benchmarks/results
+
+Groups of equal size on average: multiples of 128 rows, ragged, skewed (Zipf), and with a tenth of them empty. Random
+codes, cold L2, medians. Peers that are not installed, and sizes that a peer does not take, are left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor
+
+from benchmarks import environment
+from benchmarks.gemm_cuda import PEER, random_codes, random_scales
+from benchmarks.quantize_cuda import median_time
+from te_dist import ops
+
+# (groups, rows of all, N, K), see the shapes of common mixtures of experts.
+SHAPES = (
+    (8, 32768, 4096, 7168),
+    (8, 32768, 7168, 2048),
+    (4, 32768, 6144, 7168),
+    (128, 65536, 1536, 2048),
+    (128, 65536, 2048, 768),
+    (32, 32768, 4096, 2048),
+)
+ROUTINGS = ("aligned", "ragged", "zipf", "empty")
+SQUARE, RUN = (128, 128), (1, 128)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table. Times in microseconds."""
+
+    shape: str
+    routing: str
+    product: str
+    library: str
+    time: float
+    tflops: float
+
+
+def group_sizes(routing: str, groups: int, rows: int) -> list[int]:
+    """Rows of each group, `rows` in all at most."""
+    random = np.random.default_rng(0)
+    weights = {"zipf": 1 / np.arange(1, groups + 1), "empty": random.uniform(0.5, 1.5, groups)}.get(routing)
+    if weights is None:
+        weights = random.uniform(0.7, 1.3, groups)
+    if routing == "empty":
+        weights[random.permutation(groups)[: max(1, groups // 10)]] = 0
+    sizes = np.floor(weights / weights.sum() * rows).astype(int)
+    return [int(size) // 128 * 128 if routing == "aligned" else int(size) for size in sizes]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Operands of the products of one layer: forward, and the gradient of its weights, which sums over rows."""
+
+    sizes: list[int]
+    table: Tensor
+    x: Tensor  # (T, K) codes
+    x_scale: Tensor
+    weight: Tensor  # (G * N, K)
+    weight_scale: Tensor
+    dy_t: Tensor  # (N, P)
+    dy_t_scale: Tensor
+    x_t: Tensor  # (K, P)
+    x_t_scale: Tensor
+
+    @classmethod
+    def random(cls, shape: tuple[int, int, int, int], sizes: list[int]) -> Groups:
+        groups, rows, cols, depth = shape
+        ends = torch.tensor(sizes, device="cuda").cumsum(0)
+        table = torch.empty(4, groups + 1, dtype=torch.int32, device="cuda")
+        ops.group_table(ends, rows=rows, out=table)
+        padded = 128 * (rows // 128 + groups)
+        return cls(
+            sizes,
+            table,
+            random_codes(rows, depth),
+            random_scales(depth // 128, rows),
+            random_codes(groups * cols, depth),
+            random_scales(groups * cols // 128, depth // 128),
+            random_codes(cols, padded),
+            random_scales(padded // 128, cols),
+            random_codes(depth, padded),
+            random_scales(padded // 128, depth),
+        )
+
+    @property
+    def cols(self) -> int:
+        """N"""
+        return self.dy_t.shape[0]
+
+    def forward(self, out: Tensor) -> Callable[[], None]:
+        rest = dict(b_tile=SQUARE, fp8=("e4m3", "e4m3"), bias=None, row_factor=None, accumulate=False)
+        operands = (self.x, self.x_scale, self.weight, self.weight_scale)
+        return lambda: ops.grouped_gemm_float8_block(*operands, table=self.table, out=out, **rest)
+
+    def wgrad(self, out: Tensor, *, accumulate: bool) -> Callable[[], None]:
+        operands = (self.dy_t, self.dy_t_scale, self.x_t, self.x_t_scale)
+        rest = dict(table=self.table, fp8=("e4m3", "e4m3"), accumulate=accumulate)
+        return lambda: ops.grouped_wgrad_float8_block(*operands, out=out, **rest)
+
+
+def peers(data: Groups, out: Tensor, grad: Tensor) -> Iterator[tuple[str, str, Callable[[], object]]]:
+    """(product, library, call) of other libraries on the same sizes."""
+    rows, cols, groups = sum(data.sizes), data.cols, len(data.sizes)
+    ends = data.table[0, 1:].contiguous()
+    x, dy = (torch.randn(rows, extent, device="cuda", dtype=torch.bfloat16) for extent in (data.x.shape[1], cols))
+    weight = torch.randn(groups, cols, data.x.shape[1], device="cuda", dtype=torch.bfloat16)
+    yield "forward", "torch bf16", lambda: F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    yield "wgrad, bf16", "torch bf16", lambda: F.grouped_mm(dy.t(), x, offs=ends)
+    if importlib.util.find_spec(PEER) is None or any(size % 128 for size in data.sizes):
+        return
+    peer = importlib.import_module(PEER)
+    fp8 = torch.float8_e4m3fn
+    owner = torch.repeat_interleave(
+        torch.arange(groups, device="cuda", dtype=torch.int32), torch.tensor(data.sizes).cuda()
+    )
+    a = (data.x[:rows].view(fp8), data.x_scale[:, :rows].t())
+    b = (data.weight.view(fp8).view(groups, cols, -1), data.weight_scale.view(groups, cols // 128, -1))
+    yield (
+        "forward",
+        "DeepGEMM",
+        lambda: peer.m_grouped_fp8_gemm_nt_contiguous(a, b, out[:rows], owner, disable_ue8m0_cast=True),
+    )
+    ks = torch.tensor(data.sizes, device="cuda", dtype=torch.int32)
+    flat = [
+        (codes[:, :rows].reshape(-1).view(fp8), scale[: rows // 128].contiguous().t())
+        for codes, scale in ((data.dy_t, data.dy_t_scale), (data.x_t, data.x_t_scale))
+    ]
+    total = grad.view(groups, cols, -1)
+    yield (
+        "wgrad, fp32 added",
+        "DeepGEMM",
+        lambda: peer.k_grouped_fp8_gemm_nt_contiguous(*flat, total, data.sizes, ks, total),
+    )
+
+
+def measure(repeats: int) -> Iterator[Row]:
+    """All lines."""
+    for shape in SHAPES:
+        groups, rows, cols, depth = shape
+        for routing in ROUTINGS:
+            sizes = group_sizes(routing, groups, rows)
+            data = Groups.random(shape, sizes)
+            out = torch.empty(rows, cols, device="cuda", dtype=torch.bfloat16)
+            grad = torch.zeros(groups * cols, depth, device="cuda")
+            half = torch.empty_like(grad, dtype=torch.bfloat16)
+            calls = [
+                ("forward", "te_dist", data.forward(out)),
+                ("wgrad, bf16", "te_dist", data.wgrad(half, accumulate=False)),
+                ("wgrad, fp32 added", "te_dist", data.wgrad(grad, accumulate=True)),
+                *peers(data, out, grad),
+            ]
+            for product, library, call in calls:
+                time = median_time(call, repeats)
+                yield Row(str(shape), routing, product, library, time, 2 * sum(sizes) * cols * depth / time / 1e6)
+
+
+def main(out: Path | None = None, repeats: int = 21) -> None:
+    """Prints the table; writes it as Markdown and JSON into `out`."""
+    about = environment.describe()
+    lines = ["# Products in groups\n", ", ".join(f"{key} {value}" for key, value in about.items()) + ".\n"]
+    lines += ["Cold L2, medians; real rows count.\n"]
+    lines += ["| G, T, N, K | groups | product | library | us | TFLOP/s |", "|---|---|---|---|---|---|"]
+    rows = []
+    for row in measure(repeats):
+        rows.append(row)
+        place = f"{row.shape} | {row.routing} | {row.product} | {row.library}"
+        lines.append(f"| {place} | {row.time:.1f} | {row.tflops:.0f} |")
+        print(lines[-1], flush=True)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "grouped_cuda.md").write_text("\n".join(lines) + "\n")
+        (out / "grouped_cuda.json").write_text(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
