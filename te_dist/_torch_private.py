@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _disabled_torch_function_impl as disabled_torch_function
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserved_versions
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -37,6 +38,7 @@ __all__ = [
     "is_dispatch_watched",
     "is_mutable",
     "is_traceable_wrapper_subclass",
+    "preserved_versions",
     "process_group",
     "reshards_between_passes",
     "scaled_mm",
@@ -153,6 +155,12 @@ IMPORTED = (
         "view and in-place ops of a wrapper subclass must alias as the schema says, or autograd is wrong in silence",
         name="return_and_correct_aliasing",
         parameters=("func", "args", "kwargs", "out"),
+    ),
+    Private(
+        "torch.autograd.grad_mode._unsafe_preserve_version_counter",
+        "bytes that are gathered again are those that autograd saved; FSDP2 says so of its own buffers the same way",
+        name="preserved_versions",
+        parameters=("tensors",),
     ),
     Private(
         "torch.utils._pytree.tree_leaves",

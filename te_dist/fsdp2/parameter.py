@@ -190,8 +190,10 @@ class QuantizedParameter(QuantizedTensor):
                 storage.allocate(f for f in self.format.fields if f in owned)
                 storage.fill(plan, outputs, shard)
                 return QuantizedParameter(storage, shape), tuple(storage.owned.values())
-        local = getattr(out, "_local_tensor", out)  # a DTensor under tensor parallelism
-        local.storage.fill(plan, outputs, shard)
+        storage = getattr(out, "_local_tensor", out).storage  # `out` is a DTensor under tensor parallelism
+        # Compiled code saves buffers for backward, not the tensor around them: they are gathered again, not changed.
+        with _torch_private.preserved_versions(tuple(storage.owned.values())):
+            storage.fill(plan, outputs, shard)
         return None
 
     def get_high_precision_init_val(self) -> Tensor | None:

@@ -110,10 +110,24 @@ def _backward(grad: Tensor, inputs: list[Tensor], weight: list[Tensor], plan: st
 
 def _fake_backward(grad: Tensor, inputs: list[Tensor], weight: list[Tensor], plan: str, *rest: Any) -> list[Tensor]:
     kind, wants, shape, *dtypes = rest
-    rows, cols = _weight(weight, kind).shape
+    known = _weight(weight, kind)
+    if wants[0] and isinstance(known, QuantizedTensor):
+        _check_columns(known.storage)
+    rows, cols = known.shape
     shapes = (shape, (rows, cols), (rows,))
     asked = zip(wants, shapes, dtypes, strict=True)
     return [grad.new_empty(extents, dtype=dtype) for wanted, extents, dtype in asked if wanted]
+
+
+def _check_columns(storage: QuantizedStorage) -> None:
+    """Raises where a graph is handed a weight in forward that backward cannot multiply."""
+    if Direction.COLUMNWISE in storage.directions or storage.format.columnwise_is_derivable:
+        return
+    raise RuntimeError(
+        "a compiled graph takes the buffers of a weight in forward, and backward multiplies its columnwise direction; "
+        f"got {list(storage.buffers)}. Pass reshard_after_forward=False to fsdp2.fully_shard, which gathers both, or "
+        "leave this module out of torch.compile"
+    )
 
 
 def _define() -> None:

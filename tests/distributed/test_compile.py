@@ -1,0 +1,65 @@
+"""Compiled units under FSDP2: graphs take the gathered buffers, and what is gathered again is what they saved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import te_dist as te
+from te_dist import fsdp2, recipe
+from te_dist.recipe import Recipe
+from te_dist.testing import assert_bitwise, mesh, pool
+
+WIDTH = 192  # 96 rows on each of two ranks, a cut through a tile
+RECIPES: dict[str, Recipe] = {
+    "block": recipe.Float8BlockScaling(),
+    "current": recipe.Float8CurrentScaling(),
+    "mxfp8": recipe.MXFP8BlockScaling(),
+}
+
+
+def passes(world: int, rank: int, how: tuple[str, bool, bool], compiled: bool) -> list[Tensor]:
+    """Output and gradients of the second of two passes of two units; `how`: recipe, quantized weights, reshards."""
+    name, quantized, reshards = how
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    with te.quantized_model_init(enabled=quantized, recipe=RECIPES[name]):
+        units = [nn.Sequential(te.Linear(WIDTH, WIDTH), nn.SiLU(), te.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    model = nn.Sequential(*units)
+    for unit in units:
+        if compiled:
+            unit.compile(backend="aot_eager", fullgraph=True)
+        fsdp2.fully_shard(unit, mesh=mesh((world,), ("dp",)), reshard_after_forward=reshards)
+    fsdp2.fully_shard(model, mesh=mesh((world,), ("dp",)))
+    for seed in range(2):
+        x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(2 * seed + rank)).requires_grad_()
+        model.zero_grad()
+        with te.autocast(recipe=RECIPES[name]):
+            out = model(x)
+        out.square().sum().backward()
+    return [out.detach(), x.grad, *(param.grad.to_local() for param in model.parameters())]
+
+
+def compare(rank: int, world: int, *how: str | bool) -> None:
+    eager, compiled = (passes(world, rank, how, flag) for flag in (False, True))
+    for index, (got, want) in enumerate(zip(compiled, eager, strict=True)):
+        assert_bitwise(got, want, f"{index} of {how}")
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_compiled_units_compute_the_bits_of_eager_ones(name: str, quantized: bool, reshards: bool) -> None:
+    if quantized and reshards and name == "mxfp8":
+        pytest.skip("each pass gathers its own direction: refused, see below")
+    pool(2).run(compare, name, quantized, reshards)
+
+
+def refuse(rank: int, world: int) -> None:
+    with pytest.raises(Exception, match="Pass reshard_after_forward=False to fsdp2.fully_shard"):
+        passes(world, rank, ("mxfp8", True, True), True)
+
+
+def test_a_direction_that_only_backward_gathers_is_refused_before_the_pass() -> None:
+    pool(2).run(refuse)
