@@ -17,6 +17,7 @@ from te_dist.ops._checks import grid_shape
 from te_dist.ops.quantize_float8_current import WORKSPACE
 from te_dist.ops.source import Source, Summed, sums_shape
 from tests.codecs.kernel_inputs import matrix, scale_view
+from tests.ops.groups import RUN, SQUARE, Operand, group_ends, table_of
 from tests.ops.sources import cases
 
 Pair = tuple[int, int]
@@ -35,13 +36,13 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Call:
-    """An op with its arguments. `on_cpu`: whether it runs there too."""
+    """An op with its arguments. `is_exact`: whether the CPU writes the same bytes, if it computes this at all."""
 
     name: str
     op: Callable[..., None]
     inputs: dict[str, Any]
     outputs: dict[str, Any]
-    on_cpu: bool = True
+    is_exact: bool = True
 
     def on(self, device: str) -> Call:
         """The same call on another device: strides, offsets and what lies around the matrices as they are."""
@@ -87,6 +88,7 @@ def calls() -> Iterator[Call]:
     yield from dequantizers()
     yield from movers()
     yield from products_of_blocks()
+    yield from groups()
 
 
 def amaxes() -> Iterator[Call]:
@@ -254,11 +256,32 @@ def products_of_blocks() -> Iterator[Call]:
         for shift in (0, 1):
             out = dict(out=shifted(torch.zeros(rows, cols, dtype=dtype), shift))
             name = f"product {(rows, cols, depth)} {square} {dtype} {shift}"
-            yield Call(name, ops.gemm_float8_block, inputs, out, on_cpu=False)
+            yield Call(name, ops.gemm_float8_block, inputs, out, is_exact=False)
         added = inputs | dict(bias=torch.rand(cols), accumulate=dtype == torch.float32)
-        yield Call(f"{name} added", ops.gemm_float8_block, added, out, on_cpu=False)
+        yield Call(f"{name} added", ops.gemm_float8_block, added, out, is_exact=False)
 
 
 def finite(shape: Pair) -> Tensor:
     """Codes that stand for numbers in every 8-bit type."""
     return codes(shape) & 0x5F
+
+
+def groups() -> Iterator[Call]:
+    """Tables, products and sums of ragged and empty groups, with rows behind the last."""
+    for sizes, square, dtype in product(([0, 5, 0, 130, 1], [128, 64], [0, 0]), (False, True), DTYPES):
+        rows, name = sum(sizes) + 9, f"{sizes} {square} {dtype}"
+        table = table_of(sizes, rows, "cpu")
+        yield Call(f"table {name}", ops.group_table, dict(ends=group_ends(sizes), rows=rows), dict(out=table.clone()))
+        a = Operand(rows, 272, RUN, seed=1, device="cpu")
+        b = Operand(70, 272, SQUARE if square else RUN, groups=len(sizes), seed=2, device="cpu")
+        inputs = dict(a=a.codes, a_scale=a.scale, b=b.codes, b_scale=b.scale, table=table, b_tile=b.tile)
+        inputs |= dict(fp8=(a.fp8, b.fp8), bias=torch.rand(len(sizes), 70), row_factor=torch.rand(rows))
+        inputs |= dict(accumulate=dtype == torch.float32)
+        out = shifted(torch.zeros(rows, 70, dtype=dtype), int(square))
+        yield Call(f"products {name}", ops.grouped_gemm_float8_block, inputs, dict(out=out), is_exact=False)
+        depth = 128 * int(table[1, -1]) or 128
+        a, b = (Operand(extent, depth, RUN, seed=3, device="cpu") for extent in (130, 70))
+        inputs = dict(a=a.codes, a_scale=a.scale, b=b.codes, b_scale=b.scale, table=table, fp8=(a.fp8, b.fp8))
+        inputs |= dict(accumulate=dtype == torch.float32)
+        out = shifted(torch.zeros(len(sizes) * 130, 70, dtype=dtype), int(square))
+        yield Call(f"sums {name}", ops.grouped_wgrad_float8_block, inputs, dict(out=out), is_exact=False)

@@ -63,7 +63,7 @@ def check_like_cpu(got: Call, want: Call) -> None:
 
 def test_every_call_gives_the_bytes_of_the_cpu():
     for call in CALLS:
-        if call.on_cpu:
+        if call.is_exact:
             check_like_cpu(call.on("cuda"), call)
 
 
@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_refused_and_what_is_taken_is_right(call, change):
         except (ValueError, RuntimeError, TypeError) as error:
             assert "CUDA error" not in str(error)
         else:
-            same = with_tensor(call if call.on_cpu else call.on("cuda"), name, lambda t: change(t).contiguous())
+            same = with_tensor(call if call.is_exact else call.on("cuda"), name, lambda t: change(t).contiguous())
             same.run()
             for key, output in odd.outputs.items():
                 assert_bitwise(output.contiguous().cpu(), same.outputs[key].contiguous().cpu(), f"{key} for {name}")
@@ -140,5 +140,5 @@ def test_ops_run_on_the_stream_that_is_current():
 def test_ops_run_where_their_tensors_are():
     for call in of_each_op():
         there = call.on("cuda:1")
-        check_like_cpu(there, call) if call.on_cpu else there.run()
+        check_like_cpu(there, call) if call.is_exact else there.run()
     assert torch.cuda.current_device() == 0
