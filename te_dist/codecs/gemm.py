@@ -19,6 +19,7 @@ from torch import Tensor
 from te_dist import _torch_private, ops
 from te_dist.codecs.base import Codec
 from te_dist.codecs.block import LARGEST_TILE, Block
+from te_dist.codecs.decoded import coded
 from te_dist.codecs.high_precision import HighPrecision
 from te_dist.codecs.mxfp8 import MxFp8
 from te_dist.codecs.nvfp4 import NvFp4
@@ -177,12 +178,8 @@ _BLOCK, _TENSORWISE, _HIGH_PRECISION = (Block, Block), (Tensorwise, Tensorwise),
 
 
 @implements(_ALL, "cpu")
-@implements(_ALL - {_BLOCK, _TENSORWISE, _HIGH_PRECISION}, "cuda")
 def _by_values(a: Operand, b: Operand, result: Result) -> None:
-    """Values in fp32, where every code times its scale is rounded once, multiplied in fp32.
-
-    The definition of every product. On CUDA it is what there is until tensor cores read the codes: right, not fast.
-    """
+    """Values in fp32, where every code times its scale is rounded once, multiplied in fp32: the definition."""
     product = torch.empty(result.out.shape, dtype=torch.float32, device=result.out.device)
     # NOTE: functions that write into `out` are left alone by torch.autocast.
     torch.mm(a.values(torch.float32), b.values(torch.float32).t(), out=product)
@@ -191,12 +188,23 @@ def _by_values(a: Operand, b: Operand, result: Result) -> None:
     (result.out.add_ if result.accumulate else result.out.copy_)(product)
 
 
+@implements(_ALL - {_BLOCK, _TENSORWISE, _HIGH_PRECISION}, "cuda")
+def _by_decoding(a: Operand, b: Operand, result: Result) -> None:
+    """Codes are decoded on their way to tensor cores. Beside fp32 values, which those would round, by values."""
+    if any(
+        isinstance(codec, HighPrecision) and codec.dtype == torch.float32
+        for codec in (a.encoding.codec, b.encoding.codec)
+    ):
+        return _by_values(a, b, result)
+    ops.gemm_decoded(coded(a), coded(b), out=result.out, bias=result.bias, accumulate=result.accumulate)
+
+
 @implements([_BLOCK], "cuda", multiple=16)
 def _by_blocks(a: Operand, b: Operand, result: Result) -> None:
-    """Runs along the sum times runs, or squares, that begin where the operands do; other blocks by their values."""
+    """Runs along the sum times runs, or squares, that begin where the operands do; others by decoding."""
     (a_tile, a_phase), (b_tile, b_phase) = (_tile_of(operand) for operand in (a, b))
     if a_tile != _RUN or b_tile not in (_RUN, _SQUARE) or a_phase != b_phase or a_phase != (0, 0):
-        return _by_values(a, b, result)
+        return _by_decoding(a, b, result)
     codes = a.encoding.codec.fp8, b.encoding.codec.fp8
     out, bias, accumulate = result
     ops.gemm_float8_block(*a.stored, *b.stored, b_tile=b_tile, fp8=codes, bias=bias, accumulate=accumulate, out=out)
@@ -218,7 +226,7 @@ def _by_cublaslt(a: Operand, b: Operand, result: Result) -> None:
     out, bias, accumulate = result
     types = [_FP8[operand.encoding.codec.fp8] for operand in (a, b)]
     if types == [torch.float8_e5m2] * 2:
-        return _by_values(a, b, result)  # tensor cores multiply e4m3 with either, e5m2 with e4m3 only
+        return _by_decoding(a, b, result)  # tensor cores multiply e4m3 with either, e5m2 with e4m3 only
     fuses_bias = bias is not None and out.dtype != torch.float32
     target = torch.empty_like(out) if accumulate else out
     _torch_private.scaled_mm(

@@ -8,6 +8,7 @@ from te_dist.kernels.compiler import CompilerError
 from te_dist.kernels.dequantize import dequantize_float8, dequantize_mxfp8, dequantize_nvfp4
 from te_dist.kernels.evaluation import evaluate, panel_sums, rms_rstd
 from te_dist.kernels.gemm import gemm_float8_block
+from te_dist.kernels.gemm_decoded import gemm_decoded
 from te_dist.kernels.grouped_gemm import group_table, grouped_gemm_float8_block, grouped_wgrad_float8_block
 from te_dist.kernels.movement import assemble, hadamard, transpose
 from te_dist.kernels.quantize import (
@@ -27,6 +28,7 @@ __all__ = [
     "dequantize_nvfp4",
     "direction_amax",
     "evaluate",
+    "gemm_decoded",
     "gemm_float8_block",
     "group_table",
     "grouped_gemm_float8_block",

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from itertools import product
 
 from te_dist.kernels import amax, dequantize, evaluation, gemm, grouped_gemm, movement, quantize
+from te_dist.kernels.gemm_decoded import WIDTHS, decoded
+from te_dist.kernels.gemm_decoded import source as coded
 from te_dist.kernels.inputs import adam, plain, rms_norm, summed, swiglu, swiglu_gradient
 from te_dist.kernels.multi_adam import ADVANCE
 from te_dist.kernels.multi_tensor import multi_tensor, reading
@@ -86,6 +88,22 @@ def grouped_products(out: str) -> Iterator[Spec]:
             yield grouped_gemm.sums_float8_block(codes, out, shape, adds=adds)
 
 
+def decoded_products() -> Iterator[Spec]:
+    """Of MXFP8 and NVFP4, their mixtures, and of each and FP8 as weights of 16-bit inputs, read 16 bytes at a time."""
+    powers, turned = (coded("e4m3", 32, turns, 16) for turns in (False, True))
+    pairs, blocks = coded("e2m1", 16, False, 8), coded("e4m3", 0, False, 16)
+    operands = [(powers, powers, "bfloat16"), (powers, turned, "bfloat16"), (turned, turned, "bfloat16")]
+    operands += [(pairs, pairs, "float16"), (powers, pairs, "bfloat16"), (pairs, turned, "bfloat16")]
+    for half in ("bfloat16", "float16"):
+        plain, plain_turned = (coded(half, 0, turns, 16) for turns in (False, True))
+        operands += [(plain, powers, "bfloat16"), (plain, pairs, half), (plain, blocks, half)]
+        yield decoded(plain, blocks, half, WIDTHS[1], True)
+        yield decoded(blocks, plain_turned, half, WIDTHS[1], True)
+    yield decoded(blocks, blocks, "float16", WIDTHS[1], True)
+    for (a, b, half), width in product(operands, WIDTHS):
+        yield decoded(a, b, half, width, False)
+
+
 def dequantizers(element: str) -> Iterator[Spec]:
     """All codecs and orders of codes, for outputs of one type."""
     narrow = _BYTES[element]
@@ -136,4 +154,4 @@ def variants(*elements: str) -> list[Spec]:
     """All of them, for inputs and outputs of the named types (all by default)."""
     families = (quantizers, fused, products, grouped_products, dequantizers, updaters)
     typed = (spec for name in elements or _BYTES for family in families for spec in family(name))
-    return [*movers(), *requantizers(), *typed]
+    return [*movers(), *requantizers(), *decoded_products(), *typed]

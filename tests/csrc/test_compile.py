@@ -30,6 +30,7 @@ ALLOWED_SPILLS = {
     "QuantizeMxFp8": 32,
     "SwiGluGradient": 128,
     "RmsNorm": 40,
+    "GemmDecoded": 64,
     "Adam": 512,
     "Summed<Plain<Float16": 320,
     "SwiGluGradient<Float": 240,
