@@ -28,7 +28,7 @@ def refuse(spec, *_):
 
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("model_recipe", RECIPES, ids=lambda r: type(r).__name__)
-def test_a_prepared_model_compiles_nothing_in_a_step(model_recipe, quantized, monkeypatch):
+def test_a_prepared_model_compiles_nothing_in_its_passes(model_recipe, quantized, monkeypatch):
     monkeypatch.setattr(runtime, "_loaded", {})
     options = dict(params_dtype=torch.bfloat16, device="cuda")
     with te.quantized_model_init(quantized, recipe=model_recipe):
@@ -39,11 +39,12 @@ def test_a_prepared_model_compiles_nothing_in_a_step(model_recipe, quantized, mo
         )
     te.prepare(model, model_recipe)
     optimizer = te.optim.FusedAdam(model.parameters())
-    monkeypatch.setattr(runtime, "_load", refuse)
     for _ in range(2):
-        with te.autocast(recipe=model_recipe):
-            out = model(torch.randn(512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True))
-        out.float().square().mean().backward()
+        with monkeypatch.context() as prepared:
+            prepared.setattr(runtime, "_load", refuse)
+            with te.autocast(recipe=model_recipe):
+                out = model(torch.randn(512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True))
+            out.float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
