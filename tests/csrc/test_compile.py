@@ -20,10 +20,9 @@ from te_dist.kernels.spec import Spec
 
 # Bytes a thread may spill to local memory, by a part of a kernel's name, the largest of those that match. NVFP4 has
 # more work than bytes, and so has what is computed in front: a spill there costs less than the blocks of threads that
-# more registers would displace. FP8 spills a few bytes on sm_100a, MXFP8 where it writes both directions. What is
-# computed in front of fp16 and fp32, or summed beside, is right but not tuned.
-# more registers would displace. FP8 spills a few bytes on sm_100a, MXFP8 where it writes both directions,
-# dequantization where codes lie along columns.
+# more registers would displace. On sm_100a FP8 spills a few bytes, MXFP8 where it writes both directions, dequantizers
+# where codes lie along columns, transposes byte by byte. What is computed in front of fp16 and fp32, or summed beside,
+# is right but not tuned.
 ALLOWED_SPILLS = {
     "QuantizeNvFp4": 512,
     "QuantizeFloat8": 56,
@@ -37,6 +36,7 @@ ALLOWED_SPILLS = {
     "SwiGlu<Float16": 96,
     "RmsNorm<Float16": 96,
     "Dequantize": 16,
+    "Transpose": 24,
 }
 
 CACHE = KernelCache(Path(__file__).parents[2] / "build" / "kernels")
