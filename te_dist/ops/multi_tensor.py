@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from te_dist._torch_private import TorchDispatchMode
+from te_dist.formats import WHOLE
 from te_dist.kernels import amax, quantize
 from te_dist.kernels.arguments import ELEMENTS
 from te_dist.kernels.inputs import read
@@ -81,8 +82,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func.name().partition("::")
-        if namespace == "te_dist" and name in _TASKS and _is_one_launch(name, args):
-            self.calls.append(Call(name, args))
+        if namespace == "te_dist":
+            self.calls += _as_calls(name, args)
             return None
         if name == "copy_" and _is_plain_copy(*args[:2]):
             self.calls.append(Call(name, args))
@@ -92,9 +93,18 @@ class _Recorder(TorchDispatchMode):
         raise _Unrecordable(func.name())
 
 
-def _is_one_launch(name: str, arguments: tuple[Any, ...]) -> bool:
-    """Whether the GPU does it in one go; an amax that is not given is found before."""
-    return name != "quantize_float8_current" or arguments[_CURRENT_AMAX] is not None
+def _as_calls(name: str, arguments: tuple[Any, ...]) -> list[Call]:
+    """An op as calls of ops that can be run together."""
+    if name == "direction_amax":
+        *matrix, hadamard, row_amax, col_amax = arguments
+        if hadamard is None:
+            found = torch.empty((1, 1), device=matrix[0].device)
+            copies = [Call("copy_", (out, found)) for out in (row_amax, col_amax) if out is not None]
+            return [Call("tile_amax", (*matrix, (0, 0), (WHOLE, WHOLE), found)), *copies]
+    finds_amax = name == "quantize_float8_current" and arguments[_CURRENT_AMAX] is None
+    if name not in _TASKS or finds_amax:
+        raise _Unrecordable(name)
+    return [Call(name, arguments)]
 
 
 def _is_plain_copy(target: Tensor, source: Tensor) -> bool:
