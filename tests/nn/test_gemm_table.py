@@ -117,7 +117,7 @@ def test_blocks_are_handed_to_their_kernel_as_it_reads_them(
         pair.append(operand(storage, Direction.ROWWISE if summed == 1 else Direction.COLUMNWISE))
     bias, there = torch.randn(336), torch.randn(48, 336)
     by_kernel, by_values = there.clone(), there.clone()
-    monkeypatch.setattr(gemm, "_by_values", None)
+    monkeypatch.setattr(gemm, "_by_decoding", None)
     gemm._by_blocks(*pair, gemm.Result(by_kernel, bias, True))
     monkeypatch.undo()
     gemm.multiply(*pair, dtype=torch.float32, out=by_values, bias=bias, accumulate=True)
@@ -136,8 +136,13 @@ def test_blocks_are_handed_to_their_kernel_as_it_reads_them(
     ],
 )
 def test_what_torch_multiplies_on_a_gpu_is_the_product(
-    function: Any, formats: tuple[Format, Format], tolerance: float, sums_over: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch,
+    function: Any,
+    formats: tuple[Format, Format],
+    tolerance: float,
+    sums_over: tuple[int, int],
 ) -> None:
+    monkeypatch.setattr(gemm, "_by_decoding", gemm._by_values)  # it is for GPUs alone
     x = torch.randn(2, 48, 48, generator=torch.Generator().manual_seed(0))
     directions = [Direction.ROWWISE if summed == 1 else Direction.COLUMNWISE for summed in sums_over]
     pair = [operand(quantize(v, f).storage, d) for v, f, d in zip(x, formats, directions, strict=True)]
