@@ -22,6 +22,7 @@ from te_dist.catalog import FORMATS
 from te_dist.codecs.decoded import coded
 from te_dist.codecs.gemm import Operand
 from te_dist.formats import Direction, Region
+from te_dist.ops.gemm_decoded import Coded
 from te_dist.tensor import storage
 
 SHAPES = ((8192, 4096, 7168), (8192, 7168, 2048), (8192, 8192, 8192))
@@ -55,7 +56,7 @@ class Row:
     ratio: float
 
 
-def operand(name: str, way: Direction, kept: int, summed: int) -> ops.Coded:
+def operand(name: str, way: Direction, kept: int, summed: int) -> Coded:
     """Random values in an encoding of the catalog."""
     fmt = FORMATS[name]
     shape = (kept, summed) if way is ROW else (summed, kept)

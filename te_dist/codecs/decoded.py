@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from te_dist import ops
 from te_dist.codecs.base import logical_view
 from te_dist.codecs.high_precision import HighPrecision
 from te_dist.codecs.nvfp4 import NvFp4
 from te_dist.formats import WHOLE
+from te_dist.ops.gemm_decoded import Coded
 
 if TYPE_CHECKING:
     from te_dist.codecs.gemm import Operand
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 _E2M1_MAX = 6
 
 
-def coded(operand: Operand) -> ops.Coded:
+def coded(operand: Operand) -> Coded:
     """What the fields of an operand declare: the data, then scales on a grid, or one for a whole summed dimension."""
     encoding, stored, region, summed = operand
     codec = encoding.codec
     if isinstance(codec, HighPrecision):
-        return ops.Coded(operand.matrix(), str(codec.dtype).removeprefix("torch."))
+        return Coded(operand.matrix(), str(codec.dtype).removeprefix("torch."))
     kind, constant = ("e2m1", 1 / (_E2M1_MAX * codec.e4m3_max)) if isinstance(codec, NvFp4) else (codec.fp8, 1.0)
     parts: dict[str, object] = {}
     for field, tensor in zip(encoding.fields[1:], stored[1:], strict=True):
@@ -29,4 +29,4 @@ def coded(operand: Operand) -> ops.Coded:
         if summed == 0:
             view, grain, phase = view.t(), grain[::-1], phase[::-1]
         parts |= {"factor": view} if grain[1] == WHOLE else {"scale": view, "tile": grain, "phase": phase}
-    return ops.Coded(operand.matrix(), kind, constant=constant, **parts)
+    return Coded(operand.matrix(), kind, constant=constant, **parts)

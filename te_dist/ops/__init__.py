@@ -9,7 +9,7 @@ from te_dist.ops.dequantize_mxfp8 import dequantize_mxfp8
 from te_dist.ops.dequantize_nvfp4 import dequantize_nvfp4
 from te_dist.ops.direction_amax import direction_amax
 from te_dist.ops.evaluate import evaluate
-from te_dist.ops.gemm_decoded import Coded, gemm_decoded
+from te_dist.ops.gemm_decoded import gemm_decoded
 from te_dist.ops.gemm_float8_block import gemm_float8_block
 from te_dist.ops.group_table import group_table
 from te_dist.ops.grouped_gemm_float8_block import grouped_gemm_float8_block
@@ -26,7 +26,6 @@ from te_dist.ops.tile_amax import tile_amax
 from te_dist.ops.transpose import transpose
 
 __all__ = [
-    "Coded",
     "assemble",
     "dequantize_float8",
     "dequantize_mxfp8",

@@ -89,6 +89,7 @@ def _check(name: str, operand: Coded) -> None:
         raise ValueError(
             f"{name}: got fp32 values, which tensor cores do not multiply exactly; cast them to bf16 or fp16"
         )
+    check_dtype(f"{name}.codes", codes, (torch.uint8, *_HIGH_PRECISION))
     check_choice(f"{name}.kind", kind, tuple(BITS) if codes.dtype == torch.uint8 else (high_precision,))
     if codes.dtype == torch.uint8 and kind in _HIGH_PRECISION.values():
         raise ValueError(f"{name}.codes: got torch.uint8 for {kind} values; view them as their type")

@@ -14,6 +14,7 @@ from torch import Tensor
 from te_dist import ops
 from te_dist.formats import WHOLE
 from te_dist.ops._checks import grid_shape
+from te_dist.ops.gemm_decoded import Coded
 from te_dist.ops.quantize_float8_current import WORKSPACE
 from te_dist.ops.source import Source, Summed, sums_shape
 from tests.codecs.kernel_inputs import matrix, scale_view
@@ -88,6 +89,7 @@ def calls() -> Iterator[Call]:
     yield from dequantizers()
     yield from movers()
     yield from products_of_blocks()
+    yield from products_by_decoding()
     yield from groups()
 
 
@@ -259,6 +261,41 @@ def products_of_blocks() -> Iterator[Call]:
             yield Call(name, ops.gemm_float8_block, inputs, out, is_exact=False)
         added = inputs | dict(bias=torch.rand(cols), accumulate=dtype == torch.float32)
         yield Call(f"{name} added", ops.gemm_float8_block, added, out, is_exact=False)
+
+
+def products_by_decoding() -> Iterator[Call]:
+    """Every way to scale and to lie, in whole tiles and ragged ones; nothing to sum, no rows."""
+    shapes = ((256, 384, 160), (130, 70, 96), (2, 10, 34), (64, 32, 0), (0, 128, 64))
+    pairs = (("powers", "turned"), ("floats", "floats"), ("blocks", "powers"), ("plain", "blocks"), ("turned", "plain"))
+    for (rows, cols, depth), (first, second), dtype in product(shapes, pairs, DTYPES):
+        inputs = {f"a_{key}": value for key, value in coded_parts(first, rows, depth).items()}
+        inputs |= {f"b_{key}": value for key, value in coded_parts(second, cols, depth).items()}
+        inputs |= dict(bias=torch.rand(cols), accumulate=dtype == torch.float32)
+        out = dict(out=shifted(torch.zeros(rows, cols, dtype=dtype), rows % 4))
+        yield Call(f"{first} by {second} {(rows, cols, depth)} {dtype}", decoded_product, inputs, out, is_exact=False)
+
+
+def coded_parts(kind: str, kept: int, depth: int) -> dict[str, Any]:
+    """Parts of a `Coded`, with scales near 1."""
+    blocks = -(-depth // 32)
+    if kind == "powers":
+        return dict(codes=finite((kept, depth)), kind="e4m3", scale=bytes_of((kept, blocks), 0) | 127, tile=(1, 32))
+    if kind == "turned":
+        scale = (bytes_of((blocks, kept), 0) | 127).t()
+        return dict(codes=finite((depth, kept)).t(), kind="e5m2", scale=scale, tile=(1, 32))
+    if kind == "floats":
+        parts = dict(codes=codes((kept, depth // 2)), kind="e2m1", tile=(1, 16), factor=torch.rand(1, 1))
+        return parts | dict(scale=bytes_of((kept, -(-depth // 16)), 0) | 0x38, constant=1 / 2688)
+    if kind == "blocks":
+        return dict(codes=finite((kept, depth)), kind="e4m3", scale=torch.rand(kept, -(-depth // 128)), tile=(1, 128))
+    return dict(codes=matrix("normal", (kept, depth), torch.bfloat16), kind="bfloat16")
+
+
+@wraps(ops.gemm_decoded)
+def decoded_product(*, out: Tensor, bias: Tensor, accumulate: bool, **parts: Any) -> None:
+    """The op, with the parts of its operands one by one."""
+    a, b = (Coded(**{key[2:]: value for key, value in parts.items() if key[0] == side}) for side in "ab")
+    ops.gemm_decoded(a, b, out=out, bias=bias, accumulate=accumulate)
 
 
 def finite(shape: Pair) -> Tensor:
