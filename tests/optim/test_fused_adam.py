@@ -173,3 +173,17 @@ def test_what_changes_between_steps_is_noticed(change) -> None:
             if isinstance(got, QuantizedParameter):
                 for name, buffer in got.storage.buffers.items():
                     assert_bitwise(buffer, want.storage.buffers[name], name)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_parameters_are_their_masters_quantized(name: str) -> None:
+    params = [QuantizedParameter(quantize(signed(*shape), FORMATS[name]).storage) for shape in (SHAPE, (272, 144))]
+    optimizer = optim.FusedAdam([nn.Parameter(param) for param in params], lr=0.1)
+    for seed in range(2):
+        step(optimizer, seed)
+    for param in optimizer.param_groups[0]["params"]:
+        storage = param.storage
+        want = storage.blank(storage.format)
+        want.quantize_(optimizer.state[param]["master_param"])
+        for field, buffer in storage.buffers.items():
+            assert_bitwise(buffer, want.buffers[field], field)
