@@ -42,7 +42,7 @@ def load(field: Field, stored: Tensor, region: Region) -> Tensor:
     if field.grain == field.tile:
         return values
     for dim, span in enumerate((region.rows, region.cols)):
-        values = values.index_select(dim, _first_grains(field, dim, span).to(values.device))
+        values = values.index_select(dim, _first_grains(field, dim, span, values.device))
     return values
 
 
@@ -50,7 +50,7 @@ def store(field: Field, values: Tensor, region: Region, out: Tensor | None = Non
     """Inverse of `load`: writes `values` into `out` (or a new stored tensor) and zeros into its padding."""
     if field.grain != field.tile:
         for dim, span in enumerate((region.rows, region.cols)):
-            values = values.index_select(dim, _tile_of_grain(field, dim, span).to(values.device))
+            values = values.index_select(dim, _tile_of_grain(field, dim, span, values.device))
     if field.order == "km":
         values = values.t()
     if field.pack == 2:
@@ -151,19 +151,19 @@ def _unpack(field: Field, wire: Tensor, region: Region) -> Tensor:
     return wire.t() if field.order == "km" else wire
 
 
-def _first_grains(field: Field, dim: int, span: Span) -> Tensor:
+def _first_grains(field: Field, dim: int, span: Span, device: torch.device) -> Tensor:
     """For every tile that `span` touches, the first stored value of it, as index into the grain grid."""
     tiles, grains = span.blocks(field.tile[dim]), span.blocks(field.grain[dim])
     if field.grain[dim] == WHOLE:
-        return torch.zeros(1, dtype=torch.long)
+        return torch.zeros(1, dtype=torch.long, device=device)
     step = field.tile[dim] // field.grain[dim]
-    return (torch.arange(tiles.start, tiles.stop) * step - grains.start).clamp_(min=0)
+    return (torch.arange(tiles.start, tiles.stop, device=device) * step - grains.start).clamp_(min=0)
 
 
-def _tile_of_grain(field: Field, dim: int, span: Span) -> Tensor:
+def _tile_of_grain(field: Field, dim: int, span: Span, device: torch.device) -> Tensor:
     """For every stored value that `span` touches, the index of its tile in the tile grid."""
     tiles, grains = span.blocks(field.tile[dim]), span.blocks(field.grain[dim])
     if field.grain[dim] == WHOLE:
-        return torch.zeros(1, dtype=torch.long)
+        return torch.zeros(1, dtype=torch.long, device=device)
     step = field.tile[dim] // field.grain[dim]
-    return torch.arange(grains.start, grains.stop) // step - tiles.start
+    return torch.arange(grains.start, grains.stop, device=device) // step - tiles.start
