@@ -94,10 +94,15 @@ def _grain(scale: Tensor | None, tile: Pair) -> int:
     return 0 if scale is None or _applies_to_sums(scale) else tile[1]
 
 
+def is_turned(codes: Tensor) -> bool:
+    """Whether the kept dimension of a (kept, summed) view is the contiguous one."""
+    return codes.shape[1] > 1 and codes.stride(1) != 1
+
+
 def _operand(operand: tuple, kept: int, summed: int, shift: int) -> tuple[str, tuple[int | float, ...]]:
     """(source, values of an OperandView)."""
     codes, kind, scale, tile, phase, factor, constant = operand
-    turned = codes.stride(1) != 1 and codes.shape[1] > 1
+    turned = is_turned(codes)
     pitch = codes.stride(0 if not turned else 1) * codes.element_size()
     places = [codes.data_ptr(), pitch, (kept if turned else summed) * BITS[kind] // 8]
     places += [] if turned else [shift * BITS[kind] // 8]

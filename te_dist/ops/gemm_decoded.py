@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_dist import kernels
 from te_dist.formats.region import Pair
-from te_dist.kernels.gemm_decoded import BITS, SCALED_SUM
+from te_dist.kernels.gemm_decoded import BITS, SCALED_SUM, is_turned
 from te_dist.ops._checks import HIGH_PRECISION, check_choice, check_dtype, check_rows, check_shape, grid_shape
 from te_dist.ops._library import register
 
@@ -26,7 +26,7 @@ class Coded(NamedTuple):
             share a byte along the summed dimension.
         kind: "e4m3", "e5m2", "e2m1", "bfloat16" or "float16".
         scale: logical view on the grid of `tile`; None for none. u8: of FP8 e8m0 for (1, 32) values, of e2m1 e4m3 for
-            (1, 16). f32: of FP8, for (1, 128) or (128, 128).
+            (1, 16); along the kept dimension where codes lie so. f32: of FP8, for (1, 128) or (128, 128).
         tile: (kept, summed) values that a scale covers.
         phase: of the first value in its tile.
         factor: f32, (1, 1) or (kept, 1); None for none.
@@ -105,8 +105,10 @@ def _check(name: str, operand: Coded) -> None:
         check_dtype(f"{name}.scale", scale, (torch.uint8, torch.float32))
         check_choice(f"{name}.tile", tuple(tile), tiles if kind not in _HIGH_PRECISION.values() else ())
         check_shape(f"{name}.scale", scale, grid_shape(operand.shape, phase, tile))
-        if scale.dtype == torch.uint8 and not _has_lines(scale, packed=False):
-            raise ValueError(f"{name}.scale: got strides {scale.stride()}, wanted a contiguous dimension; copy it")
+        if scale.dtype == torch.uint8 and is_turned(codes) and scale.shape[0] > 1 and scale.stride(0) != 1:
+            raise ValueError(
+                f"{name}.scale: got strides {scale.stride()}, wanted the kept dimension contiguous as of the codes"
+            )
     if factor is not None:
         check_dtype(f"{name}.factor", factor, (torch.float32,))
         check_shape(f"{name}.factor", factor, (1, 1) if factor.numel() == 1 else (operand.shape[0], 1))

@@ -35,6 +35,7 @@ FEW = {
     "floats by powers": ((NV, ROW), (MX, COL)),
     "an amax per row": ((FORMATS["nvfp4_row_scaled"], ROW), (NV, ROW)),
     "scaled sums": ((BLOCK, ROW), (BLOCK, COL)),
+    "scaled sums of runs": ((FORMATS["float8_block_1d"], ROW), (FORMATS["float8_block_1d"], COL)),
     "scaled sums of powers": ((MX, ROW), (FORMATS["float8_block_1d"], ROW)),
     "weights only": ((FP16, ROW), (BLOCK, ROW)),
     "fp16 by powers": ((FP16, COL), (MX, ROW)),
