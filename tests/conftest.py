@@ -24,7 +24,7 @@ hypothesis.settings.load_profile("te_dist")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-kernels", action="store_true", help="compile CUDA kernels of all types, not of bf16 alone")
+    parser.addoption("--all-kernels", action="store_true", help="compile all CUDA kernels, not a third of them")
 
 
 def pytest_configure(config: pytest.Config) -> None:
