@@ -9,9 +9,8 @@ activation by torch.compile and the same quantizer. The L2 cache is flushed befo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,7 +18,9 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
-from benchmarks.quantize_cuda import copy_time, direction, empty, median_time
+from benchmarks.quantize_cuda import direction, empty
+from benchmarks.report import Report, number, text
+from benchmarks.timing import copy_time, median_time
 from te_dist import ops
 from te_dist.ops.panel_sums import column_sums
 from te_dist.ops.source import RmsNorm, Source, Summed, SwiGlu, SwiGluGradient, sums_shape
@@ -171,31 +172,28 @@ def bias_gradients(rows: int, cols: int, repeats: int) -> Iterator[Row]:
         yield Row(shape, "bias gradient", name, directions, per_element, first, copy, *times)
 
 
+REPORT = Report(
+    "fused_cuda",
+    "Fused CUDA quantizers",
+    "bf16 in, cold L2, medians in microseconds. `copy`, `ours` and `compiled` are divided by `fused`.",
+    {
+        "shape": text("shape"),
+        "in front": text("front"),
+        "quantizer": text("quantizer"),
+        "directions": text("directions"),
+        "bytes/element": number("bytes_per_element", 2),
+        "fused us": number("fused", 1),
+        **{
+            name: lambda row, name=name: f"{getattr(row, name) / row.fused:.2f}"
+            for name in ("copy", "ours", "compiled")
+        },
+    },
+)
+
+
 def main(out: Path | None = None, repeats: int = 31) -> None:
     """Prints the table; writes it as Markdown and JSON into `out`."""
-    about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
-    lines = [f"# Fused CUDA quantizers\n\n{about['gpu']}, torch {about['torch']}."]
-    lines += ["bf16 in, cold L2, medians in microseconds. `copy`, `ours` and `compiled` are divided by `fused`.\n"]
-    names = ("shape", "in front", "quantizer", "directions", "bytes/element", "fused us", "copy", "ours", "compiled")
-    lines += ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    rows = []
-    for row in measure(repeats):
-        rows.append(row)
-        ratios = (f"{time / row.fused:.2f}" for time in (row.copy, row.ours, row.compiled))
-        texts = (
-            row.shape,
-            row.front,
-            row.quantizer,
-            row.directions,
-            f"{row.bytes_per_element:.2f}",
-            f"{row.fused:.1f}",
-        )
-        lines.append("| " + " | ".join((*texts, *ratios)) + " |")
-        print(lines[-1], flush=True)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "fused_cuda.md").write_text("\n".join(lines) + "\n")
-        (out / "fused_cuda.json").write_text(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1))
+    REPORT.publish(measure(repeats), out)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from unittest import mock
@@ -20,8 +19,8 @@ import torch
 import tyro
 from torch import Tensor
 
-from benchmarks import environment
-from benchmarks.quantize_cuda import median_time
+from benchmarks.report import Report, number, text
+from benchmarks.timing import median_time
 from te_dist import ops
 from te_dist.kernels import gemm
 
@@ -122,28 +121,26 @@ def sweep(repeats: int) -> None:
         print(shape, b_tile, dtype, *found, sep="  ", flush=True)
 
 
+REPORT = Report(
+    "gemm_cuda",
+    "Dense products of FP8 blocks",
+    "Cold L2, medians.",
+    {
+        "M x N x K": text("shape"),
+        "product": text("product"),
+        "output": text("output"),
+        "library": text("library"),
+        "us": number("time", 1),
+        "TFLOP/s": number("tflops"),
+    },
+)
+
+
 def main(out: Path | None = None, repeats: int = 41, tilings: bool = False) -> None:
     """Prints the table; writes it as Markdown and JSON into `out`. With `tilings` prints what each of them reaches."""
     if tilings:
         return sweep(repeats)
-    about = environment.describe()
-    lines = ["# Dense products of FP8 blocks\n", ", ".join(f"{key} {value}" for key, value in about.items()) + ".\n"]
-    lines += [
-        "Cold L2, medians.\n",
-        "| M x N x K | product | output | library | us | TFLOP/s |",
-        "|---|---|---|---|---|---|",
-    ]
-    rows = []
-    for row in measure(repeats):
-        rows.append(row)
-        lines.append(
-            f"| {row.shape} | {row.product} | {row.output} | {row.library} | {row.time:.1f} | {row.tflops:.0f} |"
-        )
-        print(lines[-1], flush=True)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "gemm_cuda.md").write_text("\n".join(lines) + "\n")
-        (out / "gemm_cuda.json").write_text(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1))
+    REPORT.publish(measure(repeats), out)
 
 
 if __name__ == "__main__":

@@ -7,16 +7,15 @@ Random values, cold L2, medians. Ratio: time of torch.mm of the same shape in bf
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import tyro
 
-from benchmarks import environment
-from benchmarks.quantize_cuda import median_time
+from benchmarks.report import Report, number, text
+from benchmarks.timing import median_time
 from te_dist import ops
 from te_dist.catalog import FORMATS
 from te_dist.codecs.decoded import coded
@@ -78,24 +77,25 @@ def measure(repeats: int) -> Iterator[Row]:
             yield Row(f"{rows}x{cols}x{summed}", *names, time, tflops, torch_time, torch_time / time)
 
 
+REPORT = Report(
+    "gemm_decoded_cuda",
+    "Products of decoded operands",
+    "bf16 out, cold L2, medians. Ratio: time of torch.mm in bf16 over ours.",
+    {
+        "M x N x K": text("shape"),
+        "a": text("a"),
+        "b": text("b"),
+        "us": number("time", 1),
+        "TFLOP/s": number("tflops"),
+        "torch bf16 us": number("torch_time", 1),
+        "ratio": number("ratio", 2),
+    },
+)
+
+
 def main(out: Path | None = None, repeats: int = 21) -> None:
     """Prints the table; writes it as Markdown and JSON into `out`."""
-    about = environment.describe()
-    lines = ["# Products of decoded operands\n", ", ".join(f"{key} {value}" for key, value in about.items()) + ".\n"]
-    lines += ["bf16 out, cold L2, medians. Ratio: time of torch.mm in bf16 over ours.\n"]
-    lines += ["| M x N x K | a | b | us | TFLOP/s | torch bf16 us | ratio |", "|---|---|---|---|---|---|---|"]
-    rows = []
-    for row in measure(repeats):
-        rows.append(row)
-        times = f"{row.time:.1f} | {row.tflops:.0f} | {row.torch_time:.1f} | {row.ratio:.2f}"
-        lines.append(f"| {row.shape} | {row.a} | {row.b} | {times} |")
-        print(lines[-1], flush=True)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "gemm_decoded_cuda.md").write_text("\n".join(lines) + "\n")
-        (out / "gemm_decoded_cuda.json").write_text(
-            json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1)
-        )
+    REPORT.publish(measure(repeats), out)
 
 
 if __name__ == "__main__":

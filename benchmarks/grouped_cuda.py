@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +20,9 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
-from benchmarks import environment
 from benchmarks.gemm_cuda import PEER, random_codes, random_scales
-from benchmarks.quantize_cuda import median_time
+from benchmarks.report import Report, number, text
+from benchmarks.timing import median_time
 from te_dist import ops
 
 # (groups, rows of all, N, K), see the shapes of common mixtures of experts.
@@ -170,22 +169,24 @@ def measure(repeats: int) -> Iterator[Row]:
                 yield Row(str(shape), routing, product, library, time, 2 * sum(sizes) * cols * depth / time / 1e6)
 
 
+REPORT = Report(
+    "grouped_cuda",
+    "Products in groups",
+    "Cold L2, medians; real rows count.",
+    {
+        "G, T, N, K": text("shape"),
+        "groups": text("routing"),
+        "product": text("product"),
+        "library": text("library"),
+        "us": number("time", 1),
+        "TFLOP/s": number("tflops"),
+    },
+)
+
+
 def main(out: Path | None = None, repeats: int = 21) -> None:
     """Prints the table; writes it as Markdown and JSON into `out`."""
-    about = environment.describe()
-    lines = ["# Products in groups\n", ", ".join(f"{key} {value}" for key, value in about.items()) + ".\n"]
-    lines += ["Cold L2, medians; real rows count.\n"]
-    lines += ["| G, T, N, K | groups | product | library | us | TFLOP/s |", "|---|---|---|---|---|---|"]
-    rows = []
-    for row in measure(repeats):
-        rows.append(row)
-        place = f"{row.shape} | {row.routing} | {row.product} | {row.library}"
-        lines.append(f"| {place} | {row.time:.1f} | {row.tflops:.0f} |")
-        print(lines[-1], flush=True)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "grouped_cuda.md").write_text("\n".join(lines) + "\n")
-        (out / "grouped_cuda.json").write_text(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1))
+    REPORT.publish(measure(repeats), out)
 
 
 if __name__ == "__main__":

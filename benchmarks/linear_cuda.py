@@ -9,11 +9,10 @@ torch's Linear runs between the others, and its figure is the ratio's.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,7 +20,8 @@ import tyro
 from torch import Tensor, nn
 
 import te_dist as te
-from benchmarks.environment import describe
+from benchmarks.report import Report, number, text
+from benchmarks.timing import median_time
 from te_dist import recipe
 
 SHAPES = ((16384, 4096, 7168), (16384, 7168, 2048), (512, 512, 512))
@@ -32,7 +32,6 @@ RECIPES: dict[str, recipe.Recipe] = {
     "mxfp8": recipe.MXFP8BlockScaling(),
     "nvfp4": recipe.NVFP4BlockScaling(),
 }
-FLUSHED_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -60,22 +59,6 @@ def passes(module: nn.Module, x: Tensor, made_by: recipe.Recipe | None) -> Calla
         out.backward(grad)
 
     return run
-
-
-def gpu_time(run: Callable[[], None], repeats: int) -> float:
-    """Microseconds on the GPU."""
-    flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
-    busy = torch.zeros(8192, 8192, dtype=torch.bfloat16, device="cuda")
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for begin, end in events:
-        for _ in range(3):
-            busy @ busy
-        flushed.zero_()
-        begin.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return sorted(begin.elapsed_time(end) * 1e3 for begin, end in events)[repeats // 2]
 
 
 def issue_time(run: Callable[[], None], repeats: int, in_row: int = 1) -> float:
@@ -108,34 +91,33 @@ def lines_of(shape: tuple[int, int, int], chosen: tuple[str, ...], repeats: int)
     for weights, name, run in cases:
         for _ in range(3):
             run()
-        bf16, gpu = gpu_time(torch_pass, repeats), gpu_time(run, repeats)
+        bf16, gpu = median_time(torch_pass, repeats), median_time(run, repeats)
         flops = 6 * rows * features_in * features_out
         cpu = issue_time(run, 4 * repeats), issue_time(run, repeats, in_row=10)
         lines.append(Row(", ".join(map(str, shape)), weights, name, gpu, flops / gpu / 1e6, *cpu, bf16 / gpu))
     return lines
 
 
+REPORT = Report(
+    "linear_cuda",
+    "Linear, forward and backward",
+    "bf16 inputs and gradients, no bias. Speedup: time of torch's bf16 Linear in the same run over this one.",
+    {
+        "T, N, K": text("shape"),
+        "recipe": text("recipe"),
+        "weights": text("weights"),
+        "GPU us": number("gpu"),
+        "TFLOP/s": number("tflops"),
+        "CPU us alone": number("cpu_alone"),
+        "in a row": number("cpu_in_row"),
+        "speedup": number("speedup", 2),
+    },
+)
+
+
 def main(out: Path | None = None, repeats: int = 25, recipes: tuple[str, ...] = tuple(RECIPES)) -> None:
     """Prints the table; writes it as Markdown and JSON into `out`."""
-    about = describe()
-    text = ["# Linear, forward and backward\n", ", ".join(f"{name} {fact}" for name, fact in about.items()) + ".\n"]
-    text += [
-        "bf16 inputs and gradients, no bias. Speedup: time of torch's bf16 Linear in the same run over this one.\n"
-    ]
-    text += ["| T, N, K | recipe | weights | GPU us | TFLOP/s | CPU us alone | in a row | speedup |", f"{'|---' * 8}|"]
-    print("\n".join(text), flush=True)
-    rows = []
-    for shape in SHAPES:
-        for row in lines_of(shape, recipes, repeats):
-            rows.append(row)
-            cpu = f"{row.cpu_alone:.0f} | {row.cpu_in_row:.0f}"
-            figures = f"{row.gpu:.0f} | {row.tflops:.0f} | {cpu} | {row.speedup:.2f}"
-            text.append(f"| {row.shape} | {row.recipe} | {row.weights} | {figures} |")
-            print(text[-1], flush=True)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "linear_cuda.md").write_text("\n".join(text) + "\n")
-        (out / "linear_cuda.json").write_text(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1))
+    REPORT.publish((row for shape in SHAPES for row in lines_of(shape, recipes, repeats)), out)
 
 
 if __name__ == "__main__":

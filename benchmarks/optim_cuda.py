@@ -11,17 +11,16 @@ list is larger than they are. `issue` is the time that the host needs to start a
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import tyro
 from torch import nn
 
-from benchmarks.environment import describe
+from benchmarks.report import Report, number, text
 from te_dist import optim
 from te_dist.catalog import FORMATS
 from te_dist.fsdp2 import QuantizedParameter
@@ -132,19 +131,26 @@ def rows(repeats: int) -> Iterator[Row]:
             del optimizer
 
 
+REPORT = Report(
+    "optim_cuda",
+    "Optimizer steps",
+    "Medians in microseconds. Ratio: time of a device copy of the same bytes over the step's. Issue: of the host.",
+    {
+        "list": text("list"),
+        "optimizer": text("optimizer"),
+        "gradients": text("gradients"),
+        "bytes/element": number("bytes_per_element", 2),
+        "step us": number("step"),
+        "copy us": number("copy"),
+        "ratio": number("ratio", 2),
+        "issue us": number("issue"),
+    },
+)
+
+
 def main(out: Path | None = None, repeats: int = 15) -> None:
-    """Prints a table; writes JSON into the folder `out`."""
-    found = []
-    print(
-        f"{'list':34}{'optimizer':34}{'grads':>9}{'B/el':>7}{'step us':>10}{'copy us':>10}{'ratio':>7}{'issue us':>10}"
-    )
-    for row in rows(repeats):
-        found.append(row)
-        numbers = f"{row.bytes_per_element:7.2f}{row.step:10.0f}{row.copy:10.0f}{row.ratio:7.2f}{row.issue:10.0f}"
-        print(f"{row.list:34}{row.optimizer:34}{row.gradients:>9}{numbers}", flush=True)
-    if out is not None:
-        text = json.dumps({"environment": describe(), "rows": [asdict(row) for row in found]}, indent=1)
-        (out / "optim_cuda.json").write_text(text)
+    """Prints the table; writes it as Markdown and JSON into `out`."""
+    REPORT.publish(rows(repeats), out)
 
 
 if __name__ == "__main__":

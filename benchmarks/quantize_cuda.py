@@ -9,16 +9,16 @@ kernel moves the same number, half read and half written. Peers are what torch.c
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import tyro
 from torch import Tensor
 
-from benchmarks.environment import describe
+from benchmarks.report import Report, number, text
+from benchmarks.timing import copy_time, median_time
 from te_dist import ops
 from te_dist.codecs.nvfp4 import SIGN_MASK
 from te_dist.formats import WHOLE
@@ -28,8 +28,6 @@ from te_dist.ops.quantize_float8_current import WORKSPACE
 from te_dist.quantizers import NVFP4Quantizer
 
 SHAPES = ((16384, 7168), (8192, 2048))
-FLUSHED_BYTES = 256 * 2**20
-COPY_GRAIN = 2**18  # copies of other sizes are slower
 FP8_MAX = 448.0
 
 # TransformerEngine 2.20.2 on another H200 on another day, 16384 x 7168, microseconds: rowwise, both, columnwise.
@@ -67,28 +65,6 @@ class Row:
     copy: float
     ratio: float
     peer: float | None
-
-
-def median_time(call: Callable[[], object], repeats: int) -> float:
-    """Microseconds of one call with a cold L2 cache."""
-    flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for _ in range(3):
-        call()
-    for begin, end in events:
-        flushed.zero_()
-        begin.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    return sorted(begin.elapsed_time(end) * 1e3 for begin, end in events)[repeats // 2]
-
-
-def copy_time(nbytes: int, repeats: int) -> float:
-    """Microseconds of a device copy that reads and writes `nbytes` in all, at the rate of one without an odd end."""
-    size = nbytes // 2 // COPY_GRAIN * COPY_GRAIN
-    source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
-    return median_time(lambda: target.copy_(source), repeats) * nbytes / (2 * size)
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -267,6 +243,26 @@ def anchors() -> list[str]:
     return lines + [f"| {' | '.join(text)} |" for text in texts]
 
 
+REPORT = Report(
+    "quantize_cuda",
+    "CUDA quantizers",
+    "bf16 in, cold L2, medians. Bytes: of each tensor, for one element of the matrix. Ratio: time of a device copy of "
+    "the same bytes over the kernel's. Peer: the same in torch, see benchmarks/quantize_cuda.py.",
+    {
+        "shape": text("shape"),
+        "kernel": text("name"),
+        "directions": text("directions"),
+        "bytes per element": text("formula"),
+        "MB": lambda row: f"{row.nbytes / 1e6:.1f}",
+        "us": number("time", 1),
+        "TB/s": number("rate", 2),
+        "copy us": number("copy", 1),
+        "ratio": number("ratio", 2),
+        "peer us": number("peer", 1),
+    },
+)
+
+
 def main(out: Path | None = None, repeats: int = 41, only: str = "", commit: str | None = None) -> None:
     """Prints the table; writes it as Markdown and JSON into `out`.
 
@@ -274,31 +270,8 @@ def main(out: Path | None = None, repeats: int = 41, only: str = "", commit: str
         only: measure cases whose name begins so.
         commit: of the sources, where they are no git checkout.
     """
-    about = describe() | ({"commit": commit} if commit else {})
     runtime.prepare(variants("BFloat16"), 0)
-    lines = [f"# CUDA quantizers\n\n{', '.join(f'{key} {value}' for key, value in about.items())}."]
-    lines += [
-        "bf16 in, cold L2, medians. Bytes: of each tensor, for one element of the matrix. Ratio: time of a device copy"
-    ]
-    lines += ["of the same bytes over the kernel's. Peer: the same in torch, see benchmarks/quantize_cuda.py.\n"]
-    lines += [
-        "| shape | kernel | directions | bytes per element | MB | us | TB/s | copy us | ratio | peer us |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    rows = []
-    for row in measure(repeats, only):
-        rows.append(row)
-        peer = "" if row.peer is None else f"{row.peer:.1f}"
-        size = f"{row.nbytes / 1e6:.1f}"
-        lines.append(
-            f"| {row.shape} | {row.name} | {row.directions} | {row.formula} | {size} | {row.time:.1f} | "
-            f"{row.rate:.2f} | {row.copy:.1f} | {row.ratio:.2f} | {peer} |"
-        )
-        print(lines[-1], flush=True)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "quantize_cuda.md").write_text("\n".join([*lines, *anchors()]) + "\n")
-        (out / "quantize_cuda.json").write_text(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1))
+    REPORT.publish(measure(repeats, only), out, facts={"commit": commit} if commit else {}, end=anchors())
 
 
 if __name__ == "__main__":
