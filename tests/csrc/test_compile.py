@@ -22,17 +22,16 @@ from te_dist.kernels.spec import Spec
 # more work than bytes, and so has what is computed in front: a spill there costs less than the blocks of threads that
 # more registers would displace. On sm_100a FP8 spills a few bytes, MXFP8 where it writes both directions, dequantizers
 # where codes lie along columns, transposes byte by byte. What is computed in front of fp16 and fp32, or summed beside,
-# is right but not tuned.
+# is right but not tuned. Compilers differ: these hold for NVRTC 13.0 and 13.5.
 ALLOWED_SPILLS = {
     "QuantizeNvFp4": 512,
     "QuantizeFloat8": 56,
     "QuantizeMxFp8": 32,
-    "SwiGluGradient": 128,
+    "SwiGluGradient": 272,
     "RmsNorm": 40,
     "GemmDecoded": 64,
     "Adam": 512,
     "Summed<Plain<Float16": 320,
-    "SwiGluGradient<Float": 240,
     "SwiGlu<Float16": 96,
     "RmsNorm<Float16": 96,
     "Dequantize": 16,
