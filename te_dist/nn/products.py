@@ -23,6 +23,8 @@ from torch.autograd.function import once_differentiable
 from te_dist.codecs.gemm import READS_ANY_ORDER, Operand, multiply
 from te_dist.formats import Direction, Format, Region
 from te_dist.kernels.tape import Tapes
+from te_dist.ops.panel_sums import column_sums, panel_sums
+from te_dist.ops.source import sums_shape
 from te_dist.quantizers import Quantizer
 from te_dist.scaling import delayed
 from te_dist.tensor import QuantizedStorage, QuantizedTensor
@@ -166,7 +168,7 @@ def _backward(of: Backward, plan: Plan) -> tuple[Tensor, ...]:
     grad, inputs, weight, main_grad, (wants_input, wants_weight, wants_bias), shape, dtypes = of
     gradients = []
     directions = (ROWWISE,) * wants_input + (COLUMNWISE,) * wants_weight
-    grads = plan.grad_output.encode(_padded(grad, plan), *directions) if directions else None
+    grads, sums = _quantized_grad(grad, plan, directions, wants_bias)
     if wants_input:
         weights = _quantized_weight(weight, plan, COLUMNWISE)
         product = multiply(operand(grads, ROWWISE), operand(weights, COLUMNWISE), dtype=dtypes[0])
@@ -178,8 +180,23 @@ def _backward(of: Backward, plan: Plan) -> tuple[Tensor, ...]:
         else:
             multiply(*pair, dtype=torch.float32, out=main_grad, accumulate=True)
     if wants_bias:
-        gradients.append(_matrix(grad).sum(0, dtype=torch.float32).to(dtypes[2]))
+        gradients.append(sums.to(dtypes[2]))
     return tuple(gradients)
+
+
+def _quantized_grad(
+    grad: Tensor, plan: Plan, directions: tuple[Direction, ...], wants_sums: bool
+) -> tuple[QuantizedStorage | None, Tensor | None]:
+    """`grad` along `directions`, and the sums of its columns, in one pass over it where one quantizer sees it whole."""
+    if not wants_sums:
+        return plan.grad_output.encode(_padded(grad, plan), *directions) if directions else None, None
+    if directions and isinstance(plan.grad_output, Quantizer):
+        return plan.grad_output.encode_and_sum(_padded(grad, plan), *directions)
+    grads = plan.grad_output.encode(_padded(grad, plan), *directions) if directions else None
+    matrix = _matrix(grad.dequantize() if isinstance(grad, QuantizedTensor) else grad).contiguous()
+    panels = torch.empty(sums_shape(matrix), dtype=torch.float32, device=matrix.device)
+    panel_sums(matrix, out=panels)
+    return grads, column_sums(panels)
 
 
 def _main_grad(weight: Tensor) -> Tensor:
