@@ -31,6 +31,7 @@ struct GemmFloat8Block {
   using Tiles = Walk<TileShape<kRows, kCols, kCluster, kSquareB>>;
   static constexpr int kSums = 64;  // of a wave, by thread
   static constexpr bool kHoldsColScales = kWaves > 1;  // from wave to wave, in registers
+  static constexpr bool kReadsAhead = kSquareB || kHoldsColScales;  // all of a stage before its products are done
   static constexpr int kBoxBytes = 64 * 128, kBoxCols = 128 / Out::kBytes;  // of the output
   static constexpr int kBoxesOfTile = kWaves * kCols / kBoxCols, kBoxesInTurn = 2;  // of a consumer
   static constexpr int kTurns = kBoxesOfTile / kBoxesInTurn, kParts = kTurns > 1 ? 2 : 1;
@@ -123,6 +124,8 @@ struct GemmFloat8Block {
     TE_DIST_DEVICE int wave_row(int wave) const { return (group * kWaves + wave) * 64; }
 
     TE_DIST_DEVICE void release(int stage) const {
+      // One lane says that all have read; waiting for the tensor cores has brought them together, where all did.
+      if constexpr (!kReadsAhead || !Tiles::kRowsAreAligned) __syncwarp();
       const int lane = threadIdx.x % 32;
       if constexpr (kCluster > 1) {
         if (lane < kCluster) shared().empty[stage].arrive_at(lane);
@@ -230,10 +233,9 @@ struct GemmFloat8Block {
           if (w == kWaves - 1 && k + 1 < t.depth_tiles) shared().full[ring.stage].wait(ring.parity);
           if (computes) wait_products<0>();
           pin(part);
-          constexpr bool kIsRead = kSquareB || kHoldsColScales;
-          if (w == kWaves - 1 && kIsRead) release(stage);
+          if (w == kWaves - 1 && kReadsAhead) release(stage);
           if (computes) add(part, sums[w], its.rows[w], cols);
-          if (w == kWaves - 1 && !kIsRead) release(stage);
+          if (w == kWaves - 1 && !kReadsAhead) release(stage);
         }
       }
     }
