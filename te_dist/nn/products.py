@@ -188,11 +188,11 @@ def _quantized_grad(
     grad: Tensor, plan: Plan, directions: tuple[Direction, ...], wants_sums: bool
 ) -> tuple[QuantizedStorage | None, Tensor | None]:
     """`grad` along `directions`, and the sums of its columns, in one pass over it where one quantizer sees it whole."""
-    if not wants_sums:
-        return plan.grad_output.encode(_padded(grad, plan), *directions) if directions else None, None
-    if directions and isinstance(plan.grad_output, Quantizer):
+    if wants_sums and directions and isinstance(plan.grad_output, Quantizer):
         return plan.grad_output.encode_and_sum(_padded(grad, plan), *directions)
     grads = plan.grad_output.encode(_padded(grad, plan), *directions) if directions else None
+    if not wants_sums:
+        return grads, None
     matrix = _matrix(grad.dequantize() if isinstance(grad, QuantizedTensor) else grad).contiguous()
     panels = torch.empty(sums_shape(matrix), dtype=torch.float32, device=matrix.device)
     panel_sums(matrix, out=panels)
