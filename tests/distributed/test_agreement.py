@@ -14,7 +14,7 @@ from te_dist.codecs import HighPrecision
 from te_dist.formats import WHOLE, Encoding, Field, Format, Partition, Region, Span
 from te_dist.fsdp2 import QuantizedParameter
 from te_dist.scaling.agreement import quantize_parts, shares_scales
-from te_dist.tensor import empty, find_amaxes
+from te_dist.tensor import QuantizedTensor, empty, find_amaxes
 from te_dist.tensor import storage as storages
 from te_dist.tensor.placement import local_tensor
 from te_dist.tensor_parallel.cutting import cut_parameter
@@ -90,8 +90,8 @@ class Cut(nn.Module):
         return x @ self.weight.to_local().dequantize().t()
 
 
-def write_into_cut_weights(rank: int, world: int, name: str) -> None:
-    """Values written into shards that two mesh dimensions cut are settled over both, or the gather refuses them."""
+def cut_and_written(name: str) -> tuple[Cut, Tensor]:
+    """A module whose weight two mesh dimensions cut, and the whole of what ranks have written their parts of."""
     grid = mesh((2, 2), ("dp", "tp"))
     module = Cut(FORMATS[name], grid["tp"])
     fsdp2.fully_shard(module, mesh=grid["dp"])
@@ -99,13 +99,26 @@ def write_into_cut_weights(rank: int, world: int, name: str) -> None:
     rows, cols = local.storage.region.rows, local.storage.region.cols
     whole = random_matrix(336, 320, 5)
     local.copy_(whole[rows.start : rows.stop, cols.start : cols.stop])
-    if local.storage.unsettled is not None:
-        with pytest.raises(RuntimeError, match="fsdp2.settle"):
-            module(torch.zeros(1, len(cols)))
-    fsdp2.settle(module)
-    want = storages.quantize(whole, FORMATS[name]).narrow(0, rows.start, len(rows)).narrow(1, cols.start, len(cols))
+    return module, whole
+
+
+def check_part(local: QuantizedTensor, whole: storages.QuantizedStorage, rank: int) -> None:
+    """The bytes of a part are those of the whole."""
+    rows, cols = local.storage.region.rows, local.storage.region.cols
+    want = whole.narrow(0, rows.start, len(rows)).narrow(1, cols.start, len(cols))
     for field, wire in wires(local).items():
         assert_bitwise(wire, wires(want)[field], f"{field} of rank {rank}")
+
+
+def write_into_cut_weights(rank: int, world: int, name: str) -> None:
+    """Values written into shards that two mesh dimensions cut are settled over both, or the gather refuses them."""
+    module, whole = cut_and_written(name)
+    local = local_tensor(module.weight)
+    if local.storage.unsettled is not None:
+        with pytest.raises(RuntimeError, match="fsdp2.settle"):
+            module(torch.zeros(1, len(local.storage.region.cols)))
+    fsdp2.settle(module)
+    check_part(local, storages.quantize(whole, FORMATS[name]), rank)
 
 
 @pytest.mark.parametrize("name", ["float8_tensorwise", "float8_block_2d", "mxfp8_1d", "nvfp4_2d", "high_precision"])
@@ -115,21 +128,14 @@ def test_values_written_into_weights_cut_both_ways(name: str) -> None:
 
 def leave_out_a_step(rank: int, world: int, name: str) -> None:
     """Values written into cut shards are settled by a step that changes nothing."""
-    grid = mesh((2, 2), ("dp", "tp"))
-    module = Cut(FORMATS[name], grid["tp"])
-    fsdp2.fully_shard(module, mesh=grid["dp"])
+    module, whole = cut_and_written(name)
     local = local_tensor(module.weight)
-    rows, cols = local.storage.region.rows, local.storage.region.cols
-    whole = random_matrix(336, 320, 5)
-    local.copy_(whole[rows.start : rows.stop, cols.start : cols.stop])
     optimizer = optim.FusedAdam(module.parameters(), lr=0.1)
     module.weight.grad = torch.zeros_like(module.weight, dtype=module.weight.dtype)
     optimizer.found_inf = torch.ones(())
     optimizer.step()
     assert local.storage.unsettled is None
-    want = storages.quantize(whole, FORMATS[name]).narrow(0, rows.start, len(rows)).narrow(1, cols.start, len(cols))
-    for field, wire in wires(local).items():
-        assert_bitwise(wire, wires(want)[field], f"{field} of rank {rank}")
+    check_part(local, storages.quantize(whole, FORMATS[name]), rank)
 
 
 @pytest.mark.parametrize("name", ["float8_tensorwise", "float8_block_2d", "mxfp8_1d", "nvfp4_2d"])

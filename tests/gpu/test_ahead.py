@@ -7,19 +7,12 @@ import torch
 from torch import nn
 
 import te_dist as te
-from te_dist import ops, recipe
+from te_dist import ops
 from te_dist.formats import WHOLE
 from te_dist.kernels import compiler, movement, runtime
+from tests.nn.recipes import DEFAULTS
 
 pytestmark = pytest.mark.gpu
-
-RECIPES = [
-    recipe.DelayedScaling(),
-    recipe.Float8CurrentScaling(),
-    recipe.Float8BlockScaling(),
-    recipe.MXFP8BlockScaling(),
-    recipe.NVFP4BlockScaling(),
-]
 
 
 def refuse(spec, *_):
@@ -27,7 +20,7 @@ def refuse(spec, *_):
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("model_recipe", RECIPES, ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("model_recipe", DEFAULTS, ids=lambda r: type(r).__name__)
 def test_a_prepared_model_compiles_nothing_in_its_passes(model_recipe, quantized, monkeypatch):
     monkeypatch.setattr(runtime, "_loaded", {})
     options = dict(params_dtype=torch.bfloat16, device="cuda")

@@ -11,7 +11,7 @@ from torch import Tensor
 from te_dist import ops
 from te_dist.kernels import gemm
 from te_dist.testing import assert_bitwise
-from tests.ops.groups import FP8, RUN, SQUARE, Operand
+from tests.ops.groups import FP8, ROUNDING, RUN, SQUARE, Operand, check_product
 
 pytestmark = pytest.mark.gpu
 
@@ -26,9 +26,6 @@ SHAPES = [
     (7, 1000, 4096),
     (513, 9, 128),
 ]
-# Tensor cores sum 128 products with 13 bits behind the point; of those sums fp32 keeps far more.
-RELATIVE_ERROR = 2.0**-12
-ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 
 
 def operand(rows: int, depth: int, fp8: str, tile: tuple[int, int], seed: int) -> Operand:
@@ -45,11 +42,7 @@ def multiply(a: Operand, b: Operand, out: Tensor, *, bias: Tensor | None = None,
 def check(out: Tensor, a: Operand, b: Operand, added: Tensor | float = 0.0) -> None:
     want = a.values @ b.values.t() + added
     size = a.values.abs() @ b.values.abs().t() + torch.as_tensor(added).abs()
-    bound = RELATIVE_ERROR * size + ROUNDING[out.dtype] * want.abs()
-    wrong = ~((out.double() - want).abs() <= bound)
-    assert not wrong.any(), (
-        f"{int(wrong.sum())} of {wrong.numel()} values are off, first at {wrong.nonzero()[0].tolist()}"
-    )
+    check_product(out, want, size, "a product")
 
 
 @pytest.fixture(params=TILINGS, ids=str)

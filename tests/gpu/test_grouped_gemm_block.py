@@ -12,7 +12,7 @@ from te_dist import ops
 from te_dist.kernels import grouped_gemm
 from te_dist.kernels.gemm import Tiling
 from te_dist.testing import assert_bitwise
-from tests.ops.groups import RUN, SQUARE, Operand, group_ends, table_of
+from tests.ops.groups import ROUNDING, RUN, SQUARE, Operand, check_product, group_ends, table_of
 
 pytestmark = pytest.mark.gpu
 
@@ -26,13 +26,6 @@ SIZES = {
     "many": [3, 0, 70, 1] * 300,
 }
 TILINGS = [Tiling(*split, cluster, band=3) for split, cluster in product([(2, 1), (2, 2), (3, 1)], (1, 2))]
-# Tensor cores sum 128 products with 13 bits behind the point; of those sums fp32 keeps far more.
-RELATIVE_ERROR = 2.0**-12
-ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
-
-
-def bounded(got: Tensor, want: Tensor, size: Tensor) -> bool:
-    return bool(((got.double() - want).abs() <= RELATIVE_ERROR * size + ROUNDING[got.dtype] * want.abs()).all())
 
 
 @pytest.fixture(params=TILINGS, ids=str)
@@ -73,7 +66,7 @@ def test_product_of_each_group(sizes, b_tile, dtype, tiling):
         its, matrix = slice(begin, begin + size), b.values[group * cols : (group + 1) * cols]
         want = (a.values[its] @ matrix.t() + bias[group]) * factor[its, None]
         sums = a.values[its].abs() @ matrix.abs().t() + bias[group].abs()
-        assert bounded(out[its], want, sums), f"group {group}"
+        check_product(out[its], want, sums, f"group {group}")
         begin += size
     assert (out[begin:] == 5).all(), "rows behind the last group were written"
 
@@ -93,7 +86,8 @@ def test_sum_over_the_rows_of_each_group(sizes, how, tiling):
     for group, (size, got) in enumerate(zip(sizes, out.chunk(groups), strict=True)):
         end = begin + -(-size // 128) * 128
         left, right = a.values[:, begin:end], b.values[:, begin:end]
-        assert bounded(got, left @ right.t() + before, left.abs() @ right.abs().t() + before), f"group {group}"
+        sums = left.abs() @ right.abs().t() + before
+        check_product(got, left @ right.t() + before, sums, f"group {group}")
         begin = end
 
 

@@ -21,6 +21,14 @@ from te_dist.recipe import QuantizerRole, Recipe
 from te_dist.scaling.history import DelayedScalingRequest
 
 ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
+# Every recipe as its users first meet it.
+DEFAULTS = [
+    recipe.DelayedScaling(),
+    recipe.Float8CurrentScaling(),
+    recipe.Float8BlockScaling(),
+    recipe.MXFP8BlockScaling(),
+    recipe.NVFP4BlockScaling(),
+]
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,8 @@ from te_dist.kernels import movement, runtime
 from te_dist.kernels.cache import Compiled
 from te_dist.nn import products, rehearsal
 from te_dist.quantizers import base
+from tests.nn.recipes import DEFAULTS
 
-RECIPES = [
-    recipe.DelayedScaling(),
-    recipe.Float8CurrentScaling(),
-    recipe.Float8BlockScaling(),
-    recipe.MXFP8BlockScaling(),
-    recipe.NVFP4BlockScaling(),
-]
 ROWS = 128
 
 
@@ -66,7 +60,7 @@ def step(model: nn.Module, model_recipe: recipe.Recipe) -> None:
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("model_recipe", RECIPES, ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("model_recipe", DEFAULTS, ids=lambda r: type(r).__name__)
 def test_a_rehearsal_notes_what_a_step_launches(model_recipe, quantized, monkeypatch):
     monkeypatch.setattr(rehearsal, "ROWS", (ROWS,))
     for module in (products, base):

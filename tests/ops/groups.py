@@ -10,6 +10,9 @@ from torch import Tensor
 from te_dist import ops
 
 SQUARE, RUN = (128, 128), (1, 128)
+# Tensor cores sum 128 products with 13 bits behind the point; of those sums fp32 keeps far more.
+RELATIVE_ERROR = 2.0**-12
+ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -23,6 +26,14 @@ def table_of(sizes: Sequence[int], rows: int, device: str = "cpu") -> Tensor:
     table = torch.full((4, len(sizes) + 1), -1, dtype=torch.int32, device=device)
     ops.group_table(group_ends(sizes).to(device), rows=rows, out=table)
     return table
+
+
+def check_product(got: Tensor, want: Tensor, size: Tensor, name: str) -> None:
+    """`want`, in float64, up to what tensor cores make of products whose magnitudes sum up to `size`."""
+    wrong = ~((got.double() - want).abs() <= RELATIVE_ERROR * size + ROUNDING[got.dtype] * want.abs())
+    assert not wrong.any(), (
+        f"{int(wrong.sum())} of {wrong.numel()} values of {name} are off, first at {wrong.nonzero()[0].tolist()}"
+    )
 
 
 class Operand:
