@@ -49,13 +49,6 @@ struct Place {
 
   TE_DIST_DEVICE int64_t first_row() const { return row - local_row; }
   TE_DIST_DEVICE int64_t first_col() const { return col - local_col; }
-  // Whether the tile of `extent` rows, or columns, around the patch has any in the matrix.
-  TE_DIST_DEVICE bool tile_has_rows(int extent) const {
-    return !Inside::of(row - local_row % extent, extent, extents.rows).is_empty();
-  }
-  TE_DIST_DEVICE bool tile_has_cols(int extent) const {
-    return !Inside::of(col - local_col % extent, extent, extents.cols).is_empty();
-  }
 };
 
 template <class Element>

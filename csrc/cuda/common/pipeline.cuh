@@ -13,13 +13,6 @@ struct alignas(64) TensorMap {
 
 TE_DIST_INLINE uint32_t shared_address(const void* pointer) { return uint32_t(__cvta_generic_to_shared(pointer)); }
 
-// One thread of the warp, the same one at every call.
-TE_DIST_INLINE bool is_elected() {
-  uint32_t elected;
-  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
-  return elected;
-}
-
 template <int kRegisters>
 TE_DIST_INLINE void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -99,10 +92,6 @@ TE_DIST_INLINE uint32_t block_of_cluster() {
 // Waits for all threads of all blocks of the cluster.
 TE_DIST_INLINE void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-TE_DIST_INLINE void prefetch_map(const TensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 // Copies the box at (x, y) of a matrix, x along its contiguous dimension, into shared memory.
