@@ -61,6 +61,14 @@ def check_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
         )
 
 
+def check_packed(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], shape: Sequence[int]) -> None:
+    """A contiguous tensor of exactly this shape."""
+    check_dtype(name, tensor, dtypes)
+    check_shape(name, tensor, shape)
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: got strides {tensor.stride()}, wanted it contiguous; call .contiguous()")
+
+
 def check_plane(name: str, tensor: Tensor, dtype: torch.dtype, shape: Pair) -> None:
     """A strided 2-D view in logical (row, col) order."""
     if tensor.dtype is not dtype or tensor.shape != shape:

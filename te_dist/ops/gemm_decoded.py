@@ -10,7 +10,15 @@ from torch import Tensor
 from te_dist import kernels
 from te_dist.formats.region import Pair
 from te_dist.kernels.gemm_decoded import BITS, SCALED_SUM, is_turned
-from te_dist.ops._checks import HIGH_PRECISION, check_choice, check_dtype, check_rows, check_shape, grid_shape
+from te_dist.ops._checks import (
+    HIGH_PRECISION,
+    check_choice,
+    check_dtype,
+    check_packed,
+    check_rows,
+    check_shape,
+    grid_shape,
+)
 from te_dist.ops._library import register
 
 _POWERS, _FLOATS = (1, 32), (1, 16)  # (kept, summed) values of a scale byte: of FP8, of e2m1
@@ -75,10 +83,7 @@ def gemm_decoded(a: Coded, b: Coded, *, out: Tensor, bias: Tensor | None = None,
         raise ValueError(f"b: got {also_summed} summed values, wanted {summed} as in a; sum over one dimension")
     check_rows("out", out, (torch.float32,) if accumulate else HIGH_PRECISION, (rows, cols))
     if bias is not None:
-        check_dtype("bias", bias, HIGH_PRECISION)
-        check_shape("bias", bias, (cols,))
-        if not bias.is_contiguous():
-            raise ValueError(f"bias: got strides {bias.stride()}, wanted a contiguous vector; call .contiguous()")
+        check_packed("bias", bias, HIGH_PRECISION, (cols,))
     torch.ops.te_dist.gemm_decoded(*a, *b, summed, _shift(a, b), bias, accumulate, out)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_dist import kernels
 from te_dist.formats.region import Pair
-from te_dist.ops._checks import FP8, HIGH_PRECISION, check_choice, check_dtype, check_rows, check_shape
+from te_dist.ops._checks import FP8, HIGH_PRECISION, check_choice, check_packed, check_rows
 from te_dist.ops._library import register
 
 TILE = 128
@@ -58,8 +58,7 @@ def gemm_float8_block(
     check_rows("b_scale", b_scale, (torch.float32,), grid, at_least=True)
     check_rows("out", out, (torch.float32,) if accumulate else HIGH_PRECISION, (rows, cols))
     if bias is not None:
-        check_dtype("bias", bias, HIGH_PRECISION)
-        check_shape("bias", bias, (cols,))
+        check_packed("bias", bias, HIGH_PRECISION, (cols,))
     torch.ops.te_dist.gemm_float8_block(a, a_scale, b, b_scale, b_tile, fp8, bias, accumulate, out)
 
 

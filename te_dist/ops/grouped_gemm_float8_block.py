@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_dist import kernels
 from te_dist.formats.region import Pair
-from te_dist.ops._checks import FP8, HIGH_PRECISION, check_choice, check_dtype, check_rows, check_shape
+from te_dist.ops._checks import FP8, HIGH_PRECISION, check_choice, check_packed, check_rows
 from te_dist.ops._library import register
 from te_dist.ops.dequantize_float8 import dequantize_float8
 
@@ -60,7 +60,7 @@ def grouped_gemm_float8_block(
     (rows, depth), cols, groups, depth_tiles = a.shape, out.shape[1], table.shape[1] - 1, -(-a.shape[1] // TILE)
     if depth == 0:
         raise ValueError(f"a: got shape {(rows, depth)}, wanted columns to sum over; an empty sum needs no product")
-    check_rows("table", table, (torch.int32,), (4, groups + 1))
+    check_packed("table", table, (torch.int32,), (4, groups + 1))
     check_rows("a", a, (torch.uint8,), (rows, depth))
     check_rows("b", b, (torch.uint8,), (groups * cols, depth))
     check_rows("a_scale", a_scale, (torch.float32,), (depth_tiles, rows), at_least=True)
@@ -68,11 +68,9 @@ def grouped_gemm_float8_block(
     check_rows("b_scale", b_scale, (torch.float32,), grid, at_least=True)
     check_rows("out", out, (torch.float32,) if accumulate else HIGH_PRECISION, (rows, cols))
     if bias is not None:
-        check_dtype("bias", bias, HIGH_PRECISION)
-        check_shape("bias", bias, (groups, cols))
+        check_packed("bias", bias, HIGH_PRECISION, (groups, cols))
     if row_factor is not None:
-        check_dtype("row_factor", row_factor, (torch.float32,))
-        check_shape("row_factor", row_factor, (rows,))
+        check_packed("row_factor", row_factor, (torch.float32,), (rows,))
     rest = table, b_tile, fp8, bias, row_factor, accumulate, out
     torch.ops.te_dist.grouped_gemm_float8_block(a, a_scale, b, b_scale, *rest)
 

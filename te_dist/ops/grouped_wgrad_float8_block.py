@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from te_dist import kernels
-from te_dist.ops._checks import FP8, HIGH_PRECISION, check_choice, check_rows
+from te_dist.ops._checks import FP8, HIGH_PRECISION, check_choice, check_packed, check_rows
 from te_dist.ops._library import register
 from te_dist.ops.grouped_gemm_float8_block import TILE, values
 
@@ -49,7 +49,7 @@ def grouped_wgrad_float8_block(
     (rows, depth), cols, groups = a.shape, b.shape[0], table.shape[1] - 1
     if depth % TILE:
         raise ValueError(f"a: got {depth} columns, wanted a multiple of {TILE}: groups are padded to tiles with zeros")
-    check_rows("table", table, (torch.int32,), (4, groups + 1))
+    check_packed("table", table, (torch.int32,), (4, groups + 1))
     check_rows("a", a, (torch.uint8,), (rows, depth))
     check_rows("b", b, (torch.uint8,), (cols, depth))
     check_rows("a_scale", a_scale, (torch.float32,), (depth // TILE, rows), at_least=True)

@@ -59,7 +59,8 @@ def inner_names(tensor: Any) -> list[str]:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """(numel, itemsize) bytes of a tensor, in logical order, on the CPU."""
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+    plain = plain.clone(memory_format=torch.contiguous_format)  # also where one element has a stride
     return plain.view(torch.uint8).reshape(-1, tensor.dtype.itemsize)
 
 
