@@ -1,6 +1,7 @@
 """Products in groups beside other libraries: TFLOP/s of real rows on one GPU.
 
     python -m benchmarks.grouped_cuda --out benchmarks/results
+    python -m benchmarks.grouped_cuda --tilings
 
 Groups of equal size on average: multiples of 128 rows, ragged, skewed (Zipf), and with a tenth of them empty. Random
 codes, cold L2, medians. Peers that are not installed, and sizes that a peer does not take, are left out.
@@ -12,7 +13,9 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -20,10 +23,11 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
-from benchmarks.gemm_cuda import PEER, random_codes, random_scales
+from benchmarks.gemm_cuda import PEER, TILINGS, random_codes, random_scales
 from benchmarks.report import Report, number, text
 from benchmarks.timing import median_time
 from te_dist import ops
+from te_dist.kernels import grouped_gemm
 
 # (groups, rows of all, N, K), see the shapes of common mixtures of experts.
 SHAPES = (
@@ -164,9 +168,32 @@ def measure(repeats: int) -> Iterator[Row]:
                 ("wgrad, fp32 added", "te_dist", data.wgrad(grad, accumulate=True)),
                 *peers(data, out, grad),
             ]
-            for product, library, call in calls:
+            for leg, library, call in calls:
                 time = median_time(call, repeats)
-                yield Row(str(shape), routing, product, library, time, 2 * sum(sizes) * cols * depth / time / 1e6)
+                yield Row(str(shape), routing, leg, library, time, 2 * sum(sizes) * cols * depth / time / 1e6)
+
+
+def sweep(repeats: int) -> None:
+    """Prints TFLOP/s of every tiling."""
+    for shape, routing in product(SHAPES, ("aligned", "ragged")):
+        groups, rows, cols, depth = shape
+        sizes = group_sizes(routing, groups, rows)
+        data = Groups.random(shape, sizes)
+        out = torch.empty(rows, cols, device="cuda", dtype=torch.bfloat16)
+        grad = torch.zeros(groups * cols, depth, device="cuda")
+        calls = {
+            "forward": data.forward(out),
+            "wgrad bf16": data.wgrad(torch.empty_like(grad, dtype=torch.bfloat16), accumulate=False),
+            "wgrad fp32": data.wgrad(grad, accumulate=True),
+        }
+        for name, call in calls.items():
+            found = []
+            for tiling in TILINGS:
+                with mock.patch.multiple(grouped_gemm, rows_tiling=lambda *_: tiling, sums_tiling=lambda *_: tiling):  # noqa: B023
+                    time = median_time(call, repeats)
+                label = f"{tiling.consumers}x{tiling.waves}/{tiling.cluster}"
+                found.append(f"{label} {2 * sum(sizes) * cols * depth / time / 1e6:.0f}")
+            print(shape, routing, name, *found, sep="  ", flush=True)
 
 
 REPORT = Report(
@@ -184,8 +211,10 @@ REPORT = Report(
 )
 
 
-def main(out: Path | None = None, repeats: int = 21) -> None:
-    """Prints the table; writes it as Markdown and JSON into `out`."""
+def main(out: Path | None = None, repeats: int = 21, tilings: bool = False) -> None:
+    """Prints the table; writes it as Markdown and JSON into `out`. With `tilings` prints what each of them reaches."""
+    if tilings:
+        return sweep(repeats)
     REPORT.publish(measure(repeats), out)
 
 

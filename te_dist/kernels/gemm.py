@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import ceil
 from typing import NamedTuple
 
 import torch
@@ -18,7 +20,15 @@ DEPTH = 128  # summed over at a time, by one scale
 COLS = 128  # of a tile
 _BOX_BYTES, _BARRIER_BYTES = 64 * 128, 16
 _SHARED_LIMIT = 227 * 1024  # of a block, sm_90
-_ENOUGH_TILES = 128
+_PROCESSORS = 132  # of an H100 or H200; a choice for another number of them costs time, not values
+# TFLOP/s of an H200 by whether B has scales of squares, bytes of an output, (consumers, waves): 8192 x 8192 x 8192 in
+# `python -m benchmarks.gemm_cuda --tilings`.
+_RATES = {
+    (True, 2): {(2, 1): 1158, (2, 2): 1396, (3, 1): 1317},
+    (True, 4): {(2, 1): 1122, (2, 2): 1322, (3, 1): 1196},
+    (False, 2): {(2, 1): 1006, (2, 2): 975, (3, 1): 1083},
+    (False, 4): {(2, 1): 869, (2, 2): 1043, (3, 1): 1026},
+}
 _OUT_BYTES = {"BFloat16": 2, "Float16": 2, "Float32": 4}
 _BIAS_TYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _MAP_ALIGNMENT = 16
@@ -61,10 +71,37 @@ class Tiling:
         return next(n for n, size in sizes if size <= _SHARED_LIMIT)
 
 
-def tiling(rows: int, cols: int) -> Tiling:
-    """The fastest known for a product of this shape: large tiles where there are enough of them for all processors."""
-    large_tiles = -(-rows // 256) * -(-cols // COLS)
-    return Tiling(2, 2 if large_tiles >= _ENOUGH_TILES else 1, 2 if cols > COLS else 1, band=8)
+def tilings(cols: int) -> list[Tiling]:
+    """Those to choose from for an output of this many columns."""
+    # Blocks side by side halve what is read of A, which shows where tiles are large enough to wait for it.
+    return [Tiling(*split, 2 if split[1] > 1 and cols > COLS else 1, band=8) for split in ((2, 1), (2, 2), (3, 1))]
+
+
+def fastest(
+    choice: Sequence[Tiling], row_tiles: Callable[[int], float], cols: int, square: bool, out_bytes: int
+) -> Tiling:
+    """The tiling whose rounds of tiles, one tile for each processor, take the least time.
+
+    Args:
+        choice: what to choose from.
+        row_tiles: number of tiles along the rows, by the rows of a tile.
+        cols: of the output.
+        square: whether B has scales of squares.
+        out_bytes: of a value of the output.
+    """
+
+    def time(shape: Tiling) -> float:
+        clusters = row_tiles(shape.rows) * -(-cols // (COLS * shape.cluster))
+        return ceil(clusters / (_PROCESSORS // shape.cluster)) * shape.rows / rates[shape.consumers, shape.waves]
+
+    rates = _RATES[square, out_bytes]
+    return min(choice, key=time)
+
+
+@cache
+def tiling(rows: int, cols: int, square: bool, out_bytes: int) -> Tiling:
+    """The fastest one for a product of this shape."""
+    return fastest(tilings(cols), lambda height: -(-rows // height), cols, square, out_bytes)
 
 
 class Variant(NamedTuple):
@@ -129,7 +166,8 @@ def gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, b_
             out.add_(bias)
         return
     check_alignment(a=a, a_scale=a_scale, b=b, b_scale=b_scale)
-    square, shape = b_tile[0] != 1, tiling(rows, cols)
+    square = b_tile[0] != 1
+    shape = tiling(rows, cols, square, out.element_size())
     spec = float8_block((CODES[fp8[0]], CODES[fp8[1]]), ELEMENTS[out.dtype], square, shape, adds=accumulate)
     if out.is_meta:
         return record(spec)

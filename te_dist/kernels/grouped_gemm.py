@@ -36,15 +36,22 @@ def group_table(ends: Tensor, rows: int, table: Tensor) -> None:
     launch(find_groups(_OFFSETS[ends.dtype]), table, (1, 1), values)
 
 
-def rows_tiling(rows: int, cols: int, groups: int, square: bool) -> Tiling:
-    """For groups of this many rows together: large tiles where few rows are nobody's, and registers suffice."""
-    is_large = square and rows >= 1024 * groups
-    return Tiling(2, 2 if is_large else 1, 2 if cols > COLS else 1, band=8)
+def rows_tilings(cols: int, square: bool) -> list[Tiling]:
+    """Those to choose from for rows in groups: with scales of runs, registers do not suffice for two waves."""
+    return [shape for shape in gemm.tilings(cols) if square or shape.waves == 1]
 
 
-def sums_tiling(rows: int, cols: int, groups: int) -> Tiling:
+@cache
+def rows_tiling(rows: int, cols: int, groups: int, square: bool, out_bytes: int) -> Tiling:
+    """For groups of this many rows together, of each of which the last tile is half full on average."""
+    choice = rows_tilings(cols, square)
+    return gemm.fastest(choice, lambda height: rows / height + groups / 2, cols, square, out_bytes)
+
+
+@cache
+def sums_tiling(rows: int, cols: int, groups: int, out_bytes: int) -> Tiling:
     """For as many products of this shape as there are groups."""
-    return gemm.tiling(rows * groups, cols)
+    return gemm.fastest(gemm.tilings(cols), lambda height: groups * -(-rows // height), cols, False, out_bytes)
 
 
 @cache
@@ -67,7 +74,7 @@ def grouped_gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Te
         return
     gemm.check_alignment(a=a, a_scale=a_scale, b=b, b_scale=b_scale)
     square = b_tile[0] != 1
-    shape = rows_tiling(rows, cols, groups, square)
+    shape = rows_tiling(rows, cols, groups, square, out.element_size())
     spec = rows_float8_block(_codes(fp8), ELEMENTS[out.dtype], square, shape, adds=accumulate)
     if out.is_meta:
         return record(spec)
@@ -85,7 +92,7 @@ def grouped_wgrad_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: T
     if out.numel() == 0:
         return
     gemm.check_alignment(a=a, a_scale=a_scale, b=b, b_scale=b_scale)
-    shape = sums_tiling(rows, cols, groups)
+    shape = sums_tiling(rows, cols, groups, out.element_size())
     spec = sums_float8_block(_codes(fp8), ELEMENTS[out.dtype], shape, adds=accumulate)
     if out.is_meta:
         return record(spec)

@@ -69,23 +69,14 @@ def fused(element: str) -> Iterator[Spec]:
 
 
 def products(out: str) -> Iterator[Spec]:
-    """Of FP8 blocks with an output of one type: kinds of scales, and every tiling that `gemm.tiling` chooses."""
-    tilings = dict.fromkeys(gemm.tiling(*shape) for shape in ((4096, 4096), (128, 256), (128, 128), (2**20, 128)))
-    for codes, square, shape in product(_PAIRS, (True, False), tilings):
-        yield gemm.float8_block(codes, out, square, shape)
-        if out == "Float32":
-            yield gemm.float8_block(codes, out, square, shape, adds=True)
-
-
-def grouped_products(out: str) -> Iterator[Spec]:
-    """Of FP8 blocks in groups with an output of one type: every tiling that `grouped_gemm` chooses."""
-    shapes = tuple(product((2**16, 2**10), (4096, 128), (8,)))
-    for codes, square in product(_PAIRS, (True, False)):
-        for shape in dict.fromkeys(grouped_gemm.rows_tiling(*shape, square) for shape in shapes):
-            yield grouped_gemm.rows_float8_block(codes, out, square, shape)
-    for codes, shape in product(_PAIRS, dict.fromkeys(grouped_gemm.sums_tiling(*shape) for shape in shapes)):
-        for adds in (False, True) if out == "Float32" else (False,):
-            yield grouped_gemm.sums_float8_block(codes, out, shape, adds=adds)
+    """Of FP8 blocks with an output of one type, once and in groups: all kinds of scales and tilings to choose from."""
+    shapes = dict.fromkeys((*gemm.tilings(gemm.COLS), *gemm.tilings(2 * gemm.COLS)))
+    for codes, shape, adds in product(_PAIRS, shapes, (False, True) if out == "Float32" else (False,)):
+        for square in (True, False):
+            yield gemm.float8_block(codes, out, square, shape, adds=adds)
+            if shape in grouped_gemm.rows_tilings(gemm.COLS * shape.cluster, square):
+                yield grouped_gemm.rows_float8_block(codes, out, square, shape, adds=adds)
+        yield grouped_gemm.sums_float8_block(codes, out, shape, adds=adds)
 
 
 def decoded_products() -> Iterator[Spec]:
@@ -152,6 +143,6 @@ def movers() -> Iterator[Spec]:
 
 def variants(*elements: str) -> list[Spec]:
     """All of them, for inputs and outputs of the named types (all by default)."""
-    families = (quantizers, fused, products, grouped_products, dequantizers, updaters)
+    families = (quantizers, fused, products, dequantizers, updaters)
     typed = (spec for name in elements or _BYTES for family in families for spec in family(name))
     return [*movers(), *requantizers(), *decoded_products(), *typed]
