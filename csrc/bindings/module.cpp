@@ -21,6 +21,8 @@ using Direction = std::tuple<Pair, TensorRef, TensorRef, TensorRef>;            
 using Read = std::tuple<TensorRef, std::string, std::vector<TensorRef>>;  // x, what is computed from it, with what beside
 using NvFp4Direction = std::tuple<Pair, TensorRef, TensorRef, TensorRef, TensorRef>;  // tile, tensor amax, amax, ...
 
+constexpr char kGathered[] = "gathered ";  // in front of the name of a source whose rows are gathered
+
 // Below this many elements a second thread costs more than it saves.
 constexpr int64_t kParallelElements = 256 * 1024;
 
@@ -47,8 +49,18 @@ FourOverSix four_over_six_of(const std::string& name) {
   throw py::value_error("four_over_six is 'none', 'mae' or 'mse', got '" + name + "'");
 }
 
+// Rows of `x` by their numbers, a vector.
+Source gather(Source x, const TensorRef& index) {
+  x.index = {index.data, index.itemsize == sizeof(int64_t), x.rows};
+  x.rows = index.shape[1];
+  return x;
+}
+
 Source source_of(const Read& read) {
   const auto& [x, name, beside] = read;
+  if (const size_t prefix = sizeof kGathered - 1; name.compare(0, prefix, kGathered) == 0) {
+    return gather(source_of({x, name.substr(prefix), beside}), beside.back());
+  }
   Source source{x.data, x.dtype, x.shape[0], x.shape[1]};
   if (name == "plain") return source;
   if (name == "swiglu") {

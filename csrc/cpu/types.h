@@ -17,6 +17,21 @@ struct Matrix {
   int64_t cols;
 };
 
+// Which row of another matrix each row is.
+struct RowIndex {
+  const void* numbers = nullptr;  // null: rows are in order
+  bool is_wide = false;           // int64, not int32
+  int64_t rows = 0;               // of the other matrix
+
+  // Number of the row, -1 where the other matrix has none of that number.
+  int64_t of(int64_t row) const {
+    if (!numbers) return row;
+    const int64_t number =
+        is_wide ? static_cast<const int64_t*>(numbers)[row] : static_cast<const int32_t*>(numbers)[row];
+    return number < rows ? number : -1;
+  }
+};
+
 // Where a kernel's matrix comes from: from memory as it lies there, or computed from what lies there and rounded to its
 // type, as if it had been written and read again. See csrc/cuda/common/source.cuh.
 struct Source {
@@ -29,6 +44,10 @@ struct Source {
   Kind kind = Kind::kPlain;
   const void* beside = nullptr;  // grad, or rstd
   Matrix gamma{};
+  RowIndex index{};
+
+  // Whether it lies in memory as it is.
+  bool is_plain() const { return kind == Kind::kPlain && !index.numbers; }
 };
 
 // A 2-D strided view in logical (row, col) order; strides in elements.

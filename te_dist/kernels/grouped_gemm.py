@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
 from torch import Tensor
 
 from te_dist.formats.region import Pair
 from te_dist.kernels import gemm
-from te_dist.kernels.arguments import CODES, ELEMENTS, matrix_map
+from te_dist.kernels.arguments import CODES, ELEMENTS, INTEGERS, matrix_map
 from te_dist.kernels.gemm import COLS, DEPTH, Tiling
 from te_dist.kernels.runtime import launch, multiprocessors, record
 from te_dist.kernels.spec import Layout, Spec
 
 HEIGHTS = (128, 192, 256)  # of tiles, in the order of a group table's rows behind the first
-_OFFSETS = {torch.int32: "int32_t", torch.int64: "int64_t"}
 _TABLE = Layout("ends:P groups:q rows:q table:P")
 _GROUPS = "tiles.table.begins:P tiles.table.tiles:P tiles.table.groups:q "
 _ROWS = Layout(
@@ -33,7 +31,7 @@ def find_groups(offset: str) -> Spec:
 def group_table(ends: Tensor, rows: int, table: Tensor) -> None:
     """See te_dist.ops.group_table."""
     values = (ends.data_ptr(), ends.shape[0], rows, table.data_ptr())
-    launch(find_groups(_OFFSETS[ends.dtype]), table, (1, 1), values)
+    launch(find_groups(INTEGERS[ends.dtype]), table, (1, 1), values)
 
 
 def rows_tilings(cols: int, square: bool) -> list[Tiling]:

@@ -13,9 +13,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from te_dist.formats.region import Pair
-from te_dist.kernels.arguments import ELEMENTS, access_bytes
+from te_dist.kernels.arguments import ELEMENTS, INTEGERS, access_bytes
 from te_dist.kernels.spec import Layout
 
+GATHERED = "gathered "  # in front of the name of a source whose rows are gathered; the index is last beside it
 _WIDTH = 16  # bytes that can be read at a time, at most
 
 
@@ -92,10 +93,15 @@ def rms_norm(element: str, gamma: str, zero_centered: str) -> Source:
 
 
 @cache
+def gathered(source: Source, index: str) -> Source:
+    """Rows of the same source, by numbers of that type."""
+    return Source(f"Gathered<{source.template}, {index}>", f"{_within(source)} index:P rows:q")
+
+
+@cache
 def summed(source: Source) -> Source:
     """The same source, whose columns are summed on the way."""
-    fields = " ".join(f"source.{field}" for field in source.fields.split())
-    return Source(f"Summed<{source.template}>", f"{fields} sums:P")
+    return Source(f"Summed<{source.template}>", f"{_within(source)} sums:P")
 
 
 @cache
@@ -107,11 +113,31 @@ def adam(grad: str, value: str) -> Source:
 @cache
 def layout(source: Source, rest: str) -> Layout:
     """Of the parameters of a kernel: those of the source, and the `rest`."""
-    return Layout(" ".join(f"source.{field}" for field in source.fields.split()) + " " + rest)
+    return Layout(f"{_within(source)} {rest}")
+
+
+def _within(source: Source) -> str:
+    """Fields of a source that is a part of something."""
+    return " ".join(f"source.{field}" for field in source.fields.split())
 
 
 def read(x: Tensor, name: str, beside: Sequence[Tensor], sums: Tensor | None = None) -> Input:
     """The source of that name. `sums`: where those of its columns go, one row for each panel."""
+    of = _gathered(x, name, beside) if name.startswith(GATHERED) else _in_order(x, name, beside)
+    if sums is None or not sums.numel():
+        return of
+    return Input(x, summed(of.source), of.shape, (*of.values, sums.data_ptr()), of.widest)
+
+
+def _gathered(x: Tensor, name: str, beside: Sequence[Tensor]) -> Input:
+    *others, index = beside
+    of = _in_order(x, name.removeprefix(GATHERED), others)
+    rows, cols = of.shape
+    source, values = gathered(of.source, INTEGERS[index.dtype]), (*of.values, index.data_ptr(), rows)
+    return Input(x, source, (index.shape[0], cols), values, of.widest)
+
+
+def _in_order(x: Tensor, name: str, beside: Sequence[Tensor]) -> Input:
     element, size = ELEMENTS[x.dtype], x.element_size()
     rows, cols = x.shape
     pitch = cols
@@ -127,8 +153,6 @@ def read(x: Tensor, name: str, beside: Sequence[Tensor], sums: Tensor | None = N
         rstd, gamma = beside
         source = rms_norm(element, ELEMENTS[gamma.dtype], "true" if name == "zero_centered_rms_norm" else "false")
         positions = [x.data_ptr(), _as_columns(gamma, size)]
-    if sums is not None and sums.numel():
-        source, values = summed(source), (*values, sums.data_ptr())
     return Input(x, source, (rows, cols), values, access_bytes(_WIDTH, *positions, pitch * size))
 
 

@@ -11,7 +11,7 @@ from itertools import product
 from te_dist.kernels import amax, dequantize, evaluation, gemm, grouped_gemm, movement, quantize
 from te_dist.kernels.gemm_decoded import WIDTHS, decoded
 from te_dist.kernels.gemm_decoded import source as coded
-from te_dist.kernels.inputs import adam, plain, rms_norm, summed, swiglu, swiglu_gradient
+from te_dist.kernels.inputs import adam, gathered, plain, rms_norm, summed, swiglu, swiglu_gradient
 from te_dist.kernels.multi_adam import ADVANCE
 from te_dist.kernels.multi_tensor import multi_tensor, reading
 from te_dist.kernels.spec import Spec
@@ -54,6 +54,7 @@ def quantizers(element: str) -> Iterator[Spec]:
 def fused(element: str) -> Iterator[Spec]:
     """What is computed in front of quantizers of whole matrices, and found beside, for inputs of one type."""
     computed = (swiglu(element), swiglu_gradient(element), rms_norm(element, element, "false"))
+    computed = (*computed, gathered(plain(element), "int32_t"))
     for source in (*computed, summed(plain(element)), summed(swiglu_gradient(element))):
         for shares in ((_RUN, _RUN), (_RUN, _ABSENT)):
             yield quantize.float8(source, (16, 8, 16), code="E4M3", shares=shares)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from te_dist import kernels
 from te_dist.kernels.grouped_gemm import HEIGHTS
-from te_dist.ops._checks import check_dtype, check_output
+from te_dist.ops._checks import check_output, check_packed
 from te_dist.ops._library import register
 
 
@@ -22,9 +22,7 @@ def group_table(ends: Tensor, *, rows: int, out: Tensor) -> None:
         rows: of the matrix.
         out: int32 (4, G + 1); at G stand the end of the last group and the numbers of tiles of all groups.
     """
-    check_dtype("ends", ends, (torch.int32, torch.int64))
-    if ends.dim() != 1 or not ends.is_contiguous():
-        raise ValueError(f"ends: got shape {tuple(ends.shape)}, strides {ends.stride()}, wanted a contiguous vector")
+    check_packed("ends", ends, (torch.int32, torch.int64), (ends.numel(),))
     check_output("out", out, torch.int32, (1 + len(HEIGHTS), ends.shape[0] + 1))
     torch.ops.te_dist.group_table(ends, rows, out)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from te_dist import _C, kernels
-from te_dist.ops._checks import check_dtype, check_matrix, check_shape
+from te_dist.ops._checks import check_matrix, check_packed
 from te_dist.ops._library import register
 from te_dist.ops.source import RmsNorm
 
@@ -23,10 +23,7 @@ def rms_rstd(x: Tensor, *, eps: float, out: Tensor) -> None:
         out: f32, (rows,), contiguous.
     """
     check_matrix("x", x)
-    check_dtype("out", out, (torch.float32,))
-    check_shape("out", out, (x.shape[0],))
-    if not out.is_contiguous():
-        raise ValueError(f"out: got stride {out.stride()}, wanted (1,); allocate it as a vector")
+    check_packed("out", out, (torch.float32,), (x.shape[0],))
     torch.ops.te_dist.rms_rstd(x, eps, out)
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from te_dist.formats.region import Pair
-from te_dist.ops._checks import HIGH_PRECISION, check_dtype, check_matrix, check_output, check_shape
+from te_dist.kernels.inputs import GATHERED
+from te_dist.ops._checks import HIGH_PRECISION, check_matrix, check_output, check_packed, check_shape
 
 PANEL_ROWS = 128  # rows whose sums are written together
 
@@ -121,12 +122,45 @@ class RmsNorm(Source):
     def check(self) -> None:
         super().check()
         rows, cols = self.x.shape
-        check_dtype("rstd", self.rstd, (torch.float32,))
-        check_dtype("gamma", self.gamma, HIGH_PRECISION)
-        for name, vector, length in (("rstd", self.rstd, rows), ("gamma", self.gamma, cols)):
-            check_shape(name, vector, (length,))
-            if not vector.is_contiguous():
-                raise ValueError(f"{name}: got stride {vector.stride()}, wanted (1,); call .contiguous()")
+        check_packed("rstd", self.rstd, (torch.float32,), (rows,))
+        check_packed("gamma", self.gamma, HIGH_PRECISION, (cols,))
+
+
+@dataclass(frozen=True)
+class Gathered(Source):
+    """Rows of another source, or of a tensor: row i is its row `index[i]`, or zeros where it has no row of that number.
+
+    Attributes:
+        of: what is gathered; its sums are not found.
+        index: int32 or int64 (rows,), contiguous.
+    """
+
+    of: Tensor | Source
+    index: Tensor
+
+    @property
+    def x(self) -> Tensor:  # type: ignore[override]
+        return flat_source(self.of)[0]
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return GATHERED + flat_source(self.of)[1]
+
+    @property
+    def shape(self) -> Pair:
+        return self.index.shape[0], self.of.shape[1]
+
+    @property
+    def beside(self) -> tuple[Tensor, ...]:
+        return *flat_source(self.of)[2], self.index
+
+    def check(self) -> None:
+        check_source(self.of)
+        if isinstance(self.of, Summed | Gathered):
+            raise ValueError(
+                f"of: got {type(self.of).__name__}, wanted a tensor or what is computed; gather once, then sum"
+            )
+        check_packed("index", self.index, (torch.int32, torch.int64), (self.index.numel(),))
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from te_dist.ops.source import RmsNorm, Source, SwiGlu, SwiGluGradient
+from te_dist.ops.source import Gathered, RmsNorm, Source, SwiGlu, SwiGluGradient
 from tests.codecs.kernel_inputs import matrix
 
 Pair = tuple[int, int]
@@ -33,7 +34,13 @@ def gates(kind: str, shape: Pair, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def cases(shape: Pair, dtype: torch.dtype, kind: str) -> Iterator[Case]:
-    """All sources of matrices of `shape`; gradients where there are two halves."""
+    """All sources of matrices of `shape`."""
+    yield from in_order_cases(shape, dtype, kind)
+    yield from gathered_cases(shape, dtype, kind)
+
+
+def in_order_cases(shape: Pair, dtype: torch.dtype, kind: str) -> Iterator[Case]:
+    """Those that read rows in order; gradients where there are two halves."""
     rows, cols = shape
     yield Case("swiglu", SwiGlu, {"x": gates(kind, (rows, 2 * cols), dtype)})
     if cols % 2 == 0:
@@ -46,6 +53,24 @@ def cases(shape: Pair, dtype: torch.dtype, kind: str) -> Iterator[Case]:
         tensors = {"x": x, "rstd": rstd, "gamma": gamma}
         yield Case(f"rms norm by {gamma_dtype}", RmsNorm, tensors)
         yield Case(f"zero-centered rms norm by {gamma_dtype}", _zero_centered, tensors)
+
+
+def gathered_cases(shape: Pair, dtype: torch.dtype, kind: str) -> Iterator[Case]:
+    """Rows of a matrix of another height, and of what is computed from it: some twice, some of them none."""
+    rows, cols = shape
+    for index_dtype, height in ((torch.int32, rows // 2 + 1), (torch.int64, 2 * rows)):
+        index = torch.randint(-3, height + 3, (rows,), generator=torch.Generator().manual_seed(4)).to(index_dtype)
+        if rows > 4:
+            index[2:4] = torch.tensor([torch.iinfo(index_dtype).min, torch.iinfo(index_dtype).max])
+        x = {"of": matrix(kind, (height, cols), dtype), "index": index}
+        yield Case(f"rows by {index_dtype}", Gathered, x)
+    for case in in_order_cases((height, cols), dtype, kind):
+        if case.make is not _zero_centered:
+            yield Case(f"rows of {case.name}", partial(_gathered, case.make), case.tensors | {"index": index})
+
+
+def _gathered(make: Callable[..., Source], *, index: Tensor, **tensors: Tensor) -> Gathered:
+    return Gathered(make(**tensors), index)
 
 
 def _zero_centered(**tensors: Tensor) -> RmsNorm:

@@ -11,7 +11,7 @@ from te_dist.formats import WHOLE
 from te_dist.ops._checks import grid_shape
 from te_dist.ops.evaluate import values
 from te_dist.ops.panel_sums import column_sums
-from te_dist.ops.source import RmsNorm, Summed, SwiGlu, SwiGluGradient, sums_shape
+from te_dist.ops.source import Gathered, RmsNorm, Summed, SwiGlu, SwiGluGradient, sums_shape
 from te_dist.testing import assert_bitwise
 from tests.codecs.kernel_inputs import DTYPES, KINDS, every_level, matrix
 from tests.ops.sources import cases
@@ -218,6 +218,21 @@ def test_norms_of_rows_are_summed_in_the_order_that_is_defined(shape, dtype):
             assert_bitwise(out, rstd_in_order(x, 1e-5), f"{kind} {level}")
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_are_gathered_by_their_numbers(dtype):
+    x = matrix("special", (5, 70), BF16)
+    index = torch.tensor([4, 0, 0, 5, -1, torch.iinfo(dtype).max, torch.iinfo(dtype).min, 2], dtype=dtype)
+    want = torch.zeros(8, 70, dtype=BF16)
+    want[[0, 1, 2, 7]] = x[[4, 0, 0, 2]]
+    for _ in every_level():
+        assert_bitwise(values(Gathered(x, index)), want, "rows")
+        rstd, gamma = x[:, 0].float().contiguous(), torch.full((70,), torch.inf)
+        norm = RmsNorm(x, rstd, gamma)
+        want_norm = torch.zeros_like(want)
+        want_norm[[0, 1, 2, 7]] = values(norm)[[4, 0, 0, 2]]
+        assert_bitwise(values(Gathered(norm, index)), want_norm, "rows of a norm")
+
+
 def test_rms_norm_is_that_of_torch():
     x, gamma = matrix("normal", (64, 516), BF16), matrix("normal", (1, 516), F32, 1)[0]
     rstd = torch.empty(64)
@@ -237,6 +252,11 @@ REFUSED = [
     (RmsNorm(X, torch.zeros(3), torch.zeros(6)), r"rstd: got shape \(3,\)"),
     (RmsNorm(X, torch.zeros(4), torch.zeros(12)[::2]), "gamma: got stride"),
     (Summed(SwiGlu(X), torch.zeros(2, 3)), r"sums: got shape \(2, 3\)"),
+    (Gathered(X, torch.zeros(4)), "index: got torch.float32"),
+    (Gathered(X, torch.zeros(8, dtype=torch.int32)[::2]), "index: got stride"),
+    (Gathered(X, torch.zeros(4, 1, dtype=torch.int32)), r"index: got shape \(4, 1\)"),
+    (Gathered(SwiGlu(X.t()), torch.zeros(4, dtype=torch.int32)), "contiguous"),
+    (Gathered(Gathered(X, torch.zeros(4, dtype=torch.int32)), torch.zeros(4, dtype=torch.int32)), "of: got Gathered"),
 ]
 
 

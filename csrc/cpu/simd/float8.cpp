@@ -178,7 +178,7 @@ void quantize_float8_block(const QuantizeFloat8Block& op, int threads) {
       const FloatScaleRule rule{float_of(Code::kClamp), op.eps, max_finite(op.x.dtype), op.pow2};
       const bool runs_of_rows = op.row.data && op.row.tile.rows == 1,
                  runs_of_cols = op.col.data && op.col.tile.cols == 1;
-      if (runs_of_rows && !op.col.data && op.x.kind == Source::Kind::kPlain) return quantize_rows<Element, Code>(op, rule, threads);
+      if (runs_of_rows && !op.col.data && op.x.is_plain()) return quantize_rows<Element, Code>(op, rule, threads);
       if (runs_of_rows && runs_of_cols) return quantize_strips<Element, Code>(op, rule, threads);
       quantize_panels<Element, Code>(op, rule, threads);
     });
@@ -189,7 +189,7 @@ void quantize_float8_tensor(const QuantizeFloat8Tensor& op, int threads) {
   with_element(op.x.dtype, [&](auto element) {
     using Element = decltype(element);
     with_fp8(op.fp8, [&](auto code) {
-      if (!op.col_data && op.x.kind == Source::Kind::kPlain) return quantize_flat<Element, decltype(code)>(op, threads);
+      if (!op.col_data && op.x.is_plain()) return quantize_flat<Element, decltype(code)>(op, threads);
       const Grid grid(op.x, {0, 0});
       parallel_for(grid.count(), threads, [&](int64_t index) {
         const PanelPrefetch next = prefetch_of(grid, op.x, sizeof(typename Element::Storage), index + 1);

@@ -83,7 +83,7 @@ struct PanelPrefetch {
 
 template <class Grid>
 static inline PanelPrefetch prefetch_of(const Grid& grid, const Source& x, int itemsize, int64_t index) {
-  if (index >= grid.count() || x.kind != Source::Kind::kPlain) return {};
+  if (index >= grid.count() || !x.is_plain()) return {};
   const Window w = grid.window(index);
   const char* first = static_cast<const char*>(x.data) + (w.row * x.cols + w.col) * itemsize;
   return {first, x.cols * itemsize, w.rows, w.cols * itemsize};

@@ -94,6 +94,16 @@ void compute_rms_norm(const Source& x, int64_t row, int64_t col, int64_t count, 
 
 template <class Element>
 void compute_row(const Source& x, int64_t row, int64_t col, int64_t count, typename Element::Storage* out) {
+  using Storage = typename Element::Storage;
+  row = x.index.of(row);
+  if (row < 0) {
+    std::memset(out, 0, sizeof(Storage) * size_t(count));
+    return;
+  }
+  if (x.kind == Source::Kind::kPlain) {
+    std::memcpy(out, static_cast<const Storage*>(x.data) + row * x.cols + col, sizeof(Storage) * size_t(count));
+    return;
+  }
   if (x.kind == Source::Kind::kSwiGlu) return compute_swiglu<Element>(x, row, col, count, out);
   if (x.kind == Source::Kind::kSwiGluGradient) return compute_swiglu_gradient<Element>(x, row, col, count, out);
   compute_rms_norm<Element>(x, row, col, count, out);

@@ -7,7 +7,7 @@
 
 namespace te_dist::cpu::TE_DIST_ISA {
 
-// `count` elements of a row that has to be computed, from column `col` on.
+// `count` elements of a row that has to be computed or found, from column `col` on.
 template <class Element>
 void compute_row(const Source& x, int64_t row, int64_t col, int64_t count, typename Element::Storage* out);
 
@@ -16,7 +16,7 @@ template <class Element>
 TE_DIST_INLINE void read_row(const Source& x, int64_t row, int64_t col, int64_t count,
                              typename Element::Storage* out) {
   using Storage = typename Element::Storage;
-  if (x.kind != Source::Kind::kPlain) return compute_row<Element>(x, row, col, count, out);
+  if (!x.is_plain()) return compute_row<Element>(x, row, col, count, out);
   std::memcpy(out, static_cast<const Storage*>(x.data) + row * x.cols + col, sizeof(Storage) * size_t(count));
 }
 

@@ -52,7 +52,7 @@ void reduce_rows(const TileAmax& op, const RowRange& rows, int64_t col, int coun
   using Key = typename Element::Key;
   alignas(64) typename Element::Storage computed[kColumns];
   const auto row = [&](int64_t r) {
-    if (op.x.kind == Source::Kind::kPlain) {
+    if (op.x.is_plain()) {
       return static_cast<const typename Element::Storage*>(op.x.data) + r * op.x.cols + col;
     }
     compute_row<Element>(op.x, r, col, count, computed);

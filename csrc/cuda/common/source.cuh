@@ -217,6 +217,54 @@ struct RmsNorm {
   };
 };
 
+// Rows of another source, in the order of `index`. A row whose number is outside of that source is zeros.
+template <class Source, class Index>
+struct Gathered {
+  using Element = typename Source::Element;
+  static constexpr bool kIsComputed = true, kHasSums = false;
+
+  struct Params {
+    typename Source::Params source;
+    const Index* index;
+    int64_t rows;  // of the other source
+  };
+
+  template <int kWidth>
+  struct Reader {
+    const Params& p;
+    const Index* index;
+    int64_t num_cols, col;
+    Inside cols;
+
+    TE_DIST_DEVICE Reader(const Params& p_, const Extents& extents, int64_t row, int64_t col_, const Inside& cols_)
+        : p(p_), index(p_.index + row), num_cols(extents.cols), col(col_), cols(cols_) {}
+
+    template <int kRows>
+    TE_DIST_DEVICE void read(const Inside& rows, Octet<Element> (&words)[kRows]) {
+      Index numbers[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) numbers[i] = rows.has(i) ? __ldg(index + i) : -1;
+      // All numbers are asked for before the first is waited for.
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) keep(numbers[i]);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const bool is_inside = uint64_t(numbers[i]) < uint64_t(p.rows);
+        Octet<Element> found[1];
+        typename Source::template Reader<kWidth> reader(p.source, {p.rows, num_cols}, is_inside ? numbers[i] : 0, col, cols);
+        reader.read({0, is_inside}, found);
+#pragma unroll
+        for (int w = 0; w < kPatch / Element::kPerWord; ++w) words[i][w] = is_inside ? found[0][w] : 0;
+      }
+      index += kRows;
+    }
+
+   private:
+    TE_DIST_INLINE void keep(int32_t& number) { asm volatile("" : "+r"(number)); }
+    TE_DIST_INLINE void keep(int64_t& number) { asm volatile("" : "+l"(number)); }
+  };
+};
+
 // Another source, whose columns are summed over each panel of 128 rows as they pass, in fp32. Every column is summed from
 // row to row over 8 rows; two such sums are added; eight of those are added from top to bottom, to +0.
 template <class Source>
