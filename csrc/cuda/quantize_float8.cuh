@@ -3,20 +3,22 @@
 
 #include "common/codes.cuh"
 #include "common/overlap.cuh"
+#include "common/panels.cuh"
 #include "common/source.cuh"
 
 namespace te_dist::cuda {
 
-// Where the multiplier of a whole tensor comes from: it is known, or follows from the largest of some amaxes.
+// Where the multiplier of a whole tensor comes from: it is known, or follows from the largest of some amaxes. Of groups:
+// from one for all of them, or from that of each.
 struct TensorScale {
   const float* multiplier;  // null where it is not known
   const float* amaxes;      // written by the kernel in front
-  int64_t count;
+  int64_t count;            // of the amaxes; of groups, of the multipliers as well: one, or as many as groups
   float* amax;  // beside a known one: raised to the largest magnitude where it is not null
 };
 
 // kLoad, kRowStore, kColStore: bytes that can be read and written at a time.
-template <class Source, class Code, Share kRow, Share kCol, int kLoad, int kRowStore, int kColStore>
+template <class Source, class Code, Share kRow, Share kCol, int kLoad, int kRowStore, int kColStore, class Panels>
 struct QuantizeFloat8 {
   using Element = typename Source::Element;
   static constexpr int kThreads = kPanelThreads;
@@ -28,13 +30,13 @@ struct QuantizeFloat8 {
   struct Params {
     typename Source::Params source;
     Extents extents;
-    Phase phase;
+    Panels panels;
     const uint32_t* noop;
     TensorScale tensor;  // of kTensor
     float eps;
     int32_t pow2;
     BlockOutput<float> row;  // data (rows, cols)
-    BlockOutput<float> col;  // data (cols, rows)
+    BlockOutput<float> col;  // data (cols, rows), of groups (cols, rows of all tiles)
   };
 
   struct Shared {
@@ -47,6 +49,7 @@ struct QuantizeFloat8 {
   using Rows = SharedOut<16, 8, 4, 2>;
 
   const Params& p;
+  const View view;
   const Place place;
   Shared& shared;
   Patch<Element> patch;
@@ -69,12 +72,31 @@ struct QuantizeFloat8 {
 
   // Amaxes come late: the matrix, which the kernel in front does not write, is read meanwhile.
   TE_DIST_DEVICE float tensor_scale() {
+    if (Panels::kIsGrouped) return group_scale(own_scale());
     if (p.tensor.multiplier) return *p.tensor.multiplier;
     wait_for_previous();
     if (p.tensor.count == 1) return scale_from_amax(*p.tensor.amaxes, rule(kFloatMax));
     float amax = 0.0f;
     for (int i = threadIdx.x; i < p.tensor.count; i += kThreads) amax = fmaxf(amax, __ldcg(p.tensor.amaxes + i));
     return scale_from_amax(largest_of_block(amax, shared.of_warps), rule(kFloatMax));
+  }
+
+  // Which of the multipliers of groups is this panel's.
+  TE_DIST_DEVICE int own_scale() const { return p.tensor.count == 1 ? 0 : view.group; }
+
+  TE_DIST_DEVICE float group_scale(int index) const {
+    if (p.tensor.multiplier) return p.tensor.multiplier[index];
+    wait_for_previous();
+    return scale_from_amax(p.tensor.amaxes[index], rule(kFloatMax));
+  }
+
+  // Those of empty groups too, which no panel belongs to.
+  TE_DIST_DEVICE void write_group_scales() const {
+    for (int i = threadIdx.x; i < p.tensor.count; i += kThreads) {
+      const float inverse = 1.0f / group_scale(i);
+      if (p.row.scale.data) p.row.scale.data[i] = inverse;
+      if (p.col.scale.data) p.col.scale.data[i] = inverse;
+    }
   }
 
   TE_DIST_DEVICE void write_tensor_scale(float multiplier) const {
@@ -157,11 +179,12 @@ struct QuantizeFloat8 {
 
   TE_DIST_DEVICE void write_transposed() const {
     const int chunk = threadIdx.x % 8, first_col = threadIdx.x / 8, step = kThreads / 8;
-    const int64_t row = place.first_row() + chunk * 16, col = place.first_col() + first_col;
-    const Inside rows = Inside::of(row, 16, place.extents.rows);
-    char* first = reinterpret_cast<char*>(p.col.data) + col * place.extents.rows + row;
+    const int64_t pitch = p.panels.col_rows(place.extents);
+    const int64_t row = Panels::col_row(view, place.first_row()) + chunk * 16, col = place.first_col() + first_col;
+    const Inside rows = Inside::of(row, 16, pitch);
+    char* first = reinterpret_cast<char*>(p.col.data) + col * pitch + row;
 #pragma unroll
-    for (int i = 0; i < kPanel / step; ++i, first += step * place.extents.rows) {
+    for (int i = 0; i < kPanel / step; ++i, first += step * pitch) {
       const uint4 v = *reinterpret_cast<const uint4*>(&shared.transposed[position(first_col + i * step, chunk)]);
       const uint32_t codes[4] = {v.x, v.y, v.z, v.w};
       const bool is_inside = col + i * step >= 0 && col + i * step < place.extents.cols;
@@ -170,7 +193,7 @@ struct QuantizeFloat8 {
   }
 
   TE_DIST_DEVICE void quantize() {
-    load_patch<Source, kLoad>(p.source, place, patch);
+    load_patch<Source, kLoad, Panels::kIsGrouped>(p.source, place, patch);
     float by_row = 0.0f, by_col = 0.0f, recorded = 0.0f;  // multipliers of what is no run, amax of the panel
     if constexpr (kCol == Share::kRun) patch.share_col_amax(place, shared.columns);
     if constexpr (kHasSquare) {
@@ -183,7 +206,7 @@ struct QuantizeFloat8 {
     if constexpr (kIsTensor) {
       if (p.tensor.amax) recorded = largest_of_block(patch.amax(), shared.of_warps);
       by_row = by_col = tensor_scale();
-      write_tensor_scale(by_row);
+      if constexpr (!Panels::kIsGrouped) write_tensor_scale(by_row);
     }
     if constexpr (kCol == Share::kRun) scale_columns();
     write_rows(by_row);
@@ -195,14 +218,21 @@ struct QuantizeFloat8 {
       write_transposed();
     }
     if constexpr (kIsTensor) {
-      if (p.tensor.amax && threadIdx.x == 0) raise_amax(p.tensor.amax, recorded);
+      const int index = Panels::kIsGrouped ? own_scale() : 0;
+      if (p.tensor.amax && threadIdx.x == 0) raise_amax(p.tensor.amax + index, recorded);
     }
   }
 
   TE_DIST_INLINE void run(const Params& p, int64_t panel) {
     if (is_set(p.noop)) return;
     __shared__ Shared shared;
-    QuantizeFloat8{p, Place::of(p.extents, p.phase, panel), shared, {}}.quantize();
+    const View view = p.panels.view(p.extents, panel);
+    QuantizeFloat8 self{p, view, Place::of(view.extents, view.phase, panel), shared, {}};
+    if constexpr (Panels::kIsGrouped) {
+      if (kIsTensor && panel == 0) self.write_group_scales();
+      if (self.place.first_row() >= view.extents.rows) return;  // there are blocks for as many panels as there may be
+    }
+    self.quantize();
   }
 
   // A tensor whose amax has just been found is walked backwards: its end is still in the L2 cache.

@@ -10,6 +10,7 @@ from te_dist.kernels.evaluation import evaluate, panel_sums, rms_rstd
 from te_dist.kernels.gemm import gemm_float8_block
 from te_dist.kernels.gemm_decoded import gemm_decoded
 from te_dist.kernels.grouped_gemm import group_table, grouped_gemm_float8_block, grouped_wgrad_float8_block
+from te_dist.kernels.grouped_quantize import group_sums, grouped_quantize_float8_block
 from te_dist.kernels.movement import assemble, hadamard, transpose
 from te_dist.kernels.quantize import (
     direction_amax,
@@ -30,8 +31,10 @@ __all__ = [
     "evaluate",
     "gemm_decoded",
     "gemm_float8_block",
+    "group_sums",
     "group_table",
     "grouped_gemm_float8_block",
+    "grouped_quantize_float8_block",
     "grouped_wgrad_float8_block",
     "hadamard",
     "panel_sums",

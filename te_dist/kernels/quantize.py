@@ -22,6 +22,7 @@ from te_dist.kernels.arguments import (
     pointer,
 )
 from te_dist.kernels.inputs import Input, Source, layout, read
+from te_dist.kernels.panels import ONE_MATRIX, Panels
 from te_dist.kernels.runtime import launch
 from te_dist.kernels.spec import Spec
 from te_dist.kernels.task import Task, Widths, start
@@ -35,15 +36,13 @@ def _output_layout(name: str) -> str:
     return f"{plane_layout(f'{name}.amax')} {name}.data:P {plane_layout(f'{name}.scale')}"
 
 
-def _output(amax: Tensor | None, data: Tensor | None, scale: Tensor | None) -> tuple[int, ...]:
+def output(amax: Tensor | None, data: Tensor | None, scale: Tensor | None) -> tuple[int, ...]:
     """Values of a `BlockOutput`."""
     return (*plane(amax), pointer(data), *plane(scale))
 
 
 _OUTPUTS = f"{_output_layout('row')} {_output_layout('col')}"
-_FLOAT8 = (
-    f"{EXTENTS} {PHASE} noop:P tensor.multiplier:P tensor.amaxes:P tensor.count:q tensor.amax:P eps:f pow2:i {_OUTPUTS}"
-)
+_TENSOR_SCALE = "tensor.multiplier:P tensor.amaxes:P tensor.count:q tensor.amax:P"
 _MXFP8 = f"{EXTENTS} {PHASE} noop:P {_OUTPUTS}"
 _PANEL_GRID = "grid.across:I grid.reciprocal:I"
 _NVFP4 = (
@@ -53,22 +52,24 @@ _NVFP4 = (
 _DIRECTION_AMAX = f"{EXTENTS} {_PANEL_GRID} sign_mask:I row_amax:P col_amax:P"
 
 
-def _share(tile: Pair, data: Tensor | None) -> str:
+def share(tile: Pair, data: Tensor | None) -> str:
+    """What shares a scale in a direction."""
     if data is None:
         return _ABSENT
     return _RUN if 1 in tile else _SQUARE
 
 
-def _is_idle(x: Input, *data: Tensor | None) -> bool:
+def is_idle(x: Input, *data: Tensor | None) -> bool:
     """Whether there is nothing to write."""
     return x.numel() == 0 or all(tensor is None for tensor in data)
 
 
 @cache
-def float8(source: Source, widths: Widths, *, code: str, shares: tuple[str, str]) -> Spec:
+def float8(source: Source, widths: Widths, *, code: str, shares: tuple[str, str], panels: Panels = ONE_MATRIX) -> Spec:
     """Spec of an FP8 quantizer. `widths`: bytes read, written to row data, written to column data at a time."""
-    constants = ", ".join((source.template, code, *shares, *map(str, widths)))
-    return Spec("quantize_float8.cuh", f"QuantizeFloat8<{constants}>", layout(source, _FLOAT8))
+    constants = ", ".join((source.template, code, *shares, *map(str, widths), panels.template))
+    fields = f"{EXTENTS} {panels.fields} noop:P {_TENSOR_SCALE} eps:f pow2:i {_OUTPUTS}"
+    return Spec("quantize_float8.cuh", f"QuantizeFloat8<{constants}>", layout(source, fields))
 
 
 def _float8(x: Input, phase: Pair, shares: tuple[str, str], *rest: object) -> Task:
@@ -89,7 +90,7 @@ def _cast_task(x: Input, fp8: str, rule: tuple[int | float, ...], outputs: Seque
     """A cast by one scale; `rule`: noop, where the scale comes from, eps and pow2, as parameters of the kernel."""
     row_data, row_scale, col_data, col_scale = outputs
     shares = tuple(_ABSENT if data is None else _TENSOR for data in (row_data, col_data))
-    written = (*_output(None, row_data, row_scale), *_output(None, col_data, col_scale))
+    written = (*output(None, row_data, row_scale), *output(None, col_data, col_scale))
     return _float8(x, (0, 0), shares, fp8, row_data, col_data, (*rule, *written))
 
 
@@ -132,10 +133,10 @@ def float8_block_task(
 ) -> Task | None:
     """What quantize_float8_block launches; `rest`: tile, amax, data and scale of both directions, and noop."""
     row_tile, row_amax, row_data, row_scale, col_tile, col_amax, col_data, col_scale, noop = rest
-    if _is_idle(x, row_data, col_data):
+    if is_idle(x, row_data, col_data):
         return None
-    shares = (_share(row_tile, row_data), _share(col_tile, col_data))
-    outputs = (*_output(row_amax, row_data, row_scale), *_output(col_amax, col_data, col_scale))
+    shares = (share(row_tile, row_data), share(col_tile, col_data))
+    outputs = (*output(row_amax, row_data, row_scale), *output(col_amax, col_data, col_scale))
     rule = (pointer(noop), 0, 0, 0, 0, eps, pow2, *outputs)
     return _float8(x, phase_in(BLOCK_TILE, phase), shares, fp8, row_data, col_data, rule)
 
@@ -155,13 +156,13 @@ def mxfp8(source: Source, widths: Widths, *, code: str, shares: tuple[str, str])
 def mxfp8_task(x: Input, phase: Pair, fp8: str, *rest: Pair | Tensor | None) -> Task | None:
     """What quantize_mxfp8 launches."""
     row_tile, row_amax, row_data, row_scale, col_tile, col_amax, col_data, col_scale, noop = rest
-    if _is_idle(x, row_data, col_data):
+    if is_idle(x, row_data, col_data):
         return None
     phase = phase_in(MX_TILE, phase)
     store = access_bytes(8, pointer(row_data), pointer(col_data), x.shape[1], phase[1])
     widths = (x.load_bytes(phase[1]), store, _scale_store_bytes(row_scale))
-    kernel = partial(mxfp8, code=CODES[fp8], shares=(_share(row_tile, row_data), _share(col_tile, col_data)))
-    outputs = (*_output(row_amax, row_data, row_scale), *_output(col_amax, col_data, col_scale))
+    kernel = partial(mxfp8, code=CODES[fp8], shares=(share(row_tile, row_data), share(col_tile, col_data)))
+    outputs = (*output(row_amax, row_data, row_scale), *output(col_amax, col_data, col_scale))
     blocks = blocks_for(x.shape, PANEL, phase)
     values = (*x.shape, *phase, pointer(noop), *outputs)
     return Task(x, kernel, widths, (x.element_size(), 1, 1), blocks, values)
@@ -216,7 +217,7 @@ def direction_amax(x: Tensor, source: str, beside: Sequence[Tensor], *rest: obje
     outputs = [out for out in (row_amax, col_amax) if out is not None]
     for out in outputs:
         launch(ZERO, out, (1, 1), (out.data_ptr(), 1))
-    if _is_idle(matrix, *outputs):
+    if is_idle(matrix, *outputs):
         return
     kernel = partial(direction_amaxes, transforms=_as_cpp(hadamard is not None))
     values = (*matrix.shape, *_panel_grid(matrix, (0, 0)), hadamard or 0, pointer(row_amax), pointer(col_amax))
@@ -250,7 +251,7 @@ def nvfp4_task(
     *planes, rng_state, noop = rest
     (row_tile, row_tensor_amax, row_amax, row_data, row_scale) = planes[:5]
     (col_tile, col_tensor_amax, col_amax, col_data, col_scale) = planes[5:]
-    if _is_idle(x, row_data, col_data):
+    if is_idle(x, row_data, col_data):
         return None
     phase = phase_in(NVFP4_TILE, phase)
     rows, cols = x.shape
@@ -265,13 +266,13 @@ def nvfp4_task(
     if rng_state is not None:
         rounding = "kStochastic" if phase[1] or cols % NVFP4_TILE[1] else "kStochasticAligned"
     of_columns = 2 if rng_state is not None and rng_state.dim() == 2 else 0
-    shares = (_share(row_tile, row_data), _share(col_tile, col_data))
+    shares = (share(row_tile, row_data), share(col_tile, col_data))
     per_row = row_tensor_amax is not None and row_tensor_amax.shape[0] > 1
     flags = (per_row, hadamard is not None and col_data is not None)
     rule = (rounding, _FOUR_OVER_SIX[four_over_six], *map(_as_cpp, flags))
     kernel = partial(nvfp4, rule=rule, shares=shares)
     amaxes = (*plane(row_tensor_amax), *plane(col_tensor_amax))
-    outputs = (*_output(row_amax, row_data, row_scale), *_output(col_amax, col_data, col_scale))
+    outputs = (*output(row_amax, row_data, row_scale), *output(col_amax, col_data, col_scale))
     options = (pointer(noop), *_panel_grid(x, phase), e4m3_max, hadamard or 0, of_columns, pointer(rng_state))
     values = (*x.shape, *phase, *options, *amaxes, *outputs)
     return Task(x, kernel, widths, (x.element_size(), 1, 1, 0, 0), blocks_for(x.shape, PANEL, phase), values)

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from te_dist.kernels import amax, dequantize, evaluation, gemm, grouped_gemm, movement, quantize
+from te_dist.kernels import amax, dequantize, evaluation, gemm, grouped_gemm, grouped_quantize, movement, quantize
 from te_dist.kernels.gemm_decoded import WIDTHS, decoded
 from te_dist.kernels.gemm_decoded import source as coded
 from te_dist.kernels.inputs import adam, gathered, plain, rms_norm, summed, swiglu, swiglu_gradient
 from te_dist.kernels.multi_adam import ADVANCE
 from te_dist.kernels.multi_tensor import multi_tensor, reading
+from te_dist.kernels.panels import GROUPED_ROWS
 from te_dist.kernels.spec import Spec
 
 _BYTES = {"BFloat16": 2, "Float16": 2, "Float32": 4}
@@ -67,6 +68,17 @@ def fused(element: str) -> Iterator[Spec]:
         yield evaluation.values(source, (16, 16))
     yield evaluation.values(summed(plain(element)), (16, 0))
     yield evaluation.rstd(plain(element), 16)
+
+
+def grouped_quantizers(element: str) -> Iterator[Spec]:
+    """Of groups of rows of one type, and what is computed in front of them."""
+    source, wide, narrow = plain(element), (16, 8, 16), (_BYTES[element], 1, 1)
+    for code, shares in product(_CODES, _BLOCK_SHARES):
+        yield quantize.float8(source, wide, code=code, shares=shares, panels=GROUPED_ROWS)
+    yield quantize.float8(source, narrow, code="E4M3", shares=(_RUN, _RUN), panels=GROUPED_ROWS)
+    computed = (swiglu(element), swiglu_gradient(element), rms_norm(element, element, "false"))
+    for source in (*computed, summed(plain(element)), summed(swiglu_gradient(element))):
+        yield quantize.float8(source, wide, code="E4M3", shares=(_RUN, _RUN), panels=GROUPED_ROWS)
 
 
 def products(out: str) -> Iterator[Spec]:
@@ -140,10 +152,11 @@ def movers() -> Iterator[Spec]:
     yield from (movement.copies(width) for width in (16, 4, 1))
     yield amax.ZERO
     yield from map(grouped_gemm.find_groups, ("int32_t", "int64_t"))
+    yield grouped_quantize.SUMS
 
 
 def variants(*elements: str) -> list[Spec]:
     """All of them, for inputs and outputs of the named types (all by default)."""
-    families = (quantizers, fused, products, dequantizers, updaters)
+    families = (quantizers, fused, grouped_quantizers, products, dequantizers, updaters)
     typed = (spec for name in elements or _BYTES for family in families for spec in family(name))
     return [*movers(), *requantizers(), *decoded_products(), *typed]

@@ -11,8 +11,10 @@ from te_dist.ops.direction_amax import direction_amax
 from te_dist.ops.evaluate import evaluate
 from te_dist.ops.gemm_decoded import gemm_decoded
 from te_dist.ops.gemm_float8_block import gemm_float8_block
+from te_dist.ops.group_sums import group_sums
 from te_dist.ops.group_table import group_table
 from te_dist.ops.grouped_gemm_float8_block import grouped_gemm_float8_block
+from te_dist.ops.grouped_quantize_float8_block import grouped_quantize_float8_block
 from te_dist.ops.grouped_wgrad_float8_block import grouped_wgrad_float8_block
 from te_dist.ops.hadamard import hadamard
 from te_dist.ops.panel_sums import panel_sums
@@ -34,8 +36,10 @@ __all__ = [
     "evaluate",
     "gemm_decoded",
     "gemm_float8_block",
+    "group_sums",
     "group_table",
     "grouped_gemm_float8_block",
+    "grouped_quantize_float8_block",
     "grouped_wgrad_float8_block",
     "hadamard",
     "panel_sums",

@@ -7,8 +7,16 @@ from torch import Tensor
 
 from te_dist import kernels
 from te_dist.kernels.grouped_gemm import HEIGHTS
+from te_dist.kernels.panels import tiles_at_most
 from te_dist.ops._checks import check_output, check_packed
 from te_dist.ops._library import register
+
+TILE = 128
+
+
+def padded_rows(rows: int, groups: int) -> int:
+    """Rows that are enough for groups of any sizes of a matrix of `rows`, if each begins at a tile of 128."""
+    return TILE * tiles_at_most(rows, groups)
 
 
 def group_table(ends: Tensor, *, rows: int, out: Tensor) -> None:

@@ -18,6 +18,7 @@ from te_dist.ops.gemm_decoded import Coded
 from te_dist.ops.quantize_float8_current import WORKSPACE
 from te_dist.ops.source import Source, Summed, sums_shape
 from tests.codecs.kernel_inputs import matrix, scale_view
+from tests.ops import grouped_quantize
 from tests.ops.groups import RUN, SQUARE, Operand, group_ends, table_of
 from tests.ops.sources import cases
 
@@ -91,6 +92,7 @@ def calls() -> Iterator[Call]:
     yield from products_of_blocks()
     yield from products_by_decoding()
     yield from groups()
+    yield from grouped_quantizers()
 
 
 def amaxes() -> Iterator[Call]:
@@ -322,3 +324,19 @@ def groups() -> Iterator[Call]:
         inputs |= dict(accumulate=dtype == torch.float32)
         out = shifted(torch.zeros(len(sizes) * 130, 70, dtype=dtype), int(square))
         yield Call(f"sums {name}", ops.grouped_wgrad_float8_block, inputs, dict(out=out), is_exact=False)
+
+
+def grouped_quantizers() -> Iterator[Call]:
+    """Of aligned and ragged groups, of none, with rows and tiles behind the last."""
+    for (routing, sizes), dtype in product(grouped_quantize.ROUTINGS.items(), DTYPES):
+        rows, table = grouped_quantize.routed(sizes)
+        for codec, cols in product(grouped_quantize.CODECS, (272, 131)):
+            name, shift = f"{codec.name} {routing} {cols} {dtype}", cols % 2
+            outputs = {
+                key: shifted(tensor.zero_(), shift) for key, tensor in codec.outputs(rows, cols, len(sizes)).items()
+            }
+            x = shifted(matrix("wide", (rows, cols), dtype), shift)
+            yield Call(name, codec.op, dict(x=x, table=table, **codec.rule), outputs)
+        sums = matrix("normal", (int(table[1, -1]) + 1, 70), torch.float32)
+        out = torch.zeros(len(sizes), 70)
+        yield Call(f"sums {routing} {dtype}", ops.group_sums, dict(sums=sums, table=table), dict(out=out))

@@ -65,6 +65,15 @@ struct Patch {
     }
   }
 
+  // Other rows become zeros.
+  TE_DIST_DEVICE void keep_rows(const Inside& rows) {
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) words[i][w] = rows.has(i) ? words[i][w] : 0;
+    }
+  }
+
   TE_DIST_DEVICE float value(int row, int col) const {
     return Element::value(words[row][col / Element::kPerWord], col % Element::kPerWord);
   }

@@ -314,12 +314,13 @@ struct Summed {
   }
 };
 
-// Reads a patch. What lies outside of the matrix is zero.
-template <class Source, int kWidth>
+// Reads a patch. What lies outside of the matrix is zero; where it is padded, even if a source makes more of zeros.
+template <class Source, int kWidth, bool kIsPadded = false>
 TE_DIST_INLINE void load_patch(const typename Source::Params& p, const Place& place,
                                Patch<typename Source::Element>& patch) {
   typename Source::template Reader<kWidth> reader(p, place.extents, place.row, place.col, place.cols);
   reader.read(place.rows, patch.words);
+  if constexpr (kIsPadded && Source::kIsComputed) patch.keep_rows(place.rows);
   if constexpr (Source::kHasSums) Source::sum(p, place, patch);
 }
 

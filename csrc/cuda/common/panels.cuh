@@ -1,0 +1,45 @@
+// Where the panels of a matrix lie, and where in an output what is written by columns goes. The rows are those of one
+// matrix, or of groups: a panel has rows of one group alone, so that nothing which is shared or found is of two.
+#pragma once
+
+#include "patch.cuh"
+#include "tiles.cuh"
+
+namespace te_dist::cuda {
+
+// The matrix that a panel is part of: it ends where the rows of the panel's group do.
+struct View {
+  Extents extents;
+  Phase phase;  // panels begin so much before the matrix
+  int group;
+};
+
+struct OneMatrix {
+  static constexpr bool kIsGrouped = false;
+
+  Phase phase;
+
+  TE_DIST_DEVICE View view(const Extents& extents, int64_t) const { return {extents, phase, 0}; }
+  TE_DIST_DEVICE int64_t col_rows(const Extents& extents) const { return extents.rows; }
+  TE_DIST_INLINE int64_t col_row(const View&, int64_t row) { return row; }
+};
+
+// Panels are counted as the tiles of a table. What is written by columns begins, for every group, at a tile of its own.
+struct GroupedRows {
+  static constexpr bool kIsGrouped = true;
+
+  GroupTable table;  // its tiles those of kPanel rows
+  int64_t padded_rows;
+
+  TE_DIST_DEVICE View view(const Extents& extents, int64_t panel) const {
+    const int group = table.group_of(int(panel) / int(panels_along(extents.cols)));
+    const int64_t begin = __ldg(table.begins + group), end = __ldg(table.begins + group + 1);
+    return {{end, extents.cols}, {int64_t(__ldg(table.tiles + group)) * kPanel - begin, 0}, group};
+  }
+
+  // How many rows an output by columns has, and which of them a row of the matrix becomes.
+  TE_DIST_DEVICE int64_t col_rows(const Extents&) const { return padded_rows; }
+  TE_DIST_INLINE int64_t col_row(const View& view, int64_t row) { return row + view.phase.row; }
+};
+
+}  // namespace te_dist::cuda

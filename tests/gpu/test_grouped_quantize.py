@@ -1,0 +1,63 @@
+"""Quantizers of groups of rows on the GPU against those on the CPU, byte by byte, what must not be written included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from te_dist import ops
+from te_dist.kernels.panels import tiles_at_most
+from te_dist.ops.source import Summed
+from tests.codecs.kernel_inputs import DTYPES, KINDS, matrix
+from tests.gpu.twins import check_twins, shifted
+from tests.ops.grouped_quantize import CODECS, ROUTINGS, GroupCodec, routed
+from tests.ops.sources import cases
+
+pytestmark = pytest.mark.gpu
+
+MANY = {"thousand": [3, 0, 70, 1] * 300, "skewed": [1, 3000, 2, 0, 640]}
+PLACES = [(384, 0), (200, 0), (131, 1), (1, 0), (258, 1)]  # columns, elements in front of every matrix
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_bytes_of_the_cpu(codec: GroupCodec):
+    for routing, sizes in (ROUTINGS | MANY).items():
+        rows, table = routed(sizes)
+        for (cols, shift), dtype in zip(PLACES, (*DTYPES, torch.bfloat16, torch.bfloat16), strict=True):
+            outputs = {key: shifted(tensor, shift) for key, tensor in codec.outputs(rows, cols, len(sizes)).items()}
+            x = shifted(matrix("wide", (rows, cols), dtype), shift)
+            check_twins(codec.op, outputs, f"{routing}, {cols}, {dtype}", x=x, table=table, **codec.rule)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_sources_and_sums(codec: GroupCodec):
+    for kind in KINDS:
+        sizes = ROUTINGS["ragged"]
+        rows, table = routed(sizes)
+        for cols in (256, 70):
+            for case in cases((rows, cols), torch.bfloat16, kind):
+                outputs = codec.outputs(rows, cols, len(sizes))
+                outputs["sums"] = torch.empty(tiles_at_most(rows, len(sizes)), cols)
+
+                def of_tensors(case=case, **arguments):
+                    source = case.make(**{name: arguments.pop(name) for name in case.tensors})
+                    codec.op(Summed(source, arguments.pop("sums")), **arguments)
+
+                check_twins(of_tensors, outputs, f"{case.name}, {cols}", **case.tensors, table=table, **codec.rule)
+
+
+@pytest.mark.parametrize(
+    "sizes", [*(ROUTINGS | MANY).values(), [128 * 128 * 9 + 1, 0, 40000]], ids=lambda s: str(sum(s))
+)
+def test_sums_of_groups(sizes):
+    rows, table = routed(sizes)
+    sums = matrix("normal", (tiles_at_most(rows, len(sizes)), 300), torch.float32)
+    check_twins(ops.group_sums, {"out": torch.empty(len(sizes), 300)}, str(sizes[:4]), sums=sums, table=table)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_nothing_is_written_where_a_flag_is_set(codec: GroupCodec):
+    rows, table = routed(ROUTINGS["ragged"])
+    x, noop = matrix("normal", (rows, 256), torch.bfloat16), torch.ones(1, dtype=torch.int32)
+    outputs = codec.outputs(rows, 256, len(ROUTINGS["ragged"]))
+    check_twins(codec.op, outputs, codec.name, x=x, table=table, noop=noop, **codec.rule)

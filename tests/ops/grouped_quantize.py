@@ -1,0 +1,129 @@
+"""Quantizers of groups of rows: routings, outputs, and what the quantizers of matrices make of each group alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_dist import ops
+from te_dist.ops.group_table import padded_rows
+from te_dist.testing import assert_bitwise
+
+Pair = tuple[int, int]
+Tensors = dict[str, Tensor]
+
+POISON, SPARE_ROWS = 77, 9  # rows behind the last group
+# Whole tiles, ragged and empty groups, one, none with rows, more groups than a warp has lanes.
+ROUTINGS = {
+    "aligned": [128, 384, 256],
+    "ragged": [0, 5, 0, 300, 1, 64, 0],
+    "one": [270],
+    "empty": [0, 0],
+    "many": [3, 0, 70, 1] * 12,
+}
+
+
+class Part(NamedTuple):
+    """Where an output has what is a group's: along `dim`, `per_tile` for each of its tiles; 0: one for each row."""
+
+    dim: int
+    per_tile: int = 0
+
+
+class GroupCodec(NamedTuple):
+    """A quantizer of groups, and that of a matrix.
+
+    Attributes:
+        rule: keywords of the first.
+        parts: of its outputs.
+        make: outputs, by (rows, columns, padded rows), laid out for groups.
+        alone: quantizes a matrix into outputs made for its rows, without padding.
+    """
+
+    name: str
+    op: Callable[..., None]
+    rule: dict[str, Any]
+    parts: dict[str, Part]
+    make: Callable[[int, int, int], Tensors]
+    alone: Callable[[Tensor, Tensors], None]
+
+    def outputs(self, rows: int, cols: int, groups: int) -> Tensors:
+        """Outputs of the quantizer of groups, with room for more than there may be."""
+        return self.make(rows, cols, padded_rows(rows, groups) + 128)
+
+    def want(self, x: Tensor, sizes: list[int]) -> Tensors:
+        """What each group alone becomes, between what is poisoned; codes behind its last row are zero."""
+        want = self.outputs(x.shape[0], x.shape[1], len(sizes))
+        poison(want)
+        begin = tile = 0
+        for size in filter(None, sizes):
+            found, tiles = self.make(size, x.shape[1], size), -(-size // 128)
+            self.alone(x[begin : begin + size], found)
+            for key, part in self.parts.items():
+                first, length = (part.per_tile * tile, part.per_tile * tiles) if part.per_tile else (begin, size)
+                place = want[key].narrow(part.dim, first, length)
+                place.zero_()
+                place.narrow(part.dim, 0, found[key].shape[part.dim]).copy_(found[key])
+            begin, tile = begin + size, tile + tiles
+        return want
+
+
+def poison(outputs: Tensors) -> None:
+    """Fills them with what nothing writes."""
+    for tensor in outputs.values():
+        tensor.fill_(POISON)
+
+
+def routed(sizes: list[int]) -> tuple[int, Tensor]:
+    """(rows of a matrix with such groups, table)."""
+    rows = sum(sizes) + SPARE_ROWS
+    table = torch.full((4, len(sizes) + 1), -1, dtype=torch.int32)
+    ops.group_table(torch.tensor(sizes).cumsum(0), rows=rows, out=table)
+    return rows, table
+
+
+def check(got: Tensors, want: Tensors, name: str) -> None:
+    """Every byte, what nothing may write included."""
+    for key, tensor in want.items():
+        assert_bitwise(got[key], tensor, f"{key} of {name}")
+
+
+def codes(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.uint8)
+
+
+def block(tiles: dict[str, Pair], fp8: str = "e4m3", pow2: bool = False) -> GroupCodec:
+    """FP8 blocks; `tiles`: of the directions that are written."""
+    parts, rule = {}, dict(fp8=fp8, pow2=pow2, eps=0.0) | {f"{side}_tile": tile for side, tile in tiles.items()}
+    for side, tile in tiles.items():
+        parts[f"{side}_data"] = Part(0) if side == "row" else Part(1, 128)
+        parts[f"{side}_scale"] = Part(1) if tile == (1, 128) else Part(0, 1)
+
+    def make(rows: int, cols: int, padded: int) -> Tensors:
+        across, down = -(-cols // 128), -(-padded // 128)
+        found = {"row_data": codes(rows, cols), "col_data": codes(cols, padded)}
+        grids = {(1, 128): (across, rows), (128, 1): (down, cols), (128, 128): (down, across)}
+        found |= {f"{side}_scale": torch.empty(grids[tile]) for side, tile in tiles.items()}
+        return {key: found[key] for key in parts}
+
+    def alone(x: Tensor, found: Tensors) -> None:
+        planes = dict(found)
+        if tiles.get("row") == (1, 128):
+            planes["row_scale"] = found["row_scale"].t()
+        ops.quantize_float8_block(x, phase=(0, 0), **rule, **planes)
+
+    return GroupCodec(f"block {rule}", ops.grouped_quantize_float8_block, rule, parts, make, alone)
+
+
+RUNS, SQUARES = {"row": (1, 128), "col": (128, 1)}, {"row": (128, 128), "col": (128, 128)}
+CODECS = [
+    block(RUNS),
+    block(RUNS, "e5m2", pow2=True),
+    block({"row": RUNS["row"]}),
+    block({"col": RUNS["col"]}, pow2=True),
+    block(SQUARES),
+    block({"row": RUNS["row"], "col": SQUARES["col"]}),
+]

@@ -1,0 +1,111 @@
+"""Quantizers of groups of rows, on CPU tensors, against the quantizers of matrices on each group alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from te_dist import ops
+from te_dist.kernels.panels import tiles_at_most
+from te_dist.ops.group_table import padded_rows
+from te_dist.ops.panel_sums import column_sums, panel_sums
+from te_dist.ops.source import Summed, sums_shape
+from te_dist.testing import assert_bitwise
+from tests.codecs.kernel_inputs import matrix
+from tests.ops.grouped_quantize import CODECS, ROUTINGS, RUNS, GroupCodec, block, check, poison, routed
+from tests.ops.sources import cases
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_every_group_as_if_it_were_alone(codec: GroupCodec, routing):
+    sizes = ROUTINGS[routing]
+    rows, table = routed(sizes)
+    for dtype, cols in ((torch.bfloat16, 272), (torch.float32, 96)):
+        x = matrix("wide", (rows, cols), dtype)
+        outputs = codec.outputs(rows, cols, len(sizes))
+        poison(outputs)
+        codec.op(x, table=table, **codec.rule, **outputs)
+        check(outputs, codec.want(x, sizes), f"{codec.name}, {routing}, {dtype}")
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_sources_are_computed_and_summed_in_front(codec: GroupCodec):
+    sizes = ROUTINGS["ragged"]
+    rows, table = routed(sizes)
+    for case in cases((rows, 160), torch.bfloat16, "normal"):
+        x = torch.empty(rows, 160, dtype=torch.bfloat16)
+        ops.evaluate(case.source, out=x)
+        outputs, sums = (
+            codec.outputs(rows, 160, len(sizes)),
+            torch.full((padded_rows(rows, len(sizes)) // 128, 160), 7.0),
+        )
+        poison(outputs)
+        codec.op(Summed(case.source, sums), table=table, **codec.rule, **outputs)
+        check(outputs, codec.want(x, sizes), f"{codec.name} of {case.name}")
+        begin = tile = 0
+        for size in sizes:
+            part = x[begin : begin + size]
+            want = torch.empty(sums_shape(part))
+            panel_sums(part, out=want)
+            assert_bitwise(sums[tile : tile + len(want)], want, f"sums of {case.name}")
+            begin, tile = begin + size, tile + len(want)
+        assert (sums[tile:] == 7.0).all()
+
+
+@pytest.mark.parametrize(
+    "sizes", [*ROUTINGS.values(), [128 * 128 * 9 + 1, 0, 40000]], ids=lambda sizes: str(sum(sizes))
+)
+def test_sums_of_groups_are_those_of_each_alone(sizes):
+    rows, table = routed(sizes)
+    x = torch.randn(rows, 12)
+    panels = tiles_at_most(rows, len(sizes))
+    codec, sums, out = block({"row": RUNS["row"]}), torch.full((panels, 12), 7.0), torch.full((len(sizes), 12), 7.0)
+    codec.op(Summed(x, sums), table=table, **codec.rule, **codec.outputs(rows, 12, len(sizes)))
+    ops.group_sums(sums, table=table, out=out)
+    begin = 0
+    for size, got in zip(sizes, out, strict=True):
+        part = x[begin : begin + size]
+        want = torch.empty(sums_shape(part))
+        panel_sums(part, out=want)
+        assert_bitwise(got, column_sums(want), f"group of {size}")
+        assert ((got - part.double().sum(0)).abs() <= 2**-18 * part.double().abs().sum(0)).all()
+        begin += size
+
+
+def test_groups_need_so_many_tiles_at_most():
+    most = [[-(-rows // 128) for rows in range(400)]]
+    for _ in range(4):
+        most.append([max(most[-1][rows - last] + most[0][last] for last in range(rows + 1)) for rows in range(400)])
+    for groups, by_rows in enumerate(most, 1):
+        assert [tiles_at_most(rows, groups) for rows in range(400)] == by_rows
+
+
+ROWS, TABLE = routed([100, 20])
+X = torch.zeros(ROWS, 256)
+GOOD = block(RUNS).rule | block(RUNS).outputs(ROWS, 256, 2) | {"x": X, "table": TABLE}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"table": TABLE[:3]}, "table: got shape"),
+        ({"table": TABLE.long()}, "table: got torch.int64"),
+        ({"row_tile": (128, 1)}, "row_tile: got"),
+        ({"row_data": torch.zeros(ROWS, 255, dtype=torch.uint8)}, "row_data: got shape"),
+        ({"row_scale": None}, "row_scale: got None"),
+        ({"row_scale": torch.zeros(2, ROWS - 1)}, "row_scale: got shape"),
+        (
+            {"col_data": torch.zeros(256, 250, dtype=torch.uint8)},
+            "col_data: got 250 along dimension 1, wanted a multiple",
+        ),
+        ({"col_data": torch.zeros(256, 128, dtype=torch.uint8)}, "from 256 on"),
+        ({"col_scale": torch.zeros(1, 256)}, "col_scale: got shape"),
+        ({"x": Summed(X, torch.zeros(1, 256))}, "sums: got shape"),
+        ({"fp8": "e3m4"}, "fp8: got"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_fit_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ops.grouped_quantize_float8_block(**(GOOD | changes))
