@@ -20,9 +20,10 @@ from te_dist.kernels.spec import Spec
 
 # Bytes a thread may spill to local memory, by a part of a kernel's name, the largest of those that match. NVFP4 has
 # more work than bytes, and so has what is computed in front: a spill there costs less than the blocks of threads that
-# more registers would displace. On sm_100a FP8 spills a few bytes, more of them in groups of rows, MXFP8 where it writes
-# both directions, dequantizers where codes lie along columns, transposes byte by byte. What is computed in front of fp16
-# and fp32, or summed beside, is right but not tuned. Compilers differ: the largest of NVRTC 13.0 and 13.5 is allowed.
+# more registers would displace. On sm_100a FP8 spills a few bytes, more of them in groups of rows, MXFP8 where it
+# writes both directions, dequantizers where codes lie along columns, transposes byte by byte. What is computed in
+# front of fp16 and fp32, or summed beside, is right but not tuned. Compilers differ: the largest of NVRTC 13.0 and
+# 13.5 is allowed.
 ALLOWED_SPILLS = {
     "QuantizeNvFp4": 512,
     "QuantizeNvFp4<SwiGluGradient": 576,
