@@ -27,7 +27,7 @@ from te_dist.kernels import gemm
 SHAPES = ((8192, 8192, 8192), (8192, 4096, 7168), (8192, 7168, 2048), (16384, 1536, 2048))
 PEER = "deep_gemm"
 # What `gemm.tiling` may choose from: (consumers, waves), blocks of a cluster, band.
-TILINGS = [gemm.Tiling(*split, *rest) for split, *rest in product(((2, 1), (2, 2), (3, 1)), (1, 2), (8,))]
+TILINGS = [gemm.Tiling(*split, *rest) for split, *rest in product(((2, 1), (2, 2), (3, 1)), (1, 2), (4, 8, 16))]
 
 
 @dataclass(frozen=True)
@@ -110,15 +110,18 @@ def measure(repeats: int) -> Iterator[Row]:
 
 def sweep(repeats: int) -> None:
     """Prints TFLOP/s of every tiling."""
-    for shape, b_tile, dtype in product(SHAPES, ((128, 128), (1, 128)), (torch.bfloat16, torch.float32)):
-        operands, out = Product.random(shape, b_tile), torch.empty(shape[:2], device="cuda", dtype=dtype)
-        found = []
+    outputs = ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True))
+    for shape, b_tile, (dtype, adds) in product(SHAPES, ((128, 128), (1, 128)), outputs):
+        operands, out = Product.random(shape, b_tile), torch.zeros(shape[:2], device="cuda", dtype=dtype)
+        call, found = operands.ours(out, accumulate=adds), []
         for tiling in TILINGS:
-            with mock.patch.object(gemm, "tiling", lambda *_: tiling):  # noqa: B023
-                time = median_time(operands.ours(out), repeats)
-            label = f"{tiling.consumers}x{tiling.waves}/{tiling.cluster}"
+            if adds and tiling.waves > 1:
+                continue
+            with mock.patch.object(gemm, "tiling", lambda *_, its=tiling: its):
+                time = median_time(call, repeats)
+            label = f"{tiling.consumers}x{tiling.waves}/{tiling.cluster}/{tiling.band}"
             found.append(f"{label} {2 * shape[0] * shape[1] * shape[2] / time / 1e6:.0f}")
-        print(shape, b_tile, dtype, *found, sep="  ", flush=True)
+        print(shape, b_tile, dtype, "added" * adds, *found, sep="  ", flush=True)
 
 
 REPORT = Report(

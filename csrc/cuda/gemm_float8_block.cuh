@@ -21,7 +21,7 @@ enum class BiasType { kNone, kFloat32, kBFloat16, kFloat16 };
 // kSquareB: B has a scale for 128 x 128, not for 1 x 128.
 // kConsumers: how many. kWaves: 64 rows of the product that each computes one after the other, with the same part of B.
 // kCluster: blocks side by side along N that read A once for all.
-// kAdds: adds to what `out` holds.
+// kAdds: adds to what `out` holds, which is read while the product is computed.
 template <template <class> class Walk, class CodeA, class CodeB, class Out, bool kSquareB, int kConsumers, int kWaves,
           int kCluster, int kStages, bool kAdds>
 struct GemmFloat8Block {
@@ -35,6 +35,7 @@ struct GemmFloat8Block {
   static constexpr int kBoxBytes = 64 * 128, kBoxCols = 128 / Out::kBytes;  // of the output
   static constexpr int kBoxesOfTile = kWaves * kCols / kBoxCols, kBoxesInTurn = 2;  // of a consumer
   static constexpr int kTurns = kBoxesOfTile / kBoxesInTurn, kParts = kTurns > 1 ? 2 : 1;
+  static_assert(!kAdds || kTurns == kParts, "shared memory holds all that a product is added to");
   // Scales of rows are copied from a multiple of four rows on. Where tiles do not begin at one, there are four more in each
   // box, and two boxes: one has at most 256.
   static constexpr int kScaleBoxes = Tiles::kRowsAreAligned ? 1 : 2, kRowsOfBox = kRows / kScaleBoxes;
@@ -62,6 +63,7 @@ struct GemmFloat8Block {
     alignas(128) float a_scale[kStages][kScaleBoxes * kBoxPitch];
     alignas(128) float b_scale[kStages][kSquareB ? 32 : kCols];
     Barrier full[kStages], empty[kStages];
+    Barrier held[kConsumers];  // what `out` holds, of kAdds, is there
   };
   static constexpr int kSharedBytes = sizeof(Shared), kClusterBlocks = kCluster;
 
@@ -118,6 +120,7 @@ struct GemmFloat8Block {
     int row, col;  // of the first value of this thread inside the tile of a wave
     Rows128 first_a, first_b;  // operands of the first wave in the first stage
     float sums[kWaves][kSums];
+    uint32_t held_parity;
 
     TE_DIST_DEVICE Shared& shared() const { return gemm.shared; }
 
@@ -158,6 +161,23 @@ struct GemmFloat8Block {
     // Whether a wave has rows of the tile; where tiles are cut off by groups it may have none.
     TE_DIST_DEVICE bool has_rows(const Tile& t, int wave) const {
       return Tiles::kRowsAreAligned || t.out_row + wave_row(wave) < t.out_end;
+    }
+
+    // Whether the copy engine can read and write this consumer's part of the output.
+    TE_DIST_DEVICE bool is_copied(const Tile& t) const {
+      return gemm.p.has_map && t.out_row + wave_row(kWaves - 1) + 64 <= t.out_end;
+    }
+
+    // Copies what the output holds to where it will be added to.
+    TE_DIST_DEVICE void fetch(const Tile& t) const {
+      if (threadIdx.x % 128 != 0 || !is_copied(t)) return;
+      Barrier& held = shared().held[group];
+      wait_stores_read<0>();
+#pragma unroll
+      for (int box = 0; box < kBoxesOfTile; ++box) {
+        copy_box(gemm.p.out, held, &shared().out[group][0][0] + box * kBoxBytes, t.col + box * kBoxCols, t.out_row + wave_row(0));
+      }
+      held.expect(kBoxesOfTile * kBoxBytes);
     }
 
     // Begins to sum over the 128 values of a stage, for the rows of a wave.
@@ -230,6 +250,7 @@ struct GemmFloat8Block {
           if (computes) multiply(part, stage, w);
           // While the tensor cores work.
           if (w == 0) its = scales(t, stage, k), cols.hold();
+          if (kAdds && k == 0) fetch(t);
           if (w == kWaves - 1 && k + 1 < t.depth_tiles) shared().full[ring.stage].wait(ring.parity);
           if (computes) wait_products<0>();
           pin(part);
@@ -288,7 +309,8 @@ struct GemmFloat8Block {
       }
     }
 
-    // Puts the values of a wave from column `first` on into a box at `target` in shared memory.
+    // Puts the values of a wave from column `first` on into a box at `target` in shared memory. kIsAdded: to what is there.
+    template <bool kIsAdded>
     TE_DIST_DEVICE void put_box(int wave, int first, uint32_t target) const {
       const uint32_t at = target + first_in_box();
 #pragma unroll
@@ -301,9 +323,13 @@ struct GemmFloat8Block {
         } else {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"((at ^ (j * 32)) + h * 1024), "f"(v[2 * h]),
-                         "f"(v[2 * h + 1])
-                         : "memory");
+            const uint32_t place = (at ^ (j * 32)) + h * 1024;
+            float2 value = make_float2(v[2 * h], v[2 * h + 1]);
+            if constexpr (kIsAdded) {
+              const float2 held = load_shared_pair(place);
+              value.x += held.x, value.y += held.y;
+            }
+            store_shared_pair(place, value);
           }
         }
       }
@@ -336,18 +362,21 @@ struct GemmFloat8Block {
 
     // By way of shared memory, in turns, of which each fills one part of it while the other may still be read: by the copy
     // engine, while the next tile is computed; by threads what it cannot write, or where rows behind are others'.
+    template <bool kIsAdded>
     TE_DIST_DEVICE void write(const Tile& t) const {
       constexpr int kMayBeRead = (kParts - 1) * kBoxesInTurn;
       const bool is_first = threadIdx.x % 128 == 0;
 #pragma unroll
       for (int turn = 0; turn < kTurns; ++turn) {
         uint8_t* part = shared().out[group][turn % kParts];
-        if (is_first) wait_stores_read<kMayBeRead>();
-        sync_threads(1 + group, 128);
+        if constexpr (!kIsAdded) {
+          if (is_first) wait_stores_read<kMayBeRead>();
+          sync_threads(1 + group, 128);
+        }
 #pragma unroll
         for (int i = 0; i < kBoxesInTurn; ++i) {
           const int first = (turn * kBoxesInTurn + i) * kBoxCols;
-          put_box(first / kCols, first % kCols, shared_address(part + i * kBoxBytes));
+          put_box<kIsAdded>(first / kCols, first % kCols, shared_address(part + i * kBoxBytes));
         }
         fence_shared_for_async();
         sync_threads(1 + group, 128);
@@ -356,11 +385,25 @@ struct GemmFloat8Block {
           const int first = (turn * kBoxesInTurn + i) * kBoxCols;
           const int its_row = t.out_row + wave_row(first / kCols), its_col = t.col + first % kCols;
           const uint8_t* box = part + i * kBoxBytes;
-          if (!gemm.p.has_map || its_row + 64 > t.out_end) {
+          if (!kIsAdded && (!gemm.p.has_map || its_row + 64 > t.out_end)) {
             write_rows(its_row, its_col, t.out_end, box);
           } else if (is_first) {
-            store_box<kAdds>(gemm.p.out, shared_address(box), its_col, its_row);
+            store_box(gemm.p.out, shared_address(box), its_col, its_row);
           }
+        }
+      }
+    }
+
+    TE_DIST_DEVICE void write(const Tile& t) {
+      if (kAdds && is_copied(t)) {
+        shared().held[group].wait(held_parity);
+        held_parity ^= 1;
+        write<kAdds>(t);
+      } else {
+        write<false>(t);
+        if constexpr (kAdds) {  // the copy engine will write where threads have read
+          fence_shared_for_async();
+          sync_threads(1 + group, 128);
         }
       }
     }
@@ -370,6 +413,7 @@ struct GemmFloat8Block {
       Ring<kStages> ring;
       for (int index = gemm.first_tile(), end = tiles.count(); index < end; index += gemm.tile_step()) {
         const Tile t = tiles.at(index, gemm.block);
+        if (kAdds && t.depth_tiles == 0) continue;
         sum_tile(t, ring);
         finish(t);
         write(t);
@@ -385,6 +429,8 @@ struct GemmFloat8Block {
         shared.full[s].init(1);
         shared.empty[s].init(kCluster * kConsumers * 4);
       }
+#pragma unroll
+      for (int c = 0; c < kConsumers; ++c) shared.held[c].init(1);
       fence_barrier_init();
     }
     if constexpr (kCluster > 1) {
@@ -407,7 +453,7 @@ struct GemmFloat8Block {
       const int lane = threadIdx.x % 32;
       const Rows128 a = Rows128::at(shared_address(gemm.shared.a[0])).further<64 * kWaves * kDepth>(group);
       const Rows128 b = Rows128::at(shared_address(gemm.shared.b[0]));
-      Consumer consumer{gemm, group, int(threadIdx.x) / 32 % 4 * 16 + lane / 4, lane % 4 * 2, a, b, {}};
+      Consumer consumer{gemm, group, int(threadIdx.x) / 32 % 4 * 16 + lane / 4, lane % 4 * 2, a, b, {}, 0};
       consumer.consume();
     }
     // Blocks of a cluster write into each other's shared memory: none may end before the others have.

@@ -18,7 +18,7 @@ from te_dist.kernels.spec import Layout, Spec
 
 DEPTH = 128  # summed over at a time, by one scale
 COLS = 128  # of a tile
-_BOX_BYTES, _BARRIER_BYTES = 64 * 128, 16
+_BOX_BYTES, _BARRIER_BYTES = 64 * 128, 8
 _SHARED_LIMIT = 227 * 1024  # of a block, sm_90
 _PROCESSORS = 132  # of an H100 or H200; a choice for another number of them costs time, not values
 # TFLOP/s of an H200 by whether B has scales of squares, bytes of an output, (consumers, waves): 8192 x 8192 x 8192 in
@@ -62,7 +62,8 @@ class Tiling:
         row_scales = self.rows if aligned else 2 * (-(-(self.rows // 2 + 4) // 32) * 32)
         scales = 4 * (row_scales + (32 if square else COLS))
         boxes = self.consumers * min(4, self.waves * out_bytes)  # of the output, on the way to memory
-        total = stages * ((self.rows + COLS) * DEPTH + scales + _BARRIER_BYTES) + boxes * _BOX_BYTES
+        ring = stages * ((self.rows + COLS) * DEPTH + scales + 2 * _BARRIER_BYTES)
+        total = ring + boxes * _BOX_BYTES + self.consumers * _BARRIER_BYTES
         return -(-total // 1024) * 1024
 
     def stages(self, square: bool, out_bytes: int, *, aligned: bool) -> int:
@@ -71,37 +72,50 @@ class Tiling:
         return next(n for n, size in sizes if size <= _SHARED_LIMIT)
 
 
-def tilings(cols: int) -> list[Tiling]:
+class Kind(NamedTuple):
+    """What of a product the choice of a tiling depends on, besides its shape.
+
+    Attributes:
+        square: whether B has scales of squares.
+        out_bytes: of a value of the output.
+        adds: whether the product is added to the output.
+    """
+
+    square: bool
+    out_bytes: int
+    adds: bool = False
+
+
+def tilings(cols: int, kind: Kind) -> list[Tiling]:
     """Those to choose from for an output of this many columns."""
-    # Blocks side by side halve what is read of A, which shows where tiles are large enough to wait for it.
-    return [Tiling(*split, 2 if split[1] > 1 and cols > COLS else 1, band=8) for split in ((2, 1), (2, 2), (3, 1))]
+    # What is added to is read into shared memory, which holds no more than one wave. Blocks side by side halve what is
+    # read of A, which shows where tiles are large enough to wait for it.
+    splits = ((2, 1), (3, 1)) if kind.adds else ((2, 1), (2, 2), (3, 1))
+    return [Tiling(*split, 2 if split[1] > 1 and cols > COLS else 1, band=8) for split in splits]
 
 
-def fastest(
-    choice: Sequence[Tiling], row_tiles: Callable[[int], float], cols: int, square: bool, out_bytes: int
-) -> Tiling:
+def fastest(choice: Sequence[Tiling], row_tiles: Callable[[int], float], cols: int, kind: Kind) -> Tiling:
     """The tiling whose rounds of tiles, one tile for each processor, take the least time.
 
     Args:
         choice: what to choose from.
         row_tiles: number of tiles along the rows, by the rows of a tile.
         cols: of the output.
-        square: whether B has scales of squares.
-        out_bytes: of a value of the output.
+        kind: of the product.
     """
 
     def time(shape: Tiling) -> float:
         clusters = row_tiles(shape.rows) * -(-cols // (COLS * shape.cluster))
         return ceil(clusters / (_PROCESSORS // shape.cluster)) * shape.rows / rates[shape.consumers, shape.waves]
 
-    rates = _RATES[square, out_bytes]
+    rates = _RATES[kind.square, kind.out_bytes]
     return min(choice, key=time)
 
 
 @cache
-def tiling(rows: int, cols: int, square: bool, out_bytes: int) -> Tiling:
+def tiling(rows: int, cols: int, kind: Kind) -> Tiling:
     """The fastest one for a product of this shape."""
-    return fastest(tilings(cols), lambda height: -(-rows // height), cols, square, out_bytes)
+    return fastest(tilings(cols, kind), lambda height: -(-rows // height), cols, kind)
 
 
 class Variant(NamedTuple):
@@ -167,7 +181,7 @@ def gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, b_
         return
     check_alignment(a=a, a_scale=a_scale, b=b, b_scale=b_scale)
     square = b_tile[0] != 1
-    shape = tiling(rows, cols, square, out.element_size())
+    shape = tiling(rows, cols, Kind(square, out.element_size(), accumulate))
     spec = float8_block((CODES[fp8[0]], CODES[fp8[1]]), ELEMENTS[out.dtype], square, shape, adds=accumulate)
     if out.is_meta:
         return record(spec)

@@ -9,7 +9,7 @@ from torch import Tensor
 from te_dist.formats.region import Pair
 from te_dist.kernels import gemm
 from te_dist.kernels.arguments import CODES, ELEMENTS, INTEGERS, matrix_map
-from te_dist.kernels.gemm import COLS, DEPTH, Tiling
+from te_dist.kernels.gemm import COLS, DEPTH, Kind, Tiling
 from te_dist.kernels.runtime import launch, multiprocessors, record
 from te_dist.kernels.spec import Layout, Spec
 
@@ -34,22 +34,21 @@ def group_table(ends: Tensor, rows: int, table: Tensor) -> None:
     launch(find_groups(INTEGERS[ends.dtype]), table, (1, 1), values)
 
 
-def rows_tilings(cols: int, square: bool) -> list[Tiling]:
+def rows_tilings(cols: int, kind: Kind) -> list[Tiling]:
     """Those to choose from for rows in groups: with scales of runs, registers do not suffice for two waves."""
-    return [shape for shape in gemm.tilings(cols) if square or shape.waves == 1]
+    return [shape for shape in gemm.tilings(cols, kind) if kind.square or shape.waves == 1]
 
 
 @cache
-def rows_tiling(rows: int, cols: int, groups: int, square: bool, out_bytes: int) -> Tiling:
+def rows_tiling(rows: int, cols: int, groups: int, kind: Kind) -> Tiling:
     """For groups of this many rows together, of each of which the last tile is half full on average."""
-    choice = rows_tilings(cols, square)
-    return gemm.fastest(choice, lambda height: rows / height + groups / 2, cols, square, out_bytes)
+    return gemm.fastest(rows_tilings(cols, kind), lambda height: rows / height + groups / 2, cols, kind)
 
 
 @cache
-def sums_tiling(rows: int, cols: int, groups: int, out_bytes: int) -> Tiling:
+def sums_tiling(rows: int, cols: int, groups: int, kind: Kind) -> Tiling:
     """For as many products of this shape as there are groups."""
-    return gemm.fastest(gemm.tilings(cols), lambda height: groups * -(-rows // height), cols, False, out_bytes)
+    return gemm.fastest(gemm.tilings(cols, kind), lambda height: groups * -(-rows // height), cols, kind)
 
 
 @cache
@@ -72,7 +71,7 @@ def grouped_gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Te
         return
     gemm.check_alignment(a=a, a_scale=a_scale, b=b, b_scale=b_scale)
     square = b_tile[0] != 1
-    shape = rows_tiling(rows, cols, groups, square, out.element_size())
+    shape = rows_tiling(rows, cols, groups, Kind(square, out.element_size(), accumulate))
     spec = rows_float8_block(_codes(fp8), ELEMENTS[out.dtype], square, shape, adds=accumulate)
     if out.is_meta:
         return record(spec)
@@ -90,7 +89,7 @@ def grouped_wgrad_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: T
     if out.numel() == 0:
         return
     gemm.check_alignment(a=a, a_scale=a_scale, b=b, b_scale=b_scale)
-    shape = sums_tiling(rows, cols, groups, out.element_size())
+    shape = sums_tiling(rows, cols, groups, Kind(False, out.element_size(), accumulate))
     spec = sums_float8_block(_codes(fp8), ELEMENTS[out.dtype], shape, adds=accumulate)
     if out.is_meta:
         return record(spec)

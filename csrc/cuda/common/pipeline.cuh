@@ -31,6 +31,17 @@ TE_DIST_INLINE void sync_threads(int barrier, int threads) {
 // Makes what this thread wrote into shared memory visible to tensor cores and the bulk copy engine.
 TE_DIST_INLINE void fence_shared_for_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Two values at an address in shared memory.
+TE_DIST_INLINE float2 load_shared_pair(uint32_t address) {
+  float2 pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(address) : "memory");
+  return pair;
+}
+
+TE_DIST_INLINE void store_shared_pair(uint32_t address, float2 pair) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(pair.x), "f"(pair.y) : "memory");
+}
+
 // A barrier in shared memory. A phase ends when all arrivals and all announced bytes have come in.
 struct Barrier {
   uint64_t word;
@@ -112,19 +123,12 @@ TE_DIST_INLINE void copy_box_to_many(const TensorMap& map, Barrier& barrier, voi
       : "memory");
 }
 
-// Copies a box from an address in shared memory, or adds it to what is there; what lies outside of the matrix is left out.
-template <bool kAdds>
+// Copies a box from an address in shared memory; what lies outside of the matrix is left out.
 TE_DIST_INLINE void store_box(const TensorMap& map, uint32_t source, int x, int y) {
-  if constexpr (kAdds) {
-    asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
-                 "r"(source), "r"(x), "r"(y)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
-                 "r"(source), "r"(x), "r"(y)
-                 : "memory");
-  }
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];\n"
+               "cp.async.bulk.commit_group;" ::"l"(&map),
+               "r"(source), "r"(x), "r"(y)
+               : "memory");
 }
 
 // Waits until all stores of this thread, but for the latest kPending, have read their shared memory.
