@@ -10,7 +10,13 @@ from te_dist.kernels.evaluation import evaluate, panel_sums, rms_rstd
 from te_dist.kernels.gemm import gemm_float8_block
 from te_dist.kernels.gemm_decoded import gemm_decoded
 from te_dist.kernels.grouped_gemm import group_table, grouped_gemm_float8_block, grouped_wgrad_float8_block
-from te_dist.kernels.grouped_quantize import group_sums, grouped_quantize_float8_block
+from te_dist.kernels.grouped_quantize import (
+    group_sums,
+    grouped_amax,
+    grouped_quantize_float8_block,
+    grouped_quantize_float8_current,
+    grouped_quantize_float8_tensor,
+)
 from te_dist.kernels.movement import assemble, hadamard, transpose
 from te_dist.kernels.quantize import (
     direction_amax,
@@ -33,8 +39,11 @@ __all__ = [
     "gemm_float8_block",
     "group_sums",
     "group_table",
+    "grouped_amax",
     "grouped_gemm_float8_block",
     "grouped_quantize_float8_block",
+    "grouped_quantize_float8_current",
+    "grouped_quantize_float8_tensor",
     "grouped_wgrad_float8_block",
     "hadamard",
     "panel_sums",

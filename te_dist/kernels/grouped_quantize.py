@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 
 from torch import Tensor
 
 from te_dist.formats.region import Pair
 from te_dist.kernels import quantize
-from te_dist.kernels.arguments import CODES, PANEL, access_bytes, pointer
-from te_dist.kernels.inputs import Input, read
+from te_dist.kernels.amax import ZERO
+from te_dist.kernels.arguments import CODES, EXTENTS, PANEL, access_bytes, pointer
+from te_dist.kernels.inputs import Input, Source, layout, read
 from te_dist.kernels.panels import GROUPED_ROWS, grouped_rows, tiles_at_most
 from te_dist.kernels.runtime import launch
 from te_dist.kernels.spec import Layout, Spec
-from te_dist.kernels.task import Task, start
+from te_dist.kernels.task import Task, Widths, start
 
-_SUMS_THREADS = 256
+_THREADS = 256
+_AMAX_COLS = 4 * PANEL[1]  # that a block of threads takes
 SUMS = Spec("group_sums.cuh", "GroupSums", Layout("sums:P panels:q cols:q tiles:P groups:q out:P"))
 
 
@@ -27,7 +29,28 @@ def group_sums(sums: Tensor, table: Tensor, out: Tensor) -> None:
     groups, cols = out.shape
     tiles = table.data_ptr() + table.shape[1] * table.element_size()
     values = (sums.data_ptr(), sums.shape[0], cols, tiles, groups, out.data_ptr())
-    launch(SUMS, out, (-(-out.numel() // _SUMS_THREADS), 1), values)
+    launch(SUMS, out, (-(-out.numel() // _THREADS), 1), values)
+
+
+@cache
+def amaxes(source: Source, widths: Widths) -> Spec:
+    """Spec of the amax of groups. `widths`: bytes read at a time."""
+    fields = f"{EXTENTS} {GROUPED_ROWS.fields} out:P is_each:i"
+    return Spec("group_amax.cuh", f"GroupAmax<{source.template}, {widths[0]}>", layout(source, fields))
+
+
+def grouped_amax(x: Tensor, source: str, beside: Sequence[Tensor], table: Tensor, out: Tensor) -> None:
+    """See te_dist.ops.grouped_amax."""
+    if out.numel() == 0:
+        return
+    launch(ZERO, out, (-(-out.numel() // _THREADS), 1), (out.data_ptr(), out.numel()))
+    matrix = read(x, source, beside)
+    rows, cols = matrix.shape
+    blocks = tiles_at_most(rows, table.shape[1] - 1) * -(-cols // _AMAX_COLS)
+    if blocks == 0:
+        return
+    values = (rows, cols, *grouped_rows(table, 0), out.data_ptr(), out.numel() > 1)
+    start(Task(matrix, amaxes, (matrix.load_bytes(),), (matrix.element_size(),), blocks, values), overlaps=True)
 
 
 def _blocks(x: Input, table: Tensor) -> int:
@@ -72,3 +95,35 @@ def grouped_quantize_float8_block(
     )
     rule = (pointer(noop), 0, 0, 0, 0, eps, pow2, *outputs)
     start(_float8(matrix, table, shares, fp8, row_data, col_data, rule))
+
+
+def _cast(x: Input, table: Tensor, fp8: str, rule: tuple[int | float, ...], outputs: Sequence[Tensor | None]) -> None:
+    """A cast by given scales; `rule`: noop, where they come from, eps and pow2, as parameters of the kernel."""
+    row_data, row_scale, col_data, col_scale = outputs
+    if table.shape[1] == 1:
+        return
+    shares = tuple(quantize.ABSENT if data is None else quantize.TENSOR for data in (row_data, col_data))
+    written = tuple(
+        value
+        for data, scale in ((row_data, row_scale), (col_data, col_scale))
+        for value in (0, 0, 0, pointer(data), pointer(scale), 0, 0)
+    )
+    start(_float8(x, table, shares, fp8, row_data, col_data, (*rule, *written)))
+
+
+def grouped_quantize_float8_tensor(
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, *rest: object
+) -> None:
+    """See te_dist.ops.grouped_quantize_float8_tensor."""
+    scale, table, fp8, amax, *outputs, noop = rest
+    rule = (pointer(noop), scale.data_ptr(), 0, scale.numel(), pointer(amax), 0.0, 0)
+    _cast(read(x, source, beside, sums), table, fp8, rule, outputs)
+
+
+def grouped_quantize_float8_current(
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, *rest: object
+) -> None:
+    """See te_dist.ops.grouped_quantize_float8_current."""
+    amax, table, fp8, pow2, eps, *outputs, noop = rest
+    rule = (pointer(noop), 0, amax.data_ptr(), amax.numel(), 0, eps, pow2)
+    _cast(read(x, source, beside, sums), table, fp8, rule, outputs)

@@ -29,7 +29,7 @@ from te_dist.kernels.task import Task, Widths, start
 
 BLOCK_TILE, MX_TILE, NVFP4_TILE = (128, 128), (32, 32), (16, 16)
 
-_ABSENT, _RUN, _SQUARE, _TENSOR = (f"Share::k{name}" for name in ("Absent", "Run", "Square", "Tensor"))
+ABSENT, _RUN, _SQUARE, TENSOR = (f"Share::k{name}" for name in ("Absent", "Run", "Square", "Tensor"))
 
 
 def _output_layout(name: str) -> str:
@@ -55,7 +55,7 @@ _DIRECTION_AMAX = f"{EXTENTS} {_PANEL_GRID} sign_mask:I row_amax:P col_amax:P"
 def share(tile: Pair, data: Tensor | None) -> str:
     """What shares a scale in a direction."""
     if data is None:
-        return _ABSENT
+        return ABSENT
     return _RUN if 1 in tile else _SQUARE
 
 
@@ -89,7 +89,7 @@ def _float8(x: Input, phase: Pair, shares: tuple[str, str], *rest: object) -> Ta
 def _cast_task(x: Input, fp8: str, rule: tuple[int | float, ...], outputs: Sequence[Tensor | None]) -> Task:
     """A cast by one scale; `rule`: noop, where the scale comes from, eps and pow2, as parameters of the kernel."""
     row_data, row_scale, col_data, col_scale = outputs
-    shares = tuple(_ABSENT if data is None else _TENSOR for data in (row_data, col_data))
+    shares = tuple(ABSENT if data is None else TENSOR for data in (row_data, col_data))
     written = (*output(None, row_data, row_scale), *output(None, col_data, col_scale))
     return _float8(x, (0, 0), shares, fp8, row_data, col_data, (*rule, *written))
 

@@ -13,8 +13,11 @@ from te_dist.ops.gemm_decoded import gemm_decoded
 from te_dist.ops.gemm_float8_block import gemm_float8_block
 from te_dist.ops.group_sums import group_sums
 from te_dist.ops.group_table import group_table
+from te_dist.ops.grouped_amax import grouped_amax
 from te_dist.ops.grouped_gemm_float8_block import grouped_gemm_float8_block
 from te_dist.ops.grouped_quantize_float8_block import grouped_quantize_float8_block
+from te_dist.ops.grouped_quantize_float8_current import grouped_quantize_float8_current
+from te_dist.ops.grouped_quantize_float8_tensor import grouped_quantize_float8_tensor
 from te_dist.ops.grouped_wgrad_float8_block import grouped_wgrad_float8_block
 from te_dist.ops.hadamard import hadamard
 from te_dist.ops.panel_sums import panel_sums
@@ -38,8 +41,11 @@ __all__ = [
     "gemm_float8_block",
     "group_sums",
     "group_table",
+    "grouped_amax",
     "grouped_gemm_float8_block",
     "grouped_quantize_float8_block",
+    "grouped_quantize_float8_current",
+    "grouped_quantize_float8_tensor",
     "grouped_wgrad_float8_block",
     "hadamard",
     "panel_sums",

@@ -70,6 +70,18 @@ def check_padded(name: str, data: Tensor, lines: int, *, tiles: int, per_tile: i
     check_output(name, data, torch.uint8, (lines, extent) if dim else (extent, lines))
 
 
+def check_per_group(name: str, tensor: Tensor, table: Tensor) -> None:
+    """f32, one element, or one for each group."""
+    shape = (1,) if tensor.numel() == 1 else (table.shape[-1] - 1,)
+    check_packed(name, tensor, (torch.float32,), shape)
+
+
+def place_of(number: int, per_group: Tensor) -> slice:
+    """Where something that all groups share, or each has one of, has that of a group."""
+    place = number if per_group.shape[0] > 1 else 0
+    return slice(place, place + 1)
+
+
 def matrix_of(x: Tensor, source: str, beside: list[Tensor]) -> Tensor:
     """What a source on the CPU stands for."""
     if source == "plain":

@@ -59,8 +59,8 @@ def quantize_float8_current(  # noqa: PLR0913  (an op's signature is its schema)
     torch.ops.te_dist.quantize_float8_current(*flat_source(x), fp8, pow2, eps, amax, workspace, *outputs, noop)
 
 
-def _scale(amax: Tensor, fp8: str, pow2: bool, eps: float) -> Tensor:
-    """As scale_from_amax of csrc/numerics, of one element."""
+def scale_of(amax: Tensor, fp8: str, pow2: bool, eps: float) -> Tensor:
+    """As scale_from_amax of csrc/numerics, of every element."""
     largest = torch.finfo(torch.float32).max
     amax = torch.where(amax < eps, torch.full_like(amax, eps), amax)
     usable = torch.isfinite(amax) & (amax != 0)
@@ -81,7 +81,7 @@ def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, *res
         amax = torch.empty(1, dtype=torch.float32)
         _C.tile_amax(read, (0, 0), (0, 0), amax, torch.get_num_threads())
     sum_panels((*read, sums))
-    cast(read, _scale(amax.view(1), fp8, pow2, eps), fp8, *outputs)
+    cast(read, scale_of(amax.view(1), fp8, pow2, eps), fp8, *outputs)
 
 
 register(

@@ -330,13 +330,17 @@ def grouped_quantizers() -> Iterator[Call]:
     """Of aligned and ragged groups, of none, with rows and tiles behind the last."""
     for (routing, sizes), dtype in product(grouped_quantize.ROUTINGS.items(), DTYPES):
         rows, table = grouped_quantize.routed(sizes)
-        for codec, cols in product(grouped_quantize.CODECS, (272, 131)):
-            name, shift = f"{codec.name} {routing} {cols} {dtype}", cols % 2
+        for codec in grouped_quantize.CODECS:
+            cols, shift = (272, 0) if dtype == torch.bfloat16 else (131, 1)
+            name = f"{codec.name} {routing} {cols} {dtype}"
             outputs = {
                 key: shifted(tensor.zero_(), shift) for key, tensor in codec.outputs(rows, cols, len(sizes)).items()
             }
             x = shifted(matrix("wide", (rows, cols), dtype), shift)
-            yield Call(name, codec.op, dict(x=x, table=table, **codec.rule), outputs)
+            yield Call(name, codec.op, dict(x=x, table=table, **codec.arguments(len(sizes))), outputs)
+        for count in (1, len(sizes)):
+            amax = dict(out=torch.zeros(count))
+            yield Call(f"amax {count} {routing} {dtype}", ops.grouped_amax, dict(x=x, table=table), amax)
         sums = matrix("normal", (int(table[1, -1]) + 1, 70), torch.float32)
         out = torch.zeros(len(sizes), 70)
         yield Call(f"sums {routing} {dtype}", ops.group_sums, dict(sums=sums, table=table), dict(out=out))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -26,7 +28,9 @@ def test_bytes_of_the_cpu(codec: GroupCodec):
         for (cols, shift), dtype in zip(PLACES, (*DTYPES, torch.bfloat16, torch.bfloat16), strict=True):
             outputs = {key: shifted(tensor, shift) for key, tensor in codec.outputs(rows, cols, len(sizes)).items()}
             x = shifted(matrix("wide", (rows, cols), dtype), shift)
-            check_twins(codec.op, outputs, f"{routing}, {cols}, {dtype}", x=x, table=table, **codec.rule)
+            check_twins(
+                codec.op, outputs, f"{routing}, {cols}, {dtype}", x=x, table=table, **codec.arguments(len(sizes))
+            )
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
@@ -43,7 +47,14 @@ def test_sources_and_sums(codec: GroupCodec):
                     source = case.make(**{name: arguments.pop(name) for name in case.tensors})
                     codec.op(Summed(source, arguments.pop("sums")), **arguments)
 
-                check_twins(of_tensors, outputs, f"{case.name}, {cols}", **case.tensors, table=table, **codec.rule)
+                check_twins(
+                    of_tensors,
+                    outputs,
+                    f"{case.name}, {cols}",
+                    **case.tensors,
+                    table=table,
+                    **codec.arguments(len(sizes)),
+                )
 
 
 @pytest.mark.parametrize(
@@ -60,4 +71,19 @@ def test_nothing_is_written_where_a_flag_is_set(codec: GroupCodec):
     rows, table = routed(ROUTINGS["ragged"])
     x, noop = matrix("normal", (rows, 256), torch.bfloat16), torch.ones(1, dtype=torch.int32)
     outputs = codec.outputs(rows, 256, len(ROUTINGS["ragged"]))
-    check_twins(codec.op, outputs, codec.name, x=x, table=table, noop=noop, **codec.rule)
+    check_twins(codec.op, outputs, codec.name, x=x, table=table, noop=noop, **codec.arguments(len(ROUTINGS["ragged"])))
+
+
+@pytest.mark.parametrize("routing", ROUTINGS | MANY)
+def test_amaxes(routing):
+    sizes = (ROUTINGS | MANY)[routing]
+    rows, table = routed(sizes)
+    for (cols, shift), dtype in product(PLACES, DTYPES):
+        x = shifted(matrix("wide", (rows, cols), dtype), shift)
+        x[sum(sizes) :] = torch.inf
+        for count in (1, len(sizes)):
+            name, scale = f"{count} of {cols}, {dtype}", torch.ones(count)
+            check_twins(ops.grouped_amax, {"out": torch.empty(count)}, name, x=x, table=table)
+            outputs = {"row_data": torch.empty((rows, cols), dtype=torch.uint8), "amax": torch.empty(count)}
+            rule = dict(x=x, scale=scale, table=table, fp8="e4m3")
+            check_twins(ops.grouped_quantize_float8_tensor, outputs, f"recorded, {name}", **rule)

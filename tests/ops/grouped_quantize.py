@@ -40,7 +40,9 @@ class GroupCodec(NamedTuple):
         rule: keywords of the first.
         parts: of its outputs.
         make: outputs, by (rows, columns, padded rows), laid out for groups.
-        alone: quantizes a matrix into outputs made for its rows, without padding.
+        alone: quantizes a matrix, that of a numbered group, into outputs made for its rows, without padding.
+        given: tensors beside the rule, by the number of groups.
+        shared: what other outputs must be, by the number of groups.
     """
 
     name: str
@@ -48,20 +50,29 @@ class GroupCodec(NamedTuple):
     rule: dict[str, Any]
     parts: dict[str, Part]
     make: Callable[[int, int, int], Tensors]
-    alone: Callable[[Tensor, Tensors], None]
+    alone: Callable[[Tensor, Tensors, int], None]
+    given: Callable[[int], Tensors] = lambda groups: {}
+    shared: Callable[[int], Tensors] = lambda groups: {}
+
+    def arguments(self, groups: int) -> dict[str, Any]:
+        """Keywords of the quantizer of groups, without table, matrix and outputs."""
+        return self.rule | self.given(groups)
 
     def outputs(self, rows: int, cols: int, groups: int) -> Tensors:
         """Outputs of the quantizer of groups, with room for more than there may be."""
-        return self.make(rows, cols, padded_rows(rows, groups) + 128)
+        return self.make(rows, cols, padded_rows(rows, groups) + 128) | self.shared(groups)
 
     def want(self, x: Tensor, sizes: list[int]) -> Tensors:
         """What each group alone becomes, between what is poisoned; codes behind its last row are zero."""
         want = self.outputs(x.shape[0], x.shape[1], len(sizes))
         poison(want)
+        want |= self.shared(len(sizes))
         begin = tile = 0
-        for size in filter(None, sizes):
+        for number, size in enumerate(sizes):
+            if size == 0:
+                continue
             found, tiles = self.make(size, x.shape[1], size), -(-size // 128)
-            self.alone(x[begin : begin + size], found)
+            self.alone(x[begin : begin + size], found, number)
             for key, part in self.parts.items():
                 first, length = (part.per_tile * tile, part.per_tile * tiles) if part.per_tile else (begin, size)
                 place = want[key].narrow(part.dim, first, length)
@@ -109,13 +120,45 @@ def block(tiles: dict[str, Pair], fp8: str = "e4m3", pow2: bool = False) -> Grou
         found |= {f"{side}_scale": torch.empty(grids[tile]) for side, tile in tiles.items()}
         return {key: found[key] for key in parts}
 
-    def alone(x: Tensor, found: Tensors) -> None:
+    def alone(x: Tensor, found: Tensors, _: int) -> None:
         planes = dict(found)
         if tiles.get("row") == (1, 128):
             planes["row_scale"] = found["row_scale"].t()
         ops.quantize_float8_block(x, phase=(0, 0), **rule, **planes)
 
     return GroupCodec(f"block {rule}", ops.grouped_quantize_float8_block, rule, parts, make, alone)
+
+
+def tensor(name: str, each: bool, fp8: str, sides: tuple[str, ...] = ("row", "col")) -> GroupCodec:
+    """FP8 with one scale for all groups or one for `each`, by "scale" or by "amax"."""
+    is_current = name == "amax"
+    rule = dict(fp8=fp8) | (dict(pow2=fp8 == "e5m2", eps=0.0) if is_current else {})
+    op = ops.grouped_quantize_float8_current if is_current else ops.grouped_quantize_float8_tensor
+    parts = {f"{side}_data": Part(0) if side == "row" else Part(1, 128) for side in sides}
+
+    def given(groups: int) -> Tensors:
+        values = torch.tensor([3.7, 0.25, 0.0, 1e-30, 40.0, 1.1] if is_current else [3.7, 0.25, 1e-3, 1.0, 40.0])
+        return {name: values.repeat(-(-groups // len(values)))[: groups if each else 1]}
+
+    def make(rows: int, cols: int, padded: int) -> Tensors:
+        found = {"row_data": codes(rows, cols), "col_data": codes(cols, padded)}
+        return {key: found[key] for key in parts}
+
+    def alone(x: Tensor, found: Tensors, number: int) -> None:
+        value = given(number + 1)[name][-1:]
+        if is_current:
+            ops.quantize_float8_current(x, amax=value, **rule, **found)
+        else:
+            ops.quantize_float8_tensor(x, value, **rule, **found)
+
+    def shared(groups: int) -> Tensors:
+        inverses = []
+        for number in range(groups if each else 1):
+            inverses.append(torch.empty(1))
+            alone(torch.zeros(1, 1), {"row_data": codes(1, 1), "row_scale": inverses[-1]}, number)
+        return {f"{side}_scale": torch.cat(inverses) for side in sides}
+
+    return GroupCodec(f"{name} {each} {fp8} {sides}", op, rule, parts, make, alone, given, shared)
 
 
 RUNS, SQUARES = {"row": (1, 128), "col": (128, 1)}, {"row": (128, 128), "col": (128, 128)}
@@ -126,4 +169,10 @@ CODECS = [
     block({"col": RUNS["col"]}, pow2=True),
     block(SQUARES),
     block({"row": RUNS["row"], "col": SQUARES["col"]}),
+    tensor("scale", False, "e4m3"),
+    tensor("scale", True, "e5m2"),
+    tensor("scale", True, "e4m3", ("col",)),
+    tensor("amax", False, "e5m2"),
+    tensor("amax", True, "e4m3"),
+    tensor("amax", True, "e4m3", ("row",)),
 ]

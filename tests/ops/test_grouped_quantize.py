@@ -12,7 +12,7 @@ from te_dist.ops.panel_sums import column_sums, panel_sums
 from te_dist.ops.source import Summed, sums_shape
 from te_dist.testing import assert_bitwise
 from tests.codecs.kernel_inputs import matrix
-from tests.ops.grouped_quantize import CODECS, ROUTINGS, RUNS, GroupCodec, block, check, poison, routed
+from tests.ops.grouped_quantize import CODECS, ROUTINGS, RUNS, SPARE_ROWS, GroupCodec, block, check, poison, routed
 from tests.ops.sources import cases
 
 
@@ -25,7 +25,7 @@ def test_every_group_as_if_it_were_alone(codec: GroupCodec, routing):
         x = matrix("wide", (rows, cols), dtype)
         outputs = codec.outputs(rows, cols, len(sizes))
         poison(outputs)
-        codec.op(x, table=table, **codec.rule, **outputs)
+        codec.op(x, table=table, **codec.arguments(len(sizes)), **outputs)
         check(outputs, codec.want(x, sizes), f"{codec.name}, {routing}, {dtype}")
 
 
@@ -41,7 +41,7 @@ def test_sources_are_computed_and_summed_in_front(codec: GroupCodec):
             torch.full((padded_rows(rows, len(sizes)) // 128, 160), 7.0),
         )
         poison(outputs)
-        codec.op(Summed(case.source, sums), table=table, **codec.rule, **outputs)
+        codec.op(Summed(case.source, sums), table=table, **codec.arguments(len(sizes)), **outputs)
         check(outputs, codec.want(x, sizes), f"{codec.name} of {case.name}")
         begin = tile = 0
         for size in sizes:
@@ -71,6 +71,27 @@ def test_sums_of_groups_are_those_of_each_alone(sizes):
         assert_bitwise(got, column_sums(want), f"group of {size}")
         assert ((got - part.double().sum(0)).abs() <= 2**-18 * part.double().abs().sum(0)).all()
         begin += size
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_amaxes_of_groups(routing):
+    sizes = ROUTINGS[routing]
+    rows, table = routed(sizes)
+    x = matrix("wide", (rows, 70), torch.bfloat16)
+    x[sum(sizes) :] = torch.inf
+    each, whole, scale = torch.full((len(sizes),), 7.0), torch.full((1,), 7.0), torch.ones(len(sizes))
+    ops.grouped_amax(x, table=table, out=each)
+    ops.grouped_amax(x, table=table, out=whole)
+    want = [
+        part.float().nan_to_num(0.0, torch.inf).abs().max().item() if part.numel() else 0.0
+        for part in x.split([*sizes, SPARE_ROWS])
+    ]
+    assert_bitwise(each, torch.tensor(want[:-1]), "amax of each")
+    assert_bitwise(whole, torch.tensor([max(want[:-1])]), "amax of all")
+    recorded = torch.full((len(sizes),), 2.0)
+    row_data = torch.empty(rows, 70, dtype=torch.uint8)
+    ops.grouped_quantize_float8_tensor(x, scale, table=table, fp8="e4m3", amax=recorded, row_data=row_data)
+    assert_bitwise(recorded, torch.tensor(want[:-1]).clamp(min=2.0), "recorded amax")
 
 
 def test_groups_need_so_many_tiles_at_most():
@@ -109,3 +130,18 @@ GOOD = block(RUNS).rule | block(RUNS).outputs(ROWS, 256, 2) | {"x": X, "table": 
 def test_what_does_not_fit_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         ops.grouped_quantize_float8_block(**(GOOD | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scale": torch.ones(3)}, "scale: got shape"),
+        ({"amax": torch.ones(1)}, "amax: got shape"),
+        ({"row_scale": torch.ones(1)}, "row_scale: got shape"),
+        ({"row_data": None}, "row_data: got None"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(changes, message):
+    good = dict(scale=torch.ones(2), table=TABLE, fp8="e4m3", row_data=torch.zeros(ROWS, 256, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=message):
+        ops.grouped_quantize_float8_tensor(X, **(good | changes))

@@ -32,9 +32,13 @@ struct GroupedRows {
   int64_t padded_rows;
 
   TE_DIST_DEVICE View view(const Extents& extents, int64_t panel) const {
-    const int group = table.group_of(int(panel) / int(panels_along(extents.cols)));
+    return view_of_tile(extents, int(panel) / int(panels_along(extents.cols)));
+  }
+
+  TE_DIST_DEVICE View view_of_tile(const Extents& extents, int tile) const {
+    const int group = table.group_of(tile);
     const int64_t begin = __ldg(table.begins + group), end = __ldg(table.begins + group + 1);
-    return {{end, extents.cols}, {int64_t(__ldg(table.tiles + group)) * kPanel - begin, 0}, group};
+    return {{end < extents.rows ? end : extents.rows, extents.cols}, {int64_t(__ldg(table.tiles + group)) * kPanel - begin, 0}, group};
   }
 
   // How many rows an output by columns has, and which of them a row of the matrix becomes.
