@@ -26,8 +26,10 @@ from te_dist.kernels import gemm
 
 SHAPES = ((8192, 8192, 8192), (8192, 4096, 7168), (8192, 7168, 2048), (16384, 1536, 2048))
 PEER = "deep_gemm"
-# What `gemm.tiling` may choose from: (consumers, waves), blocks of a cluster, band.
-TILINGS = [gemm.Tiling(*split, *rest) for split, *rest in product(((2, 1), (2, 2), (3, 1)), (1, 2), (4, 8, 16))]
+TILINGS = [
+    gemm.Tiling(*split, cluster, cols)
+    for (*split, cols), cluster in product(((2, 1, 128), (2, 1, 192), (2, 2, 128), (3, 1, 128)), (1, 2))
+]
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,16 @@ def measure(repeats: int) -> Iterator[Row]:
                 yield Row("x".join(map(str, shape)), name, output, library, time, flops / time / 1e6)
 
 
+def label(tiling: gemm.Tiling) -> str:
+    """consumers x waves x columns / cluster"""
+    return f"{tiling.consumers}x{tiling.waves}x{tiling.cols}/{tiling.cluster}"
+
+
+def fits(tiling: gemm.Tiling, *, square: bool, adds: bool) -> bool:
+    """Whether the kernel can be cut so."""
+    return (square or tiling.cols == 128) and not (adds and (tiling.waves > 1 or tiling.cols > 128))
+
+
 def sweep(repeats: int) -> None:
     """Prints TFLOP/s of every tiling."""
     outputs = ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True))
@@ -115,12 +127,10 @@ def sweep(repeats: int) -> None:
         operands, out = Product.random(shape, b_tile), torch.zeros(shape[:2], device="cuda", dtype=dtype)
         call, found = operands.ours(out, accumulate=adds), []
         for tiling in TILINGS:
-            if adds and tiling.waves > 1:
-                continue
-            with mock.patch.object(gemm, "tiling", lambda *_, its=tiling: its):
-                time = median_time(call, repeats)
-            label = f"{tiling.consumers}x{tiling.waves}/{tiling.cluster}/{tiling.band}"
-            found.append(f"{label} {2 * shape[0] * shape[1] * shape[2] / time / 1e6:.0f}")
+            if fits(tiling, square=b_tile[0] != 1, adds=adds):
+                with mock.patch.object(gemm, "tiling", lambda *_, its=tiling: its):
+                    time = median_time(call, repeats)
+                found.append(f"{label(tiling)} {2 * shape[0] * shape[1] * shape[2] / time / 1e6:.0f}")
         print(shape, b_tile, dtype, "added" * adds, *found, sep="  ", flush=True)
 
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
-from benchmarks.gemm_cuda import PEER, TILINGS, random_codes, random_scales
+from benchmarks.gemm_cuda import PEER, TILINGS, fits, label, random_codes, random_scales
 from benchmarks.report import Report, number, text
 from benchmarks.timing import median_time
 from te_dist import ops
@@ -189,14 +189,12 @@ def sweep(repeats: int) -> None:
         }
         for name, call in calls.items():
             found = []
-            for tiling in (tiling for tiling in TILINGS if tiling.band == 8):
-                if name == "wgrad fp32" and tiling.waves > 1:
-                    continue
-                choose = lambda *_, its=tiling: its  # noqa: E731
-                with mock.patch.multiple(grouped_gemm, rows_tiling=choose, sums_tiling=choose):
-                    time = median_time(call, repeats)
-                label = f"{tiling.consumers}x{tiling.waves}/{tiling.cluster}/{tiling.band}"
-                found.append(f"{label} {2 * sum(sizes) * cols * depth / time / 1e6:.0f}")
+            for tiling in TILINGS:
+                if fits(tiling, square=name == "forward", adds=name == "wgrad fp32"):
+                    choose = lambda *_, its=tiling: its  # noqa: E731
+                    with mock.patch.multiple(grouped_gemm, rows_tiling=choose, sums_tiling=choose):
+                        time = median_time(call, repeats)
+                    found.append(f"{label(tiling)} {2 * sum(sizes) * cols * depth / time / 1e6:.0f}")
             print(shape, routing, name, *found, sep="  ", flush=True)
 
 

@@ -23,17 +23,18 @@ enum class BiasType { kNone, kFloat32, kBFloat16, kFloat16 };
 // kCluster: blocks side by side along N that read A once for all.
 // kAdds: adds to what `out` holds, which is read while the product is computed.
 template <template <class> class Walk, class CodeA, class CodeB, class Out, bool kSquareB, int kConsumers, int kWaves,
-          int kCluster, int kStages, bool kAdds>
+          int kCols, int kCluster, int kStages, bool kAdds>
 struct GemmFloat8Block {
   static constexpr int kThreads = 128 * (1 + kConsumers), kBlocks = 1;
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32, kConsumerRegisters = kConsumers == 2 ? 240 : 160;
-  static constexpr int kRows = 64 * kWaves * kConsumers, kCols = 128, kDepth = 128;  // of a tile
+  static constexpr int kRows = 64 * kWaves * kConsumers, kDepth = 128;  // of a tile
   using Tiles = Walk<TileShape<kRows, kCols, kCluster, kSquareB>>;
-  static constexpr int kSums = 64;  // of a wave, by thread
+  static constexpr int kSums = kCols / 2;  // of a wave, by thread
   static constexpr bool kHoldsColScales = kWaves > 1;  // from wave to wave, in registers
   static constexpr bool kReadsAhead = kSquareB || kHoldsColScales;  // all of a stage before its products are done
   static constexpr int kBoxBytes = 64 * 128, kBoxCols = 128 / Out::kBytes;  // of the output
-  static constexpr int kBoxesOfTile = kWaves * kCols / kBoxCols, kBoxesInTurn = 2;  // of a consumer
+  static constexpr int kBoxesOfTile = kWaves * kCols / kBoxCols;  // of a consumer
+  static constexpr int kBoxesInTurn = kBoxesOfTile % 2 ? kBoxesOfTile : 2;
   static constexpr int kTurns = kBoxesOfTile / kBoxesInTurn, kParts = kTurns > 1 ? 2 : 1;
   static_assert(!kAdds || kTurns == kParts, "shared memory holds all that a product is added to");
   // Scales of rows are copied from a multiple of four rows on. Where tiles do not begin at one, there are four more in each
@@ -41,7 +42,10 @@ struct GemmFloat8Block {
   static constexpr int kScaleBoxes = Tiles::kRowsAreAligned ? 1 : 2, kRowsOfBox = kRows / kScaleBoxes;
   static constexpr int kScalesOfBox = kRowsOfBox + (Tiles::kRowsAreAligned ? 0 : 4);
   static constexpr int kBoxPitch = (kScalesOfBox + 31) / 32 * 32;
-  static constexpr int kScales = kSquareB ? 4 : kCols;  // of B that are read for a stage: no less than the engine can
+  // Scales of B that are read for a stage. Of squares 4 along the depth, no less than the engine can; a tile whose columns
+  // are no multiple of 128 has parts of two squares: 64 columns of one, 64 of either, 64 of the next.
+  static constexpr int kScaleDepth = 4, kSquares = kCols > 128 ? 2 : 1, kColParts = kCols > 128 ? kCols / 64 : 1;
+  static constexpr int kScales = kSquareB ? kScaleDepth * kSquares : kCols;
   static constexpr uint32_t kStageBytes = (kRows + kCols) * kDepth + (kScaleBoxes * kScalesOfBox + kScales) * 4;
 
   struct Params {
@@ -95,7 +99,7 @@ struct GemmFloat8Block {
         copy_box(p.a_scale, full, &shared.a_scale[s][i * kBoxPitch], (t.row & -4) + i * kRowsOfBox, depth);
       }
       if constexpr (kSquareB) {
-        copy_box(p.b_scale, full, shared.b_scale[s], k & -kScales, t.b_scale_row);
+        copy_box(p.b_scale, full, shared.b_scale[s], k & -kScaleDepth, t.b_scale_row);
       } else {
         copy_box(p.b_scale, full, shared.b_scale[s], t.col, t.b_scale_row + k);
       }
@@ -137,22 +141,31 @@ struct GemmFloat8Block {
       }
     }
 
-    // What is read of a stage besides codes: for the first and the second row of each wave its scale, by that of a square.
+    // What is read of a stage besides codes: for the first and the second row of each wave its scale, by that of the square
+    // of each part of the columns.
     struct Scales {
-      float rows[kWaves][2];
+      float rows[kWaves][2][kColParts];
     };
 
     // Of stage number `k` of a tile.
     TE_DIST_DEVICE Scales scales(const Tile& t, int stage, int k) const {
       Scales scales;
-      const float square = kSquareB ? shared().b_scale[stage][k % kScales] : 1.0f;
+      float squares[kColParts] = {};
+      if constexpr (kSquareB) {
+        const float* its = &shared().b_scale[stage][k % kScaleDepth];
+#pragma unroll
+        for (int c = 0; c < kColParts; ++c) squares[c] = its[c == 0 ? 0 : kScaleDepth];
+        if (kColParts == 3 && t.col % 128 == 0) squares[1] = squares[0];
+      }
       const float* rows = &shared().a_scale[stage][Tiles::kRowsAreAligned ? 0 : t.row & 3];
 #pragma unroll
       for (int w = 0; w < kWaves; ++w) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int its = wave_row(w) + row + 8 * h;
-          scales.rows[w][h] = rows[its / kRowsOfBox * kBoxPitch + its % kRowsOfBox] * square;
+          const float scale = rows[its / kRowsOfBox * kBoxPitch + its % kRowsOfBox];
+#pragma unroll
+          for (int c = 0; c < kColParts; ++c) scales.rows[w][h][c] = kSquareB ? scale * squares[c] : scale;
         }
       }
       return scales;
@@ -188,7 +201,7 @@ struct GemmFloat8Block {
       begin_products();
 #pragma unroll
       for (int k = 0; k < kDepth / 32; ++k) {
-        multiply_64x128x32<CodeA, CodeB>(part, a.further<32>(k), b.further<32>(k), k > 0);
+        multiply_64xNx32<CodeA, CodeB>(part, a.further<32>(k), b.further<32>(k), k > 0);
       }
       commit_products();
       pin(part);
@@ -218,7 +231,7 @@ struct GemmFloat8Block {
       }
     };
 
-    TE_DIST_DEVICE void add(const float (&part)[kSums], float (&total)[kSums], const float (&rows)[2],
+    TE_DIST_DEVICE void add(const float (&part)[kSums], float (&total)[kSums], const float (&rows)[2][kColParts],
                             const ColScales& cols) const {
 #pragma unroll
       for (int j = 0; j < kSums / 4; ++j) {
@@ -226,7 +239,7 @@ struct GemmFloat8Block {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float value = kSquareB ? part[4 * j + i] : part[4 * j + i] * (i % 2 ? its.y : its.x);
-          total[4 * j + i] = fmaf(value, rows[i / 2], total[4 * j + i]);
+          total[4 * j + i] = fmaf(value, rows[i / 2][kColParts > 1 ? j / 8 : 0], total[4 * j + i]);
         }
       }
     }
@@ -250,7 +263,7 @@ struct GemmFloat8Block {
           if (computes) multiply(part, stage, w);
           // While the tensor cores work.
           if (w == 0) its = scales(t, stage, k), cols.hold();
-          if (kAdds && k == 0) fetch(t);
+          if (kAdds && k == t.depth_tiles / 2) fetch(t);  // what was written before has been read by then
           if (w == kWaves - 1 && k + 1 < t.depth_tiles) shared().full[ring.stage].wait(ring.parity);
           if (computes) wait_products<0>();
           pin(part);

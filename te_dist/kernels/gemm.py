@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
@@ -17,18 +17,10 @@ from te_dist.kernels.runtime import launch, multiprocessors, record
 from te_dist.kernels.spec import Layout, Spec
 
 DEPTH = 128  # summed over at a time, by one scale
-COLS = 128  # of a tile
-_BOX_BYTES, _BARRIER_BYTES = 64 * 128, 8
+_BOX_COL_BYTES, _BARRIER_BYTES = 128, 8
+_BOX_BYTES = 64 * _BOX_COL_BYTES
 _SHARED_LIMIT = 227 * 1024  # of a block, sm_90
 _PROCESSORS = 132  # of an H100 or H200; a choice for another number of them costs time, not values
-# TFLOP/s of an H200 by whether B has scales of squares, bytes of an output, (consumers, waves): 8192 x 8192 x 8192 in
-# `python -m benchmarks.gemm_cuda --tilings`.
-_RATES = {
-    (True, 2): {(2, 1): 1158, (2, 2): 1396, (3, 1): 1317},
-    (True, 4): {(2, 1): 1122, (2, 2): 1322, (3, 1): 1196},
-    (False, 2): {(2, 1): 1006, (2, 2): 975, (3, 1): 1083},
-    (False, 4): {(2, 1): 869, (2, 2): 1043, (3, 1): 1026},
-}
 _OUT_BYTES = {"BFloat16": 2, "Float16": 2, "Float32": 4}
 _BIAS_TYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _MAP_ALIGNMENT = 16
@@ -44,26 +36,37 @@ class Tiling:
         consumers: warpgroups that multiply, 2 or 3.
         waves: 64 rows that each of them computes one after the other.
         cluster: blocks of threads side by side along the columns that read the rows once for all.
+        cols: of a tile, 128 or, for scales of squares, 192.
         band: tiles along the rows that are walked over together.
     """
 
     consumers: int
     waves: int
-    cluster: int
-    band: int
+    cluster: int = 1
+    cols: int = 128
+    band: int = 8
 
     @property
     def rows(self) -> int:
         """Of a tile."""
         return 64 * self.waves * self.consumers
 
+    def row_tiles(self, rows: int) -> int:
+        """Along the rows of an output."""
+        return -(-rows // self.rows)
+
+    def col_tiles(self, cols: int) -> int:
+        """Of a cluster, along the columns of an output."""
+        return -(-cols // (self.cols * self.cluster))
+
     def shared_bytes(self, stages: int, square: bool, out_bytes: int, *, aligned: bool) -> int:
         """Dynamic shared memory of a block; laid out as `Shared` of the kernel. `aligned`: `kRowsAreAligned` there."""
         row_scales = self.rows if aligned else 2 * (-(-(self.rows // 2 + 4) // 32) * 32)
-        scales = 4 * (row_scales + (32 if square else COLS))
-        boxes = self.consumers * min(4, self.waves * out_bytes)  # of the output, on the way to memory
-        ring = stages * ((self.rows + COLS) * DEPTH + scales + 2 * _BARRIER_BYTES)
-        total = ring + boxes * _BOX_BYTES + self.consumers * _BARRIER_BYTES
+        scales = 4 * (row_scales + (32 if square else self.cols))
+        boxes = self.waves * self.cols * out_bytes // _BOX_COL_BYTES  # of a consumer's output, on the way to memory
+        boxes = boxes if boxes % 2 else min(4, boxes)
+        ring = stages * ((self.rows + self.cols) * DEPTH + scales + 2 * _BARRIER_BYTES)
+        total = ring + self.consumers * (boxes * _BOX_BYTES + _BARRIER_BYTES)
         return -(-total // 1024) * 1024
 
     def stages(self, square: bool, out_bytes: int, *, aligned: bool) -> int:
@@ -86,36 +89,40 @@ class Kind(NamedTuple):
     adds: bool = False
 
 
-def tilings(cols: int, kind: Kind) -> list[Tiling]:
-    """Those to choose from for an output of this many columns."""
-    # What is added to is read into shared memory, which holds no more than one wave. Blocks side by side halve what is
-    # read of A, which shows where tiles are large enough to wait for it.
-    splits = ((2, 1), (3, 1)) if kind.adds else ((2, 1), (2, 2), (3, 1))
-    return [Tiling(*split, 2 if split[1] > 1 and cols > COLS else 1, band=8) for split in splits]
+Rates = dict[Tiling, int]  # TFLOP/s of each tiling to choose from, of an H200
+
+# 8192 x 8192 x 8192 in `python -m benchmarks.gemm_cuda --tilings`. What is added to is read into shared memory, which
+# holds no more than one wave.
+RATES: dict[Kind, Rates] = {
+    Kind(True, 2): {Tiling(2, 1): 1139, Tiling(2, 2): 1374, Tiling(2, 2, 2): 1385, Tiling(2, 1, cols=192): 1400},
+    Kind(True, 4): {Tiling(2, 1): 1104, Tiling(2, 2): 1259, Tiling(2, 2, 2): 1317},
+    Kind(True, 4, True): {Tiling(2, 1): 1048, Tiling(3, 1): 1114},
+    Kind(False, 2): {Tiling(2, 1): 995, Tiling(3, 1): 1071},
+    Kind(False, 4): {Tiling(2, 1): 856, Tiling(2, 2): 1011, Tiling(2, 2, 2): 1045, Tiling(3, 1): 1025},
+    Kind(False, 4, True): {Tiling(2, 1): 848, Tiling(3, 1): 967},
+}
 
 
-def fastest(choice: Sequence[Tiling], row_tiles: Callable[[int], float], cols: int, kind: Kind) -> Tiling:
+def fastest(rates: Rates, row_tiles: Callable[[Tiling], float], cols: int) -> Tiling:
     """The tiling whose rounds of tiles, one tile for each processor, take the least time.
 
     Args:
-        choice: what to choose from.
-        row_tiles: number of tiles along the rows, by the rows of a tile.
+        rates: of those to choose from.
+        row_tiles: number of tiles along the rows.
         cols: of the output.
-        kind: of the product.
     """
 
     def time(shape: Tiling) -> float:
-        clusters = row_tiles(shape.rows) * -(-cols // (COLS * shape.cluster))
-        return ceil(clusters / (_PROCESSORS // shape.cluster)) * shape.rows / rates[shape.consumers, shape.waves]
+        clusters = row_tiles(shape) * shape.col_tiles(cols)
+        return ceil(clusters / (_PROCESSORS // shape.cluster)) * shape.rows * shape.cols / rates[shape]
 
-    rates = _RATES[kind.square, kind.out_bytes]
-    return min(choice, key=time)
+    return min(rates, key=time)
 
 
 @cache
 def tiling(rows: int, cols: int, kind: Kind) -> Tiling:
     """The fastest one for a product of this shape."""
-    return fastest(tilings(cols, kind), lambda height: -(-rows // height), cols, kind)
+    return fastest(RATES[kind], lambda shape: shape.row_tiles(rows), cols)
 
 
 class Variant(NamedTuple):
@@ -133,7 +140,7 @@ def spec_of(walk: str, layout: Layout, codes: tuple[str, str], variant: Variant)
     place = (square, _OUT_BYTES[out])
     aligned = walk != "RowGroups"
     stages = shape.stages(*place, aligned=aligned)
-    numbers = (square, shape.consumers, shape.waves, shape.cluster, stages, adds)
+    numbers = (square, shape.consumers, shape.waves, shape.cols, shape.cluster, stages, adds)
     constants = ", ".join((walk, *codes, out, *(str(number).lower() for number in numbers)))
     shared_bytes = shape.shared_bytes(stages, *place, aligned=aligned)
     launched = {"shared_bytes": shared_bytes, "cluster": shape.cluster, "arch": "sm_90a"}
@@ -149,7 +156,12 @@ def float8_block(codes: tuple[str, str], out: str, square: bool, shape: Tiling, 
 def operand_maps(a: Tensor, b: Tensor, shape: Tiling) -> tuple[MatrixMap, MatrixMap]:
     """Of the codes of both operands."""
     rows = (shape.rows // shape.cluster, DEPTH)
-    return matrix_map(a, rows, swizzle=128), matrix_map(b, (COLS, DEPTH), swizzle=128)
+    return matrix_map(a, rows, swizzle=128), matrix_map(b, (shape.cols, DEPTH), swizzle=128)
+
+
+def col_scale_map(b_scale: Tensor, shape: Tiling, square: bool) -> MatrixMap:
+    """Of the scales of B: for a tile those of its columns, or of the squares that its columns lie in."""
+    return matrix_map(b_scale, (-(-shape.cols // 128), 4) if square else (1, shape.cols))
 
 
 def common(
@@ -185,9 +197,9 @@ def gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, b_
     spec = float8_block((CODES[fp8[0]], CODES[fp8[1]]), ELEMENTS[out.dtype], square, shape, adds=accumulate)
     if out.is_meta:
         return record(spec)
-    scale_maps = matrix_map(a_scale, (1, shape.rows)), matrix_map(b_scale, (1, 4 if square else COLS))
+    scale_maps = matrix_map(a_scale, (1, shape.rows)), col_scale_map(b_scale, shape, square)
     values = common((operand_maps(a, b, shape), scale_maps), out, bias, None)
-    row_tiles, col_tiles = -(-rows // shape.rows), -(-cols // (COLS * shape.cluster))
+    row_tiles, col_tiles = shape.row_tiles(rows), shape.col_tiles(cols)
     tiles = (rows, row_tiles, col_tiles, -(-depth // DEPTH), shape.band)
     clusters = min(row_tiles * col_tiles, multiprocessors(out.get_device()) // shape.cluster)
     launch(spec, out, (clusters * shape.cluster, 1), (*values, *tiles))

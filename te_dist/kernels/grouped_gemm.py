@@ -9,7 +9,7 @@ from torch import Tensor
 from te_dist.formats.region import Pair
 from te_dist.kernels import gemm
 from te_dist.kernels.arguments import CODES, ELEMENTS, INTEGERS, matrix_map
-from te_dist.kernels.gemm import COLS, DEPTH, Kind, Tiling
+from te_dist.kernels.gemm import DEPTH, Kind, Rates, Tiling
 from te_dist.kernels.runtime import launch, multiprocessors, record
 from te_dist.kernels.spec import Layout, Spec
 
@@ -34,21 +34,28 @@ def group_table(ends: Tensor, rows: int, table: Tensor) -> None:
     launch(find_groups(INTEGERS[ends.dtype]), table, (1, 1), values)
 
 
-def rows_tilings(cols: int, kind: Kind) -> list[Tiling]:
-    """Those to choose from for rows in groups: with scales of runs, registers do not suffice for two waves."""
-    return [shape for shape in gemm.tilings(cols, kind) if kind.square or shape.waves == 1]
+# 8 groups of 32768 rows, N = 4096, K = 7168 in `python -m benchmarks.grouped_cuda --tilings`. With scales of runs,
+# registers do not suffice for two waves.
+ROWS_RATES: dict[Kind, Rates] = {
+    Kind(True, 2): {Tiling(2, 1): 1232, Tiling(2, 2, 2): 1328, Tiling(3, 1, 2): 1341, Tiling(2, 1, cols=192): 1400},
+    Kind(True, 4): {Tiling(2, 1): 1104, Tiling(2, 2, 2): 1317, Tiling(3, 1): 1196},
+    Kind(True, 4, True): gemm.RATES[Kind(True, 4, True)],
+    Kind(False, 2): gemm.RATES[Kind(False, 2)],
+    Kind(False, 4): {Tiling(2, 1): 856, Tiling(3, 1): 1025},
+    Kind(False, 4, True): gemm.RATES[Kind(False, 4, True)],
+}
 
 
 @cache
 def rows_tiling(rows: int, cols: int, groups: int, kind: Kind) -> Tiling:
     """For groups of this many rows together, of each of which the last tile is half full on average."""
-    return gemm.fastest(rows_tilings(cols, kind), lambda height: rows / height + groups / 2, cols, kind)
+    return gemm.fastest(ROWS_RATES[kind], lambda shape: rows / shape.rows + groups / 2, cols)
 
 
 @cache
 def sums_tiling(rows: int, cols: int, groups: int, kind: Kind) -> Tiling:
     """For as many products of this shape as there are groups."""
-    return gemm.fastest(gemm.tilings(cols, kind), lambda height: groups * -(-rows // height), cols, kind)
+    return gemm.fastest(gemm.RATES[kind], lambda shape: groups * shape.row_tiles(rows), cols)
 
 
 @cache
@@ -76,9 +83,9 @@ def grouped_gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Te
     if out.is_meta:
         return record(spec)
     a_scales = matrix_map(a_scale, (1, shape.rows // 2 + 4))  # tiles begin at any row: see the kernel
-    maps = gemm.operand_maps(a, b, shape), (a_scales, matrix_map(b_scale, (1, 4 if square else COLS)))
+    maps = gemm.operand_maps(a, b, shape), (a_scales, gemm.col_scale_map(b_scale, shape, square))
     b_scale_rows = b_scale.shape[0] // groups
-    tiles = (*_table(table, shape), -(-cols // (COLS * shape.cluster)), depth_tiles, cols, b_scale_rows, shape.band)
+    tiles = (*_table(table, shape), shape.col_tiles(cols), depth_tiles, cols, b_scale_rows, shape.band)
     _launch(spec, shape, (*gemm.common(maps, out, bias, row_factor), *tiles), out)
 
 
@@ -93,8 +100,11 @@ def grouped_wgrad_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: T
     spec = sums_float8_block(_codes(fp8), ELEMENTS[out.dtype], shape, adds=accumulate)
     if out.is_meta:
         return record(spec)
-    maps = gemm.operand_maps(a, b, shape), (matrix_map(a_scale, (1, shape.rows)), matrix_map(b_scale, (1, COLS)))
-    extents = (rows, -(-rows // shape.rows), -(-cols // (COLS * shape.cluster)), shape.band)
+    maps = (
+        gemm.operand_maps(a, b, shape),
+        (matrix_map(a_scale, (1, shape.rows)), gemm.col_scale_map(b_scale, shape, False)),
+    )
+    extents = (rows, shape.row_tiles(rows), shape.col_tiles(cols), shape.band)
     tiles = (table.data_ptr(), table.data_ptr() + _row_bytes(table), groups, *extents)
     _launch(spec, shape, (*gemm.common(maps, out, None, None), *tiles), out)
 

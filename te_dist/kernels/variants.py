@@ -86,15 +86,14 @@ def grouped_quantizers(element: str) -> Iterator[Spec]:
 
 def products(out: str) -> Iterator[Spec]:
     """Of FP8 blocks with an output of one type, once and in groups: all kinds of scales and tilings to choose from."""
-    for codes, adds, square in product(_PAIRS, (False, True) if out == "Float32" else (False,), (True, False)):
-        kind = gemm.Kind(square, _BYTES[out], adds)
-        for cols in (gemm.COLS, 2 * gemm.COLS):
-            for shape in gemm.tilings(cols, kind):
-                yield gemm.float8_block(codes, out, square, shape, adds=adds)
-                if not square:
-                    yield grouped_gemm.sums_float8_block(codes, out, shape, adds=adds)
-            for shape in grouped_gemm.rows_tilings(cols, kind):
-                yield grouped_gemm.rows_float8_block(codes, out, square, shape, adds=adds)
+    kinds = [kind for kind in gemm.RATES if kind.out_bytes == _BYTES[out]]
+    for codes, kind in product(_PAIRS, kinds):
+        for shape in gemm.RATES[kind]:
+            yield gemm.float8_block(codes, out, kind.square, shape, adds=kind.adds)
+            if not kind.square:
+                yield grouped_gemm.sums_float8_block(codes, out, shape, adds=kind.adds)
+        for shape in grouped_gemm.ROWS_RATES[kind]:
+            yield grouped_gemm.rows_float8_block(codes, out, kind.square, shape, adds=kind.adds)
 
 
 def decoded_products() -> Iterator[Spec]:
@@ -164,4 +163,4 @@ def variants(*elements: str) -> list[Spec]:
     """All of them, for inputs and outputs of the named types (all by default)."""
     families = (quantizers, fused, grouped_quantizers, products, dequantizers, updaters)
     typed = (spec for name in elements or _BYTES for family in families for spec in family(name))
-    return list(dict.fromkeys((*movers(), *requantizers(), *decoded_products(), *typed)))
+    return [*movers(), *requantizers(), *decoded_products(), *typed]

@@ -16,6 +16,8 @@ from tests.ops.groups import FP8, ROUNDING, RUN, SQUARE, Operand, check_product
 pytestmark = pytest.mark.gpu
 
 TILINGS = [gemm.Tiling(*split, cluster, band=3) for split, cluster in product([(2, 1), (2, 2), (3, 1)], (1, 2))]
+WIDE = [gemm.Tiling(2, 1, cluster, cols=192, band=3) for cluster in (1, 2)]
+CASES = [*product((SQUARE, RUN), TILINGS), *product((SQUARE,), WIDE)]
 # (M, N, K): one tile, several, ragged in every dimension, fewer rows or columns than a tile, the shortest sum.
 SHAPES = [
     (256, 256, 256),
@@ -50,7 +52,7 @@ def tiling(request, monkeypatch):
     monkeypatch.setattr(gemm, "tiling", lambda *_: request.param)
 
 
-@pytest.mark.parametrize("b_tile", (SQUARE, RUN))
+@pytest.mark.parametrize(("b_tile", "tiling"), CASES, ids=str, indirect=["tiling"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_product_is_that_of_the_values(shape, b_tile, tiling):
     rows, cols, depth = shape
@@ -100,7 +102,7 @@ def test_parts_of_larger_matrices_are_multiplied_in_place():
     assert (wide[:, :16] == 5).all() and (wide[:, 156:] == 5).all()
 
 
-@pytest.mark.parametrize("b_tile", (SQUARE, RUN))
+@pytest.mark.parametrize(("b_tile", "tiling"), CASES, ids=str, indirect=["tiling"])
 def test_product_repeats_its_bits(b_tile, tiling):
     a, b = operand(2048, 2048, "e4m3", RUN, 11), operand(1536, 2048, "e4m3", b_tile, 12)
     first, again = (torch.full((2048, 1536), torch.nan, device="cuda") for _ in range(2))

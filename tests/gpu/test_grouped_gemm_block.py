@@ -26,6 +26,8 @@ SIZES = {
     "many": [3, 0, 70, 1] * 300,
 }
 TILINGS = [Tiling(*split, cluster, band=3) for split, cluster in product([(2, 1), (2, 2), (3, 1)], (1, 2))]
+WIDE = [Tiling(2, 1, cluster, cols=192, band=3) for cluster in (1, 2)]
+CASES = [*product((SQUARE, RUN), TILINGS), *product((SQUARE,), WIDE)]
 
 
 @pytest.fixture(params=TILINGS, ids=str)
@@ -52,7 +54,7 @@ def test_table_is_that_of_the_cpu(sizes, dtype):
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDING))
-@pytest.mark.parametrize("b_tile", (SQUARE, RUN))
+@pytest.mark.parametrize(("b_tile", "tiling"), CASES, ids=str, indirect=["tiling"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_product_of_each_group(sizes, b_tile, dtype, tiling):
     rows, cols, depth, groups = sum(sizes) + 9, 200, 272, len(sizes)
@@ -125,6 +127,7 @@ def test_graph_replays_with_other_groups():
         assert_bitwise(captured, eager, f"groups of {sizes}")
 
 
+@pytest.mark.parametrize("tiling", [*TILINGS, *WIDE], ids=str, indirect=True)
 def test_products_repeat_their_bits(tiling):
     sizes = [513, 0, 700, 12, 300]
     a = Operand(1600, 1024, RUN, seed=5, device="cuda")

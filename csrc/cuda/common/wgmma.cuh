@@ -45,38 +45,49 @@ struct Rows128 {
 
 #define TE_DIST_8(a, i) "+f"(a[i]), "+f"(a[i + 1]), "+f"(a[i + 2]), "+f"(a[i + 3]), "+f"(a[i + 4]), "+f"(a[i + 5]), \
                         "+f"(a[i + 6]), "+f"(a[i + 7])
-#define TE_DIST_64(a) TE_DIST_8(a, 0), TE_DIST_8(a, 8), TE_DIST_8(a, 16), TE_DIST_8(a, 24), TE_DIST_8(a, 32), \
-                      TE_DIST_8(a, 40), TE_DIST_8(a, 48), TE_DIST_8(a, 56)
+#define TE_DIST_32(a, i) TE_DIST_8(a, i), TE_DIST_8(a, i + 8), TE_DIST_8(a, i + 16), TE_DIST_8(a, i + 24)
 #define TE_DIST_64_NAMES                                                                                     \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
   "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "  \
-  "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
+  "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define TE_DIST_96_NAMES                                                                                            \
+  TE_DIST_64_NAMES ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, " \
+                   "%83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 
-// sums (64 x 128) = a (64 x 32) b (128 x 32)^T, plus `sums` where `adds`.
-#define TE_DIST_PRODUCT(types)                                                                    \
-  asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %66, 0;\n"                                  \
-               "wgmma.mma_async.sync.aligned.m64n128k32.f32." types " " TE_DIST_64_NAMES           \
-               ", %64, %65, adds, 1, 1;\n}"                                                        \
-               : TE_DIST_64(sums)                                                                  \
+#define TE_DIST_PRODUCT(shape, types, names, a_name, b_name, adds_name, ...)                                     \
+  asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds_name ", 0;\n"                                       \
+               "wgmma.mma_async.sync.aligned." shape ".f32." types " {" names "}, " a_name ", " b_name ", adds, 1, 1;\n}" \
+               : __VA_ARGS__                                                                                     \
                : "l"(a.descriptor()), "l"(b.descriptor()), "r"(int(adds)))
-
-template <class A, class B>
-TE_DIST_INLINE void multiply_64x128x32(float (&sums)[64], Rows128 a, Rows128 b, bool adds) {
-  constexpr bool kA43 = A::kShift == E4M3::kShift, kB43 = B::kShift == E4M3::kShift;
-  if constexpr (kA43 && kB43) {
-    TE_DIST_PRODUCT("e4m3.e4m3");
-  } else if constexpr (kA43) {
-    TE_DIST_PRODUCT("e4m3.e5m2");
-  } else if constexpr (kB43) {
-    TE_DIST_PRODUCT("e5m2.e4m3");
-  } else {
-    TE_DIST_PRODUCT("e5m2.e5m2");
+#define TE_DIST_PRODUCTS(shape, names, a_name, b_name, adds_name, ...)                       \
+  constexpr bool kA43 = A::kShift == E4M3::kShift, kB43 = B::kShift == E4M3::kShift;          \
+  if constexpr (kA43 && kB43) {                                                              \
+    TE_DIST_PRODUCT(shape, "e4m3.e4m3", names, a_name, b_name, adds_name, __VA_ARGS__);       \
+  } else if constexpr (kA43) {                                                               \
+    TE_DIST_PRODUCT(shape, "e4m3.e5m2", names, a_name, b_name, adds_name, __VA_ARGS__);       \
+  } else if constexpr (kB43) {                                                               \
+    TE_DIST_PRODUCT(shape, "e5m2.e4m3", names, a_name, b_name, adds_name, __VA_ARGS__);       \
+  } else {                                                                                   \
+    TE_DIST_PRODUCT(shape, "e5m2.e5m2", names, a_name, b_name, adds_name, __VA_ARGS__);       \
   }
+
+// sums (64 x N) = a (64 x 32) b (N x 32)^T, plus `sums` where `adds`; N is twice as many as there are sums.
+template <class A, class B>
+TE_DIST_INLINE void multiply_64xNx32(float (&sums)[64], Rows128 a, Rows128 b, bool adds) {
+  TE_DIST_PRODUCTS("m64n128k32", TE_DIST_64_NAMES, "%64", "%65", "%66", TE_DIST_32(sums, 0), TE_DIST_32(sums, 32))
 }
 
+template <class A, class B>
+TE_DIST_INLINE void multiply_64xNx32(float (&sums)[96], Rows128 a, Rows128 b, bool adds) {
+  TE_DIST_PRODUCTS("m64n192k32", TE_DIST_96_NAMES, "%96", "%97", "%98", TE_DIST_32(sums, 0), TE_DIST_32(sums, 32),
+                   TE_DIST_32(sums, 64))
+}
+
+#undef TE_DIST_PRODUCTS
 #undef TE_DIST_PRODUCT
+#undef TE_DIST_96_NAMES
 #undef TE_DIST_64_NAMES
-#undef TE_DIST_64
+#undef TE_DIST_32
 #undef TE_DIST_8
 
 }  // namespace te_dist::cuda
