@@ -230,7 +230,7 @@ struct QuantizeFloat8 {
     QuantizeFloat8 self{p, view, Place::of(view.extents, view.phase, panel), shared, {}};
     if constexpr (Panels::kIsGrouped) {
       if (kIsTensor && panel == 0) self.write_group_scales();
-      if (self.place.first_row() >= view.extents.rows) return;  // there are blocks for as many panels as there may be
+      if (self.place.first_row() >= view.extents.rows) return;  // there are blocks for as many panels as groups may have
     }
     self.quantize();
   }

@@ -2,12 +2,13 @@
 #pragma once
 
 #include "common/codes.cuh"
+#include "common/panels.cuh"
 #include "common/source.cuh"
 
 namespace te_dist::cuda {
 
 // kLoad, kStore, kScaleStore: bytes that can be read and written at a time, of values, codes, and scale bytes of a row.
-template <class Source, class Code, Share kRow, Share kCol, int kLoad, int kStore, int kScaleStore>
+template <class Source, class Code, Share kRow, Share kCol, int kLoad, int kStore, int kScaleStore, class Panels>
 struct QuantizeMxFp8 {
   using Element = typename Source::Element;
   static constexpr int kThreads = kPanelThreads;
@@ -17,10 +18,10 @@ struct QuantizeMxFp8 {
   struct Params {
     typename Source::Params source;
     Extents extents;
-    Phase phase;
+    Panels panels;
     const uint32_t* noop;
     BlockOutput<uint8_t> row;  // data (rows, cols)
-    BlockOutput<uint8_t> col;  // data (rows, cols)
+    BlockOutput<uint8_t> col;  // data (rows, cols), of groups (rows of all tiles, cols)
   };
 
   static constexpr bool kHasRow = kRow != Share::kAbsent, kHasCol = kCol != Share::kAbsent;
@@ -39,6 +40,7 @@ struct QuantizeMxFp8 {
   static constexpr int kOtherRuns[] = {8, 16};  // masks of the lanes with the other runs of the same rows
 
   const Params& p;
+  const View view;
   const Place place;
   Shared& shared;
   Patch<Element> patch;
@@ -52,8 +54,8 @@ struct QuantizeMxFp8 {
   TE_DIST_DEVICE int64_t tile_col() const { return place.panel_col * kTiles + place.local_col / kTile; }
 
   // Number of tiles that the matrix touches.
-  TE_DIST_DEVICE int64_t grid_rows() const { return (p.phase.row + p.extents.rows + kTile - 1) / kTile; }
-  TE_DIST_DEVICE int64_t grid_cols() const { return (p.phase.col + p.extents.cols + kTile - 1) / kTile; }
+  TE_DIST_DEVICE int64_t grid_rows() const { return (p.panels.tiled_rows(view) + kTile - 1) / kTile; }
+  TE_DIST_DEVICE int64_t grid_cols() const { return (view.phase.col + view.extents.cols + kTile - 1) / kTile; }
 
   // Stores the exponents of the four runs of a row: each lane gives its own, all get the whole, one writes.
   TE_DIST_DEVICE void store_row_exponents(int i, uint32_t found) const {
@@ -105,7 +107,7 @@ struct QuantizeMxFp8 {
     for (int k = 0; k < kTiles * kPanel / kThreads; ++k) {
       const int tile = k * (kThreads / kPanel) + threadIdx.x / kPanel, local_col = threadIdx.x % kPanel;
       const int64_t row = place.panel_row * kTiles + tile, col = place.first_col() + local_col;
-      const bool is_inside = row < grid_rows() && col >= 0 && col < p.extents.cols;
+      const bool is_inside = row < grid_rows() && col >= 0 && col < view.extents.cols;
       float amax = fmaxf(shared.columns[2 * tile][local_col], shared.columns[2 * tile + 1][local_col]);
       if (is_inside && p.col.amax.data) amax = p.col.amax.at(row, col);
       const uint32_t found = exponent(amax);
@@ -143,8 +145,9 @@ struct QuantizeMxFp8 {
 
   TE_DIST_DEVICE void write(const float (&by_row)[kPatch], const float (&by_col)[kPatch]) const {
     const int64_t first = place.row * place.extents.cols + place.col;
+    const int64_t first_of_col = Panels::col_row(view, place.row) * place.extents.cols + place.col;
     char* row_code = reinterpret_cast<char*>(p.row.data) + first;
-    char* col_code = reinterpret_cast<char*>(p.col.data) + first;
+    char* col_code = reinterpret_cast<char*>(p.col.data) + first_of_col;
 #pragma unroll
     for (int i = 0; i < kPatch; ++i, row_code += place.extents.cols, col_code += place.extents.cols) {
       const Inside inside = place.cols.only_if(place.rows.has(i));
@@ -158,14 +161,14 @@ struct QuantizeMxFp8 {
       }
       if constexpr (kHasCol) {
         encode_eight<Code>(values, by_col, codes);
-        store_run<kPatch, kStore>(col_code, inside, codes);
+        store_run<kPatch, kStore>(col_code, Panels::kIsGrouped ? place.cols : inside, codes);
       }
     }
   }
 
   TE_DIST_DEVICE void quantize() {
     float by_row[kPatch], by_col[kPatch];
-    load_patch<Source, kLoad>(p.source, place, patch);
+    load_patch<Source, kLoad, Panels::kIsGrouped>(p.source, place, patch);
     if constexpr (kCol == Share::kRun || kHasSquare) {
       share_amaxes();
       __syncthreads();
@@ -185,7 +188,11 @@ struct QuantizeMxFp8 {
   TE_DIST_INLINE void run(const Params& p, int64_t panel) {
     if (is_set(p.noop)) return;
     __shared__ Shared shared;
-    QuantizeMxFp8{p, Place::of(p.extents, p.phase, panel), shared, {}}.quantize();
+    const View view = p.panels.view(p.extents, panel);
+    QuantizeMxFp8 self{p, view, Place::of(view.extents, view.phase, panel), shared, {}};
+    // There are blocks for as many panels as groups may have.
+    if (Panels::kIsGrouped && self.place.first_row() >= view.extents.rows) return;
+    self.quantize();
   }
 
   TE_DIST_INLINE void run(const Params& p) { run(p, blockIdx.x); }

@@ -16,6 +16,7 @@ from te_dist.kernels.grouped_quantize import (
     grouped_quantize_float8_block,
     grouped_quantize_float8_current,
     grouped_quantize_float8_tensor,
+    grouped_quantize_mxfp8,
 )
 from te_dist.kernels.movement import assemble, hadamard, transpose
 from te_dist.kernels.quantize import (
@@ -44,6 +45,7 @@ __all__ = [
     "grouped_quantize_float8_block",
     "grouped_quantize_float8_current",
     "grouped_quantize_float8_tensor",
+    "grouped_quantize_mxfp8",
     "grouped_wgrad_float8_block",
     "hadamard",
     "panel_sums",

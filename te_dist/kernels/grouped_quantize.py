@@ -127,3 +127,24 @@ def grouped_quantize_float8_current(
     amax, table, fp8, pow2, eps, *outputs, noop = rest
     rule = (pointer(noop), 0, amax.data_ptr(), amax.numel(), 0, eps, pow2)
     _cast(read(x, source, beside, sums), table, fp8, rule, outputs)
+
+
+def grouped_quantize_mxfp8(
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, *rest: object
+) -> None:
+    """See te_dist.ops.grouped_quantize_mxfp8."""
+    table, fp8, row_tile, row_data, row_scale, col_tile, col_data, col_scale, noop = rest
+    matrix = read(x, source, beside, sums)
+    if quantize.is_idle(matrix, row_data, col_data) or table.shape[1] == 1:
+        return
+    rows, cols = matrix.shape
+    if row_scale is not None:
+        row_scale = row_scale[:rows, : -(-cols // quantize.MX_TILE[1])]
+    store = access_bytes(8, pointer(row_data), pointer(col_data), cols)
+    widths = (matrix.load_bytes(), store, quantize.scale_store_bytes(row_scale))
+    shares = (quantize.share(row_tile, row_data), quantize.share(col_tile, col_data))
+    kernel = partial(quantize.mxfp8, code=CODES[fp8], shares=shares, panels=GROUPED_ROWS)
+    outputs = (*quantize.output(None, row_data, row_scale), *quantize.output(None, col_data, col_scale))
+    panels = grouped_rows(table, 0 if col_data is None else col_data.shape[0])
+    values = (rows, cols, *panels, pointer(noop), *outputs)
+    start(Task(matrix, kernel, widths, (matrix.element_size(), 1, 1), _blocks(matrix, table), values))

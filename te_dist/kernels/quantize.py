@@ -43,7 +43,6 @@ def output(amax: Tensor | None, data: Tensor | None, scale: Tensor | None) -> tu
 
 _OUTPUTS = f"{_output_layout('row')} {_output_layout('col')}"
 _TENSOR_SCALE = "tensor.multiplier:P tensor.amaxes:P tensor.count:q tensor.amax:P"
-_MXFP8 = f"{EXTENTS} {PHASE} noop:P {_OUTPUTS}"
 _PANEL_GRID = "grid.across:I grid.reciprocal:I"
 _NVFP4 = (
     f"{EXTENTS} {PHASE} noop:P {_PANEL_GRID} e4m3_max:f sign_mask:I col_rng_state:i rng_state:P "
@@ -147,10 +146,11 @@ def quantize_float8_block(x: Tensor, source: str, beside: Sequence[Tensor], sums
 
 
 @cache
-def mxfp8(source: Source, widths: Widths, *, code: str, shares: tuple[str, str]) -> Spec:
+def mxfp8(source: Source, widths: Widths, *, code: str, shares: tuple[str, str], panels: Panels = ONE_MATRIX) -> Spec:
     """Spec of an MXFP8 quantizer. `widths`: bytes read, written to data, written to scales of a row at a time."""
-    constants = ", ".join((source.template, code, *shares, *map(str, widths)))
-    return Spec("quantize_mxfp8.cuh", f"QuantizeMxFp8<{constants}>", layout(source, _MXFP8))
+    constants = ", ".join((source.template, code, *shares, *map(str, widths), panels.template))
+    fields = f"{EXTENTS} {panels.fields} noop:P {_OUTPUTS}"
+    return Spec("quantize_mxfp8.cuh", f"QuantizeMxFp8<{constants}>", layout(source, fields))
 
 
 def mxfp8_task(x: Input, phase: Pair, fp8: str, *rest: Pair | Tensor | None) -> Task | None:
@@ -160,7 +160,7 @@ def mxfp8_task(x: Input, phase: Pair, fp8: str, *rest: Pair | Tensor | None) -> 
         return None
     phase = phase_in(MX_TILE, phase)
     store = access_bytes(8, pointer(row_data), pointer(col_data), x.shape[1], phase[1])
-    widths = (x.load_bytes(phase[1]), store, _scale_store_bytes(row_scale))
+    widths = (x.load_bytes(phase[1]), store, scale_store_bytes(row_scale))
     kernel = partial(mxfp8, code=CODES[fp8], shares=(share(row_tile, row_data), share(col_tile, col_data)))
     outputs = (*output(row_amax, row_data, row_scale), *output(col_amax, col_data, col_scale))
     blocks = blocks_for(x.shape, PANEL, phase)
@@ -173,7 +173,7 @@ def quantize_mxfp8(x: Tensor, source: str, beside: Sequence[Tensor], sums: Tenso
     start(mxfp8_task(read(x, source, beside, sums), *rest))
 
 
-def _scale_store_bytes(scale: Tensor | None) -> int:
+def scale_store_bytes(scale: Tensor | None) -> int:
     """Bytes of one row's scales, four in a panel, that can be written at a time."""
     limit = PANEL[1] // MX_TILE[1]
     if scale is None:

@@ -75,11 +75,15 @@ def grouped_quantizers(element: str) -> Iterator[Spec]:
     source, wide, narrow = plain(element), (16, 8, 16), (_BYTES[element], 1, 1)
     for code, shares in product(_CODES, (*_BLOCK_SHARES, *_TENSOR_SHARES)):
         yield quantize.float8(source, wide, code=code, shares=shares, panels=GROUPED_ROWS)
-    yield quantize.float8(source, narrow, code="E4M3", shares=(_RUN, _RUN), panels=GROUPED_ROWS)
+    for code, shares in product(_CODES, _BLOCK_SHARES):
+        yield quantize.mxfp8(source, (16, 8, 4), code=code, shares=shares, panels=GROUPED_ROWS)
+    for quantizer in (quantize.float8, quantize.mxfp8):
+        yield quantizer(source, narrow, code="E4M3", shares=(_RUN, _RUN), panels=GROUPED_ROWS)
     computed = (swiglu(element), swiglu_gradient(element), rms_norm(element, element, "false"))
     for source in (*computed, summed(plain(element)), summed(swiglu_gradient(element))):
         for shares in ((_RUN, _RUN), (_TENSOR, _TENSOR)):
             yield quantize.float8(source, wide, code="E4M3", shares=shares, panels=GROUPED_ROWS)
+        yield quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=(_RUN, _RUN), panels=GROUPED_ROWS)
     for source in (plain(element), *computed):
         yield grouped_quantize.amaxes(source, (16,))
 

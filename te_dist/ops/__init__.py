@@ -18,6 +18,7 @@ from te_dist.ops.grouped_gemm_float8_block import grouped_gemm_float8_block
 from te_dist.ops.grouped_quantize_float8_block import grouped_quantize_float8_block
 from te_dist.ops.grouped_quantize_float8_current import grouped_quantize_float8_current
 from te_dist.ops.grouped_quantize_float8_tensor import grouped_quantize_float8_tensor
+from te_dist.ops.grouped_quantize_mxfp8 import grouped_quantize_mxfp8
 from te_dist.ops.grouped_wgrad_float8_block import grouped_wgrad_float8_block
 from te_dist.ops.hadamard import hadamard
 from te_dist.ops.panel_sums import panel_sums
@@ -46,6 +47,7 @@ __all__ = [
     "grouped_quantize_float8_block",
     "grouped_quantize_float8_current",
     "grouped_quantize_float8_tensor",
+    "grouped_quantize_mxfp8",
     "grouped_wgrad_float8_block",
     "hadamard",
     "panel_sums",

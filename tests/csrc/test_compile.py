@@ -31,7 +31,7 @@ ALLOWED_SPILLS = {
     "QuantizeFloat8": 56,
     "GroupedRows": 112,
     "QuantizeMxFp8": 32,
-    "SwiGluGradient": 272,
+    "SwiGluGradient": 296,
     "RmsNorm": 40,
     "GemmDecoded": 72,
     "Adam": 512,

@@ -161,6 +161,23 @@ def tensor(name: str, each: bool, fp8: str, sides: tuple[str, ...] = ("row", "co
     return GroupCodec(f"{name} {each} {fp8} {sides}", op, rule, parts, make, alone, given, shared)
 
 
+def mx(tiles: dict[str, Pair], fp8: str = "e4m3") -> GroupCodec:
+    """MXFP8; `tiles`: of the directions that are written."""
+    rule = dict(fp8=fp8) | {f"{side}_tile": tile for side, tile in tiles.items()}
+    where = {"row_data": Part(0), "row_scale": Part(0), "col_data": Part(0, 128), "col_scale": Part(0, 4)}
+    parts = {key: part for key, part in where.items() if key[:3] in tiles}
+
+    def make(rows: int, cols: int, padded: int) -> Tensors:
+        found = {"row_data": codes(rows, cols), "col_data": codes(padded, cols)}
+        found |= {"row_scale": codes(rows, -(-cols // 32)), "col_scale": codes(-(-padded // 32), cols)}
+        return {key: found[key] for key in parts}
+
+    def alone(x: Tensor, found: Tensors, _: int) -> None:
+        ops.quantize_mxfp8(x, phase=(0, 0), **rule, **found)
+
+    return GroupCodec(f"mx {rule}", ops.grouped_quantize_mxfp8, rule, parts, make, alone)
+
+
 RUNS, SQUARES = {"row": (1, 128), "col": (128, 1)}, {"row": (128, 128), "col": (128, 128)}
 CODECS = [
     block(RUNS),
@@ -175,4 +192,8 @@ CODECS = [
     tensor("amax", False, "e5m2"),
     tensor("amax", True, "e4m3"),
     tensor("amax", True, "e4m3", ("row",)),
+    mx({"row": (1, 32), "col": (32, 1)}),
+    mx({"row": (32, 32), "col": (32, 32)}, "e5m2"),
+    mx({"row": (1, 32)}),
+    mx({"col": (32, 1)}),
 ]

@@ -20,6 +20,7 @@ struct OneMatrix {
   Phase phase;
 
   TE_DIST_DEVICE View view(const Extents& extents, int64_t) const { return {extents, phase, 0}; }
+  TE_DIST_DEVICE int64_t tiled_rows(const View& view) const { return view.phase.row + view.extents.rows; }
   TE_DIST_DEVICE int64_t col_rows(const Extents& extents) const { return extents.rows; }
   TE_DIST_INLINE int64_t col_row(const View&, int64_t row) { return row; }
 };
@@ -41,7 +42,8 @@ struct GroupedRows {
     return {{end < extents.rows ? end : extents.rows, extents.cols}, {int64_t(__ldg(table.tiles + group)) * kPanel - begin, 0}, group};
   }
 
-  // How many rows an output by columns has, and which of them a row of the matrix becomes.
+  // How many rows the grid of tiles has, how many an output by columns, and which of them a row of the matrix becomes.
+  TE_DIST_DEVICE int64_t tiled_rows(const View&) const { return padded_rows; }
   TE_DIST_DEVICE int64_t col_rows(const Extents&) const { return padded_rows; }
   TE_DIST_INLINE int64_t col_row(const View& view, int64_t row) { return row + view.phase.row; }
 };
