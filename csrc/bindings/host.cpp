@@ -1,10 +1,12 @@
 // te_dist._C.cuda: loads and launches compiled kernels.
-#include "../host/kernel.h"
+#include "../host/program.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <tuple>
+#include <vector>
 
 #include "host.h"
 
@@ -29,6 +31,34 @@ void launch(LoadedKernel& kernel, int device, uint64_t stream, Grid grid, const 
   kernel.launch(device, stream, grid, pointers);
 }
 
+// Kernel, grid, parameters, and the members of each Patch.
+using Step = std::tuple<py::object, Grid, py::bytes, std::vector<std::tuple<size_t, size_t, uint64_t, bool>>>;
+
+// A program that keeps its kernels.
+class KeptProgram {
+ public:
+  explicit KeptProgram(std::vector<Step> steps) : program_(launches(steps)) {
+    for (Step& step : steps) kernels_.push_back(std::move(std::get<0>(step)));
+  }
+
+  void run(int device, uint64_t stream, const std::vector<uint64_t>& addresses) { program_.run(device, stream, addresses); }
+  size_t position() const { return program_.position(); }
+
+ private:
+  static std::vector<PatchedLaunch> launches(const std::vector<Step>& steps) {
+    std::vector<PatchedLaunch> launches;
+    for (const auto& [kernel, grid, parameters, patches] : steps) {
+      PatchedLaunch launch{kernel.cast<LoadedKernel*>(), grid, std::string(parameters), {}};
+      for (const auto& [place, slot, offset, is_map] : patches) launch.patches.push_back({place, slot, offset, is_map});
+      launches.push_back(std::move(launch));
+    }
+    return launches;
+  }
+
+  Program program_;
+  std::vector<py::object> kernels_;
+};
+
 py::bytes matrix_map(int dtype, uint64_t address, uint64_t rows, uint64_t cols, uint64_t pitch, uint32_t box_rows,
                      uint32_t box_cols, int swizzle) {
   return encode({dtype, address, rows, cols, pitch, box_rows, box_cols, swizzle});
@@ -47,8 +77,11 @@ void define_host(py::module_& parent) {
       .def("local_bytes", [](const LoadedKernel& k, int device) { return k.attribute(driver::kLocalBytes, device); })
       .def_property_readonly("label", &LoadedKernel::label);
   module.def("compute_capability", &compute_capability, "(major, minor) of a device.");
-  module.def("fill_words", &fill_words, py::call_guard<py::gil_scoped_release>(),
-             "Writes 32-bit words into device memory: (device, stream, address, value, count).");
+  py::class_<KeptProgram>(module, "Program", "Launches that are repeated with other addresses.")
+      .def(py::init<std::vector<Step>>(),
+           "Of (kernel, grid, parameters, [(place, slot, offset, whether a tensor map lies there)]) for each launch.")
+      .def("run", &KeptProgram::run, py::call_guard<py::gil_scoped_release>(), "(device, stream, addresses by slot)")
+      .def_property_readonly("position", &KeptProgram::position, "Number of the launch that failed, after an exception.");
   module.def("matrix_map", &matrix_map,
              "Tensor map of a matrix for the bulk copy engine, as bytes: (dtype, address, rows, cols, pitch in bytes, "
              "rows and columns of a box, swizzle).");

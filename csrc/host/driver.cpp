@@ -41,8 +41,8 @@ Functions find_functions() {
   find(library, "cuKernelSetAttribute", &f.set_kernel_attribute);
   find(library, "cuKernelGetFunction", &f.load_into_context);
   find(library, "cuLaunchKernelEx", &f.launch);
-  find(library, "cuMemsetD32Async", &f.fill_words);
   find(library, "cuTensorMapEncodeTiled", &f.encode_tiled);
+  find(library, "cuTensorMapReplaceAddress", &f.replace_address);
   const Result result = f.init(0);
   if (result != kSuccess) throw std::runtime_error("cuInit failed: error " + std::to_string(result));
   return f;

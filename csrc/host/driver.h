@@ -23,10 +23,10 @@ struct Functions {
   Result (*set_kernel_attribute)(int attribute, int value, Kernel, Device);
   Result (*load_into_context)(void** function, Kernel);
   Result (*launch)(const LaunchConfig*, Kernel, void** arguments, void** extra);
-  Result (*fill_words)(DevicePointer, unsigned value, size_t count, Stream);
   Result (*encode_tiled)(TensorMap*, int dtype, uint32_t rank, void* address, const uint64_t* extents,
                          const uint64_t* strides, const uint32_t* box, const uint32_t* element_strides, int interleave,
                          int swizzle, int l2_promotion, int out_of_bounds_fill);
+  Result (*replace_address)(TensorMap*, void* address);
 };
 
 const Functions& functions();

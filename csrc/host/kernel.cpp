@@ -75,12 +75,6 @@ void LoadedKernel::launch(int device, uint64_t stream, std::array<unsigned, 3> g
                            describe_launch(config, shape_));
 }
 
-void fill_words(int device, uint64_t stream, uint64_t address, uint32_t value, size_t count) {
-  const driver::ContextGuard guard(device);
-  driver::check(driver::functions().fill_words(address, value, count, reinterpret_cast<driver::Stream>(stream)),
-                "cuMemsetD32Async");
-}
-
 std::array<int, 2> compute_capability(int device) {
   std::array<int, 2> capability{};
   const auto& f = driver::functions();

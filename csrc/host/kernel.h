@@ -46,9 +46,6 @@ class LoadedKernel {
   std::array<std::atomic<unsigned>, 64> threads_{};  // of a block, by device; 0: not yet loaded there
 };
 
-// Writes `count` words into device memory, in the order of the stream.
-void fill_words(int device, uint64_t stream, uint64_t address, uint32_t value, size_t count);
-
 // (major, minor) compute capability.
 std::array<int, 2> compute_capability(int device);
 

@@ -56,10 +56,6 @@ class MatrixMap(NamedTuple):
     address: int
     place: tuple[int, int, int, int, int, int, int]
 
-    def at(self, address: int) -> MatrixMap:
-        """The same of a matrix that lies elsewhere."""
-        return MatrixMap(address, self.place)
-
     def encoded(self) -> bytes:
         """The tensor map that a kernel takes."""
         kind, *rest = self.place

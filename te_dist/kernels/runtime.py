@@ -49,13 +49,17 @@ class Launch(NamedTuple):
     layout: Layout
     values: Sequence[Any]
 
-    def start(self, stream: int, values: Sequence[Any]) -> None:
-        """Launches with other `values`."""
+    def start(self, stream: int) -> None:
+        """Launches."""
         try:
-            self.kernel.launch(self.device, stream, self.grid, self.layout.pack(*values))
+            self.kernel.launch(self.device, stream, self.grid, self.layout.pack(*self.values))
         except RuntimeError as error:
-            fields = ", ".join(f"{name}={value}" for name, value in zip(self.layout.names, values, strict=True))
-            raise RuntimeError(f"{error}; arguments {fields}") from None
+            raise self.failed(error, self.values) from None
+
+    def failed(self, error: RuntimeError, values: Sequence[Any]) -> RuntimeError:
+        """The error, with the values that it was launched with."""
+        fields = ", ".join(f"{name}={value}" for name, value in zip(self.layout.names, values, strict=True))
+        return RuntimeError(f"{error}; arguments {fields}")
 
 
 @cache
@@ -148,7 +152,7 @@ def launch(spec: Spec, on: Tensor, grid: tuple[int, int], values: tuple[int | fl
             return record(spec)
         kernel = _load(spec, device)
     launched = Launch(kernel, device, (*grid, 1), spec.layout, values)
-    launched.start(current_cuda_stream(device), values)
+    launched.start(current_cuda_stream(device))
     listener = _listener.get()
     if listener is not None:
         listener(launched)

@@ -30,6 +30,11 @@ class Layout:
         plain = struct.calcsize("@" + "".join(self._types) + "0q")
         padding = -plain % _TENSOR_MAP_ALIGNMENT if _TENSOR_MAP in self._types else 0
         self._struct = struct.Struct("@" + "".join(self._types) + f"0q{padding}x")
+        # By field, where it lies in the parameters.
+        self.offsets = tuple(
+            struct.calcsize("@" + "".join(self._types[: i + 1])) - struct.calcsize("@" + code)
+            for i, code in enumerate(self._types)
+        )
         self._maps = [place for place, code in enumerate(self._types) if code == _TENSOR_MAP]
         self.pack = self._pack_maps if self._maps else self._struct.pack
 
@@ -39,15 +44,17 @@ class Layout:
             packed[place] = values[place].encoded()
         return self._struct.pack(*packed)
 
+    def is_map(self, index: int) -> bool:
+        """Whether a field is a tensor map."""
+        return self._types[index] == _TENSOR_MAP
+
     def assertions(self, params: str = "Kernel::Params") -> str:
         """C++ that fails to compile where a struct is laid out in another way."""
         lines = [f'static_assert(sizeof({params}) == {self._struct.size}, "size of Params");']
         for index, name in enumerate(self.names):
-            before = "@" + "".join(self._types[: index + 1])
-            offset = struct.calcsize(before) - struct.calcsize("@" + self._types[index])
             # NOTE: `offsetof`, as NVRTC's front end spells it; it has no <cstddef>.
             place = f"__INTADDR__(&(({params}*)0)->{name})"
-            lines.append(f'static_assert({place} == {offset}, "place of {name}");')
+            lines.append(f'static_assert({place} == {self.offsets[index]}, "place of {name}");')
         return "\n".join(lines)
 
 

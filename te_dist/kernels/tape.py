@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_dist import _C
 from te_dist._torch_private import TorchDispatchMode, current_cuda_stream, is_dispatch_watched, is_mutable
 from te_dist.kernels.runtime import Launch, listening
 
@@ -35,6 +36,8 @@ _QUICK = {  # the same without a look-up of overloads
     torch.ops.aten.view.dtype: Tensor.view,
 }
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # without autograd, their argument itself
+
+Program = _C.cuda.Program
 
 Result = tuple[tuple[Tensor, ...], Any]
 
@@ -104,10 +107,36 @@ class _Launched(NamedTuple):
     addresses: list[tuple[int, int, int]]
 
 
+class _Launches:
+    """Launches without a call between them, issued together."""
+
+    def __init__(self, launches: Sequence[_Launched]) -> None:
+        self._launches = launches
+        self.slots = list(dict.fromkeys(slot for step in launches for _, slot, _ in step.addresses))
+        self._program = Program([self._step(*step) for step in launches])
+
+    def _step(self, launch: Launch, addresses: list[tuple[int, int, int]]) -> tuple[Any, ...]:
+        """As a `Program` takes it."""
+        layout, index = launch.layout, self.slots.index
+        patches = [(layout.offsets[p], index(slot), offset, layout.is_map(p)) for p, slot, offset in addresses]
+        return launch.kernel, launch.grid, layout.pack(*launch.values), patches
+
+    def start(self, device: int, stream: int, addresses: list[int]) -> None:
+        """Launches all; `addresses`: of the tensors in `slots`."""
+        try:
+            self._program.run(device, stream, addresses)
+        except RuntimeError as error:
+            launch, places = self._launches[self._program.position]
+            values = list(launch.values)
+            for place, slot, offset in places:
+                values[place] = addresses[self.slots.index(slot)] + offset
+            raise launch.failed(error, values) from None
+
+
 class _Tape(NamedTuple):
     device: torch.device
     num_slots: int
-    steps: list[_Allocation | _Call | _Launched]
+    steps: list[_Allocation | _Call | _Launches]
     outputs: list[int]
     rest: Any
 
@@ -118,13 +147,8 @@ class _Tape(NamedTuple):
         for step in self.steps:
             if type(step) is _Allocation:
                 slots[step.slot] = torch.empty(step.shape, dtype=step.dtype, device=self.device)
-            elif type(step) is _Launched:
-                launch, addresses = step
-                values = list(launch.values)
-                for place, slot, offset in addresses:
-                    address = slots[slot].data_ptr() + offset
-                    values[place] = address if type(values[place]) is int else values[place].at(address)
-                launch.start(stream, values)
+            elif type(step) is _Launches:
+                step.start(self.device.index, stream, [slots[slot].data_ptr() for slot in step.slots])
             else:
                 out = step.op(*_filled(step.args, slots), **{k: _filled(v, slots) for k, v in step.kwargs.items()})
                 for slot, tensor in zip(step.outputs, (out,) if isinstance(out, Tensor) else out, strict=True):
@@ -198,7 +222,7 @@ class _Recorder(TorchDispatchMode):
                 continue
             steps.append(step)
         steps = self._with_one_workspace(steps[::-1], set(results))
-        return _Tape(self._tensors[0].device, len(self._tensors) + 1, steps, results, rest)
+        return _Tape(self._tensors[0].device, len(self._tensors) + 1, _together(steps), results, rest)
 
     def _with_one_workspace(
         self, steps: list[_Allocation | _Call | _Launched], outputs: set[int]
@@ -254,6 +278,21 @@ class _Recorder(TorchDispatchMode):
             if is_root:
                 self._ranges[slot] = _range(tensor)
         return slot
+
+
+def _together(steps: Sequence[_Allocation | _Call | _Launched]) -> list[_Allocation | _Call | _Launches]:
+    """The same steps; between calls first all allocations, then all launches as one."""
+    together: list[_Allocation | _Call | _Launches] = []
+    launches: list[_Launched] = []
+    for step in steps:
+        if isinstance(step, _Launched):
+            launches.append(step)
+        elif isinstance(step, _Allocation):
+            together.append(step)
+        else:
+            together += [_Launches(launches), step] if launches else [step]
+            launches = []
+    return [*together, _Launches(launches)] if launches else together
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:

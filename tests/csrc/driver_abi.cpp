@@ -76,7 +76,7 @@ SAME_FUNCTION(find_kernel, cuLibraryGetKernel);
 SAME_FUNCTION(kernel_attribute, cuKernelGetAttribute);
 SAME_FUNCTION(set_kernel_attribute, cuKernelSetAttribute);
 SAME_FUNCTION(load_into_context, cuKernelGetFunction);
-SAME_FUNCTION(fill_words, cuMemsetD32Async);
 SAME_FUNCTION(encode_tiled, cuTensorMapEncodeTiled);
+SAME_FUNCTION(replace_address, cuTensorMapReplaceAddress);
 // A kernel is passed where the header says function: the driver takes both, cast as CUDA's own samples cast it.
 SAME_FUNCTION(launch, cuLaunchKernelEx);

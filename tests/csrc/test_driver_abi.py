@@ -23,7 +23,7 @@ MISTAKES = [
     ("  Stream stream;\n  LaunchAttribute* attributes;", "  LaunchAttribute* attributes;\n  Stream stream;"),
     ("char pad[64];", "char pad[72];"),
     ("struct alignas(128) TensorMap", "struct TensorMap"),
-    ("(*fill_words)(DevicePointer, unsigned value", "(*fill_words)(DevicePointer, uint64_t value"),
+    ("(*replace_address)(TensorMap*, void* address)", "(*replace_address)(TensorMap*, unsigned address)"),
     ("(*init)(unsigned flags)", "(*init)(unsigned flags, int)"),
     ("int l2_promotion, int out_of_bounds_fill", "int l2_promotion"),
 ]
