@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from te_dist.formats.region import Pair
+from te_dist.kernels import gemm_staged
 from te_dist.kernels.arguments import CODES, access_bytes, pointer
+from te_dist.kernels.gemm_staged import Side
 from te_dist.kernels.runtime import launch, multiprocessors, record
 from te_dist.kernels.spec import Layout, Spec
 
@@ -70,6 +72,11 @@ def gemm_decoded(*arguments: object) -> None:
     sides = [(a[1], _grain(a[2], a[3])), (b[1], _grain(b[2], b[3]))]
     scaled_sums = _applies_to_sums(a[2]) or _applies_to_sums(b[2])
     width = width_of(rows, cols, scaled_sums)
+    if shift == 0 and summed and all(grain for _, grain in sides):
+        staged = _staged(a), _staged(b)
+        if all(side.fits() for side in staged):
+            factors = _factor(a[5]), _factor(b[5]), a[6] * b[6]
+            return gemm_staged.multiply(staged, width, summed, factors, (bias, None, accumulate, out))
     (a_source, a_view), (b_source, b_view) = (
         _operand(side, kept, summed, shift) for side, kept in ((a, rows), (b, cols))
     )
@@ -97,6 +104,17 @@ def _grain(scale: Tensor | None, tile: Pair) -> int:
 def is_turned(codes: Tensor) -> bool:
     """Whether the kept dimension of a (kept, summed) view is the contiguous one."""
     return codes.shape[1] > 1 and codes.stride(1) != 1
+
+
+def _staged(operand: tuple) -> Side:
+    codes, kind, scale = operand[:3]
+    turned = is_turned(codes)
+    return Side(codes.t() if turned else codes, kind, scale.t() if turned else scale, turned)
+
+
+def _factor(factor: Tensor | None) -> tuple[int, int, int]:
+    """Values of a `Factor`: one for every kept value, or for all."""
+    return pointer(factor), 0 if factor is None or factor.numel() == 1 else factor.stride(0), 0
 
 
 def _operand(operand: tuple, kept: int, summed: int, shift: int) -> tuple[str, tuple[int | float, ...]]:

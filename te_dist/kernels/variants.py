@@ -8,7 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from te_dist.kernels import amax, dequantize, evaluation, gemm, grouped_gemm, grouped_quantize, movement, quantize
+from te_dist.kernels import (
+    amax,
+    dequantize,
+    evaluation,
+    gemm,
+    gemm_staged,
+    grouped_gemm,
+    grouped_quantize,
+    movement,
+    quantize,
+)
 from te_dist.kernels.gemm_decoded import WIDTHS, decoded
 from te_dist.kernels.gemm_decoded import source as coded
 from te_dist.kernels.inputs import adam, gathered, plain, rms_norm, summed, swiglu, swiglu_gradient
@@ -116,6 +126,15 @@ def decoded_products() -> Iterator[Spec]:
         yield decoded(a, b, half, width, False)
 
 
+def staged_products() -> Iterator[Spec]:
+    """Of MXFP8 and NVFP4 and their mixtures, where whole matrices are aligned."""
+    mx, turned, nv = ("e4m3", False), ("e4m3", True), ("e2m1", False)
+    operands = [(mx, mx), (mx, turned), (turned, turned), (nv, nv), (mx, nv), (nv, turned)]
+    for sides, width in product(operands, WIDTHS):
+        kinds, turns = zip(*sides, strict=True)
+        yield gemm_staged.one_product(kinds, turns, width)
+
+
 def dequantizers(element: str) -> Iterator[Spec]:
     """All codecs and orders of codes, for outputs of one type."""
     narrow = _BYTES[element]
@@ -167,4 +186,4 @@ def variants(*elements: str) -> list[Spec]:
     """All of them, for inputs and outputs of the named types (all by default)."""
     families = (quantizers, fused, grouped_quantizers, products, dequantizers, updaters)
     typed = (spec for name in elements or _BYTES for family in families for spec in family(name))
-    return [*movers(), *requantizers(), *decoded_products(), *typed]
+    return [*movers(), *requantizers(), *decoded_products(), *staged_products(), *typed]

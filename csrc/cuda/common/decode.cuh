@@ -10,6 +10,7 @@
 
 namespace te_dist::cuda {
 
+constexpr int kStep = 64;   // summed values in a buffer: rows of 128 bytes
 constexpr int kChunk = 16;  // codes that are decoded together
 constexpr int kPairs = kChunk / 2;
 constexpr uint32_t kSigns = 0x80008000u;
@@ -251,5 +252,26 @@ template <>
 struct Decoder<Float16, Scaling::kNone, HalfType::kFloat16> : HalfDecoder<Float16, true> {};
 template <>
 struct Decoder<Float16, Scaling::kNone, HalfType::kBFloat16> : HalfDecoder<Float16, false> {};
+
+// What is known of an operand when it is compiled. kGrain: summed values of a scale byte. kLoad: bytes that can be read at
+// a time.
+template <class CodeType, Scaling kScaleBytes, int kGrainOfScales, Along kLines, int kLoadBytes>
+struct Source {
+  using Code = CodeType;
+  static constexpr Scaling kScaling = kScaleBytes;
+  static constexpr int kGrain = kGrainOfScales;
+  static constexpr bool kTurned = kLines == Along::kKept;
+  static constexpr Along kAlong = kLines;
+  static constexpr int kLoad = kLoadBytes;
+};
+
+// Distance of the order in which the summed values of both operands become pairs: the quickest that both can have. Lines
+// of a turned operand take any order.
+template <class A, class B, HalfType kType>
+__device__ constexpr int distance_of() {
+  constexpr int kA = A::kTurned ? 0 : Decoder<typename A::Code, A::kScaling, kType>::kDistance;
+  constexpr int kB = B::kTurned ? 0 : Decoder<typename B::Code, B::kScaling, kType>::kDistance;
+  return kA == 1 || kB == 1 ? 1 : kA + kB == 0 ? 1 : kA > kB ? kA : kB;
+}
 
 }  // namespace te_dist::cuda

@@ -7,8 +7,7 @@
 
 namespace te_dist::cuda {
 
-constexpr int kStep = 64;         // summed values in a buffer: rows of 128 bytes
-constexpr int kDecoders = 128;    // threads that fetch and decode
+constexpr int kDecoders = 128;  // threads that fetch and decode
 
 // An operand, `kept` x summed. `scales`: bytes for one kept and some summed values, or fp32 for `tile` kept and 128 summed
 // ones. `factor`: fp32, for every kept value or (stride 0) for all, times a constant; null for the constant alone.
@@ -27,27 +26,6 @@ struct OperandView {
     return float(constant) * (factor ? __ldg(factor + index * factor_stride) : 1.0f);
   }
 };
-
-// What is known of an operand when it is compiled. kGrain: summed values of a scale byte. kLoad: bytes that can be read at
-// a time.
-template <class CodeType, Scaling kScaleBytes, int kGrainOfScales, Along kLines, int kLoadBytes>
-struct Source {
-  using Code = CodeType;
-  static constexpr Scaling kScaling = kScaleBytes;
-  static constexpr int kGrain = kGrainOfScales;
-  static constexpr bool kTurned = kLines == Along::kKept;
-  static constexpr Along kAlong = kLines;
-  static constexpr int kLoad = kLoadBytes;
-};
-
-// Distance of the order in which the summed values of both operands become pairs: the quickest that both can have. Lines
-// of a turned operand take any order.
-template <class A, class B, HalfType kType>
-__device__ constexpr int distance_of() {
-  constexpr int kA = A::kTurned ? 0 : Decoder<typename A::Code, A::kScaling, kType>::kDistance;
-  constexpr int kB = B::kTurned ? 0 : Decoder<typename B::Code, B::kScaling, kType>::kDistance;
-  return kA == 1 || kB == 1 ? 1 : kA + kB == 0 ? 1 : kA > kB ? kA : kB;
-}
 
 // One thread's part of an operand's tile, kKept x kStep: chunks of 16 codes along a line, read one step ahead.
 template <class S, HalfType kType, int kKept, int kDistance>

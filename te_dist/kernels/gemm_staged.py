@@ -1,0 +1,129 @@
+"""Launches of products of codes with scale bytes that the bulk copy engine can read: one, or in groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from te_dist.kernels.arguments import MatrixMap, access_bytes, matrix_map, pointer
+from te_dist.kernels.gemm import fits_map
+from te_dist.kernels.runtime import launch, multiprocessors, record
+from te_dist.kernels.spec import Layout, Spec
+
+HEIGHT, WIDTHS = 128, (256, 128)  # of a tile: rows, columns
+BITS = {"e2m1": 4, "e4m3": 8, "e5m2": 8}  # of a code
+GRAINS = {"e2m1": 16, "e4m3": 32, "e5m2": 32}  # summed values of a scale byte
+FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+STEP = 64  # summed values of a stage
+_CODES = {"e2m1": "E2M1", "e4m3": "E4M3", "e5m2": "E5M2"}
+_ROW_BYTES = 2 * STEP  # of values
+_PATCHES = 4 * 8 * 16 * 40  # bytes through which results are written
+_BAND = 16
+_WORD = 4
+_SIDES = "ab"
+COMMON = " ".join(
+    [
+        *(f"{side}:T" for side in _SIDES),
+        *(f"{side}_scale.{field}" for side in _SIDES for field in ("data:P", "pitch:q", "lines:i", "words:i")),
+        *(f"{side}_factor.{field}" for side in _SIDES for field in ("data:P", "kept_stride:q", "group_stride:q")),
+        "constant:d bias:P row_factor:P out:P pitch:q bias_type:i out_type:i adds:i fours_fit:i",
+        "cols:i steps:i b_summed:i ",
+    ]
+)
+_ONE = Layout(COMMON + "tiles.rows:i tiles.row_tiles:i tiles.col_tiles:i tiles.depth_tiles:i tiles.band:i")
+
+
+@dataclass(frozen=True)
+class Side:
+    """An operand: lines of codes, and lines of scale bytes along them.
+
+    Attributes:
+        codes: u8 (kept, summed) or, where it is turned, (summed, kept); e2m1 two in a byte, never turned.
+        kind: "e4m3", "e5m2" or "e2m1".
+        scale: u8 (kept, summed / grain), or (summed / grain, kept).
+    """
+
+    codes: Tensor
+    kind: str
+    scale: Tensor
+    turned: bool
+
+    @property
+    def source(self) -> str:
+        """What the kernel is told of it when it is compiled."""
+        return source(self.kind, turned=self.turned)
+
+    def fits(self) -> bool:
+        """Whether the kernel can read it: by the bulk copy engine, and scales by words."""
+        scale = self.scale
+        words = (scale.data_ptr(), scale.stride(0) if scale.shape[0] > 1 else 0, scale.shape[1])
+        contiguous = scale.shape[1] == 1 or scale.stride(1) == 1
+        return fits_map(self.codes) and contiguous and access_bytes(_WORD, *words) == _WORD
+
+    def map(self, kept: int) -> MatrixMap:
+        """Boxes of a stage; `kept`: extent of a tile. Rows lie in the swizzle of their length."""
+        if self.turned:
+            return matrix_map(self.codes, (STEP, kept))
+        line = STEP * BITS[self.kind] // 8
+        return matrix_map(self.codes, (kept, line), swizzle=line)
+
+    def scales(self) -> tuple[int, int, int, int]:
+        """Values of a `ScaleView`."""
+        lines, size = self.scale.shape
+        return self.scale.data_ptr(), self.scale.stride(0) if lines > 1 else 0, lines, size // _WORD
+
+
+@cache
+def source(kind: str, *, turned: bool = False) -> str:
+    """A `Source` of codes with scale bytes."""
+    scaling, along = "kFloats" if kind == "e2m1" else "kPowers", "kKept" if turned else "kSummed"
+    return f"Source<{_CODES[kind]}, Scaling::{scaling}, {GRAINS[kind]}, Along::{along}, 16>"
+
+
+@cache
+def staged(walk: str, layout: Layout, kinds: tuple[str, str], turned: tuple[bool, bool], width: int) -> Spec:
+    """Spec of products whose tiles are those of `walk`."""
+    half = "Float16" if kinds == ("e2m1", "e2m1") else "BFloat16"
+    sources = [source(kind, turned=turns) for kind, turns in zip(kinds, turned, strict=True)]
+    codes = sum(rows * STEP * BITS[kind] // 8 for rows, kind in zip((HEIGHT, width), kinds, strict=True))
+    stages, code_stages = 3 if width == WIDTHS[0] else 4, 2 if codes > 2**14 else 3
+    shared = stages * ((HEIGHT + width) * _ROW_BYTES + 16) + code_stages * (codes + 16) + _PATCHES
+    template = f"GemmStaged<{walk}, {', '.join(sources)}, HalfType::k{half}, {width}>"
+    return Spec("gemm_staged.cuh", template, layout, shared_bytes=-(-shared // 1024) * 1024, arch="sm_90a")
+
+
+def one_product(kinds: tuple[str, str], turned: tuple[bool, bool], width: int) -> Spec:
+    """Spec of one product."""
+    return staged("OneProduct", _ONE, kinds, turned, width)
+
+
+Factors = tuple[tuple[int, int, int], tuple[int, int, int], float]
+
+
+def common(sides: tuple[Side, Side], width: int, factors: Factors, target: tuple) -> tuple[object, ...]:
+    """Values of `COMMON` up to the number of steps. `target`: bias, row factor, whether to add, output."""
+    a, b = sides
+    bias, row_factor, adds, out = target
+    four = 4 * out.element_size()
+    fours_fit = access_bytes(four, out.data_ptr(), out.stride(0) * out.element_size()) == four
+    bias_type = FLOAT_TYPES[torch.float32 if bias is None else bias.dtype]
+    places = (pointer(bias), pointer(row_factor), out.data_ptr(), out.stride(0))
+    written = (*places, bias_type, FLOAT_TYPES[out.dtype], adds, fours_fit, out.shape[1])
+    *of_sides, constant = factors
+    return a.map(HEIGHT), b.map(width), *a.scales(), *b.scales(), *of_sides[0], *of_sides[1], constant, *written
+
+
+def multiply(sides: tuple[Side, Side], width: int, summed: int, factors: Factors, target: tuple) -> None:
+    """out = a b^T, see `common`."""
+    spec = one_product(tuple(side.kind for side in sides), tuple(side.turned for side in sides), width)
+    out: Tensor = target[-1]
+    if out.is_meta:
+        return record(spec)
+    rows, cols = out.shape
+    row_tiles, col_tiles, steps = -(-rows // HEIGHT), -(-cols // width), -(-summed // STEP)
+    tiles = (rows, row_tiles, col_tiles, -(-steps // 2), _BAND)
+    grid = (min(row_tiles * col_tiles, multiprocessors(out.get_device())), 1)
+    launch(spec, out, grid, (*common(sides, width, factors, target), steps, 0, *tiles))
