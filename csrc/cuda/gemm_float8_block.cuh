@@ -7,15 +7,12 @@
 // does that, the others keep the tensor cores busy.
 #pragma once
 
-#include "common/memory.cuh"
+#include "common/epilogue.cuh"
 #include "common/pipeline.cuh"
 #include "common/tiles.cuh"
 #include "common/wgmma.cuh"
 
 namespace te_dist::cuda {
-
-// Types of a bias.
-enum class BiasType { kNone, kFloat32, kBFloat16, kFloat16 };
 
 // Walk: which tiles there are, see common/tiles.cuh.
 // kSquareB: B has a scale for 128 x 128, not for 1 x 128.
@@ -32,11 +29,7 @@ struct GemmFloat8Block {
   static constexpr int kSums = kCols / 2;  // of a wave, by thread
   static constexpr bool kHoldsColScales = kWaves > 1;  // from wave to wave, in registers
   static constexpr bool kReadsAhead = kSquareB || kHoldsColScales;  // all of a stage before its products are done
-  static constexpr int kBoxBytes = 64 * 128, kBoxCols = 128 / Out::kBytes;  // of the output
-  static constexpr int kBoxesOfTile = kWaves * kCols / kBoxCols;  // of a consumer
-  static constexpr int kBoxesInTurn = kBoxesOfTile % 2 ? kBoxesOfTile : 2;
-  static constexpr int kTurns = kBoxesOfTile / kBoxesInTurn, kParts = kTurns > 1 ? 2 : 1;
-  static_assert(!kAdds || kTurns == kParts, "shared memory holds all that a product is added to");
+  static constexpr int kBoxes = kWaves * kCols * Out::kBytes / 128;  // of the output, of a consumer
   // Scales of rows are copied from a multiple of four rows on. Where tiles do not begin at one, there are four more in each
   // box, and two boxes: one has at most 256.
   static constexpr int kScaleBoxes = Tiles::kRowsAreAligned ? 1 : 2, kRowsOfBox = kRows / kScaleBoxes;
@@ -60,10 +53,13 @@ struct GemmFloat8Block {
     typename Tiles::Params tiles;
   };
 
+  using Output = Epilogue<Params, Out, kWaves, kCols, kBoxes % 2 ? kBoxes : 2, kAdds>;
+  static_assert(!kAdds || Output::kHolds, "shared memory holds all that a product is added to");
+
   struct Shared {
     alignas(1024) uint8_t a[kStages][kRows * kDepth];
     alignas(1024) uint8_t b[kStages][kCols * kDepth];
-    alignas(1024) uint8_t out[kConsumers][kParts][kBoxesInTurn * kBoxBytes];
+    alignas(1024) typename Output::Buffer out[kConsumers];
     alignas(128) float a_scale[kStages][kScaleBoxes * kBoxPitch];
     alignas(128) float b_scale[kStages][kSquareB ? 32 : kCols];
     Barrier full[kStages], empty[kStages];
@@ -123,8 +119,8 @@ struct GemmFloat8Block {
     int group;  // which consumer
     int row, col;  // of the first value of this thread inside the tile of a wave
     Rows128 first_a, first_b;  // operands of the first wave in the first stage
+    Output output;
     float sums[kWaves][kSums];
-    uint32_t held_parity;
 
     TE_DIST_DEVICE Shared& shared() const { return gemm.shared; }
 
@@ -174,23 +170,6 @@ struct GemmFloat8Block {
     // Whether a wave has rows of the tile; where tiles are cut off by groups it may have none.
     TE_DIST_DEVICE bool has_rows(const Tile& t, int wave) const {
       return Tiles::kRowsAreAligned || t.out_row + wave_row(wave) < t.out_end;
-    }
-
-    // Whether the copy engine can read and write this consumer's part of the output.
-    TE_DIST_DEVICE bool is_copied(const Tile& t) const {
-      return gemm.p.has_map && t.out_row + wave_row(kWaves - 1) + 64 <= t.out_end;
-    }
-
-    // Copies what the output holds to where it will be added to.
-    TE_DIST_DEVICE void fetch(const Tile& t) const {
-      if (threadIdx.x % 128 != 0 || !is_copied(t)) return;
-      Barrier& held = shared().held[group];
-      wait_stores_read<0>();
-#pragma unroll
-      for (int box = 0; box < kBoxesOfTile; ++box) {
-        copy_box(gemm.p.out, held, &shared().out[group][0][0] + box * kBoxBytes, t.col + box * kBoxCols, t.out_row + wave_row(0));
-      }
-      held.expect(kBoxesOfTile * kBoxBytes);
     }
 
     // Begins to sum over the 128 values of a stage, for the rows of a wave.
@@ -263,160 +242,13 @@ struct GemmFloat8Block {
           if (computes) multiply(part, stage, w);
           // While the tensor cores work.
           if (w == 0) its = scales(t, stage, k), cols.hold();
-          if (kAdds && k == t.depth_tiles / 2) fetch(t);  // what was written before has been read by then
+          if (kAdds && k == t.depth_tiles / 2) output.fetch(t);  // what was written before has been read by then
           if (w == kWaves - 1 && k + 1 < t.depth_tiles) shared().full[ring.stage].wait(ring.parity);
           if (computes) wait_products<0>();
           pin(part);
           if (w == kWaves - 1 && kReadsAhead) release(stage);
           if (computes) add(part, sums[w], its.rows[w], cols);
           if (w == kWaves - 1 && !kReadsAhead) release(stage);
-        }
-      }
-    }
-
-    template <class Element>
-    TE_DIST_DEVICE void add_bias(const Tile& t) {
-      const char* bias = static_cast<const char*>(gemm.p.bias) + int64_t(t.group) * gemm.p.cols * Element::kBytes;
-#pragma unroll
-      for (int j = 0; j < kSums; ++j) {
-        const int its_col = t.col + col + j / 4 * 8 + (j & 1);
-        uint32_t word = 0;
-        if (its_col < gemm.p.cols) load_words<Element::kBytes>(bias + its_col * Element::kBytes, &word);
-#pragma unroll
-        for (int w = 0; w < kWaves; ++w) sums[w][j] += Element::value(word, 0);
-      }
-    }
-
-    TE_DIST_DEVICE void scale_rows(const Tile& t) {
-#pragma unroll
-      for (int w = 0; w < kWaves; ++w) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int its_row = t.out_row + wave_row(w) + row + 8 * h;
-          const float factor = its_row < t.out_end ? __ldg(gemm.p.row_factor + its_row) : 0.0f;
-#pragma unroll
-          for (int j = 0; j < kSums; j += 4) sums[w][j + 2 * h] *= factor, sums[w][j + 2 * h + 1] *= factor;
-        }
-      }
-    }
-
-    TE_DIST_DEVICE void finish(const Tile& t) {
-      const BiasType type = BiasType(gemm.p.bias_type);
-      if (type == BiasType::kFloat32) add_bias<Float32>(t);
-      if (type == BiasType::kBFloat16) add_bias<BFloat16>(t);
-      if (type == BiasType::kFloat16) add_bias<Float16>(t);
-      if (gemm.p.row_factor) scale_rows(t);
-    }
-
-    TE_DIST_INLINE uint32_t packed(float first, float second) { return Out::store(first) | Out::store(second) << 16; }
-
-    // Where this thread puts the first of its values into a box whose rows of 128 bytes lie in the 128-byte swizzle: 16 bytes,
-    // number c of a row, change places with number c ^ (row % 8).
-    TE_DIST_DEVICE uint32_t first_in_box() const {
-      const int lane = threadIdx.x % 32;
-      if constexpr (Out::kBytes == 2) {
-        const int its_row = threadIdx.x / 32 % 4 * 16 + lane % 16;
-        return its_row * 128 + ((lane / 16) ^ (its_row & 7)) * 16;
-      } else {
-        return row * 128 + ((lane % 4 / 2) ^ (row & 7)) * 16 + lane % 2 * 8;
-      }
-    }
-
-    // Puts the values of a wave from column `first` on into a box at `target` in shared memory. kIsAdded: to what is there.
-    template <bool kIsAdded>
-    TE_DIST_DEVICE void put_box(int wave, int first, uint32_t target) const {
-      const uint32_t at = target + first_in_box();
-#pragma unroll
-      for (int j = 0; j < kBoxCols / 8; j += Out::kBytes == 2 ? 2 : 1) {
-        const float* v = &sums[wave][(first / 8 + j) * 4];
-        if constexpr (Out::kBytes == 2) {
-          asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at ^ (j * 16)),
-                       "r"(packed(v[0], v[1])), "r"(packed(v[2], v[3])), "r"(packed(v[4], v[5])), "r"(packed(v[6], v[7]))
-                       : "memory");
-        } else {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const uint32_t place = (at ^ (j * 32)) + h * 1024;
-            float2 value = make_float2(v[2 * h], v[2 * h + 1]);
-            if constexpr (kIsAdded) {
-              const float2 held = load_shared_pair(place);
-              value.x += held.x, value.y += held.y;
-            }
-            store_shared_pair(place, value);
-          }
-        }
-      }
-    }
-
-    // A box in shared memory to memory, but for what is not inside: each warp its 16 rows, 8 threads 128 bytes of a row.
-    TE_DIST_DEVICE void write_rows(int first_row, int first_col, int out_end, const uint8_t* box) const {
-      const Params& p = gemm.p;
-      const int lane = threadIdx.x % 32, chunk = lane % 8, its_col = first_col + chunk * 16 / Out::kBytes;
-      const Inside cols = Inside::of(its_col, 16 / Out::kBytes, p.cols).scaled(Out::kBytes);
-#pragma unroll
-      for (int i = 0; i < 16; i += 4) {
-        const int in_box = threadIdx.x / 32 % 4 * 16 + i + lane / 8, its_row = first_row + in_box;
-        const uint4 v = *reinterpret_cast<const uint4*>(box + in_box * 128 + (chunk ^ (in_box & 7)) * 16);
-        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-        char* target = static_cast<char*>(p.out_data) + (its_row * p.out_stride + its_col) * Out::kBytes;
-        const Inside inside = cols.only_if(its_row < out_end);
-        if constexpr (kAdds) {
-#pragma unroll
-          for (int c = 0; c < 4; ++c) {
-            if (inside.has(4 * c)) reinterpret_cast<float*>(target)[c] += float_of(words[c]);
-          }
-        } else if (p.has_map && inside.end == 16) {  // addresses of rows are multiples of 16
-          store_words<16>(target, words);
-        } else {
-          store_run<16, Out::kBytes>(target, inside, words);
-        }
-      }
-    }
-
-    // By way of shared memory, in turns, of which each fills one part of it while the other may still be read: by the copy
-    // engine, while the next tile is computed; by threads what it cannot write, or where rows behind are others'.
-    template <bool kIsAdded>
-    TE_DIST_DEVICE void write(const Tile& t) const {
-      constexpr int kMayBeRead = (kParts - 1) * kBoxesInTurn;
-      const bool is_first = threadIdx.x % 128 == 0;
-#pragma unroll
-      for (int turn = 0; turn < kTurns; ++turn) {
-        uint8_t* part = shared().out[group][turn % kParts];
-        if constexpr (!kIsAdded) {
-          if (is_first) wait_stores_read<kMayBeRead>();
-          sync_threads(1 + group, 128);
-        }
-#pragma unroll
-        for (int i = 0; i < kBoxesInTurn; ++i) {
-          const int first = (turn * kBoxesInTurn + i) * kBoxCols;
-          put_box<kIsAdded>(first / kCols, first % kCols, shared_address(part + i * kBoxBytes));
-        }
-        fence_shared_for_async();
-        sync_threads(1 + group, 128);
-#pragma unroll
-        for (int i = 0; i < kBoxesInTurn; ++i) {
-          const int first = (turn * kBoxesInTurn + i) * kBoxCols;
-          const int its_row = t.out_row + wave_row(first / kCols), its_col = t.col + first % kCols;
-          const uint8_t* box = part + i * kBoxBytes;
-          if (!kIsAdded && (!gemm.p.has_map || its_row + 64 > t.out_end)) {
-            write_rows(its_row, its_col, t.out_end, box);
-          } else if (is_first) {
-            store_box(gemm.p.out, shared_address(box), its_col, its_row);
-          }
-        }
-      }
-    }
-
-    TE_DIST_DEVICE void write(const Tile& t) {
-      if (kAdds && is_copied(t)) {
-        shared().held[group].wait(held_parity);
-        held_parity ^= 1;
-        write<kAdds>(t);
-      } else {
-        write<false>(t);
-        if constexpr (kAdds) {  // the copy engine will write where threads have read
-          fence_shared_for_async();
-          sync_threads(1 + group, 128);
         }
       }
     }
@@ -428,8 +260,8 @@ struct GemmFloat8Block {
         const Tile t = tiles.at(index, gemm.block);
         if (kAdds && t.depth_tiles == 0) continue;
         sum_tile(t, ring);
-        finish(t);
-        write(t);
+        output.finish(t, sums);
+        output.write(t, sums);
       }
       if (threadIdx.x % 128 == 0) wait_stores();
     }
@@ -466,7 +298,9 @@ struct GemmFloat8Block {
       const int lane = threadIdx.x % 32;
       const Rows128 a = Rows128::at(shared_address(gemm.shared.a[0])).further<64 * kWaves * kDepth>(group);
       const Rows128 b = Rows128::at(shared_address(gemm.shared.b[0]));
-      Consumer consumer{gemm, group, int(threadIdx.x) / 32 % 4 * 16 + lane / 4, lane % 4 * 2, a, b, {}, 0};
+      const int row = int(threadIdx.x) / 32 % 4 * 16 + lane / 4, col = lane % 4 * 2;
+      const Output output{p, gemm.shared.out[group], &gemm.shared.held[group], group, row, col, 0};
+      Consumer consumer{gemm, group, row, col, a, b, output, {}};
       consumer.consume();
     }
     // Blocks of a cluster write into each other's shared memory: none may end before the others have.

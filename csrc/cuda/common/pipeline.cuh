@@ -123,13 +123,23 @@ TE_DIST_INLINE void copy_box_to_many(const TensorMap& map, Barrier& barrier, voi
       : "memory");
 }
 
-// Copies a box from an address in shared memory; what lies outside of the matrix is left out.
+// Copies a box from an address in shared memory, or adds it to what is there; what lies outside of the matrix is left out.
+template <bool kAdds>
 TE_DIST_INLINE void store_box(const TensorMap& map, uint32_t source, int x, int y) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];\n"
-               "cp.async.bulk.commit_group;" ::"l"(&map),
-               "r"(source), "r"(x), "r"(y)
-               : "memory");
+  if constexpr (kAdds) {
+    asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
+                 "r"(source), "r"(x), "r"(y)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
+                 "r"(source), "r"(x), "r"(y)
+                 : "memory");
+  }
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
+
+// Counts as a store where there is none, so that those before it can be told by their number.
+TE_DIST_INLINE void skip_store() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until all stores of this thread, but for the latest kPending, have read their shared memory.
 template <int kPending>
