@@ -18,6 +18,12 @@ from te_dist.kernels.grouped_quantize import (
     grouped_quantize_float8_tensor,
     grouped_quantize_mxfp8,
 )
+from te_dist.kernels.grouped_whole import (
+    grouped_gemm_float8_tensor,
+    grouped_gemm_half,
+    grouped_wgrad_float8_tensor,
+    grouped_wgrad_half,
+)
 from te_dist.kernels.movement import assemble, hadamard, transpose
 from te_dist.kernels.quantize import (
     direction_amax,
@@ -42,11 +48,15 @@ __all__ = [
     "group_table",
     "grouped_amax",
     "grouped_gemm_float8_block",
+    "grouped_gemm_float8_tensor",
+    "grouped_gemm_half",
     "grouped_quantize_float8_block",
     "grouped_quantize_float8_current",
     "grouped_quantize_float8_tensor",
     "grouped_quantize_mxfp8",
     "grouped_wgrad_float8_block",
+    "grouped_wgrad_float8_tensor",
+    "grouped_wgrad_half",
     "hadamard",
     "panel_sums",
     "quantize_float8_block",

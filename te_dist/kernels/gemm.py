@@ -17,14 +17,15 @@ from te_dist.kernels.runtime import launch, multiprocessors, record
 from te_dist.kernels.spec import Layout, Spec
 
 DEPTH = 128  # summed over at a time, by one scale
-_BOX_COL_BYTES, _BARRIER_BYTES = 128, 8
-_BOX_BYTES = 64 * _BOX_COL_BYTES
-_SHARED_LIMIT = 227 * 1024  # of a block, sm_90
+_BOX_COL_BYTES, BARRIER_BYTES = 128, 8
+BOX_BYTES = 64 * _BOX_COL_BYTES
+SHARED_LIMIT = 227 * 1024  # of a block, sm_90
 _PROCESSORS = 132  # of an H100 or H200; a choice for another number of them costs time, not values
 _OUT_BYTES = {"BFloat16": 2, "Float16": 2, "Float32": 4}
 _BIAS_TYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _MAP_ALIGNMENT = 16
-COMMON = "a:T a_scale:T b:T b_scale:T out:T bias:P row_factor:P out_data:P out_stride:q bias_type:i cols:i has_map:i "
+OUTPUT = "out:T bias:P row_factor:P out_data:P out_stride:q bias_type:i cols:i has_map:i "
+COMMON = "a:T a_scale:T b:T b_scale:T " + OUTPUT
 _LAYOUT = Layout(COMMON + "tiles.rows:i tiles.row_tiles:i tiles.col_tiles:i tiles.depth_tiles:i tiles.band:i")
 
 
@@ -65,14 +66,14 @@ class Tiling:
         scales = 4 * (row_scales + (32 if square else self.cols))
         boxes = self.waves * self.cols * out_bytes // _BOX_COL_BYTES  # of a consumer's output, on the way to memory
         boxes = boxes if boxes % 2 else min(4, boxes)
-        ring = stages * ((self.rows + self.cols) * DEPTH + scales + 2 * _BARRIER_BYTES)
-        total = ring + self.consumers * (boxes * _BOX_BYTES + _BARRIER_BYTES)
+        ring = stages * ((self.rows + self.cols) * DEPTH + scales + 2 * BARRIER_BYTES)
+        total = ring + self.consumers * (boxes * BOX_BYTES + BARRIER_BYTES)
         return -(-total // 1024) * 1024
 
     def stages(self, square: bool, out_bytes: int, *, aligned: bool) -> int:
         """As many as shared memory holds."""
         sizes = ((n, self.shared_bytes(n, square, out_bytes, aligned=aligned)) for n in range(8, 1, -1))
-        return next(n for n, size in sizes if size <= _SHARED_LIMIT)
+        return next(n for n, size in sizes if size <= SHARED_LIMIT)
 
 
 class Kind(NamedTuple):
@@ -172,11 +173,16 @@ def common(
 ) -> tuple[object, ...]:
     """Values of `COMMON`. `maps`: of the operands' codes, and of their scales."""
     (a, b), (a_scale, b_scale) = maps
+    return a, a_scale, b, b_scale, *output(out, bias, row_factor)
+
+
+def output(out: Tensor, bias: Tensor | None, row_factor: Tensor | None) -> tuple[object, ...]:
+    """Values of `OUTPUT`."""
     has_map = fits_map(out)
     out_map = matrix_map(out, (64, 128 // out.element_size()), swizzle=128) if has_map else NoMap()
     bias_type = _BIAS_TYPES[None if bias is None else bias.dtype]
     places = (pointer(bias), pointer(row_factor), out.data_ptr(), out.stride(0))
-    return a, a_scale, b, b_scale, out_map, *places, bias_type, out.shape[1], has_map
+    return out_map, *places, bias_type, out.shape[1], has_map
 
 
 def gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, b_tile: Pair, *rest: object) -> None:

@@ -16,11 +16,13 @@ from te_dist.kernels import (
     gemm_staged,
     grouped_gemm,
     grouped_quantize,
+    grouped_whole,
     movement,
     quantize,
 )
 from te_dist.kernels.gemm_decoded import WIDTHS, decoded
 from te_dist.kernels.gemm_decoded import source as coded
+from te_dist.kernels.grouped_whole import Operand
 from te_dist.kernels.inputs import adam, gathered, plain, rms_norm, summed, swiglu, swiglu_gradient
 from te_dist.kernels.multi_adam import ADVANCE
 from te_dist.kernels.multi_tensor import multi_tensor, reading
@@ -110,6 +112,23 @@ def products(out: str) -> Iterator[Spec]:
             yield grouped_gemm.rows_float8_block(codes, out, kind.square, shape, adds=kind.adds)
 
 
+def whole_groups(out: str) -> Iterator[Spec]:
+    """Of 16-bit values and of FP8 with one scale, in groups, with an output of one type."""
+    element = out if _BYTES[out] == 2 else "BFloat16"
+    half, turned = Operand(element), Operand(element, turned=True)
+    codes = [tuple(map(Operand, pair)) for pair in _PAIRS]
+    shapes = tuple(product((2**17, 2**13, 2**8), (4096, 128), (8,)))
+    for adds in (False, True) if out == "Float32" else (False,):
+        for pair in ((half, half), (half, turned), *codes):
+            itemsize = 1 if pair in codes else 2
+            for split in dict.fromkeys(grouped_whole.products_split(*shape, itemsize) for shape in shapes):
+                yield grouped_whole.whole(pair, out, split, adds=adds)
+        for pair, split in product(
+            ((turned, turned), *codes), dict.fromkeys(grouped_whole.sums_split(*shape) for shape in shapes)
+        ):
+            yield grouped_whole.whole(pair, out, split, sums=True, adds=adds)
+
+
 def decoded_products() -> Iterator[Spec]:
     """Of MXFP8 and NVFP4, their mixtures, and of each and FP8 as weights of 16-bit inputs, read 16 bytes at a time."""
     powers, turned = (coded("e4m3", 32, turns, 16) for turns in (False, True))
@@ -184,6 +203,6 @@ def movers() -> Iterator[Spec]:
 
 def variants(*elements: str) -> list[Spec]:
     """All of them, for inputs and outputs of the named types (all by default)."""
-    families = (quantizers, fused, grouped_quantizers, products, dequantizers, updaters)
+    families = (quantizers, fused, grouped_quantizers, products, whole_groups, dequantizers, updaters)
     typed = (spec for name in elements or _BYTES for family in families for spec in family(name))
     return [*movers(), *requantizers(), *decoded_products(), *staged_products(), *typed]

@@ -15,11 +15,15 @@ from te_dist.ops.group_sums import group_sums
 from te_dist.ops.group_table import group_table
 from te_dist.ops.grouped_amax import grouped_amax
 from te_dist.ops.grouped_gemm_float8_block import grouped_gemm_float8_block
+from te_dist.ops.grouped_gemm_float8_tensor import grouped_gemm_float8_tensor
+from te_dist.ops.grouped_gemm_half import grouped_gemm_half
 from te_dist.ops.grouped_quantize_float8_block import grouped_quantize_float8_block
 from te_dist.ops.grouped_quantize_float8_current import grouped_quantize_float8_current
 from te_dist.ops.grouped_quantize_float8_tensor import grouped_quantize_float8_tensor
 from te_dist.ops.grouped_quantize_mxfp8 import grouped_quantize_mxfp8
 from te_dist.ops.grouped_wgrad_float8_block import grouped_wgrad_float8_block
+from te_dist.ops.grouped_wgrad_float8_tensor import grouped_wgrad_float8_tensor
+from te_dist.ops.grouped_wgrad_half import grouped_wgrad_half
 from te_dist.ops.hadamard import hadamard
 from te_dist.ops.panel_sums import panel_sums
 from te_dist.ops.quantize_float8_block import quantize_float8_block
@@ -44,11 +48,15 @@ __all__ = [
     "group_table",
     "grouped_amax",
     "grouped_gemm_float8_block",
+    "grouped_gemm_float8_tensor",
+    "grouped_gemm_half",
     "grouped_quantize_float8_block",
     "grouped_quantize_float8_current",
     "grouped_quantize_float8_tensor",
     "grouped_quantize_mxfp8",
     "grouped_wgrad_float8_block",
+    "grouped_wgrad_float8_tensor",
+    "grouped_wgrad_half",
     "hadamard",
     "panel_sums",
     "quantize_float8_block",

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from te_dist import kernels
 from te_dist.formats.region import Pair
-from te_dist.ops._checks import FP8, HIGH_PRECISION, check_choice, check_packed, check_rows
+from te_dist.ops._checks import FP8, check_choice, check_rows
+from te_dist.ops._grouped_products import Rows, check_ends_of_rows, check_summed, write_rows
 from te_dist.ops._library import register
 from te_dist.ops.dequantize_float8 import dequantize_float8
-
-TILE = 128
+from te_dist.ops.group_table import TILE
 
 
 class GroupedFloat8BlockProduct(TypedDict):
@@ -51,28 +51,20 @@ def grouped_gemm_float8_block(
     Raises:
         ValueError: a type, shape or address that does not fit.
     """
-    table, b_tile, fp8, bias, row_factor, accumulate = (
-        product[name] for name in ("table", "b_tile", "fp8", "bias", "row_factor", "accumulate")
-    )
+    b_tile, fp8 = product["b_tile"], product["fp8"]
+    end = Rows(product["table"], product["bias"], product["row_factor"], product["accumulate"], out)
     check_choice("b_tile", tuple(b_tile), ((1, TILE), (TILE, TILE)))
     for its_type in fp8:
         check_choice("fp8", its_type, FP8)
-    (rows, depth), cols, groups, depth_tiles = a.shape, out.shape[1], table.shape[1] - 1, -(-a.shape[1] // TILE)
-    if depth == 0:
-        raise ValueError(f"a: got shape {(rows, depth)}, wanted columns to sum over; an empty sum needs no product")
-    check_packed("table", table, (torch.int32,), (4, groups + 1))
+    (rows, depth), cols, groups, depth_tiles = a.shape, out.shape[1], end.table.shape[1] - 1, -(-a.shape[1] // TILE)
+    check_summed("a", depth)
     check_rows("a", a, (torch.uint8,), (rows, depth))
     check_rows("b", b, (torch.uint8,), (groups * cols, depth))
     check_rows("a_scale", a_scale, (torch.float32,), (depth_tiles, rows), at_least=True)
     grid = (groups * depth_tiles, cols) if b_tile[0] == 1 else (groups * -(-cols // TILE), depth_tiles)
     check_rows("b_scale", b_scale, (torch.float32,), grid, at_least=True)
-    check_rows("out", out, (torch.float32,) if accumulate else HIGH_PRECISION, (rows, cols))
-    if bias is not None:
-        check_packed("bias", bias, HIGH_PRECISION, (groups, cols))
-    if row_factor is not None:
-        check_packed("row_factor", row_factor, (torch.float32,), (rows,))
-    rest = table, b_tile, fp8, bias, row_factor, accumulate, out
-    torch.ops.te_dist.grouped_gemm_float8_block(a, a_scale, b, b_scale, *rest)
+    check_ends_of_rows(end, rows)
+    torch.ops.te_dist.grouped_gemm_float8_block(a, a_scale, b, b_scale, end.table, b_tile, fp8, *end[1:])
 
 
 def values(codes: Tensor, scale: Tensor, tile: Pair, fp8: str) -> Tensor:
@@ -85,19 +77,14 @@ def values(codes: Tensor, scale: Tensor, tile: Pair, fp8: str) -> Tensor:
 
 
 def _cpu(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, table: Tensor, *rest: object) -> None:
-    b_tile, fp8, bias, row_factor, accumulate, out = rest
+    b_tile, fp8, *rest = rest
     left = values(a, a_scale, (1, TILE), fp8[0])
     matrices, scales = (tensor.chunk(table.shape[1] - 1) for tensor in (b, b_scale))
-    begins = table[0].tolist()
-    for group, (begin, end) in enumerate(zip(begins, begins[1:], strict=False)):
-        if end <= begin:
-            continue
-        product = left[begin:end] @ values(matrices[group], scales[group], tuple(b_tile), fp8[1]).t()
-        if bias is not None:
-            product += bias[group]
-        if row_factor is not None:
-            product *= row_factor[begin:end, None]
-        (out[begin:end].add_ if accumulate else out[begin:end].copy_)(product)
+
+    def product_of(group: int, rows: slice) -> Tensor:
+        return left[rows] @ values(matrices[group], scales[group], tuple(b_tile), fp8[1]).t()
+
+    write_rows(product_of, Rows(table, *rest))
 
 
 register(

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from te_dist import kernels
-from te_dist.ops._checks import FP8, HIGH_PRECISION, check_choice, check_packed, check_rows
+from te_dist.ops._checks import FP8, HIGH_PRECISION, check_choice, check_rows
+from te_dist.ops._grouped_products import check_table, write_sums
 from te_dist.ops._library import register
-from te_dist.ops.grouped_gemm_float8_block import TILE, values
+from te_dist.ops.group_table import TILE
+from te_dist.ops.grouped_gemm_float8_block import values
 
 
 class GroupedFloat8BlockSums(TypedDict):
@@ -49,7 +51,7 @@ def grouped_wgrad_float8_block(
     (rows, depth), cols, groups = a.shape, b.shape[0], table.shape[1] - 1
     if depth % TILE:
         raise ValueError(f"a: got {depth} columns, wanted a multiple of {TILE}: groups are padded to tiles with zeros")
-    check_packed("table", table, (torch.int32,), (4, groups + 1))
+    check_table(table, groups)
     check_rows("a", a, (torch.uint8,), (rows, depth))
     check_rows("b", b, (torch.uint8,), (cols, depth))
     check_rows("a_scale", a_scale, (torch.float32,), (depth // TILE, rows), at_least=True)
@@ -61,10 +63,7 @@ def grouped_wgrad_float8_block(
 def _cpu(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, table: Tensor, *rest: object) -> None:
     fp8, accumulate, out = rest
     left, right = values(a, a_scale, (1, TILE), fp8[0]), values(b, b_scale, (1, TILE), fp8[1])
-    tiles = table[1].tolist()
-    for product, begin, end in zip(out.chunk(len(tiles) - 1), tiles, tiles[1:], strict=False):
-        columns = slice(begin * TILE, end * TILE)
-        (product.add_ if accumulate else product.copy_)(left[:, columns] @ right[:, columns].t())
+    write_sums(lambda _, its: left[:, its] @ right[:, its].t(), table[1] * TILE, accumulate, out)
 
 
 register(

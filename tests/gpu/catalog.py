@@ -21,6 +21,7 @@ from tests.codecs.kernel_inputs import matrix, scale_view
 from tests.ops import grouped_quantize
 from tests.ops.groups import RUN, SQUARE, Operand, group_ends, table_of
 from tests.ops.sources import cases
+from tests.ops.whole_groups import HALVES, KINDS, padded
 
 Pair = tuple[int, int]
 
@@ -93,6 +94,7 @@ def calls() -> Iterator[Call]:
     yield from products_by_decoding()
     yield from groups()
     yield from grouped_quantizers()
+    yield from groups_summed_whole()
 
 
 def amaxes() -> Iterator[Call]:
@@ -344,3 +346,27 @@ def grouped_quantizers() -> Iterator[Call]:
         sums = matrix("normal", (int(table[1, -1]) + 1, 70), torch.float32)
         out = torch.zeros(len(sizes), 70)
         yield Call(f"sums {routing} {dtype}", ops.group_sums, dict(sums=sums, table=table), dict(out=out))
+
+
+def groups_summed_whole() -> Iterator[Call]:
+    """Products and sums of ragged and empty groups without scales, or with few, with rows behind the last."""
+    for sizes, kind, dtype in product(([0, 5, 0, 130, 1], [128, 64], [0, 0]), KINDS, DTYPES):
+        rows, name, groups = sum(sizes) + 9, f"{sizes} {kind} {dtype}", len(sizes)
+        table, added = table_of(sizes, rows), dtype == torch.float32
+        a, b, both = (matrix("normal", (extent, 72), torch.bfloat16) for extent in (rows, 72 * groups, rows - 9))
+        ends = dict(bias=torch.rand(groups, 72), row_factor=torch.rand(rows), accumulate=added, table=table)
+        sums = dict(accumulate=added, table=table)
+        out, grad = shifted(torch.zeros(rows, 72, dtype=dtype), int(added)), torch.zeros(groups * 72, 72, dtype=dtype)
+        if kind.is_half:
+            half = HALVES[kind.a]
+            inputs = dict(a=a.to(half), b=b.to(half), summed_dim=kind.summed_dim, **ends)
+            yield Call(f"products {name}", ops.grouped_gemm_half, inputs, dict(out=out), is_exact=False)
+            inputs = dict(a=both.to(half), b=both.to(half), **sums)
+            yield Call(f"sums {name}", ops.grouped_wgrad_half, inputs, dict(out=grad), is_exact=False)
+            continue
+        scales = dict(a_scale=torch.rand(1), b_scale=torch.rand(groups), fp8=(kind.a, kind.b))
+        inputs = dict(a=finite((rows, 80)), b=finite((72 * groups, 80)), **scales, **ends)
+        yield Call(f"products {name}", ops.grouped_gemm_float8_tensor, inputs, dict(out=out), is_exact=False)
+        side = padded(torch.ones(rows - 9, 72), sizes).to(torch.uint8)
+        inputs = dict(a=side, b=side, **scales, **sums)
+        yield Call(f"sums {name}", ops.grouped_wgrad_float8_tensor, inputs, dict(out=grad), is_exact=False)

@@ -53,6 +53,9 @@ struct Rows128 {
 #define TE_DIST_96_NAMES                                                                                            \
   TE_DIST_64_NAMES ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, " \
                    "%83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define TE_DIST_128_NAMES                                                                                          \
+  TE_DIST_96_NAMES ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+                   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 #define TE_DIST_PRODUCT(shape, types, names, a_name, b_name, adds_name, ...)                                     \
   asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds_name ", 0;\n"                                       \
@@ -83,8 +86,15 @@ TE_DIST_INLINE void multiply_64xNx32(float (&sums)[96], Rows128 a, Rows128 b, bo
                    TE_DIST_32(sums, 64))
 }
 
+template <class A, class B>
+TE_DIST_INLINE void multiply_64xNx32(float (&sums)[128], Rows128 a, Rows128 b, bool adds) {
+  TE_DIST_PRODUCTS("m64n256k32", TE_DIST_128_NAMES, "%128", "%129", "%130", TE_DIST_32(sums, 0), TE_DIST_32(sums, 32),
+                   TE_DIST_32(sums, 64), TE_DIST_32(sums, 96))
+}
+
 #undef TE_DIST_PRODUCTS
 #undef TE_DIST_PRODUCT
+#undef TE_DIST_128_NAMES
 #undef TE_DIST_96_NAMES
 #undef TE_DIST_64_NAMES
 #undef TE_DIST_32

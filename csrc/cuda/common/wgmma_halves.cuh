@@ -17,7 +17,8 @@ enum class Along { kSummed, kKept };
 template <Along kAlong>
 TE_DIST_INLINE uint64_t operand_descriptor(uint32_t shared_address) {
   constexpr uint64_t kBlocks = kAlong == Along::kKept ? (8192 >> 4) << 16 : 0;
-  return Rows128::at(shared_address).descriptor() | kBlocks;
+  constexpr uint32_t kOfBlock = (1 << 18) - 1;  // above stands which block of a cluster it is, and here the distance
+  return Rows128::at(shared_address & kOfBlock).descriptor() | kBlocks;
 }
 
 // What takes a descriptor 16 summed values further.

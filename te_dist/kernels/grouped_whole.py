@@ -1,0 +1,190 @@
+"""Launches of products in groups that tensor cores sum from beginning to end: 16-bit values, FP8 with one scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+from te_dist.kernels import gemm
+from te_dist.kernels.arguments import CODES, ELEMENTS, MatrixMap, matrix_map, pointer
+from te_dist.kernels.gemm import BARRIER_BYTES, BOX_BYTES, SHARED_LIMIT
+from te_dist.kernels.grouped_gemm import HEIGHTS
+from te_dist.kernels.runtime import launch, multiprocessors, record
+from te_dist.kernels.spec import Layout, Spec
+
+ROWS = 128  # of a tile
+_STAGE_BYTES = 128  # of what is summed over
+_TILE_BYTES = 36  # what a consumer is told of one
+_ENOUGH_TILES = 128
+_COMMON = "a:T b:T " + gemm.OUTPUT + "a_scale_step:i b_scale_step:i a_scale:P b_scale:P "
+_GROUPS = "tiles.table.begins:P tiles.table.tiles:P tiles.table.groups:q "
+_PRODUCTS = Layout(_COMMON + _GROUPS + "tiles.col_tiles:i tiles.summed:i tiles.b_rows:i tiles.band:i")
+_SUMS = Layout(_COMMON + _GROUPS + "tiles.rows:i tiles.row_tiles:i tiles.col_tiles:i tiles.band:i")
+
+
+@dataclass(frozen=True)
+class Split:
+    """How products are cut.
+
+    Attributes:
+        cols: of a tile, 128 or 256.
+        cluster: blocks of threads one below the other along the rows that read B once for all, 1 or 2.
+        band: tiles along the rows that are walked over together.
+    """
+
+    cols: int
+    cluster: int
+    band: int = 8
+
+    @property
+    def rows(self) -> int:
+        """Of the tiles of a cluster."""
+        return ROWS * self.cluster
+
+    def shared_bytes(self, stages: int) -> int:
+        """Dynamic shared memory of a block; laid out as `Shared` of the kernel."""
+        stage = (ROWS + self.cols) * _STAGE_BYTES + _TILE_BYTES + 2 * BARRIER_BYTES
+        return -(-(stages * stage + 4 * BOX_BYTES) // 1024) * 1024
+
+    @property
+    def stages(self) -> int:
+        """As many as shared memory holds."""
+        return next(n for n in range(8, 1, -1) if self.shared_bytes(n) <= SHARED_LIMIT)
+
+
+def products_split(rows: int, cols: int, groups: int, itemsize: int) -> Split:
+    """The fastest known for groups of this many rows together, of values of `itemsize` bytes.
+
+    Clusters where few rows are nobody's. In small groups FP8 is multiplied faster than sums of large tiles are written.
+    """
+    width = _width(-(-rows // ROWS), cols)
+    is_large = rows >= 2048 * groups
+    return Split(128 if itemsize == 1 and not is_large else width, 2 if is_large else 1)
+
+
+def sums_split(rows: int, cols: int, groups: int) -> Split:
+    """The fastest known for as many products of this shape as there are groups."""
+    return Split(_width(-(-rows // ROWS) * groups, cols), 2 if rows > ROWS else 1)
+
+
+def _width(row_tiles: int, cols: int) -> int:
+    """Columns of a tile: large where there are enough of them for all processors."""
+    return 256 if cols > 128 and row_tiles * -(-cols // 256) >= _ENOUGH_TILES else 128
+
+
+class Operand(NamedTuple):
+    """One side of a product.
+
+    Attributes:
+        element: as the kernel names it.
+        turned: whether what is kept, not what is summed over, is contiguous.
+    """
+
+    element: str
+    turned: bool = False
+
+    @property
+    def template(self) -> str:
+        """What the kernel is told."""
+        return f"Operand<{self.element}, Along::k{'Kept' if self.turned else 'Summed'}>"
+
+
+@cache
+def whole(operands: tuple[Operand, Operand], out: str, shape: Split, *, sums: bool = False, adds: bool = False) -> Spec:
+    """Spec of products of rows in groups; or, `sums`, of such that sum over the rows of each."""
+    a, b = (operand.template for operand in operands)
+    stages = shape.stages
+    walk, layout = ("GroupSums", _SUMS) if sums else ("GroupProducts", _PRODUCTS)
+    rest = f"{out}, {shape.cols}, {shape.cluster}, {stages}, {str(adds).lower()}"
+    launched = {"shared_bytes": shape.shared_bytes(stages), "cluster": shape.cluster, "arch": "sm_90a"}
+    return Spec("grouped_gemm.cuh", f"GroupedGemm<{walk}, {a}, {b}, {rest}>", layout, **launched)
+
+
+def grouped_gemm_half(a: Tensor, b: Tensor, table: Tensor, summed_dim: int, *rest: object) -> None:
+    """See te_dist.ops.grouped_gemm_half."""
+    element = ELEMENTS[a.dtype]
+    operands = Operand(element), Operand(element, turned=summed_dim == 0)
+    _products(operands, (a, b), (None, None), table, *rest)
+
+
+def grouped_wgrad_half(a: Tensor, b: Tensor, table: Tensor, accumulate: bool, out: Tensor) -> None:
+    """See te_dist.ops.grouped_wgrad_half."""
+    operand = Operand(ELEMENTS[a.dtype], turned=True)
+    _sums((operand, operand), (a, b), (None, None), table, accumulate, out)
+
+
+def grouped_gemm_float8_tensor(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: object) -> None:
+    """See te_dist.ops.grouped_gemm_float8_tensor."""
+    table, fp8, *rest = rest
+    _products((Operand(CODES[fp8[0]]), Operand(CODES[fp8[1]])), (a, b), (a_scale, b_scale), table, *rest)
+
+
+def grouped_wgrad_float8_tensor(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: object) -> None:
+    """See te_dist.ops.grouped_wgrad_float8_tensor."""
+    table, fp8, accumulate, out = rest
+    _sums((Operand(CODES[fp8[0]]), Operand(CODES[fp8[1]])), (a, b), (a_scale, b_scale), table, accumulate, out)
+
+
+def _products(operands: tuple[Operand, Operand], matrices: tuple[Tensor, Tensor], scales: tuple, *rest: object) -> None:
+    table, bias, row_factor, accumulate, out = rest
+    (a, b), (rows, cols), groups = matrices, out.shape, table.shape[1] - 1
+    if out.numel() == 0 or groups == 0:
+        return
+    gemm.check_alignment(a=a, b=b)
+    shape = products_split(rows, cols, groups, a.element_size())
+    spec = whole(operands, ELEMENTS[out.dtype], shape, adds=accumulate)
+    if out.is_meta:
+        return record(spec)
+    tiles = (*_table(table, shape.rows), -(-cols // shape.cols), a.shape[1], b.shape[0] // groups, shape.band)
+    maps = _maps(operands, matrices, shape)
+    _launch(spec, shape, (*maps, *gemm.output(out, bias, row_factor), *_scales(scales), *tiles), out)
+
+
+def _sums(operands: tuple[Operand, Operand], matrices: tuple[Tensor, Tensor], scales: tuple, *rest: object) -> None:
+    table, accumulate, out = rest
+    (a, b), (all_rows, cols), groups = matrices, out.shape, table.shape[1] - 1
+    if out.numel() == 0:
+        return
+    if a.numel() == 0:
+        if not accumulate:
+            out.zero_()
+        return
+    gemm.check_alignment(a=a, b=b)
+    rows = all_rows // groups
+    shape = sums_split(rows, cols, groups)
+    spec = whole(operands, ELEMENTS[out.dtype], shape, sums=True, adds=accumulate)
+    if out.is_meta:
+        return record(spec)
+    tiles = (*_table(table, ROWS), rows, -(-rows // shape.rows), -(-cols // shape.cols), shape.band)
+    maps = _maps(operands, matrices, shape)
+    _launch(spec, shape, (*maps, *gemm.output(out, None, None), *_scales(scales), *tiles), out)
+
+
+def _maps(operands: tuple[Operand, Operand], matrices: tuple[Tensor, Tensor], shape: Split) -> list[MatrixMap]:
+    """Each in boxes of what a block reads at a time."""
+    sides = zip(operands, matrices, (ROWS, shape.cols // shape.cluster), strict=True)
+    return [
+        matrix_map(matrix, (64, 64) if its.turned else (rows, _STAGE_BYTES // matrix.element_size()), swizzle=128)
+        for its, matrix, rows in sides
+    ]
+
+
+def _scales(scales: tuple[Tensor | None, Tensor | None]) -> tuple[int, ...]:
+    """Steps from group to group, and addresses."""
+    steps = (0 if scale is None or scale.numel() == 1 else 1 for scale in scales)
+    return (*steps, *map(pointer, scales))
+
+
+def _table(table: Tensor, height: int) -> tuple[int, int, int]:
+    """(first rows, tiles of this height before each group, groups)."""
+    row_bytes = table.shape[1] * table.element_size()
+    return table.data_ptr(), table.data_ptr() + (1 + HEIGHTS.index(height)) * row_bytes, table.shape[1] - 1
+
+
+def _launch(spec: Spec, shape: Split, values: tuple[object, ...], out: Tensor) -> None:
+    """How many tiles there are the device alone knows: there are blocks for all multiprocessors."""
+    clusters = multiprocessors(out.get_device()) // shape.cluster
+    launch(spec, out, (clusters * shape.cluster, 1), values)

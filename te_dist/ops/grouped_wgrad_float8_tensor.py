@@ -1,0 +1,69 @@
+"""Products that sum over the rows of each group: FP8 with one scale for a matrix, or for each group of it."""
+
+from __future__ import annotations
+
+from typing import TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from te_dist import kernels
+from te_dist.ops._checks import HIGH_PRECISION, check_rows
+from te_dist.ops._grouped_products import check_table, write_sums
+from te_dist.ops._library import register
+from te_dist.ops.group_table import TILE
+from te_dist.ops.grouped_gemm_float8_tensor import check_operands, values
+
+
+class GroupedFloat8Sums(TypedDict):
+    """table: int32 (4, G + 1), see `group_table`.  fp8: types of `a` and `b`.
+
+    accumulate: add to what `out` holds, in fp32; else an empty group gives zeros.
+    """
+
+    table: Tensor
+    fp8: tuple[str, str]
+    accumulate: bool
+
+
+def grouped_wgrad_float8_tensor(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out: Tensor, **product: Unpack[GroupedFloat8Sums]
+) -> None:
+    """out[g] = a[:, tiles of g] b[:, tiles of g]^T, times both scales, for every group g.
+
+    Operands lie transposed. The rows of each group begin at a tile of 128 columns of their own, in the order of groups
+    and without a gap between tiles; codes behind a group's last row, up to the end of its tile, are zero.
+
+    Args:
+        a: u8 codes (M, P), rows contiguous; P a multiple of 128.
+        a_scale: f32 (1,), or (G,) for one of each group.
+        b: u8 codes (N, P).
+        b_scale: f32 (1,) or (G,).
+        out: (G * M, N) fp32, bf16 or fp16, rows contiguous; fp32 to accumulate.
+        product: see `GroupedFloat8Sums`.
+
+    Raises:
+        ValueError: a type, shape or address that does not fit.
+    """
+    table, fp8, accumulate = (product[name] for name in ("table", "fp8", "accumulate"))
+    (rows, depth), cols, groups = a.shape, b.shape[0], table.shape[1] - 1
+    if depth % TILE:
+        raise ValueError(f"a: got {depth} columns, wanted a multiple of {TILE}: groups are padded to tiles with zeros")
+    check_table(table, groups)
+    check_operands((a, a_scale), (b, b_scale), ((rows, depth), (cols, depth)), fp8, groups)
+    check_rows("out", out, (torch.float32,) if accumulate else HIGH_PRECISION, (groups * rows, cols))
+    torch.ops.te_dist.grouped_wgrad_float8_tensor(a, a_scale, b, b_scale, table, fp8, accumulate, out)
+
+
+def _cpu(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, table: Tensor, *rest: object) -> None:
+    fp8, accumulate, out = rest
+    left, right, scales = values(a, fp8[0]), values(b, fp8[1]), (a_scale * b_scale).expand(table.shape[1] - 1)
+    write_sums(lambda g, its: left[:, its] @ right[:, its].t() * scales[g], table[1] * TILE, accumulate, out)
+
+
+register(
+    "grouped_wgrad_float8_tensor(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor table, str[] fp8, "
+    "bool accumulate, Tensor(a!) out) -> ()",
+    _cpu,
+    kernels.grouped_wgrad_float8_tensor,
+)

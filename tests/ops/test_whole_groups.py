@@ -1,0 +1,115 @@
+"""Products in groups of bf16, fp16 and FP8 with one scale, on CPU tensors, against float64; and how they are cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from te_dist import ops
+from te_dist.kernels.gemm import SHARED_LIMIT
+from te_dist.kernels.grouped_gemm import HEIGHTS
+from te_dist.kernels.grouped_whole import Split, products_split, sums_split
+from te_dist.testing import assert_bitwise
+from tests.ops.groups import table_of
+from tests.ops.whole_groups import KINDS, Kind, RowsCase, SumsCase, multiply, sum_rows
+
+SIZES = [[128], [0, 5, 0, 300, 1, 0], [64, 64, 256, 16], [0, 0], [1] * 40, [191, 193, 257, 129]]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_product_of_each_group(sizes, kind):
+    case = RowsCase(kind, sizes, cols=48, depth=80)
+    out = torch.full((sum(sizes) + 9, 48), 5.0)
+    table = table_of(sizes, len(case.a))
+    multiply(kind, case.a, case.b, case.scale, table=table, out=out)
+    assert torch.equal(out[:-9].double(), case.want)
+    assert_bitwise(out[-9:], torch.full_like(out[-9:], 5.0), "rows behind the last group")
+    rest = dict(bias=case.bias, row_factor=case.factor, accumulate=True)
+    multiply(kind, case.a, case.b, case.scale, table=table, out=out, **rest)
+    assert ((out[:-9] - case.want - case.ended()).abs() <= 2**-20 * (1 + 2 * case.want.abs())).all()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_sum_over_the_rows_of_each_group(sizes, kind):
+    case, groups = SumsCase(kind, sizes, 40, 24), len(sizes)
+    others = [group for group in range(groups) if group != case.poisoned or sizes[group] == 0]
+    out = torch.full((groups * 40, 24), torch.nan)
+    place = dict(table=table_of(sizes, sum(sizes)), out=out)
+    sum_rows(kind, case.a, case.b, case.scale, accumulate=False, **place)
+    assert torch.equal(out.view(groups, 40, 24)[others].double(), case.want[others])
+    out.fill_(2.0)
+    sum_rows(kind, case.a, case.b, case.scale, accumulate=True, **place)
+    assert torch.equal(out.view(groups, 40, 24)[others].double(), case.want[others] + 2)
+
+
+BF16 = Kind("bf16", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"b": torch.zeros(95, 64, dtype=torch.bfloat16)}, "b: got shape"),
+        ({"b": torch.zeros(96, 64, dtype=torch.float16)}, "b: got torch.float16"),
+        ({"a": torch.zeros(64, 64)}, "a: got torch.float32"),
+        ({"a": torch.zeros(64, 0, dtype=torch.bfloat16)}, "a: got nothing to sum"),
+        ({"summed_dim": 2}, "summed_dim: got 2"),
+        ({"bias": torch.zeros(48)}, "bias: got shape"),
+        ({"row_factor": torch.zeros(63)}, "row_factor: got shape"),
+        ({"accumulate": True, "out": torch.zeros(64, 48, dtype=torch.bfloat16)}, "out: got torch.bfloat16"),
+        ({"table": torch.zeros(3, 3, dtype=torch.int32)}, "table: got shape"),
+    ],
+)
+def test_products_of_halves_refuse_what_does_not_fit(changes, message):
+    arguments = dict(a=torch.zeros(64, 64, dtype=torch.bfloat16), b=torch.zeros(96, 64, dtype=torch.bfloat16))
+    arguments |= dict(table=table_of([30, 30], 64), summed_dim=1, bias=None, row_factor=None, accumulate=False)
+    with pytest.raises(ValueError, match=message):
+        ops.grouped_gemm_half(**(arguments | dict(out=torch.zeros(64, 48)) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"a_scale": torch.ones(3)}, "a_scale: got shape"),
+        ({"b_scale": torch.ones(1, dtype=torch.float64)}, "b_scale: got torch.float64"),
+        ({"fp8": ("e4m3", "e3m4")}, "fp8: got 'e3m4'"),
+        ({"b": torch.zeros(95, 128, dtype=torch.uint8)}, "b: got shape"),
+    ],
+)
+@pytest.mark.parametrize("op", (ops.grouped_gemm_float8_tensor, ops.grouped_wgrad_float8_tensor))
+def test_products_of_codes_refuse_what_does_not_fit(op, changes, message):
+    sums = op is ops.grouped_wgrad_float8_tensor
+    arguments = dict(a=torch.zeros(64, 128 * (1 + sums), dtype=torch.uint8), b=torch.zeros(96, 128, dtype=torch.uint8))
+    arguments |= dict(a_scale=torch.ones(1), b_scale=torch.ones(2), table=table_of([30, 30], 64), fp8=("e4m3", "e4m3"))
+    arguments |= dict(accumulate=False, out=torch.zeros(128, 96) if sums else torch.zeros(64, 48))
+    arguments |= dict(b=torch.zeros(96, 256, dtype=torch.uint8)) if sums else dict(bias=None, row_factor=None)
+    op(**arguments)
+    with pytest.raises(ValueError, match=message):
+        op(**(arguments | changes))
+
+
+def test_operands_of_sums_agree_in_their_rows():
+    a, b = torch.zeros(64, 64, dtype=torch.bfloat16), torch.zeros(63, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="b: got shape"):
+        ops.grouped_wgrad_half(a, b, table=table_of([64], 64), accumulate=False, out=torch.zeros(64, 64))
+
+
+SHAPES = [(rows, cols, groups) for rows in (1, 200, 4096, 2**17) for cols in (8, 256, 768, 7168) for groups in (1, 128)]
+
+
+def test_every_split_fits_shared_memory_and_the_table():
+    splits = {products_split(*shape, itemsize) for shape in SHAPES for itemsize in (1, 2)}
+    for split in splits | {sums_split(*shape) for shape in SHAPES}:
+        assert split.stages >= 4
+        assert split.shared_bytes(split.stages) <= SHARED_LIMIT
+        assert split.rows in HEIGHTS
+
+
+def test_small_groups_have_small_tiles():
+    assert products_split(2**15, 4096, 8, 2) == products_split(2**15, 4096, 8, 1) == Split(256, 2)
+    assert products_split(2**15, 4096, 32, 2) == Split(256, 1)
+    assert products_split(2**15, 4096, 32, 1) == Split(128, 1)
+    assert products_split(64, 512, 2, 2) == Split(128, 1)
+    assert sums_split(4096, 7168, 8) == Split(256, 2)
+    assert sums_split(128, 128, 1) == Split(128, 1)
