@@ -3,8 +3,9 @@
     python -m benchmarks.grouped_cuda --out benchmarks/results
     python -m benchmarks.grouped_cuda --tilings
 
-Groups of equal size on average: multiples of 128 rows, ragged, skewed (Zipf), and with a tenth of them empty. Random
-codes, cold L2, medians. Peers that are not installed, and sizes that a peer does not take, are left out.
+FP8 blocks, FP8 with one scale, and bf16, forward and backward. Groups of equal size on average: multiples of 128 rows,
+ragged, skewed (Zipf), and with a tenth of them empty. Random codes, cold L2, medians. Peers that are not installed, and
+sizes that a peer does not take, are left out.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from benchmarks.gemm_cuda import PEER, TILINGS, fits, label, random_codes, rando
 from benchmarks.report import Report, number, text
 from benchmarks.timing import median_time
 from te_dist import ops
-from te_dist.kernels import grouped_gemm
+from te_dist.kernels import grouped_gemm, grouped_whole
+from te_dist.kernels.grouped_whole import Operand, Split, whole
+from te_dist.kernels.runtime import prepare
 
 # (groups, rows of all, N, K), see the shapes of common mixtures of experts.
 SHAPES = (
@@ -40,6 +43,9 @@ SHAPES = (
 )
 ROUTINGS = ("aligned", "ragged", "zipf", "empty")
 SQUARE, RUN = (128, 128), (1, 128)
+# What `grouped_whole` may choose from.
+SPLITS = [Split(*split) for split in product((256, 128), (2, 1), (8, 16))]
+Calls = dict[tuple[str, str], Callable[[], object]]  # by product and library
 
 
 @dataclass(frozen=True)
@@ -111,20 +117,64 @@ class Groups:
         operands = (self.x, self.x_scale, self.weight, self.weight_scale)
         return lambda: ops.grouped_gemm_float8_block(*operands, table=self.table, out=out, **rest)
 
+    def forward_one_scale(self, out: Tensor) -> Callable[[], None]:
+        rest = dict(fp8=("e4m3", "e4m3"), bias=None, row_factor=None, accumulate=False)
+        operands = (self.x, self.x_scale[0, :1], self.weight, self.weight_scale[0, :1])
+        return lambda: ops.grouped_gemm_float8_tensor(*operands, table=self.table, out=out, **rest)
+
+    def wgrad_one_scale(self, out: Tensor) -> Callable[[], None]:
+        operands = (self.dy_t, self.dy_t_scale[0, :1], self.x_t, self.x_t_scale[0, :1])
+        rest = dict(table=self.table, fp8=("e4m3", "e4m3"), accumulate=False)
+        return lambda: ops.grouped_wgrad_float8_tensor(*operands, out=out, **rest)
+
     def wgrad(self, out: Tensor, *, accumulate: bool) -> Callable[[], None]:
         operands = (self.dy_t, self.dy_t_scale, self.x_t, self.x_t_scale)
         rest = dict(table=self.table, fp8=("e4m3", "e4m3"), accumulate=accumulate)
         return lambda: ops.grouped_wgrad_float8_block(*operands, out=out, **rest)
 
 
-def peers(data: Groups, out: Tensor, grad: Tensor) -> Iterator[tuple[str, str, Callable[[], object]]]:
-    """(product, library, call) of other libraries on the same sizes."""
-    rows, cols, groups = sum(data.sizes), data.cols, len(data.sizes)
+def halves(data: Groups, half: Tensor) -> Calls:
+    """Products of bf16; `half` is what a gradient of the weights is written to."""
+    rows, cols, groups, depth = sum(data.sizes), data.cols, len(data.sizes), data.x.shape[1]
     ends = data.table[0, 1:].contiguous()
-    x, dy = (torch.randn(rows, extent, device="cuda", dtype=torch.bfloat16) for extent in (data.x.shape[1], cols))
-    weight = torch.randn(groups, cols, data.x.shape[1], device="cuda", dtype=torch.bfloat16)
-    yield "forward", "torch bf16", lambda: F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    yield "wgrad, bf16", "torch bf16", lambda: F.grouped_mm(dy.t(), x, offs=ends)
+    x, dy = (torch.randn(rows, extent, device="cuda", dtype=torch.bfloat16) for extent in (depth, cols))
+    weight = torch.randn(groups, cols, depth, device="cuda", dtype=torch.bfloat16)
+    out, dx, flat = torch.empty_like(dy), torch.empty_like(x), weight.view(-1, depth)
+    rest = dict(table=data.table, bias=None, row_factor=None, accumulate=False)
+    sums = dict(table=data.table, accumulate=False, out=half)
+    return {
+        ("forward, bf16", "te_dist"): lambda: ops.grouped_gemm_half(x, flat, summed_dim=1, out=out, **rest),
+        ("forward, bf16", "torch"): lambda: F.grouped_mm(x, weight.transpose(1, 2), offs=ends),
+        ("dgrad, bf16", "te_dist"): lambda: ops.grouped_gemm_half(dy, flat, summed_dim=0, out=dx, **rest),
+        ("dgrad, bf16", "torch"): lambda: F.grouped_mm(dy, weight, offs=ends),
+        ("wgrad, bf16", "te_dist"): lambda: ops.grouped_wgrad_half(dy, x, **sums),
+        ("wgrad, bf16", "torch"): lambda: F.grouped_mm(dy.t(), x, offs=ends),
+    }
+
+
+def codes(data: Groups, out: Tensor, half: Tensor) -> Calls:
+    """Products of FP8 with one scale; those of torch have one for each row, of sizes that are multiples of 16."""
+    calls: Calls = {
+        ("forward, FP8", "te_dist"): data.forward_one_scale(out),
+        ("wgrad, FP8", "te_dist"): data.wgrad_one_scale(half),
+    }
+    if any(size % 16 for size in data.sizes):
+        return calls
+    rows, groups, fp8, by_row = sum(data.sizes), len(data.sizes), torch.float8_e4m3fn, F.ScalingType.RowWise
+    ends = data.table[0, 1:].contiguous()
+    rest = dict(offs=ends, output_dtype=torch.bfloat16, use_fast_accum=True)
+    x, weight = data.x[:rows].view(fp8), data.weight.view(fp8).view(groups, data.cols, -1).transpose(1, 2)
+    dy_t, x_t = (side[:, :rows].contiguous().view(fp8) for side in (data.dy_t, data.x_t))
+    ones = [torch.ones(extent, device="cuda") for extent in (rows, groups * data.cols, groups * len(x_t))]
+    by_group = ones[1].view(groups, -1)
+    calls["forward, FP8", "torch"] = lambda: F.scaled_grouped_mm(x, weight, ones[0], by_row, by_group, by_row, **rest)
+    calls["wgrad, FP8", "torch"] = lambda: F.scaled_grouped_mm(dy_t, x_t.t(), ones[1], by_row, ones[2], by_row, **rest)
+    return calls
+
+
+def peers(data: Groups, out: Tensor, grad: Tensor) -> Iterator[tuple[str, str, Callable[[], object]]]:
+    """(product, library, call) of other libraries on FP8 blocks of the same sizes."""
+    rows, cols, groups = sum(data.sizes), data.cols, len(data.sizes)
     if importlib.util.find_spec(PEER) is None or any(size % 128 for size in data.sizes):
         return
     peer = importlib.import_module(PEER)
@@ -136,7 +186,7 @@ def peers(data: Groups, out: Tensor, grad: Tensor) -> Iterator[tuple[str, str, C
     scales = data.weight_scale[:, : data.x.shape[1] // 128].contiguous()
     b = (data.weight.view(fp8).view(groups, cols, -1), scales.view(groups, cols // 128, -1))
     yield (
-        "forward",
+        "forward, blocks",
         "DeepGEMM",
         lambda: peer.m_grouped_fp8_gemm_nt_contiguous(a, b, out[:rows], owner, disable_ue8m0_cast=True),
     )
@@ -147,7 +197,7 @@ def peers(data: Groups, out: Tensor, grad: Tensor) -> Iterator[tuple[str, str, C
     ]
     total = grad.view(groups, cols, -1)
     yield (
-        "wgrad, fp32 added",
+        "wgrad, blocks, fp32 added",
         "DeepGEMM",
         lambda: peer.k_grouped_fp8_gemm_nt_contiguous(*flat, total, data.sizes, ks, total),
     )
@@ -155,27 +205,27 @@ def peers(data: Groups, out: Tensor, grad: Tensor) -> Iterator[tuple[str, str, C
 
 def measure(repeats: int) -> Iterator[Row]:
     """All lines."""
-    for shape in SHAPES:
+    for shape, routing in product(SHAPES, ROUTINGS):
         groups, rows, cols, depth = shape
-        for routing in ROUTINGS:
-            sizes = group_sizes(routing, groups, rows)
-            data = Groups.random(shape, sizes)
-            out = torch.empty(rows, cols, device="cuda", dtype=torch.bfloat16)
-            grad = torch.zeros(groups * cols, depth, device="cuda")
-            half = torch.empty_like(grad, dtype=torch.bfloat16)
-            calls = [
-                ("forward", "te_dist", data.forward(out)),
-                ("wgrad, bf16", "te_dist", data.wgrad(half, accumulate=False)),
-                ("wgrad, fp32 added", "te_dist", data.wgrad(grad, accumulate=True)),
-                *peers(data, out, grad),
-            ]
-            for leg, library, call in calls:
-                time = median_time(call, repeats)
-                yield Row(str(shape), routing, leg, library, time, 2 * sum(sizes) * cols * depth / time / 1e6)
+        sizes = group_sizes(routing, groups, rows)
+        data = Groups.random(shape, sizes)
+        out = torch.empty(rows, cols, device="cuda", dtype=torch.bfloat16)
+        grad = torch.zeros(groups * cols, depth, device="cuda")
+        half = torch.empty_like(grad, dtype=torch.bfloat16)
+        calls = [
+            ("forward, blocks", "te_dist", data.forward(out)),
+            ("wgrad, blocks", "te_dist", data.wgrad(half, accumulate=False)),
+            ("wgrad, blocks, fp32 added", "te_dist", data.wgrad(grad, accumulate=True)),
+            *peers(data, out, grad),
+            *((*names, call) for names, call in (halves(data, half) | codes(data, out, half)).items()),
+        ]
+        for name, library, call in calls:
+            time = median_time(call, repeats)
+            yield Row(str(shape), routing, name, library, time, 2 * sum(sizes) * cols * depth / time / 1e6)
 
 
-def sweep(repeats: int) -> None:
-    """Prints TFLOP/s of every tiling."""
+def sweep_blocks(repeats: int) -> None:
+    """Prints TFLOP/s of every tiling of FP8 blocks."""
     for shape, routing in product(SHAPES, ("aligned", "ragged")):
         groups, rows, cols, depth = shape
         sizes = group_sizes(routing, groups, rows)
@@ -198,6 +248,28 @@ def sweep(repeats: int) -> None:
             print(shape, routing, name, *found, sep="  ", flush=True)
 
 
+def sweep_whole(repeats: int, routing: str) -> None:
+    """Prints TFLOP/s of every split, beside torch, where tensor cores sum alone."""
+    half, turned, code = Operand("BFloat16"), Operand("BFloat16", turned=True), Operand("E4M3")
+    rows, sums = ((half, half), (half, turned), (code, code)), ((turned, turned), (code, code))
+    specs = [whole(pair, "BFloat16", split) for pair, split in product(rows, SPLITS)]
+    prepare([*specs, *(whole(pair, "BFloat16", split, sums=True) for pair, split in product(sums, SPLITS))], 0)
+    for shape in SHAPES:
+        groups, all_rows, cols, depth = shape
+        sizes = group_sizes(routing, groups, all_rows)
+        data = Groups.random(shape, sizes)
+        out = torch.empty(all_rows, cols, device="cuda", dtype=torch.bfloat16)
+        grad = torch.empty(groups * cols, depth, device="cuda", dtype=torch.bfloat16)
+        for (name, library), call in (halves(data, grad) | codes(data, out, grad)).items():
+            found = []
+            for split in SPLITS if library == "te_dist" else [None]:
+                choice = mock.Mock(return_value=split)
+                with mock.patch.multiple(grouped_whole, products_split=choice, sums_split=choice):
+                    tflops = 2 * sum(sizes) * cols * depth / median_time(call, repeats) / 1e6
+                found.append(f"{split.cols}/{split.cluster}/{split.band} {tflops:.0f}" if split else f"{tflops:.0f}")
+            print(shape, name, library, *found, sep="  ", flush=True)
+
+
 REPORT = Report(
     "grouped_cuda",
     "Products in groups",
@@ -216,7 +288,8 @@ REPORT = Report(
 def main(out: Path | None = None, repeats: int = 21, tilings: bool = False) -> None:
     """Prints the table; writes it as Markdown and JSON into `out`. With `tilings` prints what each of them reaches."""
     if tilings:
-        return sweep(repeats)
+        sweep_blocks(repeats)
+        return sweep_whole(repeats, "aligned")
     REPORT.publish(measure(repeats), out)
 
 
