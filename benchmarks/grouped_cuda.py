@@ -10,6 +10,7 @@ sizes that a peer does not take, are left out.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from te_dist import ops
 from te_dist.kernels import grouped_gemm, grouped_whole
 from te_dist.kernels.grouped_whole import Operand, Split, whole
 from te_dist.kernels.runtime import prepare
+from te_dist.ops.gemm_decoded import Coded
 
 # (groups, rows of all, N, K), see the shapes of common mixtures of experts.
 SHAPES = (
@@ -172,6 +174,33 @@ def codes(data: Groups, out: Tensor, half: Tensor) -> Calls:
     return calls
 
 
+def decoded(data: Groups, out: Tensor, grad: Tensor) -> Iterator[tuple[str, str, Callable[[], object]]]:
+    """(product, library, call) of MXFP8, and of NVFP4, decoded on their way to tensor cores."""
+    rows, depth, cols, groups = *data.x.shape, data.cols, len(data.sizes)
+    dx = torch.empty(rows, depth, device="cuda", dtype=torch.bfloat16)
+    padded = data.dy_t.shape[1]
+    for name, kind in (("MXFP8", "e4m3"), ("NVFP4", "e2m1")):
+        lies = functools.partial(random_coded, kind, turned=kind == "e4m3")  # by columns
+        back = lies(depth, groups * cols) if kind == "e4m3" else random_coded(kind, groups * depth, cols)
+        x, weight, dy = (random_coded(kind, *shape) for shape in ((rows, depth), (groups * cols, depth), (rows, cols)))
+        dy_t, x_t = lies(cols, padded), lies(depth, padded)
+        table = dict(table=data.table)
+        yield f"{name} forward", "te_dist", functools.partial(ops.grouped_gemm_decoded, x, weight, out=out, **table)
+        yield f"{name} dgrad", "te_dist", functools.partial(ops.grouped_gemm_decoded, dy, back, out=dx, **table)
+        sums = functools.partial(ops.grouped_wgrad_decoded, dy_t, x_t, out=grad, accumulate=True, **table)
+        yield f"{name} wgrad, fp32 added", "te_dist", sums
+
+
+def random_coded(kind: str, kept: int, summed: int, *, turned: bool = False) -> Coded:
+    """Random codes with scale bytes of 1."""
+    grain, one = (16, 0x38) if kind == "e2m1" else (32, 127)
+    codes, scale = (kept, summed // (2 if kind == "e2m1" else 1)), (kept, summed // grain)
+    codes, scale = (shape[::-1] if turned else shape for shape in (codes, scale))
+    drawn = random_codes(*codes), torch.full(scale, one, dtype=torch.uint8, device="cuda")
+    codes, scale = (part.t() if turned else part for part in drawn)
+    return Coded(codes, kind, scale, (1, grain))
+
+
 def peers(data: Groups, out: Tensor, grad: Tensor) -> Iterator[tuple[str, str, Callable[[], object]]]:
     """(product, library, call) of other libraries on FP8 blocks of the same sizes."""
     rows, cols, groups = sum(data.sizes), data.cols, len(data.sizes)
@@ -216,6 +245,7 @@ def measure(repeats: int) -> Iterator[Row]:
             ("forward, blocks", "te_dist", data.forward(out)),
             ("wgrad, blocks", "te_dist", data.wgrad(half, accumulate=False)),
             ("wgrad, blocks, fp32 added", "te_dist", data.wgrad(grad, accumulate=True)),
+            *decoded(data, out, grad),
             *peers(data, out, grad),
             *((*names, call) for names, call in (halves(data, half) | codes(data, out, half)).items()),
         ]

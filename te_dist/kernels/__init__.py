@@ -9,6 +9,7 @@ from te_dist.kernels.dequantize import dequantize_float8, dequantize_mxfp8, dequ
 from te_dist.kernels.evaluation import evaluate, panel_sums, rms_rstd
 from te_dist.kernels.gemm import gemm_float8_block
 from te_dist.kernels.gemm_decoded import gemm_decoded
+from te_dist.kernels.grouped_decoded import grouped_gemm_decoded, grouped_wgrad_decoded
 from te_dist.kernels.grouped_gemm import group_table, grouped_gemm_float8_block, grouped_wgrad_float8_block
 from te_dist.kernels.grouped_quantize import (
     group_sums,
@@ -47,6 +48,7 @@ __all__ = [
     "group_sums",
     "group_table",
     "grouped_amax",
+    "grouped_gemm_decoded",
     "grouped_gemm_float8_block",
     "grouped_gemm_float8_tensor",
     "grouped_gemm_half",
@@ -54,6 +56,7 @@ __all__ = [
     "grouped_quantize_float8_current",
     "grouped_quantize_float8_tensor",
     "grouped_quantize_mxfp8",
+    "grouped_wgrad_decoded",
     "grouped_wgrad_float8_block",
     "grouped_wgrad_float8_tensor",
     "grouped_wgrad_half",

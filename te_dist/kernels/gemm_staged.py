@@ -21,7 +21,7 @@ STEP = 64  # summed values of a stage
 _CODES = {"e2m1": "E2M1", "e4m3": "E4M3", "e5m2": "E5M2"}
 _ROW_BYTES = 2 * STEP  # of values
 _PATCHES = 4 * 8 * 16 * 40  # bytes through which results are written
-_BAND = 16
+BAND = 16  # tiles along the rows that are walked over together
 _WORD = 4
 _SIDES = "ab"
 COMMON = " ".join(
@@ -124,6 +124,6 @@ def multiply(sides: tuple[Side, Side], width: int, summed: int, factors: Factors
         return record(spec)
     rows, cols = out.shape
     row_tiles, col_tiles, steps = -(-rows // HEIGHT), -(-cols // width), -(-summed // STEP)
-    tiles = (rows, row_tiles, col_tiles, -(-steps // 2), _BAND)
+    tiles = (rows, row_tiles, col_tiles, -(-steps // 2), BAND)
     grid = (min(row_tiles * col_tiles, multiprocessors(out.get_device())), 1)
     launch(spec, out, grid, (*common(sides, width, factors, target), steps, 0, *tiles))

@@ -14,6 +14,7 @@ from te_dist.kernels import (
     evaluation,
     gemm,
     gemm_staged,
+    grouped_decoded,
     grouped_gemm,
     grouped_quantize,
     grouped_whole,
@@ -146,12 +147,16 @@ def decoded_products() -> Iterator[Spec]:
 
 
 def staged_products() -> Iterator[Spec]:
-    """Of MXFP8 and NVFP4 and their mixtures, where whole matrices are aligned."""
+    """Of MXFP8 and NVFP4 and their mixtures, where whole matrices are aligned; of one format, in groups."""
     mx, turned, nv = ("e4m3", False), ("e4m3", True), ("e2m1", False)
     operands = [(mx, mx), (mx, turned), (turned, turned), (nv, nv), (mx, nv), (nv, turned)]
     for sides, width in product(operands, WIDTHS):
         kinds, turns = zip(*sides, strict=True)
         yield gemm_staged.one_product(kinds, turns, width)
+    for sides, width in product(((mx, mx), (mx, turned), (nv, nv)), WIDTHS):
+        yield grouped_decoded.rows_decoded(*zip(*sides, strict=True), width)
+    for sides, width in product(((turned, turned), (nv, nv)), WIDTHS):
+        yield grouped_decoded.sums_decoded(*zip(*sides, strict=True), width)
 
 
 def dequantizers(element: str) -> Iterator[Spec]:

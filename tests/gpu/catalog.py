@@ -19,6 +19,7 @@ from te_dist.ops.quantize_float8_current import WORKSPACE
 from te_dist.ops.source import Source, Summed, sums_shape
 from tests.codecs.kernel_inputs import matrix, scale_view
 from tests.ops import grouped_quantize
+from tests.ops.grouped_decoded import DecodedOperand
 from tests.ops.groups import RUN, SQUARE, Operand, group_ends, table_of
 from tests.ops.sources import cases
 from tests.ops.whole_groups import HALVES, KINDS, padded
@@ -93,6 +94,7 @@ def calls() -> Iterator[Call]:
     yield from products_of_blocks()
     yield from products_by_decoding()
     yield from groups()
+    yield from groups_by_decoding()
     yield from grouped_quantizers()
     yield from groups_summed_whole()
 
@@ -276,7 +278,8 @@ def products_by_decoding() -> Iterator[Call]:
         inputs |= {f"b_{key}": value for key, value in coded_parts(second, cols, depth).items()}
         inputs |= dict(bias=torch.rand(cols), accumulate=dtype == torch.float32)
         out = dict(out=shifted(torch.zeros(rows, cols, dtype=dtype), rows % 4))
-        yield Call(f"{first} by {second} {(rows, cols, depth)} {dtype}", decoded_product, inputs, out, is_exact=False)
+        name = f"{first} by {second} {(rows, cols, depth)} {dtype}"
+        yield Call(name, of_parts(ops.gemm_decoded), inputs, out, is_exact=False)
 
 
 def coded_parts(kind: str, kept: int, depth: int) -> dict[str, Any]:
@@ -295,16 +298,48 @@ def coded_parts(kind: str, kept: int, depth: int) -> dict[str, Any]:
     return dict(codes=matrix("normal", (kept, depth), torch.bfloat16), kind="bfloat16")
 
 
-@wraps(ops.gemm_decoded)
-def decoded_product(*, out: Tensor, bias: Tensor, accumulate: bool, **parts: Any) -> None:
-    """The op, with the parts of its operands one by one."""
-    a, b = (Coded(**{key[2:]: value for key, value in parts.items() if key[0] == side}) for side in "ab")
-    ops.gemm_decoded(a, b, out=out, bias=bias, accumulate=accumulate)
+def of_parts(op: Callable[..., None]) -> Callable[..., None]:
+    """An op on two `Coded`, with the parts of its operands one by one: a_codes, and so on."""
+
+    @wraps(op)
+    def call(**arguments: Any) -> None:
+        parts = {
+            side: {key[2:]: arguments.pop(key) for key in list(arguments) if key[:2] == f"{side}_"} for side in "ab"
+        }
+        op(*(Coded(**parts[side]) for side in "ab"), **arguments)
+
+    return call
 
 
 def finite(shape: Pair) -> Tensor:
     """Codes that stand for numbers in every 8-bit type."""
     return codes(shape) & 0x5F
+
+
+def groups_by_decoding() -> Iterator[Call]:
+    """Products and sums of ragged and empty groups, with rows behind the last; B either way around."""
+    for sizes, kind, dtype in product(([0, 5, 0, 130, 1], [128, 64], [0, 0]), ("e4m3", "e2m1"), DTYPES):
+        rows, count, name = sum(sizes) + 9, len(sizes), f"{sizes} {kind} {dtype}"
+        table, accumulate = table_of(sizes, rows, "cpu"), dtype == torch.float32
+        turned = kind == "e4m3"
+        a = DecodedOperand(rows, 384, kind, seed=1, groups=count)
+        b = DecodedOperand(
+            *((80, count * 384) if turned else (count * 80, 384)), kind, seed=2, groups=count, turned=turned
+        )
+        inputs = parts_of("a", a) | parts_of("b", b) | dict(table=table, accumulate=accumulate)
+        beside = dict(bias=torch.rand(count, 80), row_factor=torch.rand(rows))
+        out = dict(out=shifted(torch.zeros(rows, 80, dtype=dtype), int(turned)))
+        yield Call(f"products {name}", of_parts(ops.grouped_gemm_decoded), inputs | beside, out, is_exact=False)
+        depth = 128 * int(table[1, -1]) or 128
+        a, b = (DecodedOperand(extent, depth, kind, seed=3, groups=count, turned=turned) for extent in (144, 80))
+        inputs = parts_of("a", a) | parts_of("b", b) | dict(table=table, accumulate=accumulate)
+        out = dict(out=shifted(torch.zeros(count * 144, 80, dtype=dtype), int(turned)))
+        yield Call(f"sums {name}", of_parts(ops.grouped_wgrad_decoded), inputs, out, is_exact=False)
+
+
+def parts_of(side: str, operand: DecodedOperand) -> dict[str, Any]:
+    """Parts of its `Coded` for `of_parts`."""
+    return {f"{side}_{key}": value for key, value in operand.coded._asdict().items()}
 
 
 def groups() -> Iterator[Call]:

@@ -1,0 +1,99 @@
+"""Launches of products in groups whose operands are decoded. Arguments are in the order of the ops' schemas."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from torch import Tensor
+
+from te_dist.kernels import gemm_staged
+from te_dist.kernels.gemm_decoded import is_turned, width_of
+from te_dist.kernels.gemm_staged import BAND, HEIGHT, STEP, Factors, Side
+from te_dist.kernels.runtime import launch, multiprocessors, record
+from te_dist.kernels.spec import Layout, Spec
+
+_GROUPS = "tiles.table.begins:P tiles.table.tiles:P tiles.table.groups:q "
+_ROWS = Layout(
+    gemm_staged.COMMON
+    + _GROUPS
+    + "tiles.col_tiles:i tiles.depth_tiles:i tiles.b_rows:i tiles.b_scale_rows:i tiles.band:i"
+)
+_SUMS = Layout(gemm_staged.COMMON + _GROUPS + "tiles.rows:i tiles.row_tiles:i tiles.col_tiles:i tiles.band:i")
+_OF_OPERAND = 5  # arguments
+
+
+@cache
+def rows_decoded(kinds: tuple[str, str], turned: tuple[bool, bool], width: int) -> Spec:
+    """Spec of products of rows in groups."""
+    return gemm_staged.staged("RowGroups", _ROWS, kinds, turned, width)
+
+
+@cache
+def sums_decoded(kinds: tuple[str, str], turned: tuple[bool, bool], width: int) -> Spec:
+    """Spec of products that sum over the rows of groups."""
+    return gemm_staged.staged("DepthGroups", _SUMS, kinds, turned, width)
+
+
+def grouped_gemm_decoded(*arguments: object) -> None:
+    """See te_dist.ops.grouped_gemm_decoded."""
+    sides, factors, (table, bias, row_factor, accumulate, out) = _operands(arguments)
+    (rows, cols), groups = out.shape, table.shape[1] - 1
+    if out.numel() == 0 or groups == 0:
+        return
+    a, b = sides
+    summed = a.codes.shape[1] * 8 // gemm_staged.BITS[a.kind]
+    width = width_of(rows, cols, False)
+    spec = rows_decoded((a.kind, b.kind), (a.turned, b.turned), width)
+    if out.is_meta:
+        return record(spec)
+    steps = -(-summed // STEP)
+    b_rows, b_summed = (0, summed) if b.turned else (cols, 0)
+    tiles = (*_table(table), -(-cols // width), -(-steps // 2), b_rows, 0, BAND)
+    values = gemm_staged.common(sides, width, factors, (bias, row_factor, accumulate, out))
+    launch(spec, out, (multiprocessors(out.get_device()), 1), (*values, steps, b_summed, *tiles))
+
+
+def grouped_wgrad_decoded(*arguments: object) -> None:
+    """See te_dist.ops.grouped_wgrad_decoded."""
+    sides, factors, (table, accumulate, out) = _operands(arguments)
+    (all_rows, cols), groups = out.shape, table.shape[1] - 1
+    if out.numel() == 0:
+        return
+    a, b = sides
+    width = width_of(all_rows, cols, False)
+    spec = sums_decoded((a.kind, b.kind), (a.turned, b.turned), width)
+    if out.is_meta:
+        return record(spec)
+    rows = all_rows // groups
+    tiles = (*_table(table), rows, -(-rows // HEIGHT), -(-cols // width), BAND)
+    values = gemm_staged.common(sides, width, factors, (None, None, accumulate, out))
+    launch(spec, out, (multiprocessors(out.get_device()), 1), (*values, 0, 0, *tiles))
+
+
+def _operands(arguments: tuple) -> tuple[tuple[Side, Side], Factors, tuple]:
+    """(operands, factors, other arguments)."""
+    a, b = arguments[:_OF_OPERAND], arguments[_OF_OPERAND : 2 * _OF_OPERAND]
+    sides = _side("a", *a[:3]), _side("b", *b[:3])
+    return sides, (_factor(a[3]), _factor(b[3]), a[4] * b[4]), arguments[2 * _OF_OPERAND :]
+
+
+def _side(name: str, codes: Tensor, kind: str, scale: Tensor) -> Side:
+    turned = is_turned(codes)
+    side = Side(codes.t() if turned else codes, kind, scale.t() if turned else scale, turned)
+    if not side.fits():
+        raise ValueError(
+            f"{name}: got codes with strides {codes.stride()} at {codes.data_ptr():#x} and scales with strides "
+            f"{scale.stride()} at {scale.data_ptr():#x}, wanted rows of codes that are multiples of 16 bytes long and "
+            "apart, and rows of scales that are multiples of 4; pad the dimension that is contiguous, or copy"
+        )
+    return side
+
+
+def _factor(factor: Tensor | None) -> tuple[int, int, int]:
+    """Values of a `Factor`: one for every group, or for all."""
+    return 0 if factor is None else factor.data_ptr(), 0, 0 if factor is None or factor.numel() == 1 else 1
+
+
+def _table(table: Tensor) -> tuple[int, int, int]:
+    """(first rows, tiles of 128 rows before each group, groups)."""
+    return table.data_ptr(), table.data_ptr() + table.shape[1] * table.element_size(), table.shape[1] - 1

@@ -1,0 +1,163 @@
+"""Products of groups of rows with a matrix of each group: codes with scale bytes, MXFP8 or NVFP4."""
+
+from __future__ import annotations
+
+from typing import TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from te_dist import kernels
+from te_dist.kernels.gemm_decoded import is_turned
+from te_dist.kernels.gemm_staged import GRAINS, STEP
+from te_dist.ops._checks import (
+    HIGH_PRECISION,
+    check_choice,
+    check_dtype,
+    check_packed,
+    check_rows,
+    check_shape,
+    grid_shape,
+)
+from te_dist.ops._library import register
+from te_dist.ops.dequantize_mxfp8 import dequantize_mxfp8
+from te_dist.ops.dequantize_nvfp4 import dequantize_nvfp4
+from te_dist.ops.gemm_decoded import Coded
+from te_dist.ops.quantize_nvfp4 import E4M3_MAX
+
+_SCALES_OF_WORD = 4
+_E2M1_MAX = 6
+
+
+class GroupedDecodedProduct(TypedDict, total=False):
+    """table: int32 (4, G + 1), see `group_table`.  bias: (G, N) fp32, bf16 or fp16, contiguous, or None.
+
+    row_factor: f32 (T,), or None, which a row of the output, bias included, is multiplied by before rounding.
+    accumulate: add to what `out` holds, in fp32.
+    """
+
+    table: Tensor
+    bias: Tensor | None
+    row_factor: Tensor | None
+    accumulate: bool
+
+
+def grouped_gemm_decoded(a: Coded, b: Coded, *, out: Tensor, **product: Unpack[GroupedDecodedProduct]) -> None:
+    """out[rows of g] = a[rows of g] b[g]^T for every group g, decoded and summed as `gemm_decoded` does it.
+
+    Rows behind the last group are left as they are; groups may begin anywhere. Both operands are FP8 with e8m0 bytes
+    for (1, 32), or e2m1 with e4m3 bytes for (1, 16) values; factors are (1, 1), or (G, 1): one for each group. On CUDA
+    rows of codes are multiples of 16 bytes long and apart, rows of scales of 4.
+
+    Args:
+        a: (T, K), summed along the rows of memory; K a multiple of four scales.
+        b: (G * N, K); or, where the kept dimension is the contiguous one, (N, G * K), with K a multiple of 64.
+        out: (T, N) fp32, bf16 or fp16, rows contiguous; fp32 to accumulate.
+        product: see `GroupedDecodedProduct`.
+
+    Raises:
+        ValueError: a type, shape or address that does not fit.
+    """
+    table, bias, row_factor, accumulate = (product.get(name) for name in ("table", "bias", "row_factor", "accumulate"))
+    groups, (rows, depth), cols = check_table(table), a.shape, out.shape[-1]
+    check_operand("a", a, groups)
+    check_operand("b", b, groups)
+    if is_turned(a.codes):
+        raise ValueError(f"a: got strides {a.codes.stride()}, wanted contiguous rows, which groups cut; transpose it")
+    turned = is_turned(b.codes)
+    check_shape(
+        "b", b.codes.new_empty(b.shape, device="meta"), (cols, groups * depth) if turned else (groups * cols, depth)
+    )
+    check_depth(depth, STEP if turned else 1, a, b)
+    check_rows("out", out, (torch.float32,) if accumulate else HIGH_PRECISION, (rows, cols))
+    if bias is not None:
+        check_packed("bias", bias, HIGH_PRECISION, (groups, cols))
+    if row_factor is not None:
+        check_packed("row_factor", row_factor, (torch.float32,), (rows,))
+    rest = table, bias, row_factor, bool(accumulate), out
+    torch.ops.te_dist.grouped_gemm_decoded(*flat(a), *flat(b), *rest)
+
+
+def check_table(table: Tensor) -> int:
+    """Checks a group table; returns the number of groups."""
+    check_packed("table", table, (torch.int32,), (4, table.shape[-1]))
+    return table.shape[1] - 1
+
+
+def check_operand(name: str, operand: Coded, groups: int) -> None:
+    """Codes with scale bytes that begin with a tile, and a factor for all groups or one for each."""
+    codes, kind, scale, tile, phase, factor, _ = operand
+    check_choice(f"{name}.kind", kind, tuple(GRAINS))
+    check_dtype(f"{name}.codes", codes, (torch.uint8,))
+    check_choice(f"{name}.tile", tuple(tile), ((1, GRAINS[kind]),))
+    check_choice(f"{name}.phase", tuple(phase), ((0, 0),))
+    if codes.dim() != 2 or (codes.numel() and 1 not in (codes.stride()[1:] if kind == "e2m1" else codes.stride())):
+        raise ValueError(
+            f"{name}.codes: got shape {tuple(codes.shape)} and strides {codes.stride()}, wanted a matrix with a "
+            "contiguous dimension, the summed one for e2m1; copy or transpose it"
+        )
+    if scale is None:
+        raise ValueError(f"{name}.scale: got None, wanted scale bytes; pass those of its codes")
+    check_dtype(f"{name}.scale", scale, (torch.uint8,))
+    check_shape(f"{name}.scale", scale, grid_shape(operand.shape, phase, tile))
+    if factor is not None:
+        check_packed(f"{name}.factor", factor, (torch.float32,), (1, 1) if factor.numel() == 1 else (groups, 1))
+
+
+def check_depth(depth: int, multiple: int, *operands: Coded) -> None:
+    """Raises ValueError where what is summed over does not end with a word of scales."""
+    multiple = max(multiple, *(GRAINS[operand.kind] * _SCALES_OF_WORD for operand in operands))
+    if depth == 0 or depth % multiple:
+        raise ValueError(f"a: got {depth} values to sum over, wanted a multiple of {multiple}; pad with zero codes")
+
+
+def flat(operand: Coded) -> tuple[Tensor, str, Tensor, Tensor | None, float]:
+    """An operand in the order of the schema."""
+    return operand.codes, operand.kind, operand.scale, operand.factor, operand.constant
+
+
+def values(codes: Tensor, kind: str, scale: Tensor) -> Tensor:
+    """(kept, summed) fp32 values of codes, without factors."""
+    grain = (1, GRAINS[kind])
+    if kind == "e2m1":
+        out = torch.empty(codes.shape[0], 2 * codes.shape[1])
+        amax = torch.full((1, 1), float(_E2M1_MAX * E4M3_MAX[0]))
+        layout = dict(packed_dim=1, phase=(0, 0), e4m3_max=E4M3_MAX[0])
+        dequantize_nvfp4(codes.contiguous(), scale, amax, out=out, **layout)
+    else:
+        out = torch.empty(codes.shape)
+        dequantize_mxfp8(codes, scale, grain=grain, phase=(0, 0), fp8=kind, out=out)
+    return out
+
+
+def factor_of(group: int, *sides: tuple) -> float:
+    """What sums of a group are multiplied by."""
+    product = 1.0
+    for *_, factor, constant in sides:
+        product *= constant * (1.0 if factor is None else factor.flatten()[group % factor.numel()].item())
+    return product
+
+
+def _cpu(*arguments: object) -> None:
+    a, b, (table, bias, row_factor, accumulate, out) = arguments[:5], arguments[5:10], arguments[10:]
+    left, right = values(*a[:3]), values(*b[:3])
+    matrices = right.chunk(table.shape[1] - 1, dim=1 if is_turned(b[0]) else 0)
+    begins = table[0].tolist()
+    for group, (begin, end) in enumerate(zip(begins, begins[1:], strict=False)):
+        if end <= begin:
+            continue
+        product = left[begin:end] @ matrices[group].t() * factor_of(group, a, b)
+        if bias is not None:
+            product += bias[group]
+        if row_factor is not None:
+            product *= row_factor[begin:end, None]
+        (out[begin:end].add_ if accumulate else out[begin:end].copy_)(product)
+
+
+register(
+    "grouped_gemm_decoded(Tensor a, str a_kind, Tensor a_scale, Tensor? a_factor, float a_constant, "
+    "Tensor b, str b_kind, Tensor b_scale, Tensor? b_factor, float b_constant, "
+    "Tensor table, Tensor? bias, Tensor? row_factor, bool accumulate, Tensor(a!) out) -> ()",
+    _cpu,
+    kernels.grouped_gemm_decoded,
+)
