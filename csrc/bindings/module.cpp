@@ -63,14 +63,16 @@ Source source_of(const Read& read) {
   }
   Source source{x.data, x.dtype, x.shape[0], x.shape[1]};
   if (name == "plain") return source;
-  if (name == "swiglu") {
+  if (name == "swiglu" || name == "weighted_swiglu") {
     source.kind = Source::Kind::kSwiGlu;
     source.cols /= 2;
+    if (name == "weighted_swiglu") source.probability = beside.at(0).pointer<const float>();
     return source;
   }
   source.beside = beside.at(0).data;
-  if (name == "swiglu_gradient") {
+  if (name == "swiglu_gradient" || name == "weighted_swiglu_gradient") {
     source.kind = Source::Kind::kSwiGluGradient;
+    if (name == "weighted_swiglu_gradient") source.probability = beside.at(1).pointer<const float>();
     return source;
   }
   const bool is_centered = name == "zero_centered_rms_norm";
@@ -149,6 +151,11 @@ void evaluate(const Read& read, const TensorRef& out, int threads) {
 void panel_sums(const Read& read, const TensorRef& out, int threads) {
   const Source x = source_of(read);
   kernels().panel_sums({x, out.pointer<float>()}, threads_for(numel(x), threads));
+}
+
+void row_sums(const Read& read, const TensorRef& out, int threads) {
+  const Source x = source_of(read);
+  kernels().row_sums({x, out.pointer<float>()}, threads_for(numel(x), threads));
 }
 
 void rms_rstd(const TensorRef& x, float eps, const TensorRef& out, int threads) {
@@ -242,6 +249,7 @@ PYBIND11_MODULE(_C, module) {
   define(module, "hadamard", &hadamard);
   define(module, "evaluate", &evaluate);
   define(module, "panel_sums", &panel_sums);
+  define(module, "row_sums", &row_sums);
   define(module, "rms_rstd", &rms_rstd);
   define(module, "dequantize_float8", &dequantize_float8);
   define(module, "dequantize_mxfp8", &dequantize_mxfp8);

@@ -69,6 +69,11 @@ struct ColumnSums {
   float* out;  // (panels of 128 rows, cols)
 };
 
+struct RowSums {
+  Source x;    // the gradient of SwiGLU
+  float* out;  // (panels of 128 columns of its grad, rows)
+};
+
 struct RmsRstd {
   Matrix x;
   float eps;
@@ -142,6 +147,7 @@ struct Kernels {
   void (*hadamard)(const Hadamard&, int threads);
   void (*evaluate)(const Evaluate&, int threads);
   void (*panel_sums)(const ColumnSums&, int threads);
+  void (*row_sums)(const RowSums&, int threads);
   void (*rms_rstd)(const RmsRstd&, int threads);
   void (*dequantize_float8)(const DequantizeFloat8&, int threads);
   void (*dequantize_mxfp8)(const DequantizeMxFp8&, int threads);

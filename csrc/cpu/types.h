@@ -43,6 +43,7 @@ struct Source {
   int64_t cols;
   Kind kind = Kind::kPlain;
   const void* beside = nullptr;  // grad, or rstd
+  const float* probability = nullptr;  // by which rows are multiplied as well; null: they are not
   Matrix gamma{};
   RowIndex index{};
 

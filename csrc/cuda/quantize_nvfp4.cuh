@@ -454,7 +454,7 @@ struct QuantizeNvFp4 {
     const QuantizeNvFp4 self{p, Panel::of(p.extents, p.phase, p.grid, uint32_t(index)), shared};
     if constexpr (kHasRow || kStochastic || kChoosesByRows) self.quantize_rows();
     if constexpr (kHasCol && (kStochastic || kChoosesByRows)) __syncwarp();  // both directions of 16 rows are one warp's
-    if constexpr (kHasCol || Source::kHasSums) self.quantize_columns();
+    if constexpr (kHasCol || Source::kHasSums || Source::kHasRowSums) self.quantize_columns();
     __syncthreads();
     self.write_scales();
     if constexpr (Source::kHasSums) self.write_sums();

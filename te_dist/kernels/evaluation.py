@@ -24,11 +24,13 @@ def values(source: Source, widths: tuple[int, int]) -> Spec:
     return Spec("evaluate.cuh", f"Evaluate<{constants}>", layout(source, _EVALUATE))
 
 
-def evaluate(x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, out: Tensor) -> None:
+def evaluate(
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, out: Tensor
+) -> None:
     """See te_dist.ops.evaluate."""
     if out.numel() == 0:
         return
-    input = read(x, source, beside, sums)
+    input = read(x, source, beside, sums, row_sums)
     widths = (input.load_bytes(), access_bytes(16, out.data_ptr(), out.shape[1] * out.element_size()))
     arguments = (*input.values, *input.shape, out.data_ptr())
     launch(values(input.source, widths), x, (blocks_for(input.shape, PANEL), 1), arguments)

@@ -81,11 +81,11 @@ def _row_scale(tile: Pair, scale: Tensor | None) -> Tensor | None:
 
 
 def grouped_quantize_float8_block(
-    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, *rest: object
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
 ) -> None:
     """See te_dist.ops.grouped_quantize_float8_block."""
     table, fp8, pow2, eps, row_tile, row_data, row_scale, col_tile, col_data, col_scale, noop = rest
-    matrix = read(x, source, beside, sums)
+    matrix = read(x, source, beside, sums, row_sums)
     if quantize.is_idle(matrix, row_data, col_data) or table.shape[1] == 1:
         return
     shares = (quantize.share(row_tile, row_data), quantize.share(col_tile, col_data))
@@ -112,29 +112,29 @@ def _cast(x: Input, table: Tensor, fp8: str, rule: tuple[int | float, ...], outp
 
 
 def grouped_quantize_float8_tensor(
-    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, *rest: object
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
 ) -> None:
     """See te_dist.ops.grouped_quantize_float8_tensor."""
     scale, table, fp8, amax, *outputs, noop = rest
     rule = (pointer(noop), scale.data_ptr(), 0, scale.numel(), pointer(amax), 0.0, 0)
-    _cast(read(x, source, beside, sums), table, fp8, rule, outputs)
+    _cast(read(x, source, beside, sums, row_sums), table, fp8, rule, outputs)
 
 
 def grouped_quantize_float8_current(
-    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, *rest: object
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
 ) -> None:
     """See te_dist.ops.grouped_quantize_float8_current."""
     amax, table, fp8, pow2, eps, *outputs, noop = rest
     rule = (pointer(noop), 0, amax.data_ptr(), amax.numel(), 0, eps, pow2)
-    _cast(read(x, source, beside, sums), table, fp8, rule, outputs)
+    _cast(read(x, source, beside, sums, row_sums), table, fp8, rule, outputs)
 
 
 def grouped_quantize_mxfp8(
-    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, *rest: object
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
 ) -> None:
     """See te_dist.ops.grouped_quantize_mxfp8."""
     table, fp8, row_tile, row_data, row_scale, col_tile, col_data, col_scale, noop = rest
-    matrix = read(x, source, beside, sums)
+    matrix = read(x, source, beside, sums, row_sums)
     if quantize.is_idle(matrix, row_data, col_data) or table.shape[1] == 1:
         return
     rows, cols = matrix.shape

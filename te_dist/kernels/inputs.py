@@ -17,6 +17,11 @@ from te_dist.kernels.arguments import ELEMENTS, INTEGERS, access_bytes
 from te_dist.kernels.spec import Layout
 
 GATHERED = "gathered "  # in front of the name of a source whose rows are gathered; the index is last beside it
+_ROUTED = {
+    "kNone": "",
+    "kWeighted": "probability:P",
+    "kDifferentiated": "probability:P row_sums:P rows:q",
+}  # fields of each
 _WIDTH = 16  # bytes that can be read at a time, at most
 
 
@@ -75,15 +80,15 @@ def plain(element: str) -> Source:
 
 
 @cache
-def swiglu(element: str) -> Source:
-    """silu(gate) * up."""
-    return Source(f"SwiGlu<{element}>", "x:P")
+def swiglu(element: str, routing: str = "kNone") -> Source:
+    """silu(gate) * up. `routing`: what rows are multiplied by, as C++."""
+    return Source(f"SwiGlu<{element}, Routing::{routing}>", f"{_ROUTED[routing]} x:P")
 
 
 @cache
-def swiglu_gradient(element: str) -> Source:
-    """The gradient of that by gate and up."""
-    return Source(f"SwiGluGradient<{element}>", "x:P grad:P")
+def swiglu_gradient(element: str, routing: str = "kNone") -> Source:
+    """The gradient of that by gate and up; `kDifferentiated`: and by what rows are multiplied by."""
+    return Source(f"SwiGluGradient<{element}, Routing::{routing}>", f"{_ROUTED[routing]} x:P grad:P")
 
 
 @cache
@@ -121,9 +126,14 @@ def _within(source: Source) -> str:
     return " ".join(f"source.{field}" for field in source.fields.split())
 
 
-def read(x: Tensor, name: str, beside: Sequence[Tensor], sums: Tensor | None = None) -> Input:
-    """The source of that name. `sums`: where those of its columns go, one row for each panel."""
-    of = _gathered(x, name, beside) if name.startswith(GATHERED) else _in_order(x, name, beside)
+def read(
+    x: Tensor, name: str, beside: Sequence[Tensor], sums: Tensor | None = None, row_sums: Tensor | None = None
+) -> Input:
+    """The source of that name. `sums`, `row_sums`: where those of its columns and rows go, one row for each panel."""
+    if name.startswith(GATHERED):
+        of = _gathered(x, name, beside)
+    else:
+        of = _in_order(x, name, beside, row_sums if row_sums is not None and row_sums.numel() else None)
     if sums is None or not sums.numel():
         return of
     return Input(x, summed(of.source), of.shape, (*of.values, sums.data_ptr()), of.widest)
@@ -137,23 +147,32 @@ def _gathered(x: Tensor, name: str, beside: Sequence[Tensor]) -> Input:
     return Input(x, source, (index.shape[0], cols), values, of.widest)
 
 
-def _in_order(x: Tensor, name: str, beside: Sequence[Tensor]) -> Input:
+def _in_order(x: Tensor, name: str, beside: Sequence[Tensor], row_sums: Tensor | None = None) -> Input:
+    if "swiglu" in name:
+        return _swiglu(x, name, beside, row_sums)
     element, size = ELEMENTS[x.dtype], x.element_size()
-    rows, cols = x.shape
-    pitch = cols
-    positions = [x.data_ptr(), *(tensor.data_ptr() for tensor in beside)]
-    values = tuple(positions)
+    positions = [x.data_ptr(), x.shape[1] * size]
     if name == "plain":
         source = plain(element)
-    elif name == "swiglu":
-        source, cols, pitch = swiglu(element), cols // 2, cols // 2
-    elif name == "swiglu_gradient":
-        source, pitch = swiglu_gradient(element), cols // 2
     else:
-        rstd, gamma = beside
+        gamma = beside[1]
         source = rms_norm(element, ELEMENTS[gamma.dtype], "true" if name == "zero_centered_rms_norm" else "false")
-        positions = [x.data_ptr(), _as_columns(gamma, size)]
-    return Input(x, source, (rows, cols), values, access_bytes(_WIDTH, *positions, pitch * size))
+        positions.append(_as_columns(gamma, size))
+    values = (x.data_ptr(), *(tensor.data_ptr() for tensor in beside))
+    return Input(x, source, tuple(x.shape), values, access_bytes(_WIDTH, *positions))
+
+
+def _swiglu(x: Tensor, name: str, beside: Sequence[Tensor], row_sums: Tensor | None) -> Input:
+    is_weighted, is_gradient = name.startswith("weighted"), name.endswith("gradient")
+    rows, cols = x.shape
+    half = cols // 2
+    matrices = [tensor.data_ptr() for tensor in (x, *beside[:is_gradient])]
+    vectors = [tensor.data_ptr() for tensor in beside[is_gradient:]]
+    routing = ("kWeighted" if row_sums is None else "kDifferentiated") if is_weighted else "kNone"
+    source = (swiglu_gradient if is_gradient else swiglu)(ELEMENTS[x.dtype], routing)
+    widest = access_bytes(_WIDTH, *matrices, half * x.element_size())
+    found = () if row_sums is None else (row_sums.data_ptr(), rows)
+    return Input(x, source, (rows, cols if is_gradient else half), (*vectors, *found, *matrices), widest)
 
 
 def _as_columns(vector: Tensor, size: int) -> int:

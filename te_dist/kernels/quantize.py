@@ -100,10 +100,10 @@ def float8_tensor_task(x: Input, scale: Tensor, fp8: str, amax: Tensor | None, *
 
 
 def quantize_float8_tensor(
-    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, *rest: object
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
 ) -> None:
     """See te_dist.ops.quantize_float8_tensor."""
-    start(float8_tensor_task(read(x, source, beside, sums), *rest))
+    start(float8_tensor_task(read(x, source, beside, sums, row_sums), *rest))
 
 
 def float8_current_task(
@@ -115,11 +115,11 @@ def float8_current_task(
 
 
 def quantize_float8_current(
-    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, *rest: object
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
 ) -> None:
     """See te_dist.ops.quantize_float8_current."""
     fp8, pow2, eps, amax, workspace, *outputs, noop = rest
-    matrix = read(x, source, beside, sums)
+    matrix = read(x, source, beside, sums, row_sums)
     parts = parts_task(read(x, source, beside), noop, workspace) if amax is None and matrix.numel() else None
     start(parts)
     amaxes, count = (workspace, parts.blocks if parts else 0) if amax is None else (amax, 1)
@@ -140,9 +140,11 @@ def float8_block_task(
     return _float8(x, phase_in(BLOCK_TILE, phase), shares, fp8, row_data, col_data, rule)
 
 
-def quantize_float8_block(x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, *rest: object) -> None:
+def quantize_float8_block(
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+) -> None:
     """See te_dist.ops.quantize_float8_block."""
-    start(float8_block_task(read(x, source, beside, sums), *rest))
+    start(float8_block_task(read(x, source, beside, sums, row_sums), *rest))
 
 
 @cache
@@ -168,9 +170,11 @@ def mxfp8_task(x: Input, phase: Pair, fp8: str, *rest: Pair | Tensor | None) -> 
     return Task(x, kernel, widths, (x.element_size(), 1, 1), blocks, values)
 
 
-def quantize_mxfp8(x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, *rest: object) -> None:
+def quantize_mxfp8(
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+) -> None:
     """See te_dist.ops.quantize_mxfp8."""
-    start(mxfp8_task(read(x, source, beside, sums), *rest))
+    start(mxfp8_task(read(x, source, beside, sums, row_sums), *rest))
 
 
 def scale_store_bytes(scale: Tensor | None) -> int:
@@ -278,6 +282,8 @@ def nvfp4_task(
     return Task(x, kernel, widths, (x.element_size(), 1, 1, 0, 0), blocks_for(x.shape, PANEL, phase), values)
 
 
-def quantize_nvfp4(x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, *rest: object) -> None:
+def quantize_nvfp4(
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+) -> None:
     """See te_dist.ops.quantize_nvfp4."""
-    start(nvfp4_task(read(x, source, beside, sums), *rest))
+    start(nvfp4_task(read(x, source, beside, sums, row_sums), *rest))

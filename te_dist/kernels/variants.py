@@ -69,15 +69,17 @@ def fused(element: str) -> Iterator[Spec]:
     """What is computed in front of quantizers of whole matrices, and found beside, for inputs of one type."""
     computed = (swiglu(element), swiglu_gradient(element), rms_norm(element, element, "false"))
     computed = (*computed, gathered(plain(element), "int32_t"))
-    for source in (*computed, summed(plain(element)), summed(swiglu_gradient(element))):
+    routed = (swiglu(element, "kWeighted"), swiglu_gradient(element, "kDifferentiated"))
+    for source in (*computed, *routed, summed(plain(element)), summed(swiglu_gradient(element))):
         for shares in ((_RUN, _RUN), (_RUN, _ABSENT)):
             yield quantize.float8(source, (16, 8, 16), code="E4M3", shares=shares)
             yield quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=shares)
         yield quantize.float8(source, (16, 8, 16), code="E4M3", shares=(_TENSOR, _TENSOR))
         rule = ("kNearest", "kNone", "false", "false")
         yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=rule, shares=(_RUN, _RUN))
-    for source in computed:
+    for source in (*computed, swiglu(element, "kWeighted"), swiglu_gradient(element, "kWeighted")):
         yield amax.of_matrix(source, (16,), parts="true")
+    for source in (*computed, *routed):
         yield evaluation.values(source, (16, 16))
     yield evaluation.values(summed(plain(element)), (16, 0))
     yield evaluation.rstd(plain(element), 16)

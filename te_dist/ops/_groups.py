@@ -14,8 +14,8 @@ from te_dist.kernels.inputs import read
 from te_dist.kernels.panels import tiles_at_most
 from te_dist.ops._checks import check_output, check_packed, check_rows
 from te_dist.ops.group_table import TILE
-from te_dist.ops.panel_sums import panel_sums
-from te_dist.ops.source import Source, Summed, check_source
+from te_dist.ops.panel_sums import find_sums, panel_sums
+from te_dist.ops.source import Source, Summed, Unsummed, check_source
 
 
 class Group(NamedTuple):
@@ -104,3 +104,11 @@ def sum_groups(matrix: Tensor, table: Tensor, sums: Tensor | None) -> None:
     if sums is not None:
         for _, group in groups_of(table):
             panel_sums(matrix[group.rows], out=sums[group.tiles])
+
+
+def sum_rows(read: Unsummed, table: Tensor, row_sums: Tensor | None) -> None:
+    """Sums of the rows of groups on the CPU, where they are wanted."""
+    if row_sums is not None:
+        found, end = torch.empty_like(row_sums), table[0, -1]
+        find_sums(read, None, found)
+        row_sums[:, :end] = found[:, :end]

@@ -8,7 +8,7 @@ from torch import Tensor
 from te_dist import _C, kernels
 from te_dist.ops._checks import check_output
 from te_dist.ops._library import register
-from te_dist.ops.panel_sums import panel_sums, sum_panels
+from te_dist.ops.panel_sums import find_sums, panel_sums
 from te_dist.ops.source import Source, Summed, check_source, flat_source
 
 
@@ -31,13 +31,17 @@ def values(x: Tensor | Source) -> Tensor:
     return out
 
 
-def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, out: Tensor) -> None:
-    _C.evaluate((x, source, beside), out, torch.get_num_threads())
-    sum_panels((x, source, beside, sums))
+def _cpu(
+    x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, row_sums: Tensor | None, out: Tensor
+) -> None:
+    read = (x, source, beside)
+    _C.evaluate(read, out, torch.get_num_threads())
+    find_sums(read, sums, row_sums)
 
 
 register(
-    "evaluate(Tensor x, str source, Tensor[] beside, Tensor(a!)? panel_sums, Tensor(b!) out) -> ()",
+    "evaluate(Tensor x, str source, Tensor[] beside, Tensor(s!)? panel_sums, Tensor(t!)? row_sums, "
+    "Tensor(a!) out) -> ()",
     _cpu,
     kernels.evaluate,
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 from te_dist import kernels
 from te_dist.formats.region import Pair
 from te_dist.ops._checks import FP8, check_choice, check_output, check_rows
-from te_dist.ops._groups import check_groups, check_padded, groups_of, matrix_of, sum_groups, with_padding
+from te_dist.ops._groups import check_groups, check_padded, groups_of, matrix_of, sum_groups, sum_rows, with_padding
 from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
 from te_dist.ops.group_table import TILE
@@ -96,8 +96,10 @@ def _check_direction(side: str, planes: GroupedFloat8BlockPlanes, x: Tensor | So
     check_rows(f"{side}_scale", scale, (torch.float32,), grid, at_least=True)
 
 
-def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, table: Tensor, *rest: object) -> None:
-    fp8, pow2, eps, row_tile, row_data, row_scale, col_tile, col_data, col_scale, noop = rest
+def _cpu(
+    x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+) -> None:
+    table, fp8, pow2, eps, row_tile, row_data, row_scale, col_tile, col_data, col_scale, noop = rest
     if is_set(noop):
         return
     matrix, rule = matrix_of(x, source, beside), dict(phase=(0, 0), fp8=fp8, pow2=pow2, eps=eps)
@@ -115,11 +117,13 @@ def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, tabl
             quantize_float8_block(padded, **rule, col_tile=col_tile, col_data=codes, col_scale=scale)
             col_data[:, group.padded()] = codes
     sum_groups(matrix, table, sums)
+    sum_rows((x, source, beside), table, row_sums)
 
 
 register(
-    "grouped_quantize_float8_block(Tensor x, str source, Tensor[] beside, Tensor(s!)? panel_sums, Tensor table, "
-    "str fp8, bool pow2, float eps, int[] row_tile, Tensor(a!)? row_data, Tensor(b!)? row_scale, "
+    "grouped_quantize_float8_block(Tensor x, str source, Tensor[] beside, "
+    "Tensor(s!)? panel_sums, Tensor(t!)? row_sums, Tensor table, str fp8, bool pow2, float eps, "
+    "int[] row_tile, Tensor(a!)? row_data, Tensor(b!)? row_scale, "
     "int[] col_tile, Tensor(c!)? col_data, Tensor(d!)? col_scale, Tensor? noop) -> ()",
     _cpu,
     kernels.grouped_quantize_float8_block,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_dist import kernels
 from te_dist.ops._checks import FP8, check_choice
-from te_dist.ops._groups import check_per_group, matrix_of, sum_groups
+from te_dist.ops._groups import check_per_group, matrix_of, sum_groups, sum_rows
 from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
 from te_dist.ops._planes import TENSOR_OUTPUTS
@@ -55,7 +55,9 @@ def grouped_quantize_float8_current(  # noqa: PLR0913  (an op's signature is its
     torch.ops.te_dist.grouped_quantize_float8_current(*flat_source(x), amax, table, fp8, pow2, eps, *outputs, noop)
 
 
-def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, *rest: object) -> None:
+def _cpu(
+    x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+) -> None:
     amax, table, fp8, pow2, eps, *outputs, noop = rest
     if is_set(noop):
         return
@@ -63,10 +65,12 @@ def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, *res
     for _ in cast_groups(matrix, table, scale_of(amax, fp8, pow2, eps), fp8, *outputs):
         pass
     sum_groups(matrix, table, sums)
+    sum_rows((x, source, beside), table, row_sums)
 
 
 register(
-    "grouped_quantize_float8_current(Tensor x, str source, Tensor[] beside, Tensor(s!)? panel_sums, "
+    "grouped_quantize_float8_current(Tensor x, str source, Tensor[] beside, "
+    "Tensor(s!)? panel_sums, Tensor(t!)? row_sums, "
     "Tensor amax, Tensor table, str fp8, bool pow2, float eps, Tensor(a!)? row_data, Tensor(b!)? row_scale, "
     "Tensor(c!)? col_data, Tensor(d!)? col_scale, Tensor? noop) -> ()",
     _cpu,

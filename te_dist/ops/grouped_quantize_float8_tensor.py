@@ -19,6 +19,7 @@ from te_dist.ops._groups import (
     matrix_of,
     place_of,
     sum_groups,
+    sum_rows,
     with_padding,
 )
 from te_dist.ops._library import register
@@ -113,7 +114,9 @@ def cast_groups(
         yield its, group
 
 
-def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, *rest: object) -> None:
+def _cpu(
+    x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+) -> None:
     scale, table, fp8, amax, *outputs, noop = rest
     if is_set(noop):
         return
@@ -123,10 +126,12 @@ def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, *res
             _C.tile_amax((matrix[group.rows], "plain", []), (0, 0), (0, 0), found, torch.get_num_threads())
             amax[its] = torch.maximum(amax[its], found)
     sum_groups(matrix, table, sums)
+    sum_rows((x, source, beside), table, row_sums)
 
 
 register(
-    "grouped_quantize_float8_tensor(Tensor x, str source, Tensor[] beside, Tensor(s!)? panel_sums, "
+    "grouped_quantize_float8_tensor(Tensor x, str source, Tensor[] beside, "
+    "Tensor(s!)? panel_sums, Tensor(t!)? row_sums, "
     "Tensor scale, Tensor table, str fp8, Tensor(a!)? amax, Tensor(b!)? row_data, Tensor(c!)? row_scale, "
     "Tensor(d!)? col_data, Tensor(e!)? col_scale, Tensor? noop) -> ()",
     _cpu,

@@ -9,9 +9,9 @@ from te_dist import _C, kernels
 from te_dist.kernels import inputs
 from te_dist.ops._checks import check_matrix, check_output
 from te_dist.ops._library import register
+from te_dist.ops.source import Unsummed
 
 GROUP = 16
-Unsummed = tuple[Tensor, str, list[Tensor]]  # x, the source's name, the tensors beside
 
 
 def hadamard(x: Tensor, *, sign_mask: int, out: Tensor) -> None:

@@ -21,12 +21,12 @@ from te_dist.kernels.inputs import read
 from te_dist.kernels.multi_tensor import Launches, Work, copy_task
 from te_dist.kernels.task import Task
 
-_CURRENT_AMAX = 7  # among the arguments of quantize_float8_current
+_CURRENT_AMAX = 8  # among the arguments of quantize_float8_current
 
 
 def _quantizing(task: Callable[..., Task | None]) -> Callable[..., Task | None]:
-    """By the arguments of an op whose first four are a source."""
-    return lambda x, source, beside, sums, *rest: task(read(x, source, beside, sums), *rest)
+    """By the arguments of an op whose first five are a source."""
+    return lambda x, source, beside, sums, row_sums, *rest: task(read(x, source, beside, sums, row_sums), *rest)
 
 
 def _amax_task(x: Tensor, source: str, beside: Sequence[Tensor], *rest: Any) -> Task | None:

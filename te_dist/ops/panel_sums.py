@@ -8,7 +8,7 @@ from torch import Tensor
 from te_dist import _C, kernels
 from te_dist.ops._checks import check_output
 from te_dist.ops._library import register
-from te_dist.ops.source import Read, Source, check_source, flat_source, sums_shape
+from te_dist.ops.source import Source, Unsummed, check_source, flat_source, sums_shape
 
 
 def panel_sums(x: Tensor | Source, *, out: Tensor) -> None:
@@ -35,15 +35,16 @@ def column_sums(sums: Tensor) -> Tensor:
     return sums[0] if sums.shape[0] else sums.new_zeros(sums.shape[1])
 
 
-def sum_panels(read: Read) -> None:
-    """The sums that are wanted of a source on the CPU."""
-    *computed, sums = read
+def find_sums(read: Unsummed, sums: Tensor | None, row_sums: Tensor | None) -> None:
+    """What is wanted of the sums of columns and of rows of a source on the CPU."""
     if sums is not None:
-        _C.panel_sums(tuple(computed), sums, torch.get_num_threads())
+        _C.panel_sums(read, sums, torch.get_num_threads())
+    if row_sums is not None:
+        _C.row_sums(read, row_sums, torch.get_num_threads())
 
 
 def _cpu(x: Tensor, source: str, beside: list[Tensor], out: Tensor) -> None:
-    sum_panels((x, source, beside, out))
+    find_sums((x, source, beside), out, None)
 
 
 register("panel_sums(Tensor x, str source, Tensor[] beside, Tensor(a!) out) -> ()", _cpu, kernels.panel_sums)

@@ -13,7 +13,7 @@ from te_dist.ops._checks import FP8, check_choice
 from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
 from te_dist.ops._planes import Planes, Wanted, check_direction, flat
-from te_dist.ops.panel_sums import sum_panels
+from te_dist.ops.panel_sums import find_sums
 from te_dist.ops.source import Source, check_source, flat_source
 
 TILE = 128
@@ -51,17 +51,19 @@ def quantize_float8_block(
     torch.ops.te_dist.quantize_float8_block(*flat_source(x), phase, fp8, pow2, eps, *row, *col, noop)
 
 
-def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, *rest: object) -> None:
+def _cpu(
+    x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+) -> None:
     phase, fp8, pow2, eps, *planes, noop = rest
     if is_set(noop):
         return
     read = (x, source, beside)
     _C.quantize_float8_block(read, phase, fp8, (pow2, eps), planes[:4], planes[4:], torch.get_num_threads())
-    sum_panels((*read, sums))
+    find_sums(read, sums, row_sums)
 
 
 register(
-    "quantize_float8_block(Tensor x, str source, Tensor[] beside, Tensor(s!)? panel_sums, "
+    "quantize_float8_block(Tensor x, str source, Tensor[] beside, Tensor(s!)? panel_sums, Tensor(t!)? row_sums, "
     "int[] phase, str fp8, bool pow2, float eps, "
     "int[] row_tile, Tensor? row_amax, Tensor(a!)? row_data, Tensor(b!)? row_scale, "
     "int[] col_tile, Tensor? col_amax, Tensor(c!)? col_data, Tensor(d!)? col_scale, Tensor? noop) -> ()",

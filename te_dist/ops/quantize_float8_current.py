@@ -12,7 +12,7 @@ from te_dist.ops._checks import FP8, check_choice, check_output
 from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
 from te_dist.ops._planes import TENSOR_OUTPUTS, TensorPlanes, check_scalar, check_tensor_planes
-from te_dist.ops.panel_sums import sum_panels
+from te_dist.ops.panel_sums import find_sums
 from te_dist.ops.quantize_float8_tensor import cast
 from te_dist.ops.source import Source, check_source, flat_source
 
@@ -72,7 +72,9 @@ def scale_of(amax: Tensor, fp8: str, pow2: bool, eps: float) -> Tensor:
     return torch.where(usable, scale, torch.ones_like(scale))
 
 
-def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, *rest: object) -> None:
+def _cpu(
+    x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+) -> None:
     fp8, pow2, eps, amax, _, *outputs, noop = rest
     if is_set(noop):
         return
@@ -80,12 +82,12 @@ def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, *res
     if amax is None:
         amax = torch.empty(1, dtype=torch.float32)
         _C.tile_amax(read, (0, 0), (0, 0), amax, torch.get_num_threads())
-    sum_panels((*read, sums))
+    find_sums(read, sums, row_sums)
     cast(read, scale_of(amax.view(1), fp8, pow2, eps), fp8, *outputs)
 
 
 register(
-    "quantize_float8_current(Tensor x, str source, Tensor[] beside, Tensor(s!)? panel_sums, "
+    "quantize_float8_current(Tensor x, str source, Tensor[] beside, Tensor(s!)? panel_sums, Tensor(t!)? row_sums, "
     "str fp8, bool pow2, float eps, Tensor? amax, Tensor(a!)? workspace, "
     "Tensor(b!)? row_data, Tensor(c!)? row_scale, Tensor(d!)? col_data, Tensor(e!)? col_scale, Tensor? noop) -> ()",
     _cpu,

@@ -12,7 +12,7 @@ from te_dist.ops._checks import FP8, check_choice, check_dtype, check_shape
 from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
 from te_dist.ops._planes import TENSOR_OUTPUTS, TensorPlanes, check_scalar, check_tensor_planes
-from te_dist.ops.panel_sums import sum_panels
+from te_dist.ops.panel_sums import find_sums
 from te_dist.ops.source import Source, check_source, flat_source
 
 
@@ -55,13 +55,15 @@ def cast(read: tuple[Tensor, str, list[Tensor]], scale: Tensor, fp8: str, *outpu
             inverse.copy_(scale.reciprocal().view_as(inverse))
 
 
-def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, *rest: object) -> None:
+def _cpu(
+    x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+) -> None:
     scale, fp8, amax, *outputs, noop = rest
     if is_set(noop):
         return
     read = (x, source, beside)
     cast(read, scale, fp8, *outputs)
-    sum_panels((*read, sums))
+    find_sums(read, sums, row_sums)
     if amax is not None:
         found = torch.empty_like(amax)
         _C.tile_amax(read, (0, 0), (0, 0), found, torch.get_num_threads())
@@ -69,7 +71,7 @@ def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, *res
 
 
 register(
-    "quantize_float8_tensor(Tensor x, str source, Tensor[] beside, Tensor(s!)? panel_sums, "
+    "quantize_float8_tensor(Tensor x, str source, Tensor[] beside, Tensor(s!)? panel_sums, Tensor(t!)? row_sums, "
     "Tensor scale, str fp8, Tensor(a!)? amax, Tensor(b!)? row_data, Tensor(c!)? row_scale, "
     "Tensor(d!)? col_data, Tensor(e!)? col_scale, Tensor? noop) -> ()",
     _cpu,

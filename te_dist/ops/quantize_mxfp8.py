@@ -13,7 +13,7 @@ from te_dist.ops._checks import FP8, check_choice
 from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
 from te_dist.ops._planes import Planes, Wanted, check_direction, flat
-from te_dist.ops.panel_sums import sum_panels
+from te_dist.ops.panel_sums import find_sums
 from te_dist.ops.source import Source, check_source, flat_source
 
 TILE = 32
@@ -41,17 +41,19 @@ def quantize_mxfp8(
     torch.ops.te_dist.quantize_mxfp8(*flat_source(x), phase, fp8, *flat(planes, "row"), *flat(planes, "col"), noop)
 
 
-def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, *rest: object) -> None:
+def _cpu(
+    x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+) -> None:
     phase, fp8, *planes, noop = rest
     if is_set(noop):
         return
     read = (x, source, beside)
     _C.quantize_mxfp8(read, phase, fp8, planes[:4], planes[4:], torch.get_num_threads())
-    sum_panels((*read, sums))
+    find_sums(read, sums, row_sums)
 
 
 register(
-    "quantize_mxfp8(Tensor x, str source, Tensor[] beside, Tensor(s!)? panel_sums, "
+    "quantize_mxfp8(Tensor x, str source, Tensor[] beside, Tensor(s!)? panel_sums, Tensor(t!)? row_sums, "
     "int[] phase, str fp8, "
     "int[] row_tile, Tensor? row_amax, Tensor(a!)? row_data, Tensor(b!)? row_scale, "
     "int[] col_tile, Tensor? col_amax, Tensor(c!)? col_data, Tensor(d!)? col_scale, Tensor? noop) -> ()",

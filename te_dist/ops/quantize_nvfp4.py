@@ -14,9 +14,9 @@ from te_dist.ops._checks import check_choice, check_dtype, check_plane, check_sh
 from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
 from te_dist.ops._planes import Planes, Wanted, check_direction, flat
-from te_dist.ops.hadamard import Unsummed, check_rows, transformed_source
-from te_dist.ops.panel_sums import sum_panels
-from te_dist.ops.source import Source, check_source, flat_source
+from te_dist.ops.hadamard import check_rows, transformed_source
+from te_dist.ops.panel_sums import find_sums
+from te_dist.ops.source import Source, Unsummed, check_source, flat_source
 
 TILE = 16
 E4M3_MAX = (448, 256)
@@ -109,7 +109,9 @@ def _check_tensor_amax(planes: NvFp4Planes, side: str, shapes: tuple[Pair, ...])
     check_plane(f"{side}_tensor_amax", amax, torch.float32, shape)
 
 
-def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, *rest: object) -> None:
+def _cpu(
+    x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+) -> None:
     phase, e4m3_max, four_over_six, hadamard, *planes, rng_state, noop = rest
     if is_set(noop):
         return
@@ -124,11 +126,11 @@ def _cpu(x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, *res
     else:
         quantize(read, row, _ABSENT, row_state)
         quantize(read if hadamard is None else transformed_source(read, hadamard), _ABSENT, col, col_state)
-    sum_panels((*read, sums))
+    find_sums(read, sums, row_sums)
 
 
 register(
-    "quantize_nvfp4(Tensor x, str source, Tensor[] beside, Tensor(s!)? panel_sums, "
+    "quantize_nvfp4(Tensor x, str source, Tensor[] beside, Tensor(s!)? panel_sums, Tensor(t!)? row_sums, "
     "int[] phase, int e4m3_max, str four_over_six, int? hadamard, "
     "int[] row_tile, Tensor? row_tensor_amax, Tensor? row_amax, Tensor(a!)? row_data, Tensor(b!)? row_scale, "
     "int[] col_tile, Tensor? col_tensor_amax, Tensor? col_amax, Tensor(c!)? col_data, Tensor(d!)? col_scale, "

@@ -6,7 +6,7 @@ that is given a source does byte for byte what it does with `evaluate(source)`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -16,9 +16,10 @@ from te_dist.formats.region import Pair
 from te_dist.kernels.inputs import GATHERED
 from te_dist.ops._checks import HIGH_PRECISION, check_matrix, check_output, check_packed, check_shape
 
-PANEL_ROWS = 128  # rows whose sums are written together
+PANEL = 128  # rows, or columns, whose sums are written together
 
-Read = tuple[Tensor, str, list[Tensor], Tensor | None]  # x, the source's name, the tensors beside, panel sums
+Unsummed = tuple[Tensor, str, list[Tensor]]  # x, the source's name, the tensors beside
+Read = tuple[Tensor, str, list[Tensor], Tensor | None, Tensor | None]  # these, panel sums, sums of rows
 
 
 class Source:
@@ -53,6 +54,11 @@ class Source:
         """The other tensors that are read."""
         return ()
 
+    @property
+    def row_sums(self) -> Tensor | None:
+        """Where sums go that are found of every row on the way, over panels of 128 columns."""
+        return None
+
     def check(self) -> None:
         """Raises ValueError where the tensors do not fit each other."""
         check_matrix("x", self.x)
@@ -60,11 +66,22 @@ class Source:
 
 @dataclass(frozen=True)
 class SwiGlu(Source):
-    """silu(gate) * up, (rows, cols), of `x` (rows, 2 cols), which holds gates to the left and ups to the right."""
+    """silu(gate) * up, (rows, cols), of `x` (rows, 2 cols), which holds gates to the left and ups to the right.
 
-    name: ClassVar[str] = "swiglu"
+    Attributes:
+        probability: f32 (rows,), by which the rows are multiplied as well, as a mixture of experts weighs its tokens.
+    """
 
     x: Tensor
+    probability: Tensor | None = None
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return "swiglu" if self.probability is None else "weighted_swiglu"
+
+    @property
+    def beside(self) -> tuple[Tensor, ...]:
+        return () if self.probability is None else (self.probability,)
 
     @property
     def shape(self) -> Pair:
@@ -74,26 +91,45 @@ class SwiGlu(Source):
     def check(self) -> None:
         super().check()
         _check_halves(self.x)
+        _check_probability(self.probability, self.x)
 
 
 @dataclass(frozen=True)
 class SwiGluGradient(Source):
-    """The gradient, (rows, 2 cols), of `SwiGlu(x)` by `x`, given that by its values, `grad` (rows, cols)."""
+    """The gradient, (rows, 2 cols), of `SwiGlu(x, probability)` by `x`, given that by its values, `grad` (rows, cols).
 
-    name: ClassVar[str] = "swiglu_gradient"
+    Attributes:
+        row_sums: f32 (panels of 128 columns of `grad`, rows), is written beside a probability: grad * silu(gate) * up
+            summed over the columns of each panel, by `panel_sums.column_sums` of which the gradient of the probability
+            is found. Every 8 columns are summed from left to right; 16 such sums are folded in halves. Columns that the
+            last panel lacks are +0. Ops that find amaxes alone do not sum.
+    """
 
     x: Tensor
     grad: Tensor
+    probability: Tensor | None = None
+    row_sums: Tensor | None = None
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return "swiglu_gradient" if self.probability is None else "weighted_swiglu_gradient"
 
     @property
     def beside(self) -> tuple[Tensor, ...]:
-        return (self.grad,)
+        return (self.grad,) if self.probability is None else (self.grad, self.probability)
 
     def check(self) -> None:
         super().check()
         _check_halves(self.x)
         check_matrix("grad", self.grad, (self.x.dtype,))
         check_shape("grad", self.grad, (self.x.shape[0], self.x.shape[1] // 2))
+        _check_probability(self.probability, self.x)
+        if self.row_sums is not None:
+            if self.probability is None:
+                raise ValueError(
+                    "row_sums: got no probability, of which they are the gradient; pass one, or no row_sums"
+                )
+            check_output("row_sums", self.row_sums, torch.float32, row_sums_shape(self.grad))
 
 
 @dataclass(frozen=True)
@@ -131,7 +167,7 @@ class Gathered(Source):
     """Rows of another source, or of a tensor: row i is its row `index[i]`, or zeros where it has no row of that number.
 
     Attributes:
-        of: what is gathered; its sums are not found.
+        of: what is gathered, without sums.
         index: int32 or int64 (rows,), contiguous.
     """
 
@@ -156,9 +192,9 @@ class Gathered(Source):
 
     def check(self) -> None:
         check_source(self.of)
-        if isinstance(self.of, Summed | Gathered):
+        if isinstance(self.of, Summed | Gathered) or (isinstance(self.of, Source) and self.of.row_sums is not None):
             raise ValueError(
-                f"of: got {type(self.of).__name__}, wanted a tensor or what is computed; gather once, then sum"
+                f"of: got {type(self.of).__name__}, wanted a tensor, or a source without sums; gather once, then sum"
             )
         check_packed("index", self.index, (torch.int32, torch.int64), (self.index.numel(),))
 
@@ -186,6 +222,10 @@ class Summed(Source):
         rows, cols = self.of.shape
         return rows, cols
 
+    @property
+    def row_sums(self) -> Tensor | None:
+        return self.of.row_sums if isinstance(self.of, Source) else None
+
     def check(self) -> None:
         check_source(self.of)
         check_output("sums", self.sums, torch.float32, sums_shape(self.of))
@@ -194,12 +234,19 @@ class Summed(Source):
 def sums_shape(x: Tensor | Source) -> Pair:
     """(panels of 128 rows, cols)."""
     rows, cols = x.shape
-    return -(-rows // PANEL_ROWS), cols
+    return -(-rows // PANEL), cols
+
+
+def row_sums_shape(x: Tensor) -> Pair:
+    """(panels of 128 columns, rows)."""
+    rows, cols = x.shape
+    return -(-cols // PANEL), rows
 
 
 def unsummed(x: Tensor | Source) -> Tensor | Source:
-    """What is summed, if anything is; else `x` itself."""
-    return x.of if isinstance(x, Summed) else x
+    """The same without sums."""
+    of = x.of if isinstance(x, Summed) else x
+    return replace(of, row_sums=None) if isinstance(of, SwiGluGradient) and of.row_sums is not None else of
 
 
 def check_source(x: Tensor | Source, phase: Pair = (0, 0)) -> None:
@@ -208,19 +255,24 @@ def check_source(x: Tensor | Source, phase: Pair = (0, 0)) -> None:
         check_matrix("x", x)
         return
     x.check()
-    if isinstance(x, Summed) and phase[0]:
-        raise ValueError(
-            f"sums: got rows from offset {phase[0]} of a tile on, wanted whole tiles; sum the whole matrix"
-        )
+    offsets = {"sums": phase[0] if isinstance(x, Summed) else 0, "row_sums": 0 if x.row_sums is None else phase[1]}
+    for name, offset in offsets.items():
+        if offset:
+            raise ValueError(f"{name}: got offset {offset} inside a tile, wanted whole tiles; sum the whole matrix")
 
 
 def flat_source(x: Tensor | Source) -> Read:
-    """(x, source, beside, panel sums), in the order of the schemas."""
+    """(x, source, beside, panel sums, sums of rows), in the order of the schemas."""
     if isinstance(x, Summed):
-        return *flat_source(x.of)[:3], x.sums
-    return (x.x, x.name, list(x.beside), None) if isinstance(x, Source) else (x, "plain", [], None)
+        return *flat_source(x.of)[:3], x.sums, x.row_sums
+    return (x.x, x.name, list(x.beside), None, x.row_sums) if isinstance(x, Source) else (x, "plain", [], None, None)
 
 
 def _check_halves(x: Tensor) -> None:
     if x.shape[1] % 2:
         raise ValueError(f"x: got {x.shape[1]} columns, wanted an even number, gates and as many ups; concatenate both")
+
+
+def _check_probability(probability: Tensor | None, x: Tensor) -> None:
+    if probability is not None:
+        check_packed("probability", probability, (torch.float32,), (x.shape[0],))

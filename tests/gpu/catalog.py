@@ -16,12 +16,12 @@ from te_dist.formats import WHOLE
 from te_dist.ops._checks import grid_shape
 from te_dist.ops.gemm_decoded import Coded
 from te_dist.ops.quantize_float8_current import WORKSPACE
-from te_dist.ops.source import Source, Summed, sums_shape
+from te_dist.ops.source import Source, sums_shape
 from tests.codecs.kernel_inputs import matrix, scale_view
 from tests.ops import grouped_quantize
 from tests.ops.grouped_decoded import DecodedOperand
 from tests.ops.groups import RUN, SQUARE, Operand, group_ends, table_of
-from tests.ops.sources import cases
+from tests.ops.sources import cases, sums_of, with_sums
 from tests.ops.whole_groups import HALVES, KINDS, padded
 
 Pair = tuple[int, int]
@@ -180,7 +180,7 @@ def sources() -> Iterator[Call]:
             outputs = dict(out=shifted(torch.zeros(shape, dtype=dtype), shift))
             yield Call(name, of_source(ops.evaluate, case.make, tuple(tensors)), tensors, outputs)
             outputs = directions(shape, (0, 0), shift, tiles={"row": (1, 32), "col": (32, 1)})
-            outputs["sums"] = torch.zeros(sums_shape(x))
+            outputs |= sums_of(case.source)
             rule = dict(phase=(0, 0), fp8="e4m3", row_tile=(1, 32), col_tile=(32, 1))
             op = of_source(ops.quantize_mxfp8, case.make, tuple(tensors))
             yield Call(f"mx of {name}", op, tensors | rule, outputs)
@@ -192,8 +192,8 @@ def of_source(op: Callable[..., None], make: Callable[..., Source], names: tuple
     @wraps(op)
     def call(**arguments: Any) -> None:
         source = make(**{name: arguments.pop(name) for name in names})
-        sums = arguments.pop("sums", None)
-        op(source if sums is None else Summed(source, sums), **arguments)
+        sums = {name: arguments.pop(name) for name in ("sums", "row_sums") if name in arguments}
+        op(with_sums(source, **sums), **arguments)
 
     return call
 

@@ -9,11 +9,10 @@ import torch
 
 from te_dist import ops
 from te_dist.kernels.panels import tiles_at_most
-from te_dist.ops.source import Summed
 from tests.codecs.kernel_inputs import DTYPES, KINDS, matrix
 from tests.gpu.twins import check_twins, shifted
 from tests.ops.grouped_quantize import CODECS, ROUTINGS, GroupCodec, routed
-from tests.ops.sources import cases
+from tests.ops.sources import cases, sums_of, with_sums
 
 pytestmark = pytest.mark.gpu
 
@@ -41,11 +40,12 @@ def test_sources_and_sums(codec: GroupCodec):
         for cols in (256, 70):
             for case in cases((rows, cols), torch.bfloat16, kind):
                 outputs = codec.outputs(rows, cols, len(sizes))
-                outputs["sums"] = torch.empty(tiles_at_most(rows, len(sizes)), cols)
+                outputs |= sums_of(case.source) | {"sums": torch.empty(tiles_at_most(rows, len(sizes)), cols)}
 
                 def of_tensors(case=case, **arguments):
                     source = case.make(**{name: arguments.pop(name) for name in case.tensors})
-                    codec.op(Summed(source, arguments.pop("sums")), **arguments)
+                    sums = {name: arguments.pop(name) for name in ("sums", "row_sums") if name in arguments}
+                    codec.op(with_sums(source, **sums), **arguments)
 
                 check_twins(
                     of_tensors,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,11 +12,11 @@ from te_dist import ops
 from te_dist.formats import WHOLE
 from te_dist.kernels import sources as csrc
 from te_dist.ops._checks import grid_shape
-from te_dist.ops.source import Summed, SwiGlu, SwiGluGradient, sums_shape
+from te_dist.ops.source import SwiGlu, SwiGluGradient, sums_shape
 from tests.codecs.kernel_inputs import DTYPES, KINDS, matrix
 from tests.gpu.test_quantize import RUNS, SQUARES, STATE, planes
 from tests.gpu.twins import check_twins, shifted
-from tests.ops.sources import Case, cases
+from tests.ops.sources import Case, Pair, cases, sums_of, with_sums
 
 pytestmark = pytest.mark.gpu
 
@@ -31,12 +33,12 @@ def placed(case: Case, shift: int) -> Case:
 
 
 def check(op, outputs: dict[str, Tensor], case: Case, **rule) -> None:
-    """`op` of the source on both devices; with `sums` among the outputs, of the source with sums."""
+    """`op` of the source on both devices; with sums among the outputs, of the source with these."""
 
     def of_tensors(**arguments):
         source = case.make(**{name: arguments.pop(name) for name in case.tensors})
-        sums = arguments.pop("sums", None)
-        op(source if sums is None else Summed(source, sums), **arguments)
+        sums = {name: arguments.pop(name) for name in ("sums", "row_sums") if name in arguments}
+        op(with_sums(source, **sums), **arguments)
 
     check_twins(of_tensors, outputs, case.name, **case.tensors, **rule)
 
@@ -46,7 +48,7 @@ def check(op, outputs: dict[str, Tensor], case: Case, **rule) -> None:
 def test_values(shape, shift, dtype):
     for kind in KINDS:
         for case in cases(shape, dtype, kind):
-            outputs = {"out": shifted(torch.zeros(shape, dtype=dtype), shift)}
+            outputs = {"out": shifted(torch.zeros(shape, dtype=dtype), shift), **sums_of(case.source)}
             check(ops.evaluate, outputs, placed(case, shift))
 
 
@@ -85,37 +87,42 @@ def of_run(length: int) -> list[dict]:
     return [runs, squares, {"row": (1, length)}]
 
 
+def in_turn(shape: Pair, dtype: torch.dtype, rules: list[tuple]) -> Iterator[tuple]:
+    """Every source with one of the `rules`: a kind, and what else belongs to it. Matrices in `FEW` turn differently."""
+    of_kinds = [cases(shape, dtype, kind) for kind, *_ in rules]
+    for number, found in enumerate(zip(*of_kinds, strict=True)):
+        turn = (number + shape[1]) % len(rules)
+        yield found[turn], *rules[turn][1:]
+
+
 @pytest.mark.parametrize(("shape", "shift", "dtype"), MATRICES)
 def test_float8_block(shape, shift, dtype):
-    for kind, sides in (("normal", of_run(128)[0]), ("special", of_run(128)[1]), ("wide", of_run(128)[2])):
-        for case in cases(shape, dtype, kind):
-            fixed, outputs = planes(torch.empty(shape), (0, 0), sides, "block")
-            outputs["sums"] = torch.empty(sums_shape(case.source))
-            rule = dict(phase=(0, 0), fp8="e4m3", pow2=False, eps=0.0)
-            check(ops.quantize_float8_block, outputs, placed(case, shift), **rule, **fixed)
-            del outputs["sums"]
-            check(ops.quantize_float8_block, outputs, placed(case, shift), **rule, **fixed)
+    rules = list(zip(("normal", "special", "wide"), of_run(128), strict=True))
+    for case, sides in in_turn(shape, dtype, rules):
+        fixed, outputs = planes(torch.empty(shape), (0, 0), sides, "block")
+        rule = dict(phase=(0, 0), fp8="e4m3", pow2=False, eps=0.0)
+        check(ops.quantize_float8_block, outputs, placed(case, shift), **rule, **fixed)
 
 
 @pytest.mark.parametrize(("shape", "shift", "dtype"), MATRICES)
 def test_mxfp8(shape, shift, dtype):
-    for kind, sides in (("normal", of_run(32)[0]), ("special", of_run(32)[1]), ("wide", of_run(32)[2])):
-        for case in cases(shape, dtype, kind):
-            fixed, outputs = planes(torch.empty(shape), (0, 0), sides, "mx")
-            outputs["sums"] = torch.empty(sums_shape(case.source))
-            check(ops.quantize_mxfp8, outputs, placed(case, shift), phase=(0, 0), fp8="e4m3", **fixed)
+    rules = list(zip(("normal", "special", "wide"), of_run(32), strict=True))
+    for case, sides in in_turn(shape, dtype, rules):
+        fixed, outputs = planes(torch.empty(shape), (0, 0), sides, "mx")
+        outputs |= sums_of(case.source)
+        check(ops.quantize_mxfp8, outputs, placed(case, shift), phase=(0, 0), fp8="e4m3", **fixed)
 
 
 @pytest.mark.parametrize(("shape", "shift"), FEW)
 def test_nvfp4(shape, shift):
-    for kind, sides, state in (("normal", RUNS, None), ("special", SQUARES, None), ("normal", RUNS, STATE)):
-        for case in cases(shape, BF16, kind):
-            fixed, outputs = planes(torch.empty(shape), (0, 0), sides, "nvfp4")
-            outputs["sums"] = torch.empty(sums_shape(case.source))
-            amax = torch.full((1, 1), 5.0)
-            rule = dict(phase=(0, 0), e4m3_max=448, four_over_six="none", rng_state=state)
-            rule |= dict(row_tensor_amax=amax, col_tensor_amax=amax)
-            check(ops.quantize_nvfp4, outputs, placed(case, shift), **rule, **fixed)
+    rules = [("normal", RUNS, None), ("special", SQUARES, None), ("normal", RUNS, STATE)]
+    for case, sides, state in in_turn(shape, BF16, rules):
+        fixed, outputs = planes(torch.empty(shape), (0, 0), sides, "nvfp4")
+        outputs |= sums_of(case.source)
+        amax = torch.full((1, 1), 5.0)
+        rule = dict(phase=(0, 0), e4m3_max=448, four_over_six="none", rng_state=state)
+        rule |= dict(row_tensor_amax=amax, col_tensor_amax=amax)
+        check(ops.quantize_nvfp4, outputs, placed(case, shift), **rule, **fixed)
 
 
 @pytest.mark.parametrize(("shape", "shift", "dtype"), MATRICES)
@@ -125,7 +132,7 @@ def test_float8_tensor(shape, shift, dtype):
             outputs = {
                 "row_data": torch.empty(shape, dtype=torch.uint8),
                 "col_data": torch.empty(shape[::-1], dtype=torch.uint8),
-                "sums": torch.empty(sums_shape(case.source)),
+                **sums_of(case.source),
             }
             scale = torch.tensor([3.7])
             check(ops.quantize_float8_tensor, outputs, placed(case, shift), scale=scale, fp8="e5m2")

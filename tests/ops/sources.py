@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from te_dist.ops.source import Gathered, RmsNorm, Source, SwiGlu, SwiGluGradient
+from te_dist.ops.source import Gathered, RmsNorm, Source, Summed, SwiGlu, SwiGluGradient, row_sums_shape, sums_shape
 from tests.codecs.kernel_inputs import matrix
 
 Pair = tuple[int, int]
+
+
+def sums_of(source: Source) -> dict[str, Tensor]:
+    """Poisoned buffers for the sums that can be found of a source, by name."""
+    found = {"sums": torch.full(sums_shape(source), 77.0)}
+    if isinstance(source, SwiGluGradient) and source.probability is not None:
+        found["row_sums"] = torch.full(row_sums_shape(source.grad), 77.0)
+    return found
+
+
+def with_sums(source: Source, *, sums: Tensor | None = None, row_sums: Tensor | None = None) -> Source:
+    """The same, whose sums are written."""
+    source = source if row_sums is None else replace(source, row_sums=row_sums)
+    return source if sums is None else Summed(source, sums)
 
 
 class Case(NamedTuple):
@@ -42,10 +57,14 @@ def cases(shape: Pair, dtype: torch.dtype, kind: str) -> Iterator[Case]:
 def in_order_cases(shape: Pair, dtype: torch.dtype, kind: str) -> Iterator[Case]:
     """Those that read rows in order; gradients where there are two halves."""
     rows, cols = shape
-    yield Case("swiglu", SwiGlu, {"x": gates(kind, (rows, 2 * cols), dtype)})
+    probability = matrix("normal", (rows, 1), torch.float32, 5)[:, 0].abs()
+    x = {"x": gates(kind, (rows, 2 * cols), dtype)}
+    yield Case("swiglu", SwiGlu, x)
+    yield Case("weighted swiglu", SwiGlu, x | {"probability": probability})
     if cols % 2 == 0:
-        grad = matrix("normal", (rows, cols // 2), dtype, 1)
-        yield Case("swiglu gradient", SwiGluGradient, {"x": gates(kind, shape, dtype), "grad": grad})
+        x = {"x": gates(kind, shape, dtype), "grad": matrix("normal", (rows, cols // 2), dtype, 1)}
+        yield Case("swiglu gradient", SwiGluGradient, x)
+        yield Case("weighted swiglu gradient", SwiGluGradient, x | {"probability": probability})
     x = matrix(kind, shape, dtype)
     rstd = matrix("wide", (rows, 1), torch.float32, 2)[:, 0].abs()
     for gamma_dtype in (torch.float32, dtype):
@@ -64,8 +83,9 @@ def gathered_cases(shape: Pair, dtype: torch.dtype, kind: str) -> Iterator[Case]
             index[2:4] = torch.tensor([torch.iinfo(index_dtype).min, torch.iinfo(index_dtype).max])
         x = {"of": matrix(kind, (height, cols), dtype), "index": index}
         yield Case(f"rows by {index_dtype}", Gathered, x)
+    few = ("weighted swiglu", "weighted swiglu gradient", f"rms norm by {dtype}")
     for case in in_order_cases((height, cols), dtype, kind):
-        if case.make is not _zero_centered:
+        if case.name in few:
             yield Case(f"rows of {case.name}", partial(_gathered, case.make), case.tensors | {"index": index})
 
 

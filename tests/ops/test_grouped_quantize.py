@@ -13,7 +13,7 @@ from te_dist.ops.source import Summed, sums_shape
 from te_dist.testing import assert_bitwise
 from tests.codecs.kernel_inputs import matrix
 from tests.ops.grouped_quantize import CODECS, ROUTINGS, RUNS, SPARE_ROWS, GroupCodec, block, check, poison, routed
-from tests.ops.sources import cases
+from tests.ops.sources import cases, sums_of, with_sums
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -36,12 +36,10 @@ def test_sources_are_computed_and_summed_in_front(codec: GroupCodec):
     for case in cases((rows, 160), torch.bfloat16, "normal"):
         x = torch.empty(rows, 160, dtype=torch.bfloat16)
         ops.evaluate(case.source, out=x)
-        outputs, sums = (
-            codec.outputs(rows, 160, len(sizes)),
-            torch.full((padded_rows(rows, len(sizes)) // 128, 160), 7.0),
-        )
+        outputs, found = codec.outputs(rows, 160, len(sizes)), sums_of(case.source)
+        sums = found["sums"] = torch.full((padded_rows(rows, len(sizes)) // 128, 160), 7.0)
         poison(outputs)
-        codec.op(Summed(case.source, sums), table=table, **codec.arguments(len(sizes)), **outputs)
+        codec.op(with_sums(case.source, **found), table=table, **codec.arguments(len(sizes)), **outputs)
         check(outputs, codec.want(x, sizes), f"{codec.name} of {case.name}")
         begin = tile = 0
         for size in sizes:
@@ -51,6 +49,11 @@ def test_sources_are_computed_and_summed_in_front(codec: GroupCodec):
             assert_bitwise(sums[tile : tile + len(want)], want, f"sums of {case.name}")
             begin, tile = begin + size, tile + len(want)
         assert (sums[tile:] == 7.0).all()
+        if "row_sums" in found:
+            want = sums_of(case.source)["row_sums"]
+            ops.evaluate(with_sums(case.source, row_sums=want), out=x)
+            want[:, begin:] = 77.0
+            assert_bitwise(found["row_sums"], want, f"sums of the rows of {case.name}")
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from te_dist.formats import WHOLE
 from te_dist.ops._checks import grid_shape
 from te_dist.ops.evaluate import values
 from te_dist.ops.panel_sums import column_sums
-from te_dist.ops.source import Gathered, RmsNorm, Summed, SwiGlu, SwiGluGradient, sums_shape
+from te_dist.ops.source import Gathered, RmsNorm, Source, Summed, SwiGlu, SwiGluGradient, sums_shape
 from te_dist.testing import assert_bitwise
 from tests.codecs.kernel_inputs import DTYPES, KINDS, every_level, matrix
-from tests.ops.sources import cases
+from tests.ops.sources import cases, sums_of, with_sums
 
 F32, BF16 = torch.float32, torch.bfloat16
 # Whole panels and ragged ones, halves that end inside of a vector, single rows and columns, nothing.
@@ -94,18 +94,18 @@ def without(outputs: dict, part: str) -> dict:
 
 
 def block(x, outputs):
-    ops.quantize_float8_block(x, phase=(0, 0), fp8="e4m3", pow2=False, eps=0.0, **without(outputs, "sums"))
+    ops.quantize_float8_block(x, phase=(0, 0), fp8="e4m3", pow2=False, eps=0.0, **outputs)
 
 
 def mxfp8(x, outputs):
-    ops.quantize_mxfp8(x, phase=(0, 0), fp8="e5m2", **without(outputs, "sums"))
+    ops.quantize_mxfp8(x, phase=(0, 0), fp8="e5m2", **outputs)
 
 
 def nvfp4(x, outputs):
     amax = torch.empty(1, 1)
     ops.tile_amax(x, phase=(0, 0), tile=(WHOLE, WHOLE), out=amax)
     rule = dict(e4m3_max=448, four_over_six="none", rng_state=torch.tensor([3, 5]))
-    ops.quantize_nvfp4(x, phase=(0, 0), **rule, row_tensor_amax=amax, col_tensor_amax=amax, **without(outputs, "sums"))
+    ops.quantize_nvfp4(x, phase=(0, 0), **rule, row_tensor_amax=amax, col_tensor_amax=amax, **outputs)
 
 
 def tensor(x, outputs):
@@ -114,6 +114,57 @@ def tensor(x, outputs):
 
 
 QUANTIZERS = [(block, 128), (mxfp8, 32), (nvfp4, 16), (tensor, 128)]
+
+
+def folded(products: Tensor) -> Tensor:
+    """Sums of rows over panels of 128 columns, (panels, rows), as `SwiGluGradient.row_sums` has them."""
+    rows, cols = products.shape
+    panels = -(-cols // 128)
+    padded = torch.zeros(rows, 128 * panels)
+    padded[:, :cols] = products
+    octets = padded.view(rows, panels, 16, 8)
+    sums = octets[..., 0]
+    for i in range(1, 8):
+        sums = sums + octets[..., i]
+    while sums.shape[-1] > 1:
+        upper, lower = sums.chunk(2, dim=-1)
+        sums = upper + lower
+    return canonical(sums[..., 0].t().contiguous())
+
+
+def wanted_sums(source: Source) -> dict[str, Tensor]:
+    """What `sums_of` should hold."""
+    wanted = sums_of(source)
+    ops.panel_sums(source, out=wanted["sums"])
+    if "row_sums" in wanted:
+        wanted["row_sums"] = folded(source.grad.float() * values(SwiGlu(source.x.float())))
+    return wanted
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_levels_sum_rows_in_the_order_that_is_defined(shape, dtype):
+    for kind in KINDS:
+        for case in cases(shape, dtype, kind):
+            sums = sums_of(case.source)
+            for level in every_level() if "row_sums" in sums else ():
+                values(with_sums(case.source, row_sums=sums["row_sums"].fill_(77.0)))
+                assert_bitwise(sums["row_sums"], wanted_sums(case.source)["row_sums"], f"{kind} {level}")
+
+
+def test_gradients_by_probabilities_are_those_of_fp64():
+    x = torch.randn(40, 600, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    probability = torch.rand(40, dtype=torch.float64).requires_grad_()
+    grad = torch.randn(40, 300)
+    gate, up = x.chunk(2, dim=1)
+    out = torch.nn.functional.silu(gate) * up * probability[:, None]
+    out.backward(grad.double())
+    weights, plain = probability.detach().float(), x.detach().float()
+    torch.testing.assert_close(values(SwiGlu(plain, weights)).double(), out, rtol=2e-6, atol=2e-6)
+    sums = torch.full((3, 40), 77.0)
+    got = values(SwiGluGradient(plain, grad, weights, sums))
+    torch.testing.assert_close(got.double(), x.grad, rtol=4e-6, atol=4e-6)
+    torch.testing.assert_close(column_sums(sums).double(), probability.grad, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -125,13 +176,14 @@ def test_fused_and_unfused_give_the_same_bytes(quantize, length, shape):
         for kind in ("normal", "special", "extreme"):
             for case in cases(shape, dtype, kind):
                 unfused = values(case.source)
+                wanted = wanted_sums(case.source)
                 for square in (False, True):
                     for absent in ("none", "row", "col"):
                         got, want = (without(planes(shape, length, square=square), absent) for _ in range(2))
-                        got["sums"], want["sums"] = (torch.full(sums_shape(unfused), poison) for poison in (77.0, 78.0))
-                        quantize(Summed(case.source, got["sums"]), got)
+                        sums = sums_of(case.source)
+                        quantize(with_sums(case.source, **sums), got)
                         quantize(unfused, want)
-                        ops.panel_sums(unfused, out=want["sums"])
+                        got, want = got | sums, want | wanted
                         for name, buffer in want.items():
                             if isinstance(buffer, Tensor):
                                 assert_bitwise(got[name], buffer, f"{name} without {absent} of {case.name} {kind}")
@@ -252,6 +304,10 @@ REFUSED = [
     (RmsNorm(X, torch.zeros(3), torch.zeros(6)), r"rstd: got shape \(3,\)"),
     (RmsNorm(X, torch.zeros(4), torch.zeros(12)[::2]), "gamma: got stride"),
     (Summed(SwiGlu(X), torch.zeros(2, 3)), r"sums: got shape \(2, 3\)"),
+    (SwiGlu(X, torch.zeros(4, dtype=BF16)), "probability: got torch.bfloat16"),
+    (SwiGluGradient(X, X[:, :3].contiguous(), torch.zeros(3)), r"probability: got shape \(3,\)"),
+    (SwiGluGradient(X, X[:, :3].contiguous(), None, torch.zeros(1, 4)), "row_sums: got no probability"),
+    (SwiGluGradient(X, X[:, :3].contiguous(), torch.zeros(4), torch.zeros(4, 1)), r"row_sums: got shape \(4, 1\)"),
     (Gathered(X, torch.zeros(4)), "index: got torch.float32"),
     (Gathered(X, torch.zeros(8, dtype=torch.int32)[::2]), "index: got stride"),
     (Gathered(X, torch.zeros(4, 1, dtype=torch.int32)), r"index: got shape \(4, 1\)"),

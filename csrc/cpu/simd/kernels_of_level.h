@@ -13,6 +13,7 @@ void quantize_nvfp4(const QuantizeNvFp4& op, int threads);
 void hadamard(const Hadamard& op, int threads);
 void evaluate(const Evaluate& op, int threads);
 void panel_sums(const ColumnSums& op, int threads);
+void row_sums(const RowSums& op, int threads);
 void rms_rstd(const RmsRstd& op, int threads);
 void dequantize_float8(const DequantizeFloat8& op, int threads);
 void dequantize_mxfp8(const DequantizeMxFp8& op, int threads);

@@ -50,30 +50,34 @@ void store_row(int64_t count, typename Element::Storage* out, const Value& value
   }
 }
 
+float weight_of(const Source& x, int64_t row) { return x.probability ? x.probability[row] : 1.0f; }
+
 template <class Element>
 void compute_swiglu(const Source& x, int64_t row, int64_t col, int64_t count, typename Element::Storage* out) {
   const int64_t first = row * 2 * x.cols + col;
   const auto gates = row_of<Element>(x.data, first, count), ups = row_of<Element>(x.data, first + x.cols, count);
-  store_row<Element>(count, out, [&](int64_t i) { return swiglu(gates.at(i), ups.at(i)); });
+  const float weight = weight_of(x, row);
+  store_row<Element>(count, out, [&](int64_t i) { return swiglu(gates.at(i), ups.at(i)) * weight; });
 }
 
 template <class Element>
 void compute_swiglu_gradient(const Source& x, int64_t row, int64_t col, int64_t count,
                              typename Element::Storage* out) {
   const int64_t half = x.cols / 2, end = col + count;
+  const float weight = weight_of(x, row);
   if (col < half) {
     const int64_t first = row * x.cols + col, length = (end < half ? end : half) - col;
     const auto grads = row_of<Element>(x.beside, row * half + col, length);
     const auto gates = row_of<Element>(x.data, first, length), ups = row_of<Element>(x.data, first + half, length);
     store_row<Element>(length, out,
-                       [&](int64_t i) { return swiglu_gradient_of_gate(grads.at(i), gates.at(i), ups.at(i)); });
+                       [&](int64_t i) { return swiglu_gradient_of_gate(grads.at(i) * weight, gates.at(i), ups.at(i)); });
   }
   if (end > half) {
     const int64_t begin = col > half ? col : half, length = end - begin;
     const auto grads = row_of<Element>(x.beside, row * half + begin - half, length);
     const auto gates = row_of<Element>(x.data, row * x.cols + begin - half, length);
     store_row<Element>(length, out + begin - col,
-                       [&](int64_t i) { return swiglu_gradient_of_up(grads.at(i), gates.at(i)); });
+                       [&](int64_t i) { return swiglu_gradient_of_up(grads.at(i) * weight, gates.at(i)); });
   }
 }
 
@@ -167,6 +171,45 @@ void panel_sums(const ColumnSums& op, int threads) {
       const int64_t panel = index / strips, col = index % strips * kColumns;
       const int count = int(op.x.cols - col < kColumns ? op.x.cols - col : kColumns);
       sums.sum(op.x, panel * kPanelRows, col, count, op.out + panel * op.x.cols + col);
+    });
+  });
+}
+
+namespace {
+
+constexpr int kPanelCols = 128, kOctet = 8;
+
+// Of grad * swiglu over up to 128 columns, in the order that csrc/cuda/common/source.cuh defines.
+template <class Element>
+float sum_of_products(const Row<Element>& grads, const Row<Element>& gates, const Row<Element>& ups) {
+  alignas(64) float products[kPanelCols];
+  float sums[kPanelCols / kOctet];
+  for (int i = 0; i < kPanelCols; i += kLanes) store(products + i, grads.at(i) * swiglu(gates.at(i), ups.at(i)));
+  for (int octet = 0; octet < kPanelCols / kOctet; ++octet) {
+    sums[octet] = products[octet * kOctet];
+    for (int i = 1; i < kOctet; ++i) sums[octet] += products[octet * kOctet + i];
+  }
+  for (int half = kPanelCols / kOctet / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
+  }
+  return sums[0];
+}
+
+}  // namespace
+
+void row_sums(const RowSums& op, int threads) {
+  const Source& x = op.x;
+  const int64_t half = x.cols / 2;
+  with_element(x.dtype, [&](auto element) {
+    using Element = decltype(element);
+    parallel_for(x.rows, threads, [&](int64_t row) {
+      for (int64_t col = 0; col < half; col += kPanelCols) {
+        const int64_t count = half - col < kPanelCols ? half - col : kPanelCols, first = row * x.cols + col;
+        const float sum = sum_of_products(row_of<Element>(x.beside, row * half + col, count),
+                                          row_of<Element>(x.data, first, count),
+                                          row_of<Element>(x.data, first + half, count));
+        op.out[col / kPanelCols * x.rows + row] = canonical(sum);
+      }
     });
   });
 }

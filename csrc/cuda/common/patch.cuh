@@ -164,9 +164,9 @@ TE_DIST_INLINE void raise_amax(float* amax, float magnitude) {
   if (__ldcg(amax) < magnitude) atomicMax(reinterpret_cast<uint32_t*>(amax), bits_of(magnitude));
 }
 
-// Maxima over lanes, shared out so that each is found, and what follows from it computed, by few lanes. Of kPatch values in
-// every lane, those of the lanes that differ in `kMasks` are compared; afterwards a lane owns kOwned of the results, and
-// `of` hands one to all.
+// Maxima, or sums, over lanes, shared out so that each is found, and what follows from it computed, by few lanes. Of
+// kPatch values in every lane, those of the lanes that differ in `kMasks` are combined; afterwards a lane owns kOwned of
+// the results, and `of` hands one to all.
 template <int... kMasks>
 struct SharedOut {
   static constexpr int kHalvings = sizeof...(kMasks) < 3 ? sizeof...(kMasks) : 3;
@@ -192,6 +192,16 @@ struct SharedOut {
   }
 
   TE_DIST_INLINE void largest(float (&values)[kPatch], float (&owned)[kOwned]) {
+    combine(values, owned, [](float a, float b) { return fmaxf(a, b); });
+  }
+
+  // In the order of the masks.
+  TE_DIST_INLINE void sum(float (&values)[kPatch], float (&owned)[kOwned]) {
+    combine(values, owned, [](float a, float b) { return a + b; });
+  }
+
+  template <class Combine>
+  TE_DIST_INLINE void combine(float (&values)[kPatch], float (&owned)[kOwned], const Combine& both) {
     const int masks[] = {kMasks...};
 #pragma unroll
     for (int h = 0; h < kHalvings; ++h) {
@@ -201,14 +211,16 @@ struct SharedOut {
       for (int i = 0; i < count; ++i) {
         const float kept = upper ? values[count + i] : values[i];
         const float given = upper ? values[i] : values[count + i];
-        values[i] = fmaxf(kept, __shfl_xor_sync(kFullWarp, given, masks[h]));
+        values[i] = both(kept, __shfl_xor_sync(kFullWarp, given, masks[h]));
       }
     }
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) {
       owned[i] = values[i];
 #pragma unroll
-      for (int h = kHalvings; h < int(sizeof...(kMasks)); ++h) owned[i] = larger_of_lanes(owned[i], masks[h]);
+      for (int h = kHalvings; h < int(sizeof...(kMasks)); ++h) {
+        owned[i] = both(owned[i], __shfl_xor_sync(kFullWarp, owned[i], masks[h]));
+      }
     }
   }
 

@@ -91,7 +91,8 @@ struct Strip {
   // kWidth: bytes that every address is a multiple of. What lies outside of the matrix is zero.
   template <class Source, int kWidth>
   TE_DIST_DEVICE void load(const typename Source::Params& p, const Panel& panel) {
-    if (panel.is_whole) {
+    // What is computed is long: instructions for whole panels alone would not fit beside the others in their cache.
+    if (!Source::kIsComputed && panel.is_whole) {
       read_any<Source, kWidth>(p, panel, {0, kRows}, {0, kCols});
     } else {
       read_any<Source, kWidth>(p, panel, rows, cols);
@@ -190,11 +191,13 @@ struct Strip {
     typename Source::template Reader<kWidth> reader(p, panel.extents, first_row, first_col,
                                                     Inside::of(first_col, kPatch, panel.extents.cols));
     reader.read(Inside::of(first_row, kPatch, panel.extents.rows), found);
+    if constexpr (Source::kHasRowSums) reader.write_row_sums();
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) {
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
-        const uint32_t own = found[i][is_right ? kWords + w : w], given = found[i][is_right ? w : kWords + w];
+        const uint32_t left = found[i][w], right = found[i][kWords + w];
+        const uint32_t own = is_right ? right : left, given = is_right ? left : right;
         const uint32_t taken = __shfl_xor_sync(kFullWarp, given, 1);
         words[i][w] = is_right ? taken : own;
         words[kPatch + i][w] = is_right ? own : taken;

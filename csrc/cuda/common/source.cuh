@@ -3,6 +3,7 @@
 //
 // A source is a type with an Element, with Params, and with a Reader<kWidth> that goes down the rows of eight columns.
 // kWidth: bytes that every address is a multiple of. kIsComputed: it takes registers for more than the elements.
+// kHasSums, kHasRowSums: columns, or rows, are summed on the way.
 #pragma once
 
 #include "../../numerics/activation.h"
@@ -53,7 +54,7 @@ struct Column {
 template <class Element_>
 struct Plain {
   using Element = Element_;
-  static constexpr bool kIsComputed = false, kHasSums = false;
+  static constexpr bool kIsComputed = false, kHasSums = false, kHasRowSums = false;
 
   struct Params {
     const void* x;
@@ -73,46 +74,81 @@ struct Plain {
   };
 };
 
+// What rows are multiplied by: nothing, or probabilities, f32 (rows,); or these, by which a gradient is found as well.
+enum class Routing { kNone, kWeighted, kDifferentiated };
+
+template <Routing>
+struct Routed {
+  template <int kRows>
+  TE_DIST_DEVICE void weights(int64_t, const Inside&, float (&weights)[kRows]) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) weights[i] = 1.0f;
+  }
+};
+template <>
+struct Routed<Routing::kWeighted> {
+  const float* probability;
+
+  // Of rows from `row` on, 0 where they are not inside.
+  template <int kRows>
+  TE_DIST_DEVICE void weights(int64_t row, const Inside& inside, float (&weights)[kRows]) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) weights[i] = inside.has(i) ? __ldg(probability + row + i) : 0.0f;
+  }
+};
+template <>
+struct Routed<Routing::kDifferentiated> : Routed<Routing::kWeighted> {
+  float* row_sums;  // (panels of columns, rows)
+  int64_t rows;
+};
+
 // silu(gate) * up, of x (rows, 2 cols): gates to the left.
-template <class Element_>
+template <class Element_, Routing kRouting>
 struct SwiGlu {
   using Element = Element_;
-  static constexpr bool kIsComputed = true, kHasSums = false;
+  static constexpr bool kIsComputed = true, kHasSums = false, kHasRowSums = false;
 
-  struct Params {
+  struct Params : Routed<kRouting> {
     const void* x;
   };
 
   template <int kWidth>
   struct Reader {
+    const Params& p;
+    int64_t row;
     Column<Element, kWidth> gate, up;
 
-    TE_DIST_DEVICE Reader(const Params& p, const Extents& extents, int64_t row, int64_t col, const Inside& cols)
-        : gate(Column<Element, kWidth>::of(p.x, {extents.rows, 2 * extents.cols}, row, col, cols)),
+    TE_DIST_DEVICE Reader(const Params& p_, const Extents& extents, int64_t row_, int64_t col, const Inside& cols)
+        : p(p_), row(row_),
+          gate(Column<Element, kWidth>::of(p.x, {extents.rows, 2 * extents.cols}, row, col, cols)),
           up(Column<Element, kWidth>::of(p.x, {extents.rows, 2 * extents.cols}, row, extents.cols + col, cols)) {}
 
     template <int kRows>
     TE_DIST_DEVICE void read(const Inside& rows, Octet<Element> (&words)[kRows]) {
       Octet<Element> gates[kRows], ups[kRows];
+      float weights[kRows];
+      p.weights(row, rows, weights);
       gate.read(rows, gates);
       up.read(rows, ups);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         store_values<Element>(words[i], [&](int w, int half) {
-          return swiglu(Element::value(gates[i][w], half), Element::value(ups[i][w], half));
+          return swiglu(Element::value(gates[i][w], half), Element::value(ups[i][w], half)) * weights[i];
         });
       }
+      row += kRows;
     }
   };
 };
 
-// The gradient of swiglu by x (rows, cols), from grad (rows, cols / 2).
-template <class Element_>
+// The gradient of swiglu by x (rows, cols), from grad (rows, cols / 2). What is found of the probabilities' is the sum of
+// grad * swiglu over each panel of columns: from left to right over 8 columns; 16 such sums are folded in halves.
+template <class Element_, Routing kRouting>
 struct SwiGluGradient {
   using Element = Element_;
-  static constexpr bool kIsComputed = true, kHasSums = false;
+  static constexpr bool kIsComputed = true, kHasSums = false, kHasRowSums = kRouting == Routing::kDifferentiated;
 
-  struct Params {
+  struct Params : Routed<kRouting> {
     const void* x;
     const void* grad;
   };
@@ -123,14 +159,18 @@ struct SwiGluGradient {
     const Params& p;
     Extents extents, half;  // of x and of grad
     int64_t row, col;
+    float sums[kHasRowSums ? kPatch : 1];  // of the rows read last
 
     TE_DIST_DEVICE Reader(const Params& p_, const Extents& extents_, int64_t row_, int64_t col_, const Inside&)
         : p(p_), extents(extents_), half{extents_.rows, extents_.cols / 2}, row(row_), col(col_) {}
 
     template <int kRows>
     TE_DIST_DEVICE void read(const Inside& rows, Octet<Element> (&words)[kRows]) {
+      if constexpr (kHasRowSums) fill(sums, 0.0f);
       const Inside gates = Inside::of(col, kPatch, half.cols), ups = Inside::of(col - half.cols, kPatch, half.cols);
       Octet<Element> g[kRows], x[kRows], y[kRows];
+      float weights[kRows];
+      p.weights(row, rows, weights);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) store_values<Element>(words[i], [](int, int) { return 0.0f; });
       if (!gates.is_empty()) {
@@ -140,9 +180,10 @@ struct SwiGluGradient {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           store_values<Element>(words[i], [&](int w, int h) {
-            return swiglu_gradient_of_gate(Element::value(g[i][w], h), Element::value(x[i][w], h),
+            return swiglu_gradient_of_gate(Element::value(g[i][w], h) * weights[i], Element::value(x[i][w], h),
                                            Element::value(y[i][w], h));
           });
+          if constexpr (kHasRowSums) sums[i] = sum_of_products(g[i], x[i], y[i]);
         }
       }
       if (!ups.is_empty()) {
@@ -152,7 +193,7 @@ struct SwiGluGradient {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           store_values<Element>(found[i], [&](int w, int h) {
-            return swiglu_gradient_of_up(Element::value(g[i][w], h), Element::value(x[i][w], h));
+            return swiglu_gradient_of_up(Element::value(g[i][w], h) * weights[i], Element::value(x[i][w], h));
           });
 #pragma unroll
           for (int w = 0; w < kPatch / Element::kPerWord; ++w) words[i][w] |= found[i][w];
@@ -161,7 +202,28 @@ struct SwiGluGradient {
       row += kRows;
     }
 
+    // Of the eight rows read last; the lanes of a warp have read 16 rows of a panel, as `Lanes` says.
+    TE_DIST_DEVICE void write_row_sums() {
+      using Rows = SharedOut<16, 8, 4, 2>;
+      const int64_t panel = col / kPanel, target = row - kPatch + Rows::first();
+      if (panel * kPanel >= half.cols) return;
+      float owned[Rows::kOwned];
+      Rows::sum(sums, owned);
+      if (Rows::writes() && target >= 0 && target < half.rows) p.row_sums[panel * p.rows + target] = owned[0];
+    }
+
    private:
+    TE_DIST_INLINE float sum_of_products(const Octet<Element>& g, const Octet<Element>& x, const Octet<Element>& y) {
+      float sum;
+#pragma unroll
+      for (int j = 0; j < kPatch; ++j) {
+        const int w = j / Element::kPerWord, h = j % Element::kPerWord;
+        const float product = Element::value(g[w], h) * swiglu(Element::value(x[w], h), Element::value(y[w], h));
+        sum = j ? sum + product : product;
+      }
+      return sum;
+    }
+
     template <int kRows>
     TE_DIST_DEVICE void read_from(const void* data, const Extents& of, int64_t first, const Inside& cols,
                                   const Inside& rows, Octet<Element> (&words)[kRows]) const {
@@ -174,7 +236,7 @@ struct SwiGluGradient {
 template <class Element_, class Gamma, bool kZeroCentered>
 struct RmsNorm {
   using Element = Element_;
-  static constexpr bool kIsComputed = true, kHasSums = false;
+  static constexpr bool kIsComputed = true, kHasSums = false, kHasRowSums = false;
 
   struct Params {
     const void* x;
@@ -221,7 +283,7 @@ struct RmsNorm {
 template <class Source, class Index>
 struct Gathered {
   using Element = typename Source::Element;
-  static constexpr bool kIsComputed = true, kHasSums = false;
+  static constexpr bool kIsComputed = true, kHasSums = false, kHasRowSums = false;
 
   struct Params {
     typename Source::Params source;
@@ -251,7 +313,8 @@ struct Gathered {
       for (int i = 0; i < kRows; ++i) {
         const bool is_inside = uint64_t(numbers[i]) < uint64_t(p.rows);
         Octet<Element> found[1];
-        typename Source::template Reader<kWidth> reader(p.source, {p.rows, num_cols}, is_inside ? numbers[i] : 0, col, cols);
+        const int64_t row = is_inside ? numbers[i] : 0;
+        typename Source::template Reader<kWidth> reader(p.source, {p.rows, num_cols}, row, col, cols);
         reader.read({0, is_inside}, found);
 #pragma unroll
         for (int w = 0; w < kPatch / Element::kPerWord; ++w) words[i][w] = is_inside ? found[0][w] : 0;
@@ -270,7 +333,7 @@ struct Gathered {
 template <class Source>
 struct Summed {
   using Element = typename Source::Element;
-  static constexpr bool kIsComputed = Source::kIsComputed, kHasSums = true;
+  static constexpr bool kIsComputed = Source::kIsComputed, kHasSums = true, kHasRowSums = Source::kHasRowSums;
 
   struct Params {
     typename Source::Params source;
@@ -320,6 +383,7 @@ TE_DIST_INLINE void load_patch(const typename Source::Params& p, const Place& pl
                                Patch<typename Source::Element>& patch) {
   typename Source::template Reader<kWidth> reader(p, place.extents, place.row, place.col, place.cols);
   reader.read(place.rows, patch.words);
+  if constexpr (Source::kHasRowSums) reader.write_row_sums();
   if constexpr (kIsPadded && Source::kIsComputed) patch.keep_rows(place.rows);
   if constexpr (Source::kHasSums) Source::sum(p, place, patch);
 }
