@@ -23,7 +23,7 @@ from benchmarks.report import Report, number, text
 from benchmarks.timing import copy_time, median_time
 from te_dist import ops
 from te_dist.ops.panel_sums import column_sums
-from te_dist.ops.source import RmsNorm, Source, Summed, SwiGlu, SwiGluGradient, sums_shape
+from te_dist.ops.source import Gathered, RmsNorm, Source, Summed, SwiGlu, SwiGluGradient, row_sums_shape, sums_shape
 
 SHAPES = ((16384, 7168), (8192, 2048))
 EPS = 1e-5
@@ -67,6 +67,12 @@ def swiglu_gradient(x: Tensor, grad: Tensor) -> Tensor:
     return torch.cat([wide * up * (s * (1 + gate * (1 - s))), wide * gate * s], -1).to(x.dtype)
 
 
+def weighted_gradient(x: Tensor, grad: Tensor, probability: Tensor) -> tuple[Tensor, Tensor]:
+    """Of that times a probability of each row, and that of the probability."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return swiglu_gradient(x, grad * probability[:, None]), (grad * F.silu(gate) * up).sum(1)
+
+
 def rms_norm(x: Tensor, gamma: Tensor) -> Tensor:
     """The norm whole: what is fused in front is found by a kernel of its own, which is timed with it."""
     return F.rms_norm(x.float(), gamma.shape, gamma, EPS).to(x.dtype)
@@ -81,6 +87,12 @@ def fronts(rows: int, cols: int) -> Iterator[Front]:
     x, grad = randn(rows, cols), randn(rows, cols // 2)
     compiled_gradient = torch.compile(swiglu_gradient)
     yield Front("SwiGLU gradient", SwiGluGradient(x, grad), lambda: compiled_gradient(x, grad), 3)
+    probability, sums = torch.rand(rows, device="cuda"), empty(*row_sums_shape(grad), dtype=torch.float32)
+    compiled_weighted = torch.compile(weighted_gradient)
+    source = SwiGluGradient(x, grad, probability, sums)
+    yield Front("SwiGLU gradient, and of probabilities", source, lambda: compiled_weighted(x, grad, probability)[0], 3)
+    index = torch.randperm(rows, device="cuda")
+    yield Front("gathered rows", Gathered(x, index), lambda: x[index], 2)
     gamma, rstd = torch.randn(cols, device="cuda"), torch.empty(rows, device="cuda")
     compiled_norm = torch.compile(rms_norm)
     yield Front("RMSNorm", RmsNorm(x, rstd, gamma), lambda: compiled_norm(x, gamma), 4)
