@@ -23,6 +23,7 @@ from benchmarks.quantize_cuda import direction, empty
 from benchmarks.report import Report, number, text
 from benchmarks.timing import copy_time, median_time
 from te_dist import ops
+from te_dist.codecs.nvfp4 import SIGN_MASK
 from te_dist.ops.group_table import padded_rows
 from te_dist.ops.source import Source, Summed, SwiGlu
 
@@ -126,6 +127,42 @@ def blocks(groups: Groups) -> Iterator[Case]:
     yield Case("sums of groups", "-", lambda: ops.group_sums(sums, table=groups.table, out=out), moved)
 
 
+def small_runs(groups: Groups) -> Iterator[Case]:
+    """MXFP8, and NVFP4 below an amax of each group: to nearest, stochastically, of the Hadamard transform."""
+    (rows, cols), padded, table = groups.x.shape, padded_rows(*_extents(groups)), groups.table
+    one, amax = groups.x[: rows // 128 * 128], torch.full((len(groups.sizes),), 6.0, device="cuda")
+    state = torch.tensor([1, 2], device="cuda")
+    fp4 = dict(e4m3_max=448, four_over_six="none", rng_state=None)
+    rules = {
+        "MXFP8": (ops.grouped_quantize_mxfp8, ops.quantize_mxfp8, 32, dict(fp8="e4m3")),
+        "NVFP4": (ops.grouped_quantize_nvfp4, ops.quantize_nvfp4, 16, fp4),
+        "NVFP4 stochastic": (ops.grouped_quantize_nvfp4, ops.quantize_nvfp4, 16, fp4 | dict(rng_state=state)),
+        "NVFP4 transformed": (ops.grouped_quantize_nvfp4, ops.quantize_nvfp4, 16, fp4 | dict(col_hadamard=SIGN_MASK)),
+    }
+    for (label, (op, of_one, run, rule)), (name, sides) in product(rules.items(), SIDES.items()):
+        planes, alone, moved = {}, {}, {"x": groups.x.nbytes}
+        for side in sides:
+            height = rows if side == "row" else 128 * groups.tiles
+            moved |= {f"{side} codes": height * cols // (2 if run == 16 else 1), f"{side} scales": height * cols // run}
+            extents = (rows, cols) if side == "row" else (padded, cols)
+            if side == "col" and run == 16:
+                extents = extents[::-1]
+            data = empty(extents[0], extents[1] // 2 if run == 16 else extents[1])
+            along = 0 if side == "col" and run == 32 else 1
+            scale = empty(*(extent // run if dim == along else extent for dim, extent in enumerate(extents)))
+            tile = (1, run) if side == "row" else (run, 1)
+            planes |= {f"{side}_tile": tile, f"{side}_data": data, f"{side}_scale": scale}
+            alone |= direction(side, tuple(one.shape), run, False)
+            if run == 16:
+                planes[f"{side}_tensor_amax"], alone[f"{side}_tensor_amax"] = amax, amax[:1, None]
+        call = lambda op=op, rule=rule, planes=planes: op(groups.x, table=table, **rule, **planes)  # noqa: E731
+        peer = lambda op=of_one, rule=rule, alone=alone: op(one, phase=(0, 0), **rule, **alone)  # noqa: E731
+        yield Case(f"{label} 1x{run}", name, call, moved, peer)
+    found = dict(row_amax=amax.clone(), col_amax=amax.clone())
+    both = lambda: ops.grouped_direction_amax(groups.x, table=table, hadamard=SIGN_MASK, **found)  # noqa: E731
+    yield Case("NVFP4 amaxes of each, transformed", "both", both, {"x": groups.x.nbytes})
+
+
 def tensorwise(groups: Groups) -> Iterator[Case]:
     """FP8 by one scale, and by one for each group that follows from its amax; the amaxes alone."""
     (rows, cols), padded, x, table = groups.x.shape, padded_rows(*_extents(groups)), groups.x, groups.table
@@ -154,7 +191,7 @@ def measure(repeats: int, only: str) -> Iterator[Row]:
     """All lines of cases whose name begins with `only`."""
     for shape, routing in product(SHAPES, ROUTINGS):
         groups = groups_of(routing, *shape)
-        for case in (*blocks(groups), *tensorwise(groups)):
+        for case in (*blocks(groups), *tensorwise(groups), *small_runs(groups)):
             if not case.name.startswith(only):
                 continue
             nbytes, elements = sum(case.moved.values()), groups.x.numel()

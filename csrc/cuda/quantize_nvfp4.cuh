@@ -26,7 +26,7 @@ struct NvFp4Rule {
 // kLoad, kRowStore, kColStore: bytes that can be read and written at a time. kRowScaleStore, kColScaleStore: the same of the
 // scale bytes of one row, or column; 0 where they do not lie beside each other.
 template <class Source, class Rule, Share kRow, Share kCol, int kLoad, int kRowStore, int kColStore, int kRowScaleStore,
-          int kColScaleStore>
+          int kColScaleStore, class Panels>
 struct QuantizeNvFp4 {
   using Element = typename Source::Element;
   static constexpr bool kHasRow = kRow != Share::kAbsent, kHasCol = kCol != Share::kAbsent;
@@ -48,17 +48,17 @@ struct QuantizeNvFp4 {
   struct Params {
     typename Source::Params source;
     Extents extents;
-    Phase phase;
+    Panels panels;
     const uint32_t* noop;
     PanelGrid grid;
     float e4m3_max;
     uint32_t sign_mask;                   // of the transform
     int32_t col_rng_state;                // where in `rng_state` that of the column direction begins
     const int64_t* rng_state;             // (seed, offset)
-    Plane<const float> row_tensor_amax;   // row stride 0: one for the tensor
+    Plane<const float> row_tensor_amax;   // row stride 0: one for the tensor; of groups: else one for each
     Plane<const float> col_tensor_amax;
     BlockOutput<uint8_t> row;  // data (rows, cols / 2)
-    BlockOutput<uint8_t> col;  // data (cols, rows / 2)
+    BlockOutput<uint8_t> col;  // data (cols, rows / 2), of groups (cols, rows of all tiles / 2)
   };
 
   // What becomes lines of the outputs, written when all of the panel is there, and what the directions share.
@@ -92,9 +92,10 @@ struct QuantizeNvFp4 {
     TE_DIST_DEVICE Tiles(const Params& p, const Panel& panel, const Strip& strip, bool is_row)
         : p(p), panel(panel), strip(strip), output(is_row ? p.row : p.col),
           tensor_amax(is_row ? p.row_tensor_amax : p.col_tensor_amax) {
-      tile_row = (panel.row + p.phase.row + strip.local_row) / kRun;
-      tile_col = (panel.col + p.phase.col + strip.local_col) / kRun;
-      square_is_inside = meets(panel.rows, strip.local_row) && meets(panel.cols, strip.local_col);
+      tile_row = (panel.row + panel.phase.row + strip.local_row) / kRun;
+      tile_col = (panel.col + panel.phase.col + strip.local_col) / kRun;
+      // Rows that a group is padded with are tiles like others.
+      square_is_inside = (Panels::kIsGrouped || meets(panel.rows, strip.local_row)) && meets(panel.cols, strip.local_col);
     }
 
     TE_DIST_INLINE bool meets(const Inside& inside, int local) {
@@ -105,13 +106,14 @@ struct QuantizeNvFp4 {
 
     TE_DIST_DEVICE TensorScale scale_of_run(int run) const {
       const float* amax = tensor_amax.data;
+      if constexpr (Panels::kIsGrouped) return TensorScale::of(tensor_amax.at(panel.group, 0), p.e4m3_max);
       if (!kAlongRows || !Rule::kAmaxPerRow) return TensorScale::of(*amax, p.e4m3_max);
       const bool is_inside = run_is_inside(run);
       return TensorScale::of(is_inside ? amax[(strip.row + run) * tensor_amax.row_stride] : 0.0f, p.e4m3_max);
     }
 
     TE_DIST_DEVICE TensorScale scale_of_square() const {
-      const int64_t row = panel.row + strip.local_row / kRun * kRun;
+      const int64_t row = Panels::kIsGrouped ? panel.group : panel.row + strip.local_row / kRun * kRun;
       return TensorScale::of(square_is_inside ? tensor_amax.at(row > 0 ? row : 0, 0) : 0.0f, p.e4m3_max);
     }
 
@@ -320,6 +322,7 @@ struct QuantizeNvFp4 {
   TE_DIST_DEVICE void quantize_columns() const {
     Strip<Element, false> strip(panel);
     strip.template load<Source, kLoad>(p.source, panel);
+    if constexpr (Panels::kIsGrouped && Source::kIsComputed) strip.keep_rows();
     if constexpr (Source::kHasSums) add_columns(strip);
     if constexpr (!kHasCol) return;
     if constexpr (Rule::kTransforms) {
@@ -357,7 +360,7 @@ struct QuantizeNvFp4 {
     float total = 0.0f;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) total += shared.sums[w][col];
-    p.source.sums[(panel.row + p.phase.row) / kPanel * p.extents.cols + panel.col + col] = total;
+    p.source.sums[(panel.row + panel.phase.row) / kPanel * p.extents.cols + panel.col + col] = total;
   }
 
   template <class ColStrip>
@@ -400,13 +403,13 @@ struct QuantizeNvFp4 {
 
   // Writes the codes of whole columns of the panel: neighbouring lanes take the four chunks of 32 rows of a column.
   TE_DIST_DEVICE void write_columns() const {
-    const int64_t stride = p.extents.rows / 2;
+    const int64_t stride = p.panels.col_rows(p.extents) / 2, first_row = Panels::col_row(panel, panel.row);
     const uint2* halves = reinterpret_cast<const uint2*>(shared.columns);
     const int lane = threadIdx.x % 32, chunk = lane % 4, second = lane / 4 % 2, pair = lane / 16;
 #pragma unroll
     for (int i = 0; i < kPanel * 4 / kThreads; ++i) {
       const int owner = (i * kThreads / 32 + threadIdx.x / 32) * 2 + lane / 8 % 2;
-      const int64_t row = panel.row + chunk * 32, col = panel.col + owner * 4 + pair * 2 + second;
+      const int64_t row = first_row + chunk * 32, col = panel.col + owner * 4 + pair * 2 + second;
       uint2 codes[2];
 #pragma unroll
       for (int w = 0; w < 2; ++w) codes[w] = halves[position(2 * chunk + w, pair, owner) * 2 + second];
@@ -421,14 +424,14 @@ struct QuantizeNvFp4 {
   TE_DIST_DEVICE void write_scales() const {
     const int line = threadIdx.x % kPanel;
     if (kHasRow && threadIdx.x < kPanel) {
-      const int64_t row = panel.row + line, first = (panel.col + p.phase.col) / kRun;
-      const Inside inside = Inside::of(first, kTiles, (p.phase.col + p.extents.cols + kRun - 1) / kRun);
+      const int64_t row = panel.row + line, first = (panel.col + panel.phase.col) / kRun;
+      const Inside inside = Inside::of(first, kTiles, (panel.phase.col + p.extents.cols + kRun - 1) / kRun);
       write_line<kRowScaleStore>(shared.row_scales[line], &p.row.scale.at(row, first), p.row.scale.col_stride,
                                  inside.only_if(panel.rows.has(line)));
     }
     if (kHasCol && threadIdx.x >= kPanel) {
-      const int64_t col = panel.col + line, first = (panel.row + p.phase.row) / kRun;
-      const Inside inside = Inside::of(first, kTiles, (p.phase.row + p.extents.rows + kRun - 1) / kRun);
+      const int64_t col = panel.col + line, first = (panel.row + panel.phase.row) / kRun;
+      const Inside inside = Inside::of(first, kTiles, (p.panels.tiled_rows(panel) + kRun - 1) / kRun);
       write_line<kColScaleStore>(shared.col_scales[line], &p.col.scale.at(first, col), p.col.scale.row_stride,
                                  inside.only_if(panel.cols.has(line)));
     }
@@ -451,7 +454,8 @@ struct QuantizeNvFp4 {
   TE_DIST_INLINE void run(const Params& p, int64_t index) {
     if (is_set(p.noop)) return;
     __shared__ Shared shared;
-    const QuantizeNvFp4 self{p, Panel::of(p.extents, p.phase, p.grid, uint32_t(index)), shared};
+    const QuantizeNvFp4 self{p, Panel::of(p.extents, p.panels, p.grid, uint32_t(index)), shared};
+    if (Panels::kIsGrouped && self.panel.rows.is_empty()) return;  // there are blocks for as many as groups may have
     if constexpr (kHasRow || kStochastic || kChoosesByRows) self.quantize_rows();
     if constexpr (kHasCol && (kStochastic || kChoosesByRows)) __syncwarp();  // both directions of 16 rows are one warp's
     if constexpr (kHasCol || Source::kHasSums || Source::kHasRowSums) self.quantize_columns();

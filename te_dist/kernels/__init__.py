@@ -14,10 +14,12 @@ from te_dist.kernels.grouped_gemm import group_table, grouped_gemm_float8_block,
 from te_dist.kernels.grouped_quantize import (
     group_sums,
     grouped_amax,
+    grouped_direction_amax,
     grouped_quantize_float8_block,
     grouped_quantize_float8_current,
     grouped_quantize_float8_tensor,
     grouped_quantize_mxfp8,
+    grouped_quantize_nvfp4,
 )
 from te_dist.kernels.grouped_whole import (
     grouped_gemm_float8_tensor,
@@ -48,6 +50,7 @@ __all__ = [
     "group_sums",
     "group_table",
     "grouped_amax",
+    "grouped_direction_amax",
     "grouped_gemm_decoded",
     "grouped_gemm_float8_block",
     "grouped_gemm_float8_tensor",
@@ -56,6 +59,7 @@ __all__ = [
     "grouped_quantize_float8_current",
     "grouped_quantize_float8_tensor",
     "grouped_quantize_mxfp8",
+    "grouped_quantize_nvfp4",
     "grouped_wgrad_decoded",
     "grouped_wgrad_float8_block",
     "grouped_wgrad_float8_tensor",

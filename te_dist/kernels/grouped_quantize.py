@@ -10,7 +10,7 @@ from torch import Tensor
 from te_dist.formats.region import Pair
 from te_dist.kernels import quantize
 from te_dist.kernels.amax import ZERO
-from te_dist.kernels.arguments import CODES, EXTENTS, PANEL, access_bytes, pointer
+from te_dist.kernels.arguments import CODES, EXTENTS, PANEL, access_bytes, plane, pointer
 from te_dist.kernels.inputs import Input, Source, layout, read
 from te_dist.kernels.panels import GROUPED_ROWS, grouped_rows, tiles_at_most
 from te_dist.kernels.runtime import launch
@@ -51,6 +51,22 @@ def grouped_amax(x: Tensor, source: str, beside: Sequence[Tensor], table: Tensor
         return
     values = (rows, cols, *grouped_rows(table, 0), out.data_ptr(), out.numel() > 1)
     start(Task(matrix, amaxes, (matrix.load_bytes(),), (matrix.element_size(),), blocks, values), overlaps=True)
+
+
+def grouped_direction_amax(x: Tensor, source: str, beside: Sequence[Tensor], table: Tensor, *rest: object) -> None:
+    """See te_dist.ops.grouped_direction_amax."""
+    hadamard, row_amax, col_amax = rest
+    outputs = [out for out in (row_amax, col_amax) if out is not None and out.numel()]
+    for out in outputs:
+        launch(ZERO, out, (-(-out.numel() // _THREADS), 1), (out.data_ptr(), out.numel()))
+    matrix = read(x, source, beside)
+    blocks = _blocks(matrix, table)
+    if not outputs or not blocks:
+        return
+    kernel = partial(quantize.direction_amaxes, transforms=quantize.as_cpp(hadamard is not None), panels=GROUPED_ROWS)
+    panels = (*grouped_rows(table, 0), *quantize.panel_grid(matrix, (0, 0)))
+    values = (*matrix.shape, *panels, hadamard or 0, pointer(row_amax), pointer(col_amax), outputs[0].numel() > 1)
+    start(Task(matrix, kernel, (matrix.load_bytes(),), (matrix.element_size(),), blocks, values), overlaps=True)
 
 
 def _blocks(x: Input, table: Tensor) -> int:
@@ -148,3 +164,44 @@ def grouped_quantize_mxfp8(
     panels = grouped_rows(table, 0 if col_data is None else col_data.shape[0])
     values = (rows, cols, *panels, pointer(noop), *outputs)
     start(Task(matrix, kernel, widths, (matrix.element_size(), 1, 1), _blocks(matrix, table), values))
+
+
+def grouped_quantize_nvfp4(
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+) -> None:
+    """See te_dist.ops.grouped_quantize_nvfp4."""
+    table, e4m3_max, four_over_six, hadamard, *planes, rng_state, noop = rest
+    row_tile, row_amax, row_data, row_scale, col_tile, col_amax, col_data, col_scale = planes
+    matrix = read(x, source, beside, sums, row_sums)
+    if quantize.is_idle(matrix, row_data, col_data) or table.shape[1] == 1:
+        return
+    (rows, cols), padded_rows = matrix.shape, 0
+    if row_data is not None:
+        row_scale = row_scale[:rows, : -(-cols // quantize.NVFP4_TILE[1])]
+    if col_data is not None:
+        padded_rows = 2 * col_data.shape[1]
+        col_scale = col_scale[:cols, : padded_rows // quantize.NVFP4_TILE[0]].t()
+    widths = (
+        matrix.load_bytes(),
+        access_bytes(8, pointer(row_data), cols // 2) if row_data is not None else 8,
+        access_bytes(16, pointer(col_data), padded_rows // 2),
+        quantize.line_store_bytes(row_scale if row_data is not None else None, dim=1),
+        quantize.line_store_bytes(col_scale if col_data is not None else None, dim=0),
+    )
+    rounding = "kNearest" if rng_state is None else "kStochasticAligned"
+    transforms = quantize.as_cpp(hadamard is not None and col_data is not None)
+    rule = (rounding, quantize.FOUR_OVER_SIX[four_over_six], "false", transforms)
+    shares = (quantize.share(row_tile, row_data), quantize.share(col_tile, col_data))
+    kernel = partial(quantize.nvfp4, rule=rule, shares=shares, panels=GROUPED_ROWS)
+    of_columns = 2 if rng_state is not None and rng_state.dim() == 2 else 0
+    values = (
+        *(rows, cols, *grouped_rows(table, padded_rows), pointer(noop), *quantize.panel_grid(matrix, (0, 0))),
+        *(e4m3_max, hadamard or 0, of_columns, pointer(rng_state), *_each(row_amax), *_each(col_amax)),
+        *(*quantize.output(None, row_data, row_scale), *quantize.output(None, col_data, col_scale)),
+    )
+    start(Task(matrix, kernel, widths, (matrix.element_size(), 1, 1, 0, 0), _blocks(matrix, table), values))
+
+
+def _each(amax: Tensor | None) -> tuple[int, ...]:
+    """Values of a `Plane` with a row for each group, or one for all."""
+    return (0, 0, 0) if amax is None else plane(amax[:, None])

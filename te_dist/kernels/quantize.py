@@ -13,7 +13,6 @@ from te_dist.kernels.arguments import (
     CODES,
     EXTENTS,
     PANEL,
-    PHASE,
     access_bytes,
     blocks_for,
     phase_in,
@@ -45,10 +44,10 @@ _OUTPUTS = f"{_output_layout('row')} {_output_layout('col')}"
 _TENSOR_SCALE = "tensor.multiplier:P tensor.amaxes:P tensor.count:q tensor.amax:P"
 _PANEL_GRID = "grid.across:I grid.reciprocal:I"
 _NVFP4 = (
-    f"{EXTENTS} {PHASE} noop:P {_PANEL_GRID} e4m3_max:f sign_mask:I col_rng_state:i rng_state:P "
+    f"noop:P {_PANEL_GRID} e4m3_max:f sign_mask:I col_rng_state:i rng_state:P "
     f"{plane_layout('row_tensor_amax')} {plane_layout('col_tensor_amax')} {_OUTPUTS}"
 )
-_DIRECTION_AMAX = f"{EXTENTS} {_PANEL_GRID} sign_mask:I row_amax:P col_amax:P"
+_DIRECTION_AMAX = f"{_PANEL_GRID} sign_mask:I row_amax:P col_amax:P is_each:i"
 
 
 def share(tile: Pair, data: Tensor | None) -> str:
@@ -188,11 +187,18 @@ def scale_store_bytes(scale: Tensor | None) -> int:
     return access_bytes(limit, scale.data_ptr(), cols, scale.stride(0) if rows > 1 else 0)
 
 
-_FOUR_OVER_SIX = {"none": "kNone", "mae": "kMeanAbsolute", "mse": "kMeanSquare"}
+FOUR_OVER_SIX = {"none": "kNone", "mae": "kMeanAbsolute", "mse": "kMeanSquare"}
 
 
 @cache
-def nvfp4(source: Source, widths: Widths, *, rule: tuple[str, str, str, str], shares: tuple[str, str]) -> Spec:
+def nvfp4(
+    source: Source,
+    widths: Widths,
+    *,
+    rule: tuple[str, str, str, str],
+    shares: tuple[str, str],
+    panels: Panels = ONE_MATRIX,
+) -> Spec:
     """Spec of an NVFP4 quantizer.
 
     Args:
@@ -200,18 +206,21 @@ def nvfp4(source: Source, widths: Widths, *, rule: tuple[str, str, str, str], sh
         widths: bytes read, written to row data, column data, row scales and column scales at a time.
         rule: rounding; four-over-six; whether every row has its own amax, whether columns are transformed, as C++.
         shares: what shares a scale in each direction.
+        panels: where they lie.
     """
     rounding, four_over_six, *flags = rule
     rule_type = f"NvFp4Rule<{', '.join((f'Rounding::{rounding}', f'FourOverSix::{four_over_six}', *flags))}>"
-    constants = ", ".join((source.template, rule_type, *shares, *map(str, widths)))
-    return Spec("quantize_nvfp4.cuh", f"QuantizeNvFp4<{constants}>", layout(source, _NVFP4))
+    constants = ", ".join((source.template, rule_type, *shares, *map(str, widths), panels.template))
+    fields = f"{EXTENTS} {panels.fields} {_NVFP4}"
+    return Spec("quantize_nvfp4.cuh", f"QuantizeNvFp4<{constants}>", layout(source, fields))
 
 
 @cache
-def direction_amaxes(source: Source, widths: Widths, *, transforms: str) -> Spec:
+def direction_amaxes(source: Source, widths: Widths, *, transforms: str, panels: Panels = ONE_MATRIX) -> Spec:
     """Spec of the amax of each direction. `transforms`: "true" where the columnwise one is of the transform."""
-    constants = f"{source.template}, {transforms}, {widths[0]}"
-    return Spec("direction_amax.cuh", f"DirectionAmax<{constants}>", layout(source, _DIRECTION_AMAX))
+    constants = f"{source.template}, {transforms}, {widths[0]}, {panels.template}"
+    fields = f"{EXTENTS} {panels.fields} {_DIRECTION_AMAX}"
+    return Spec("direction_amax.cuh", f"DirectionAmax<{constants}>", layout(source, fields))
 
 
 def direction_amax(x: Tensor, source: str, beside: Sequence[Tensor], *rest: object) -> None:
@@ -223,23 +232,24 @@ def direction_amax(x: Tensor, source: str, beside: Sequence[Tensor], *rest: obje
         launch(ZERO, out, (1, 1), (out.data_ptr(), 1))
     if is_idle(matrix, *outputs):
         return
-    kernel = partial(direction_amaxes, transforms=_as_cpp(hadamard is not None))
-    values = (*matrix.shape, *_panel_grid(matrix, (0, 0)), hadamard or 0, pointer(row_amax), pointer(col_amax))
+    kernel = partial(direction_amaxes, transforms=as_cpp(hadamard is not None))
+    values = (*matrix.shape, 0, 0, *panel_grid(matrix, (0, 0)), hadamard or 0, pointer(row_amax), pointer(col_amax), 0)
     blocks = blocks_for(matrix.shape, PANEL)
     start(Task(matrix, kernel, (matrix.load_bytes(),), (matrix.element_size(),), blocks, values), overlaps=True)
 
 
-def _panel_grid(x: Input, phase: Pair) -> tuple[int, int]:
+def panel_grid(x: Input, phase: Pair) -> tuple[int, int]:
     """Values of a `PanelGrid`."""
     across = blocks_for((1, x.shape[1]), PANEL, (0, phase[1]))
     return across, min(2**32 - 1, 2**32 // across)
 
 
-def _as_cpp(flag: bool) -> str:
+def as_cpp(flag: bool) -> str:
+    """As a template argument."""
     return "true" if flag else "false"
 
 
-def _line_store_bytes(scale: Tensor | None, *, dim: int) -> int:
+def line_store_bytes(scale: Tensor | None, *, dim: int) -> int:
     """Bytes of the scales of one row (dim 1), or column (dim 0), of a panel that can be written at a time."""
     limit = PANEL[dim] // NVFP4_TILE[dim]
     if scale is None:
@@ -263,8 +273,8 @@ def nvfp4_task(
         x.load_bytes(phase[1]),
         access_bytes(8, pointer(row_data), cols // 2, phase[1] // 2) if row_data is not None else 8,
         access_bytes(16, pointer(col_data), rows // 2, phase[0] // 2) if col_data is not None else 16,
-        _line_store_bytes(row_scale if row_data is not None else None, dim=1),
-        _line_store_bytes(col_scale if col_data is not None else None, dim=0),
+        line_store_bytes(row_scale if row_data is not None else None, dim=1),
+        line_store_bytes(col_scale if col_data is not None else None, dim=0),
     )
     rounding = "kNearest"
     if rng_state is not None:
@@ -273,11 +283,11 @@ def nvfp4_task(
     shares = (share(row_tile, row_data), share(col_tile, col_data))
     per_row = row_tensor_amax is not None and row_tensor_amax.shape[0] > 1
     flags = (per_row, hadamard is not None and col_data is not None)
-    rule = (rounding, _FOUR_OVER_SIX[four_over_six], *map(_as_cpp, flags))
+    rule = (rounding, FOUR_OVER_SIX[four_over_six], *map(as_cpp, flags))
     kernel = partial(nvfp4, rule=rule, shares=shares)
     amaxes = (*plane(row_tensor_amax), *plane(col_tensor_amax))
     outputs = (*output(row_amax, row_data, row_scale), *output(col_amax, col_data, col_scale))
-    options = (pointer(noop), *_panel_grid(x, phase), e4m3_max, hadamard or 0, of_columns, pointer(rng_state))
+    options = (pointer(noop), *panel_grid(x, phase), e4m3_max, hadamard or 0, of_columns, pointer(rng_state))
     values = (*x.shape, *phase, *options, *amaxes, *outputs)
     return Task(x, kernel, widths, (x.element_size(), 1, 1, 0, 0), blocks_for(x.shape, PANEL, phase), values)
 

@@ -92,6 +92,13 @@ def grouped_quantizers(element: str) -> Iterator[Spec]:
         yield quantize.float8(source, wide, code=code, shares=shares, panels=GROUPED_ROWS)
     for code, shares in product(_CODES, _BLOCK_SHARES):
         yield quantize.mxfp8(source, (16, 8, 4), code=code, shares=shares, panels=GROUPED_ROWS)
+    for rounding in ("kNearest", "kStochasticAligned"):
+        plain_rule, transformed = ((rounding, "kNone", "false", transforms) for transforms in ("false", "true"))
+        for shares in _BLOCK_SHARES:
+            yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=plain_rule, shares=shares, panels=GROUPED_ROWS)
+        yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=transformed, shares=(_RUN, _RUN), panels=GROUPED_ROWS)
+    for transforms in ("false", "true"):
+        yield quantize.direction_amaxes(source, (16,), transforms=transforms, panels=GROUPED_ROWS)
     for quantizer in (quantize.float8, quantize.mxfp8):
         yield quantizer(source, narrow, code="E4M3", shares=(_RUN, _RUN), panels=GROUPED_ROWS)
     computed = (swiglu(element), swiglu_gradient(element), rms_norm(element, element, "false"))
@@ -99,6 +106,8 @@ def grouped_quantizers(element: str) -> Iterator[Spec]:
         for shares in ((_RUN, _RUN), (_TENSOR, _TENSOR)):
             yield quantize.float8(source, wide, code="E4M3", shares=shares, panels=GROUPED_ROWS)
         yield quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=(_RUN, _RUN), panels=GROUPED_ROWS)
+        rule = ("kNearest", "kNone", "false", "false")
+        yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=rule, shares=(_RUN, _RUN), panels=GROUPED_ROWS)
     for source in (plain(element), *computed):
         yield grouped_quantize.amaxes(source, (16,))
 

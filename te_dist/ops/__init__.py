@@ -14,6 +14,7 @@ from te_dist.ops.gemm_float8_block import gemm_float8_block
 from te_dist.ops.group_sums import group_sums
 from te_dist.ops.group_table import group_table
 from te_dist.ops.grouped_amax import grouped_amax
+from te_dist.ops.grouped_direction_amax import grouped_direction_amax
 from te_dist.ops.grouped_gemm_decoded import grouped_gemm_decoded
 from te_dist.ops.grouped_gemm_float8_block import grouped_gemm_float8_block
 from te_dist.ops.grouped_gemm_float8_tensor import grouped_gemm_float8_tensor
@@ -22,6 +23,7 @@ from te_dist.ops.grouped_quantize_float8_block import grouped_quantize_float8_bl
 from te_dist.ops.grouped_quantize_float8_current import grouped_quantize_float8_current
 from te_dist.ops.grouped_quantize_float8_tensor import grouped_quantize_float8_tensor
 from te_dist.ops.grouped_quantize_mxfp8 import grouped_quantize_mxfp8
+from te_dist.ops.grouped_quantize_nvfp4 import grouped_quantize_nvfp4
 from te_dist.ops.grouped_wgrad_decoded import grouped_wgrad_decoded
 from te_dist.ops.grouped_wgrad_float8_block import grouped_wgrad_float8_block
 from te_dist.ops.grouped_wgrad_float8_tensor import grouped_wgrad_float8_tensor
@@ -49,6 +51,7 @@ __all__ = [
     "group_sums",
     "group_table",
     "grouped_amax",
+    "grouped_direction_amax",
     "grouped_gemm_decoded",
     "grouped_gemm_float8_block",
     "grouped_gemm_float8_tensor",
@@ -57,6 +60,7 @@ __all__ = [
     "grouped_quantize_float8_current",
     "grouped_quantize_float8_tensor",
     "grouped_quantize_mxfp8",
+    "grouped_quantize_nvfp4",
     "grouped_wgrad_decoded",
     "grouped_wgrad_float8_block",
     "grouped_wgrad_float8_tensor",

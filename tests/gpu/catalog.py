@@ -367,8 +367,8 @@ def grouped_quantizers() -> Iterator[Call]:
     """Of aligned and ragged groups, of none, with rows and tiles behind the last."""
     for (routing, sizes), dtype in product(grouped_quantize.ROUTINGS.items(), DTYPES):
         rows, table = grouped_quantize.routed(sizes)
-        for codec in grouped_quantize.CODECS:
-            cols, shift = (272, 0) if dtype == torch.bfloat16 else (131, 1)
+        for codec in (*grouped_quantize.CODECS, *grouped_quantize.STOCHASTIC):
+            cols, shift = (272, 0) if dtype == torch.bfloat16 else (codec.columns(131), 1)
             name = f"{codec.name} {routing} {cols} {dtype}"
             outputs = {
                 key: shifted(tensor.zero_(), shift) for key, tensor in codec.outputs(rows, cols, len(sizes)).items()
@@ -378,6 +378,9 @@ def grouped_quantizers() -> Iterator[Call]:
         for count in (1, len(sizes)):
             amax = dict(out=torch.zeros(count))
             yield Call(f"amax {count} {routing} {dtype}", ops.grouped_amax, dict(x=x, table=table), amax)
+            found = dict(row_amax=torch.zeros(count), col_amax=torch.zeros(count))
+            inputs = dict(x=x, table=table, hadamard=0xD7E8)
+            yield Call(f"amaxes {count} {routing} {dtype}", ops.grouped_direction_amax, inputs, found)
         sums = matrix("normal", (int(table[1, -1]) + 1, 70), torch.float32)
         out = torch.zeros(len(sizes), 70)
         yield Call(f"sums {routing} {dtype}", ops.group_sums, dict(sums=sums, table=table), dict(out=out))

@@ -43,6 +43,7 @@ class GroupCodec(NamedTuple):
         alone: quantizes a matrix, that of a numbered group, into outputs made for its rows, without padding.
         given: tensors beside the rule, by the number of groups.
         shared: what other outputs must be, by the number of groups.
+        grain: columns come in multiples of it.
     """
 
     name: str
@@ -53,6 +54,11 @@ class GroupCodec(NamedTuple):
     alone: Callable[[Tensor, Tensors, int], None]
     given: Callable[[int], Tensors] = lambda groups: {}
     shared: Callable[[int], Tensors] = lambda groups: {}
+    grain: int = 1
+
+    def columns(self, wanted: int) -> int:
+        """As many columns, or some more."""
+        return -(-wanted // self.grain) * self.grain
 
     def arguments(self, groups: int) -> dict[str, Any]:
         """Keywords of the quantizer of groups, without table, matrix and outputs."""
@@ -77,7 +83,8 @@ class GroupCodec(NamedTuple):
                 first, length = (part.per_tile * tile, part.per_tile * tiles) if part.per_tile else (begin, size)
                 place = want[key].narrow(part.dim, first, length)
                 place.zero_()
-                place.narrow(part.dim, 0, found[key].shape[part.dim]).copy_(found[key])
+                length = min(length, found[key].shape[part.dim])
+                place.narrow(part.dim, 0, length).copy_(found[key].narrow(part.dim, 0, length))
             begin, tile = begin + size, tile + tiles
         return want
 
@@ -178,6 +185,36 @@ def mx(tiles: dict[str, Pair], fp8: str = "e4m3") -> GroupCodec:
     return GroupCodec(f"mx {rule}", ops.grouped_quantize_mxfp8, rule, parts, make, alone)
 
 
+def fp4(tiles: dict[str, Pair], each: bool, **changes: Any) -> GroupCodec:
+    """NVFP4 below one amax for all groups or one for `each`; `tiles`: of the directions that are written."""
+    rule = dict(e4m3_max=448, four_over_six="none", rng_state=None) | changes
+    rule |= {f"{side}_tile": tile for side, tile in tiles.items()}
+    where = {"row_data": Part(0), "row_scale": Part(0), "col_data": Part(1, 64), "col_scale": Part(1, 8)}
+    parts = {key: part for key, part in where.items() if key[:3] in tiles}
+
+    def given(groups: int) -> Tensors:
+        amax = torch.arange(1.0, (groups if each else 1) + 1)
+        return {f"{side}_tensor_amax": amax for side in tiles}
+
+    def make(rows: int, cols: int, padded: int) -> Tensors:
+        found = {"row_data": codes(rows, cols // 2), "col_data": codes(cols, -(-padded // 2))}
+        found |= {"row_scale": codes(rows, -(-cols // 16)), "col_scale": codes(cols, -(-padded // 16))}
+        return {key: found[key] for key in parts}
+
+    def alone(x: Tensor, found: Tensors, number: int) -> None:
+        planes = found | {key: amax[-1:, None] for key, amax in given(number + 1).items()}
+        if "col" in tiles:
+            # Rows come in pairs, transformed ones in groups of 16: what is there is followed by zeros.
+            whole = 16 if changes.get("col_hadamard") else 2
+            x = torch.cat((x, x.new_zeros(-x.shape[0] % whole, x.shape[1])))
+            found |= make(x.shape[0], x.shape[1], x.shape[0])
+            planes |= found | {"col_scale": found["col_scale"].t()}
+        ops.quantize_nvfp4(x, phase=(0, 0), **rule, **planes)
+
+    name, grain = f"fp4 {each} {rule}", 2 if rule["rng_state"] is None else 16
+    return GroupCodec(name, ops.grouped_quantize_nvfp4, rule, parts, make, alone, given, grain=grain)
+
+
 RUNS, SQUARES = {"row": (1, 128), "col": (128, 1)}, {"row": (128, 128), "col": (128, 128)}
 CODECS = [
     block(RUNS),
@@ -196,4 +233,15 @@ CODECS = [
     mx({"row": (32, 32), "col": (32, 32)}, "e5m2"),
     mx({"row": (1, 32)}),
     mx({"col": (32, 1)}),
+    fp4({"row": (1, 16), "col": (16, 1)}, True),
+    fp4({"row": (16, 16), "col": (16, 16)}, False, e4m3_max=256),
+    fp4({"row": (1, 16)}, True),
+    fp4({"col": (16, 1)}, False, four_over_six="mse"),
+    fp4({"row": (1, 16), "col": (16, 1)}, True, col_hadamard=0xD7E8),
+]
+# Where values lie, and not their group alone, says how they are rounded.
+STATE = torch.tensor([12345, 2**32 - 3])
+STOCHASTIC = [
+    fp4({"row": (1, 16), "col": (16, 1)}, False, rng_state=STATE),
+    fp4({"row": (1, 16), "col": (16, 1)}, True, rng_state=torch.stack((STATE, STATE + 5)), col_hadamard=0xD7E8),
 ]

@@ -12,7 +12,19 @@ from te_dist.ops.panel_sums import column_sums, panel_sums
 from te_dist.ops.source import Summed, sums_shape
 from te_dist.testing import assert_bitwise
 from tests.codecs.kernel_inputs import matrix
-from tests.ops.grouped_quantize import CODECS, ROUTINGS, RUNS, SPARE_ROWS, GroupCodec, block, check, poison, routed
+from tests.ops.grouped_quantize import (
+    CODECS,
+    ROUTINGS,
+    RUNS,
+    SPARE_ROWS,
+    STATE,
+    STOCHASTIC,
+    GroupCodec,
+    block,
+    check,
+    poison,
+    routed,
+)
 from tests.ops.sources import cases, sums_of, with_sums
 
 
@@ -21,7 +33,7 @@ from tests.ops.sources import cases, sums_of, with_sums
 def test_every_group_as_if_it_were_alone(codec: GroupCodec, routing):
     sizes = ROUTINGS[routing]
     rows, table = routed(sizes)
-    for dtype, cols in ((torch.bfloat16, 272), (torch.float32, 96)):
+    for dtype, cols in ((torch.bfloat16, 272), (torch.float32, codec.columns(95))):
         x = matrix("wide", (rows, cols), dtype)
         outputs = codec.outputs(rows, cols, len(sizes))
         poison(outputs)
@@ -76,6 +88,20 @@ def test_sums_of_groups_are_those_of_each_alone(sizes):
         begin += size
 
 
+def test_noise_is_that_of_the_whole_matrix():
+    codec, sizes = STOCHASTIC[0], ROUTINGS["aligned"]
+    rows, table = routed(sizes)
+    x = matrix("normal", (rows - rows % 2, 272), torch.bfloat16)
+    outputs = codec.outputs(*x.shape, len(sizes))
+    codec.op(x, table=table, **codec.arguments(len(sizes)), **outputs)
+    want = codec.make(*x.shape, x.shape[0])
+    amax = torch.ones(1, 1)
+    planes = want | {"col_scale": want["col_scale"].t(), "row_tensor_amax": amax, "col_tensor_amax": amax}
+    ops.quantize_nvfp4(x, phase=(0, 0), **codec.rule, **planes)
+    for key, dim, length in (("row_data", 0, 768), ("col_data", 1, 384), ("row_scale", 0, 768), ("col_scale", 1, 48)):
+        assert_bitwise(outputs[key].narrow(dim, 0, length), want[key].narrow(dim, 0, length), key)
+
+
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_amaxes_of_groups(routing):
     sizes = ROUTINGS[routing]
@@ -91,6 +117,14 @@ def test_amaxes_of_groups(routing):
     ]
     assert_bitwise(each, torch.tensor(want[:-1]), "amax of each")
     assert_bitwise(whole, torch.tensor([max(want[:-1])]), "amax of all")
+    rows_found, transforms = torch.full((len(sizes),), 7.0), torch.full((len(sizes),), 7.0)
+    ops.grouped_direction_amax(x, table=table, hadamard=0xD7E8, row_amax=rows_found, col_amax=transforms)
+    assert_bitwise(rows_found, each, "amax of rows")
+    for part, got in zip(x.split([*sizes, SPARE_ROWS]), transforms, strict=False):
+        alone = torch.zeros(1, 1)
+        padded = torch.cat((part, part.new_zeros(-part.shape[0] % 16, part.shape[1])))
+        ops.direction_amax(padded, hadamard=0xD7E8, col_amax=alone)
+        assert_bitwise(got, alone[0, 0], "amax of the transform")
     recorded = torch.full((len(sizes),), 2.0)
     row_data = torch.empty(rows, 70, dtype=torch.uint8)
     ops.grouped_quantize_float8_tensor(x, scale, table=table, fp8="e4m3", amax=recorded, row_data=row_data)
@@ -133,6 +167,24 @@ GOOD = block(RUNS).rule | block(RUNS).outputs(ROWS, 256, 2) | {"x": X, "table": 
 def test_what_does_not_fit_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         ops.grouped_quantize_float8_block(**(GOOD | changes))
+
+
+def test_nvfp4_that_does_not_fit_is_refused():
+    codec = STOCHASTIC[0]
+    good = codec.arguments(2) | codec.outputs(ROWS, 256, 2) | {"x": X, "table": TABLE}
+    for changes, message in (
+        (
+            {"x": X[:, :250].contiguous(), "row_data": good["row_data"][:, :125].contiguous()},
+            "rng_state: got 250 columns",
+        ),
+        ({"rng_state": STATE.float()}, "rng_state: got torch.float32"),
+        ({"row_tensor_amax": None}, "row_tensor_amax: got None"),
+        ({"col_tensor_amax": torch.ones(3)}, "col_tensor_amax: got shape"),
+        ({"col_data": good["col_data"][:, :64].contiguous()}, "from 128 on"),
+        ({"col_hadamard": 1, "four_over_six": "mae"}, "four_over_six: got 'mae' beside col_hadamard"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.grouped_quantize_nvfp4(**(good | changes))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ struct OneMatrix {
 
   Phase phase;
 
-  TE_DIST_DEVICE View view(const Extents& extents, int64_t) const { return {extents, phase, 0}; }
+  TE_DIST_DEVICE View view(const Extents& extents, int64_t) const { return view_of_tile(extents, 0); }
+  TE_DIST_DEVICE View view_of_tile(const Extents& extents, int) const { return {extents, phase, 0}; }
   TE_DIST_DEVICE int64_t tiled_rows(const View& view) const { return view.phase.row + view.extents.rows; }
   TE_DIST_DEVICE int64_t col_rows(const Extents& extents) const { return extents.rows; }
   TE_DIST_INLINE int64_t col_row(const View&, int64_t row) { return row; }

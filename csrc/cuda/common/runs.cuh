@@ -2,6 +2,7 @@
 #pragma once
 
 #include "butterfly.cuh"
+#include "panels.cuh"
 #include "source.cuh"
 
 namespace te_dist::cuda {
@@ -15,20 +16,21 @@ struct PanelGrid {
 };
 
 // A panel of the grid. Panels are aligned to tiles, so the first begins before the matrix where it has a phase.
-struct Panel {
-  Extents extents;
+struct Panel : View {
   int64_t row, col;   // its first element in the matrix; may be negative
   Inside rows, cols;  // of the panel that lie in the matrix
   bool is_whole;      // all of it does
 
   // Number `index` of those from left to right, top to bottom.
-  TE_DIST_INLINE Panel of(const Extents& extents, const Phase& phase, const PanelGrid& grid, uint32_t index) {
+  template <class Panels>
+  TE_DIST_INLINE Panel of(const Extents& all, const Panels& panels, const PanelGrid& grid, uint32_t index) {
     uint32_t panel_row = __umulhi(index, grid.reciprocal), panel_col = index - panel_row * grid.across;
     if (panel_col >= grid.across) ++panel_row, panel_col -= grid.across;  // the quotient was that, or one less
-    const int64_t row = int64_t(panel_row) * kPanel - phase.row, col = int64_t(panel_col) * kPanel - phase.col;
-    const Inside rows = Inside::of(row, kPanel, extents.rows), cols = Inside::of(col, kPanel, extents.cols);
+    const View view = panels.view_of_tile(all, int(panel_row));
+    const int64_t row = int64_t(panel_row) * kPanel - view.phase.row, col = int64_t(panel_col) * kPanel - view.phase.col;
+    const Inside rows = Inside::of(row, kPanel, view.extents.rows), cols = Inside::of(col, kPanel, view.extents.cols);
     const bool is_whole = rows.begin == 0 && rows.end == kPanel && cols.begin == 0 && cols.end == kPanel;
-    return {extents, row, col, rows, cols, is_whole};
+    return {view, row, col, rows, cols, is_whole};
   }
 };
 
@@ -96,6 +98,15 @@ struct Strip {
       read_any<Source, kWidth>(p, panel, {0, kRows}, {0, kCols});
     } else {
       read_any<Source, kWidth>(p, panel, rows, cols);
+    }
+  }
+
+  // Rows that are outside become zeros.
+  TE_DIST_DEVICE void keep_rows() {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) words[i][w] = rows.has(i) ? words[i][w] : 0;
     }
   }
 
