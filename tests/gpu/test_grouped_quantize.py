@@ -26,8 +26,8 @@ BOTH_SIDES = {codec.op: codec for codec in reversed(CODECS) if {"row_data", "col
 def test_bytes_of_the_cpu(codec: GroupCodec):
     for routing, sizes in (ROUTINGS | MANY).items():
         rows, table = routed(sizes)
-        for (cols, shift), dtype in zip(PLACES, (*DTYPES, torch.bfloat16, torch.bfloat16), strict=True):
-            cols = codec.columns(cols)
+        for (wanted, shift), dtype in zip(PLACES, (*DTYPES, torch.bfloat16, torch.bfloat16), strict=True):
+            cols = codec.columns(wanted)
             outputs = {key: shifted(tensor, shift) for key, tensor in codec.outputs(rows, cols, len(sizes)).items()}
             x = shifted(matrix("wide", (rows, cols), dtype), shift)
             check_twins(
