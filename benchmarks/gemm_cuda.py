@@ -117,7 +117,7 @@ def label(tiling: gemm.Tiling) -> str:
 
 def fits(tiling: gemm.Tiling, *, square: bool, adds: bool) -> bool:
     """Whether the kernel can be cut so."""
-    return (square or tiling.cols == 128) and not (adds and (tiling.waves > 1 or tiling.cols > 128))
+    return tiling.cols == 128 or (square and not adds)
 
 
 def sweep(repeats: int) -> None:

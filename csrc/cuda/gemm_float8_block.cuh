@@ -18,14 +18,16 @@ namespace te_dist::cuda {
 // kSquareB: B has a scale for 128 x 128, not for 1 x 128.
 // kConsumers: how many. kWaves: 64 rows of the product that each computes one after the other, with the same part of B.
 // kCluster: blocks side by side along N that read A once for all.
-// kAdds: adds to what `out` holds, which is read while the product is computed.
+// kAdds: adds to what `out` holds.
 template <template <class> class Walk, class CodeA, class CodeB, class Out, bool kSquareB, int kConsumers, int kWaves,
           int kCols, int kCluster, int kStages, bool kAdds>
 struct GemmFloat8Block {
   static constexpr int kThreads = 128 * (1 + kConsumers), kBlocks = 1;
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32, kConsumerRegisters = kConsumers == 2 ? 240 : 160;
   static constexpr int kRows = 64 * kWaves * kConsumers, kDepth = 128;  // of a tile
   using Tiles = Walk<TileShape<kRows, kCols, kCluster, kSquareB>>;
+  // Together as many as there are; a producer needs more where groups of rows are to be found.
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : Tiles::kRowsAreAligned ? 24 : 40;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : (504 - kProducerRegisters) / 2;
   static constexpr int kSums = kCols / 2;  // of a wave, by thread
   static constexpr bool kHoldsColScales = kWaves > 1;  // from wave to wave, in registers
   static constexpr bool kReadsAhead = kSquareB || kHoldsColScales;  // all of a stage before its products are done
@@ -54,7 +56,6 @@ struct GemmFloat8Block {
   };
 
   using Output = Epilogue<Params, Out, kWaves, kCols, kBoxes % 2 ? kBoxes : 2, kAdds>;
-  static_assert(!kAdds || Output::kHolds, "shared memory holds all that a product is added to");
 
   struct Shared {
     alignas(1024) uint8_t a[kStages][kRows * kDepth];
@@ -62,6 +63,7 @@ struct GemmFloat8Block {
     alignas(1024) typename Output::Buffer out[kConsumers];
     alignas(128) float a_scale[kStages][kScaleBoxes * kBoxPitch];
     alignas(128) float b_scale[kStages][kSquareB ? 32 : kCols];
+    Tile tile[kStages];  // that begins with the stage
     Barrier full[kStages], empty[kStages];
     Barrier held[kConsumers];  // what `out` holds, of kAdds, is there
   };
@@ -74,15 +76,23 @@ struct GemmFloat8Block {
   TE_DIST_DEVICE int first_tile() const { return blockIdx.x / kCluster; }
   TE_DIST_DEVICE int tile_step() const { return gridDim.x / kCluster; }
 
+  // Stages of a tile. Where there is nothing to sum there is one that holds nothing.
+  TE_DIST_INLINE int stages_of(const Tile& t) { return t.depth_tiles > 0 ? t.depth_tiles : 1; }
+
   // Fills the stages of a tile. One thread does.
   TE_DIST_DEVICE void produce(const Tile& t, Ring<kStages>& ring) {
     constexpr int kShare = kRows / kCluster;  // rows of A that this block reads, for all of the cluster
 #pragma unroll 1
-    for (int k = 0; k < t.depth_tiles; ++k, ring.advance()) {
+    for (int k = 0, end = stages_of(t); k < end; ++k, ring.advance()) {
       const uint32_t s = ring.stage;
       const int depth = t.first_depth + k;
       Barrier& full = shared.full[s];
       shared.empty[s].wait(ring.parity ^ 1);
+      if (k == 0) shared.tile[s] = t;
+      if (t.depth_tiles == 0) {
+        full.arrive();
+        continue;
+      }
       if constexpr (kCluster > 1) {
         const int own = int(block) * kShare;
         copy_box_to_many(p.a, full, &shared.a[s][own * kDepth], depth * kDepth, t.row + own, (1 << kCluster) - 1);
@@ -103,7 +113,7 @@ struct GemmFloat8Block {
     }
   }
 
-  // All lanes of a warp find the tiles.
+  // All lanes of a warp find the tiles, ahead of those who compute them.
   TE_DIST_DEVICE void produce() {
     const Tiles tiles{p.tiles};
     Ring<kStages> ring;
@@ -229,7 +239,11 @@ struct GemmFloat8Block {
 #pragma unroll
         for (int i = 0; i < kSums; ++i) sums[w][i] = 0.0f;
       }
-      if (t.depth_tiles > 0) shared().full[ring.stage].wait(ring.parity);
+      if (t.depth_tiles == 0) {
+        __syncwarp();
+        release(ring.stage);
+        ring.advance();
+      }
       for (int k = 0; k < t.depth_tiles; ++k) {
         const int stage = ring.stage;
         ColScales cols{*this, stage, {}};
@@ -257,10 +271,11 @@ struct GemmFloat8Block {
       const Tiles tiles{gemm.p.tiles};
       Ring<kStages> ring;
       for (int index = gemm.first_tile(), end = tiles.count(); index < end; index += gemm.tile_step()) {
-        const Tile t = tiles.at(index, gemm.block);
+        shared().full[ring.stage].wait(ring.parity);
+        const Tile t = shared().tile[ring.stage];
         if (kAdds && t.depth_tiles == 0) continue;
         sum_tile(t, ring);
-        output.finish(t, sums);
+        if constexpr (Tiles::kHasBias) output.finish(t, sums);
         output.write(t, sums);
       }
       if (threadIdx.x % 128 == 0) wait_stores();

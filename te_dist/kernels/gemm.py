@@ -19,6 +19,7 @@ from te_dist.kernels.spec import Layout, Spec
 DEPTH = 128  # summed over at a time, by one scale
 _BOX_COL_BYTES, BARRIER_BYTES = 128, 8
 BOX_BYTES = 64 * _BOX_COL_BYTES
+_TILE_BYTES = 40  # of what says where a tile lies
 SHARED_LIMIT = 227 * 1024  # of a block, sm_90
 _PROCESSORS = 132  # of an H100 or H200; a choice for another number of them costs time, not values
 _OUT_BYTES = {"BFloat16": 2, "Float16": 2, "Float32": 4}
@@ -66,7 +67,7 @@ class Tiling:
         scales = 4 * (row_scales + (32 if square else self.cols))
         boxes = self.waves * self.cols * out_bytes // _BOX_COL_BYTES  # of a consumer's output, on the way to memory
         boxes = boxes if boxes % 2 else min(4, boxes)
-        ring = stages * ((self.rows + self.cols) * DEPTH + scales + 2 * BARRIER_BYTES)
+        ring = stages * ((self.rows + self.cols) * DEPTH + scales + _TILE_BYTES + 2 * BARRIER_BYTES)
         total = ring + self.consumers * (boxes * BOX_BYTES + BARRIER_BYTES)
         return -(-total // 1024) * 1024
 
@@ -92,38 +93,48 @@ class Kind(NamedTuple):
 
 Rates = dict[Tiling, int]  # TFLOP/s of each tiling to choose from, of an H200
 
-# 8192 x 8192 x 8192 in `python -m benchmarks.gemm_cuda --tilings`. What is added to is read into shared memory, which
-# holds no more than one wave.
+# 8192 x 8192 x 8192 in `python -m benchmarks.gemm_cuda --tilings`.
 RATES: dict[Kind, Rates] = {
-    Kind(True, 2): {Tiling(2, 1): 1139, Tiling(2, 2): 1374, Tiling(2, 2, 2): 1385, Tiling(2, 1, cols=192): 1400},
-    Kind(True, 4): {Tiling(2, 1): 1104, Tiling(2, 2): 1259, Tiling(2, 2, 2): 1317},
-    Kind(True, 4, True): {Tiling(2, 1): 1048, Tiling(3, 1): 1114},
-    Kind(False, 2): {Tiling(2, 1): 995, Tiling(3, 1): 1071},
+    Kind(True, 2): {Tiling(2, 1): 1202, Tiling(2, 2): 1427, Tiling(2, 2, 2): 1440, Tiling(2, 1, cols=192): 1359},
+    Kind(True, 4): {Tiling(2, 1): 1156, Tiling(2, 2): 1304, Tiling(2, 2, 2): 1367, Tiling(2, 1, cols=192): 1343},
+    Kind(True, 4, True): {Tiling(2, 1): 1109, Tiling(3, 1): 1155, Tiling(2, 2, 2): 1317},
+    Kind(False, 2): {Tiling(2, 1): 1049, Tiling(3, 1): 1112},
     Kind(False, 4): {Tiling(2, 1): 856, Tiling(2, 2): 1011, Tiling(2, 2, 2): 1045, Tiling(3, 1): 1025},
-    Kind(False, 4, True): {Tiling(2, 1): 848, Tiling(3, 1): 967},
+    Kind(False, 4, True): {Tiling(2, 1): 848, Tiling(3, 1): 967, Tiling(2, 2, 2): 1045},
 }
+# Picoseconds for a value that is added to, where memory is what they wait for: 128 groups of 65536 rows, N = 1536 in
+# `python -m benchmarks.grouped_cuda --tilings`. One wave is added in shared memory, more by the copy engine.
+_ADDING = {(2, 1): 2.6, (3, 1): 2.8, (2, 2): 3.9}
 
 
-def fastest(rates: Rates, row_tiles: Callable[[Tiling], float], cols: int) -> Tiling:
-    """The tiling whose rounds of tiles, one tile for each processor, take the least time.
+class Extents(NamedTuple):
+    """Of a product: `row_tiles` says how many tiles lie along the rows, `depth_tiles` how many are summed."""
 
-    Args:
-        rates: of those to choose from.
-        row_tiles: number of tiles along the rows.
-        cols: of the output.
+    row_tiles: Callable[[Tiling], float]
+    cols: int
+    depth_tiles: float
+
+
+def fastest(rates: Rates, extents: Extents, *, adds: bool) -> Tiling:
+    """The tiling of `rates` whose rounds of tiles, one tile for each processor, take the least time.
+
+    `adds`: whether the product is added to the output.
     """
 
     def time(shape: Tiling) -> float:
-        clusters = row_tiles(shape) * shape.col_tiles(cols)
-        return ceil(clusters / (_PROCESSORS // shape.cluster)) * shape.rows * shape.cols / rates[shape]
+        clusters = extents.row_tiles(shape) * shape.col_tiles(extents.cols)
+        value = 2 * DEPTH * extents.depth_tiles / rates[shape]  # picoseconds
+        if adds:
+            value = max(value, _ADDING[shape.consumers, shape.waves])
+        return ceil(clusters / (_PROCESSORS // shape.cluster)) * shape.rows * shape.cols * value
 
     return min(rates, key=time)
 
 
 @cache
-def tiling(rows: int, cols: int, kind: Kind) -> Tiling:
+def tiling(rows: int, cols: int, depth_tiles: int, kind: Kind) -> Tiling:
     """The fastest one for a product of this shape."""
-    return fastest(RATES[kind], lambda shape: shape.row_tiles(rows), cols)
+    return fastest(RATES[kind], Extents(lambda shape: shape.row_tiles(rows), cols, depth_tiles), adds=kind.adds)
 
 
 class Variant(NamedTuple):
@@ -199,14 +210,15 @@ def gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, b_
         return
     check_alignment(a=a, a_scale=a_scale, b=b, b_scale=b_scale)
     square = b_tile[0] != 1
-    shape = tiling(rows, cols, Kind(square, out.element_size(), accumulate))
+    depth_tiles = -(-depth // DEPTH)
+    shape = tiling(rows, cols, depth_tiles, Kind(square, out.element_size(), accumulate))
     spec = float8_block((CODES[fp8[0]], CODES[fp8[1]]), ELEMENTS[out.dtype], square, shape, adds=accumulate)
     if out.is_meta:
         return record(spec)
     scale_maps = matrix_map(a_scale, (1, shape.rows)), col_scale_map(b_scale, shape, square)
     values = common((operand_maps(a, b, shape), scale_maps), out, bias, None)
     row_tiles, col_tiles = shape.row_tiles(rows), shape.col_tiles(cols)
-    tiles = (rows, row_tiles, col_tiles, -(-depth // DEPTH), shape.band)
+    tiles = (rows, row_tiles, col_tiles, depth_tiles, shape.band)
     clusters = min(row_tiles * col_tiles, multiprocessors(out.get_device()) // shape.cluster)
     launch(spec, out, (clusters * shape.cluster, 1), (*values, *tiles))
 

@@ -74,7 +74,7 @@ def test_product_of_every_pair_of_types(fp8, b_tile):
 
 @pytest.mark.parametrize("b_tile", (SQUARE, RUN))
 @pytest.mark.parametrize("shape", [(300, 264, 384), (129, 131, 144), (2048, 1024, 256)])
-@pytest.mark.parametrize("tiling", [tiling for tiling in TILINGS if tiling.waves == 1], ids=str, indirect=True)
+@pytest.mark.parametrize("tiling", TILINGS, ids=str, indirect=True)
 def test_product_is_added_to_the_output(shape, b_tile, tiling):
     rows, cols, depth = shape
     a, b = operand(rows, depth, "e5m2", RUN, 5), operand(cols, depth, "e4m3", b_tile, 6)

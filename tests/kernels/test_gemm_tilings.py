@@ -12,33 +12,39 @@ from te_dist.kernels import gemm, grouped_gemm
 @pytest.mark.parametrize("kind", gemm.RATES)
 def test_large_products_are_given_the_tiling_that_was_measured_fastest(kind):
     for tiling, rates in (
-        (gemm.tiling(2**16, 2**14, kind), gemm.RATES[kind]),
-        (grouped_gemm.rows_tiling(2**18, 2**14, 2, kind), grouped_gemm.ROWS_RATES[kind]),
-        (grouped_gemm.sums_tiling(2**14, 2**14, 2, kind), gemm.RATES[kind]),
+        (gemm.tiling(2**16, 2**14, 64, kind), gemm.RATES[kind]),
+        (grouped_gemm.rows_tiling(2**18, 2**14, 2, 64, kind), grouped_gemm.ROWS_RATES[kind]),
+        (grouped_gemm.sums_tiling(2**14, 2**14, 2, 128, kind), gemm.RATES[kind]),
     ):
         assert rates[tiling] > 0.99 * max(rates.values())
 
 
 def test_few_rows_are_given_small_tiles():
-    assert gemm.tiling(128, 4096, gemm.Kind(True, 2)).rows == 128
-    assert grouped_gemm.rows_tiling(128 * 64, 4096, 128, gemm.Kind(True, 2)).rows == 128  # 64 rows in each group
-    assert grouped_gemm.rows_tiling(128 * 2048, 4096, 128, gemm.Kind(False, 4)).rows > 128
+    assert gemm.tiling(128, 4096, 8, gemm.Kind(True, 2)).rows == 128
+    assert grouped_gemm.rows_tiling(128 * 64, 4096, 128, 8, gemm.Kind(True, 2)).rows == 128  # 64 rows in each group
+    assert grouped_gemm.rows_tiling(128 * 2048, 4096, 128, 8, gemm.Kind(False, 4)).rows > 128
 
 
 def test_no_processor_is_left_idle_for_larger_tiles():
-    assert gemm.tiling(132 * 128, 128, gemm.Kind(True, 2)).rows == 128
+    assert gemm.tiling(132 * 128, 128, 8, gemm.Kind(True, 2)).rows == 128
 
 
 def test_one_block_does_not_share_rows_with_another():
     for *shape, square, out_bytes in product((64, 4096), (64, 128), (True, False), (2, 4)):
-        assert gemm.tiling(*shape, gemm.Kind(square, out_bytes)).cluster == 1
+        assert gemm.tiling(*shape, 8, gemm.Kind(square, out_bytes)).cluster == 1
+
+
+def test_short_sums_are_added_in_shared_memory():
+    kind = gemm.Kind(False, 4, adds=True)
+    assert gemm.tiling(8192, 8192, 64, kind).waves == 2
+    assert grouped_gemm.sums_tiling(1536, 2048, 128, 512, kind).waves == 1
 
 
 def test_every_tiling_that_is_chosen_is_one_to_choose_from():
     for rows, cols, groups, kind in product((1, 700, 2**17), (8, 129, 2**13), (1, 9), gemm.RATES):
         chosen = (
-            gemm.tiling(rows, cols, kind),
-            grouped_gemm.rows_tiling(rows, cols, groups, kind),
-            grouped_gemm.sums_tiling(rows, cols, groups, kind),
+            gemm.tiling(rows, cols, 8, kind),
+            grouped_gemm.rows_tiling(rows, cols, groups, 8, kind),
+            grouped_gemm.sums_tiling(rows, cols, groups, 8, kind),
         )
         assert set(chosen) <= {*gemm.RATES[kind], *grouped_gemm.ROWS_RATES[kind]}

@@ -6,7 +6,7 @@
 namespace te_dist::cuda {
 
 // One tile of a product. Everything counts in the matrices as they lie in memory, all groups in one.
-struct Tile {
+struct alignas(8) Tile {
   int row;           // of A and of its scales
   int col;           // of the product
   int b_row;         // of B
@@ -41,6 +41,7 @@ struct TileShape {
 template <class Shape>
 struct OneProduct {
   static constexpr bool kRowsAreAligned = true;  // tiles begin at multiples of their extents
+  static constexpr bool kHasBias = true;
 
   struct Params {
     int32_t rows;
@@ -84,7 +85,7 @@ struct GroupTable {
 // Products of rows, in groups, with a matrix B of each group: of rows (T, K) with (groups * N, K).
 template <class Shape>
 struct RowGroups {
-  static constexpr bool kRowsAreAligned = false;
+  static constexpr bool kRowsAreAligned = false, kHasBias = true;
 
   struct Params {
     GroupTable table;
@@ -112,7 +113,7 @@ struct RowGroups {
 // and ends at a tile; the output is (groups * M, N).
 template <class Shape>
 struct DepthGroups {
-  static constexpr bool kRowsAreAligned = true;
+  static constexpr bool kRowsAreAligned = true, kHasBias = false;
 
   struct Params {
     GroupTable table;  // its tiles those of 128 rows
