@@ -184,13 +184,13 @@ struct GemmFloat8Block {
 
     // Begins to sum over the 128 values of a stage, for the rows of a wave.
     TE_DIST_DEVICE void multiply(float (&part)[kSums], int stage, int wave) const {
-      const Rows128 a = first_a.further<kRows * kDepth>(stage).further<64 * kDepth>(wave);
-      const Rows128 b = first_b.further<kCols * kDepth>(stage);
+      const Rows128 a = first_a.template further<kRows * kDepth>(stage).template further<64 * kDepth>(wave);
+      const Rows128 b = first_b.template further<kCols * kDepth>(stage);
       pin(part);
       begin_products();
 #pragma unroll
       for (int k = 0; k < kDepth / 32; ++k) {
-        multiply_64xNx32<CodeA, CodeB>(part, a.further<32>(k), b.further<32>(k), k > 0);
+        multiply_64xNx32<CodeA, CodeB>(part, a.template further<32>(k), b.template further<32>(k), k > 0);
       }
       commit_products();
       pin(part);
@@ -273,8 +273,8 @@ struct GemmFloat8Block {
       for (int index = gemm.first_tile(), end = tiles.count(); index < end; index += gemm.tile_step()) {
         shared().full[ring.stage].wait(ring.parity);
         const Tile t = shared().tile[ring.stage];
-        if (kAdds && t.depth_tiles == 0) continue;
         sum_tile(t, ring);
+        if (kAdds && t.depth_tiles == 0) continue;
         if constexpr (Tiles::kHasBias) output.finish(t, sums);
         output.write(t, sums);
       }
@@ -311,7 +311,7 @@ struct GemmFloat8Block {
     } else {
       take_registers<kConsumerRegisters>();
       const int lane = threadIdx.x % 32;
-      const Rows128 a = Rows128::at(shared_address(gemm.shared.a[0])).further<64 * kWaves * kDepth>(group);
+      const Rows128 a = Rows128::at(shared_address(gemm.shared.a[0])).template further<64 * kWaves * kDepth>(group);
       const Rows128 b = Rows128::at(shared_address(gemm.shared.b[0]));
       const int row = int(threadIdx.x) / 32 % 4 * 16 + lane / 4, col = lane % 4 * 2;
       const Output output{p, gemm.shared.out[group], &gemm.shared.held[group], group, row, col, 0};

@@ -19,6 +19,7 @@ struct Epilogue {
   static constexpr int kBoxBytes = 64 * 128, kBoxCols = 128 / Out::kBytes;
   static constexpr int kBoxes = kWaves * kCols / kBoxCols, kTurns = kBoxes / kBoxesInTurn, kParts = kTurns > 1 ? 2 : 1;
   static constexpr bool kHolds = kAdds && kTurns == kParts;
+  static_assert(!kHolds || kWaves == 1, "the sums of several waves are fetched one after the other");
   using Buffer = uint8_t[kParts][kBoxesInTurn * kBoxBytes];
   using Sums = float[kWaves][kSums];
 
@@ -152,13 +153,14 @@ struct Epilogue {
   // engine, while the next tile is computed; by threads what it cannot write, or where rows behind are others'.
   template <bool kIsAdded, class Tile>
   TE_DIST_DEVICE void write_turns(const Tile& t, const Sums& sums) const {
-    constexpr int kMayBeRead = (kParts - 1) * kBoxesInTurn;
+    // What the turn before has stored may still be read; where turns are odd in number, the first has its part from the last.
+    constexpr int kMayBeRead = (kParts - 1) * kBoxesInTurn, kAtFirst = kTurns % kParts ? 0 : kMayBeRead;
     const bool is_first = threadIdx.x % 128 == 0;
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
       uint8_t* part = buffer[turn % kParts];
       if constexpr (!kIsAdded) {
-        if (is_first) wait_stores_read<kMayBeRead>();
+        if (is_first) turn ? wait_stores_read<kMayBeRead>() : wait_stores_read<kAtFirst>();
         sync_threads(1 + group, 128);
       }
 #pragma unroll

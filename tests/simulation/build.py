@@ -1,0 +1,102 @@
+"""From a spec to a function that runs its kernel on host threads."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+import struct
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from te_dist.kernels import sources
+from te_dist.kernels.arguments import MatrixMap
+from te_dist.kernels.spec import Spec
+from tests.simulation.ptx import without_assembly
+
+HERE = Path(__file__).parent
+FOLDER = HERE.parents[1] / "build" / "simulation"
+MACROS = {
+    "__CUDACC_RTC__": "1",
+    "__device__": "",
+    "__forceinline__": "inline",
+    "__global__": "",
+    "__grid_constant__": "",
+    "__launch_bounds__(...)": "",
+    "__shared__": "SIM_SHARED",
+    "__align__(bytes)": "",
+}
+ENTRY = """
+extern "C" void run(const void* parameters, unsigned grid, unsigned cluster) {
+  sim::Engine engine;
+  sim::engine = &engine;
+  for (unsigned first = 0; first < grid; first += cluster) {
+    sim::Cluster its;
+    for (unsigned rank = 0; rank < cluster; ++rank) {
+      its.blocks.push_back(std::make_unique<sim::Block>(&its, rank, unsigned(Kernel::kThreads)));
+    }
+    std::vector<std::thread> threads;
+    for (unsigned rank = 0; rank < cluster; ++rank) {
+      for (unsigned number = 0; number < unsigned(Kernel::kThreads); ++number) {
+        threads.emplace_back([&, rank, number] {
+          sim::self.block = its.blocks[rank].get();
+          sim::self.number = threadIdx.x = number;
+          blockIdx.x = first + rank, gridDim.x = grid, blockDim.x = unsigned(Kernel::kThreads);
+          te_dist_kernel(*static_cast<const Kernel::Params*>(parameters));
+        });
+      }
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+}
+"""
+_ELEMENT_BYTES = {0: 1, 6: 2, 7: 4, 9: 2}  # by the type of a tensor map
+
+
+class Map:
+    """A tensor map as device.h has it."""
+
+    def __init__(self, map: MatrixMap) -> None:
+        self._map = map
+
+    def encoded(self) -> bytes:
+        kind, *rest = self._map.place
+        return struct.pack("@8q", self._map.address, _ELEMENT_BYTES[kind], *rest)
+
+
+@cache
+def compiled(spec: Spec) -> ctypes.CDLL:
+    """The kernel with its launcher; kept on disk by what it is made of."""
+    plain = "\n".join(line for line in spec.source.splitlines() if "__INTADDR__" not in line)
+    defined = [f"-D{name}={value}" for name, value in MACROS.items()]
+    command = ["g++", "-E", "-P", "-x", "c++", "-std=c++20", *defined, f"-I{sources.folder()}", "-"]
+    text = subprocess.run(command, input=plain, capture_output=True, text=True, check=True).stdout
+    text = re.sub(r"extern SIM_SHARED\s+uint8_t memory\[\];", "uint8_t* memory = sim::dynamic_shared();", text)
+    text = without_assembly(re.sub(r"\bSIM_SHARED\b", "static", text))
+    names = "#define int64_t te_int64_t\n#define uint64_t te_uint64_t\n"
+    whole = f'#include "device.h"\n{names}{text}{ENTRY}'
+    key = hashlib.sha256((whole + (HERE / "device.h").read_text()).encode()).hexdigest()[:24]
+    library = FOLDER / f"{key}.so"
+    if not library.exists():
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        source, made = FOLDER / f"{key}.cpp", FOLDER / f"{key}.made"
+        source.write_text(whole)
+        options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-I{HERE}"]
+        subprocess.run(["g++", *options, str(source), "-o", str(made)], check=True)
+        made.rename(library)
+    return ctypes.CDLL(str(library))
+
+
+def launch(spec: Spec, on: Tensor, grid: tuple[int, int], values: tuple[Any, ...]) -> None:
+    """In the place of te_dist.kernels.runtime.launch, on CPU tensors."""
+    assert grid[1] == 1
+    packed = spec.layout.pack(*(Map(value) if isinstance(value, MatrixMap) else value for value in values))
+    # Parameters lie at a multiple of 64 bytes.
+    buffer = ctypes.create_string_buffer(len(packed) + 64)
+    start = -(-ctypes.addressof(buffer) // 64) * 64
+    ctypes.memmove(start, packed, len(packed))
+    compiled(spec).run(ctypes.c_void_p(start), grid[0], spec.cluster)

@@ -1,0 +1,524 @@
+// CUDA's built-in names and PTX instructions, on host threads.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace sim {
+
+struct Index {
+  unsigned x = 0, y = 0, z = 0;
+};
+
+constexpr auto kPatience = std::chrono::seconds(30);
+[[noreturn]] void stuck(const char* where, unsigned first, unsigned second);
+
+// Where `count` threads wait for each other, again and again.
+class Meeting {
+ public:
+  void wait(unsigned count) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const unsigned round = round_;
+    if (++here_ == count) {
+      here_ = 0, ++round_;
+      all_here_.notify_all();
+    } else {
+      if (!all_here_.wait_for(lock, kPatience, [&] { return round_ != round; })) stuck("a meeting", here_, count);
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable all_here_;
+  unsigned here_ = 0, round_ = 0;
+};
+
+struct Warp {
+  Meeting meeting;
+  std::array<uint64_t, 32> values{};
+};
+
+constexpr uint32_t kFirstAddress = 1024, kRankShift = 24;
+constexpr size_t kSharedBytes = 232448;
+
+struct Cluster;
+
+struct Block {
+  Cluster* cluster;
+  unsigned rank, threads;
+  uint8_t* memory;  // shared
+  std::vector<Warp> warps;
+  std::array<Meeting, 16> named;
+
+  Block(Cluster* its, unsigned number, unsigned count) : cluster(its), rank(number), threads(count), warps((count + 31) / 32) {
+    memory = static_cast<uint8_t*>(std::aligned_alloc(1024, (kFirstAddress + kSharedBytes + 1023) / 1024 * 1024));
+    std::memset(memory, 0xFF, kFirstAddress + kSharedBytes);  // NaN to whoever reads what was not written
+  }
+  ~Block() { std::free(memory); }
+  Block(const Block&) = delete;
+};
+
+struct Cluster {
+  std::vector<std::unique_ptr<Block>> blocks;
+  Meeting meeting;
+};
+
+// What is done when somebody waits for it.
+using Work = std::vector<std::function<void()>>;
+
+struct Thread {
+  Block* block = nullptr;
+  unsigned number = 0;
+  Work open_products, open_stores;
+  std::vector<Work> products, stores;  // as they were committed
+
+  unsigned lane() const { return number % 32; }
+  Warp& warp() const { return block->warps[number / 32]; }
+};
+
+inline thread_local Thread self;
+
+[[noreturn]] inline void unknown(const char* instruction) {
+  std::fprintf(stderr, "the simulation does not know %s\n", instruction);
+  std::abort();
+}
+
+[[noreturn]] inline void stuck(const char* where, unsigned first, unsigned second) {
+  std::fprintf(stderr, "thread %u of block %u waits at %s (%u, %u)\n", self.number, self.block->rank, where, first, second);
+  std::fflush(stderr);
+  std::this_thread::sleep_for(std::chrono::seconds(2));  // others want to say where they are, too
+  std::abort();
+}
+
+template <class... Any>
+inline void nothing(Any&&...) {}
+
+inline uint8_t* dynamic_shared() { return self.block->memory + kFirstAddress; }
+inline uint32_t address_of(const void* pointer) {
+  return uint32_t(static_cast<const uint8_t*>(pointer) - self.block->memory) | self.block->rank << kRankShift;
+}
+inline uint8_t* at(Block& block, uint32_t address) { return block.memory + (address & ((1u << kRankShift) - 1)); }
+inline uint8_t* at(uint32_t address) { return at(*self.block->cluster->blocks[address >> kRankShift], address); }
+
+// Warps.
+
+template <class T>
+T exchange(T value, unsigned from) {
+  Warp& warp = self.warp();
+  std::memcpy(&warp.values[self.lane()], &value, sizeof value);
+  warp.meeting.wait(32);
+  T found;
+  std::memcpy(&found, &warp.values[from % 32], sizeof found);
+  warp.meeting.wait(32);
+  return found;
+}
+
+inline unsigned ballot(bool value) {
+  Warp& warp = self.warp();
+  warp.values[self.lane()] = value;
+  warp.meeting.wait(32);
+  unsigned bits = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) bits |= unsigned(warp.values[lane]) << lane;
+  warp.meeting.wait(32);
+  return bits;
+}
+
+inline void sync_named(int barrier, int threads) { self.block->named[size_t(barrier)].wait(unsigned(threads)); }
+inline void sync_cluster() {
+  Cluster& cluster = *self.block->cluster;
+  cluster.meeting.wait(unsigned(cluster.blocks.size()) * self.block->threads);
+}
+inline void cluster_rank(uint32_t& rank) { rank = self.block->rank; }
+
+// Barriers in shared memory: 64 bits of them.
+
+struct BarrierWord {
+  uint64_t phase : 1, pending : 15, arrivals : 15, unused : 1;
+  int64_t bytes : 32;
+};
+static_assert(sizeof(BarrierWord) == 8);
+
+struct Waiters {
+  std::mutex mutex;
+  std::condition_variable changed;
+};
+inline std::array<Waiters, 256> waiters;
+inline Waiters& waiters_of(const void* word) { return waiters[reinterpret_cast<uintptr_t>(word) / 8 * 2654435761u % 256]; }
+
+template <class Change>
+void change(uint8_t* place, const Change& change) {
+  auto* word = reinterpret_cast<BarrierWord*>(place);
+  Waiters& its = waiters_of(place);
+  const std::lock_guard<std::mutex> lock(its.mutex);
+  change(*word);
+  if (word->pending == 0 && word->bytes == 0) {
+    word->phase ^= 1, word->pending = word->arrivals;
+    its.changed.notify_all();
+  }
+}
+
+inline void barrier_init(uint32_t address, int arrivals) {
+  BarrierWord word{};
+  word.pending = word.arrivals = unsigned(arrivals);
+  std::memcpy(at(address), &word, sizeof word);
+}
+inline void arrive(uint8_t* place) {
+  change(place, [](BarrierWord& word) {
+    if (word.pending == 0) unknown("an arrival too many");
+    --word.pending;
+  });
+}
+inline void barrier_arrive(uint32_t address) { arrive(at(address)); }
+inline void barrier_arrive_at(uint32_t address, uint32_t block) {
+  arrive(at(*self.block->cluster->blocks[block], address));
+}
+inline void barrier_expect(uint32_t address, uint32_t bytes) {
+  change(at(address), [=](BarrierWord& word) { word.bytes += bytes, --word.pending; });
+}
+inline void barrier_wait(uint32_t address, uint32_t parity) {
+  uint8_t* place = at(address);
+  auto* word = reinterpret_cast<BarrierWord*>(place);
+  Waiters& its = waiters_of(place);
+  std::unique_lock<std::mutex> lock(its.mutex);
+  if (!its.changed.wait_for(lock, kPatience, [&] { return word->phase != parity; })) {
+    stuck("a barrier", uint32_t(place - self.block->memory), unsigned(word->pending));
+  }
+}
+
+// The bulk copy engine, as it reads from global memory: takes any of its jobs next, when it likes.
+
+class Engine {
+ public:
+  Engine() : thread_([this] { work(); }) {}
+  ~Engine() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      is_done_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+  void add(std::function<void()> job) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      jobs_.push_back(std::move(job));
+    }
+    changed_.notify_all();
+  }
+
+ private:
+  void work() {
+    std::minstd_rand random(1);
+    while (true) {
+      std::function<void()> job;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        changed_.wait(lock, [&] { return is_done_ || !jobs_.empty(); });
+        if (jobs_.empty()) return;
+        std::swap(jobs_[random() % jobs_.size()], jobs_.back());
+        job = std::move(jobs_.back());
+        jobs_.pop_back();
+      }
+      if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
+      job();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::function<void()>> jobs_;
+  bool is_done_ = false;
+  std::thread thread_;
+};
+inline Engine* engine = nullptr;
+
+// What build.py puts in the place of an encoded tensor map.
+struct Map {
+  char* data;
+  int64_t element_bytes, rows, cols, pitch, box_rows, box_cols, swizzle;
+  int64_t box_bytes() const { return box_rows * box_cols * element_bytes; }
+};
+
+inline uint32_t swizzled(uint32_t address) { return address ^ ((address >> 7 & 7) << 4); }
+
+// Walks over the elements of a box: in shared memory, in global memory (null outside of the matrix).
+template <class Visit>
+void over_box(const Map& map, uint32_t address, int x, int y, uint8_t* shared, const Visit& visit) {
+  const uint32_t first = address & ((1u << kRankShift) - 1);
+  for (int64_t r = 0; r < map.box_rows; ++r) {
+    for (int64_t c = 0; c < map.box_cols; ++c) {
+      const uint32_t place = first + uint32_t((r * map.box_cols + c) * map.element_bytes);
+      const bool is_inside = y + r >= 0 && y + r < map.rows && x + c >= 0 && x + c < map.cols;
+      visit(shared + (map.swizzle ? swizzled(place) : place),
+            is_inside ? map.data + (y + r) * map.pitch + (x + c) * map.element_bytes : nullptr);
+    }
+  }
+}
+
+inline void load(const Map& map, Block* block, uint32_t target, uint32_t barrier, int x, int y) {
+  engine->add([=] {
+    over_box(map, target, x, y, block->memory, [&](uint8_t* shared, const char* global) {
+      if (global) std::memcpy(shared, global, size_t(map.element_bytes));
+      else std::memset(shared, 0, size_t(map.element_bytes));
+    });
+    change(at(*block, barrier), [&](BarrierWord& word) { word.bytes -= map.box_bytes(); });
+  });
+}
+
+inline void check_box(const Map& map, uint32_t address, int x) {
+  const uint32_t alignment = map.swizzle ? 1024 : 128;
+  if (address % alignment) unknown("a box at an address that is not aligned");
+  if (x * map.element_bytes % 16) unknown("a box that begins between two times 16 bytes");
+}
+
+template <class TensorMap>
+void copy_box(uint32_t target, const TensorMap* map, uint32_t barrier, int x, int y) {
+  Map its;
+  std::memcpy(&its, map, sizeof its);
+  check_box(its, target, x);
+  load(its, self.block, target, barrier, x, y);
+}
+
+template <class TensorMap>
+void copy_box_to_many(uint32_t target, const TensorMap* map, uint32_t barrier, int x, int y, uint16_t blocks) {
+  Map its;
+  std::memcpy(&its, map, sizeof its);
+  check_box(its, target, x);
+  for (auto& block : self.block->cluster->blocks) {
+    if (blocks >> block->rank & 1) load(its, block.get(), target, barrier, x, y);
+  }
+}
+
+template <bool kAdds, class TensorMap>
+void store_box(const TensorMap* map, uint32_t source, int x, int y) {
+  Map its;
+  std::memcpy(&its, map, sizeof its);
+  check_box(its, source, x);
+  Block* block = self.block;
+  self.open_stores.push_back([=] {
+    over_box(its, source, x, y, block->memory, [&](const uint8_t* shared, char* global) {
+      if (!global) return;
+      if constexpr (kAdds) {
+        float sum, value;
+        std::memcpy(&sum, global, 4), std::memcpy(&value, shared, 4);
+        sum += value;
+        std::memcpy(global, &sum, 4);
+      } else {
+        std::memcpy(global, shared, size_t(its.element_bytes));
+      }
+    });
+  });
+}
+
+inline void commit(Work& open, std::vector<Work>& committed) {
+  committed.push_back(std::move(open));
+  open.clear();
+}
+inline void finish(std::vector<Work>& committed, size_t pending) {
+  while (committed.size() > pending) {
+    for (auto& work : committed.front()) work();
+    committed.erase(committed.begin());
+  }
+}
+
+inline void commit_stores() { commit(self.open_stores, self.stores); }
+inline void wait_stores(int pending) { finish(self.stores, size_t(pending)); }
+inline void wait_all_stores() { wait_stores(0); }
+
+// Shared memory, by address.
+
+inline void load_pair(float& x, float& y, uint32_t address) {
+  std::memcpy(&x, at(address), 4), std::memcpy(&y, at(address) + 4, 4);
+}
+inline void store_pair(uint32_t address, float x, float y) {
+  std::memcpy(at(address), &x, 4), std::memcpy(at(address) + 4, &y, 4);
+}
+inline void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  const uint32_t words[4] = {a, b, c, d}, lane = self.lane();
+  for (uint32_t m = 0; m < 4; ++m) {
+    const uint32_t row = exchange(address, m * 8 + lane / 4);
+    std::memcpy(at(row) + lane % 4 * 4, &words[m], 4);
+  }
+}
+
+// Types of elements.
+
+inline float from_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+template <int kExponent, int kMantissa, bool kHasInfinity>
+float decode(uint32_t code) {
+  const int bias = (1 << (kExponent - 1)) - 1, top = (1 << kExponent) - 1;
+  const int exponent = int(code >> kMantissa) & top;
+  const int mantissa = int(code & ((1u << kMantissa) - 1));
+  const float sign = code >> (kExponent + kMantissa) & 1 ? -1.0f : 1.0f;
+  const bool is_special = kHasInfinity ? exponent == top : exponent == top && mantissa == (1 << kMantissa) - 1;
+  if (is_special) return kHasInfinity && mantissa == 0 ? sign * HUGE_VALF : NAN;
+  return sign * std::ldexp(float(exponent ? mantissa + (1 << kMantissa) : mantissa), std::max(exponent, 1) - bias - kMantissa);
+}
+struct e4m3 {
+  static constexpr int kBytes = 1;
+  static float value(const uint8_t* place) { return decode<4, 3, false>(*place); }
+};
+struct e5m2 {
+  static constexpr int kBytes = 1;
+  static float value(const uint8_t* place) { return decode<5, 2, true>(*place); }
+};
+struct bf16 {
+  static constexpr int kBytes = 2;
+  static float value(const uint8_t* place) { return from_bits(uint32_t(place[0] | place[1] << 8) << 16); }
+  static uint16_t code(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if (value != value) return 0x7FFF;
+    return uint16_t((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+  }
+};
+struct f16 {
+  static constexpr int kBytes = 2;
+  static float value(const uint8_t* place) { return decode<5, 10, true>(uint32_t(place[0] | place[1] << 8)); }
+  static uint16_t code(float value) {
+    const _Float16 half = _Float16(value);
+    uint16_t code;
+    std::memcpy(&code, &half, 2);
+    return code;
+  }
+};
+template <class Type>
+void round_pair(uint32_t& word, float second, float first) {
+  word = Type::code(first) | uint32_t(Type::code(second)) << 16;
+}
+template <class Type>
+void round_one(uint16_t& code, float value) {
+  code = Type::code(value);
+}
+
+// Tensor cores: an operand is read when somebody waits for the product.
+
+struct Descriptor {
+  uint32_t first, leading, stride;
+  explicit Descriptor(uint64_t bits)
+      : first(uint32_t(bits & 0x3FFF) << 4), leading(uint32_t(bits >> 16 & 0x3FFF) << 4), stride(uint32_t(bits >> 32 & 0x3FFF) << 4) {}
+};
+
+template <class Type>
+float operand(const uint8_t* memory, const Descriptor& its, int kept, int summed, bool is_turned) {
+  const uint32_t place =
+      is_turned ? its.first + kept / 64 * its.leading + summed / 8 * its.stride + summed % 8 * 128 + kept % 64 * Type::kBytes
+                : its.first + kept / 8 * its.stride + kept % 8 * 128 + summed * Type::kBytes;
+  return Type::value(memory + swizzled(place));
+}
+
+template <int kWidth, class First, class Second>
+void multiply_late(const std::array<float*, kWidth / 2>& sums, uint64_t a, uint64_t b, bool adds, bool turns_a, bool turns_b) {
+  const uint8_t* memory = self.block->memory;
+  const int row = int(self.number / 32 % 4 * 16 + self.lane() / 4), col = int(self.lane() % 4 * 2);
+  self.open_products.push_back([=] {
+    constexpr int kDepth = 32 / First::kBytes;
+    const Descriptor left(a), right(b);
+    float rows[2][kDepth];
+    for (int h = 0; h < 2; ++h) {
+      for (int k = 0; k < kDepth; ++k) rows[h][k] = operand<First>(memory, left, row + 8 * h, k, turns_a);
+    }
+    for (int i = 0; i < kWidth / 2; ++i) {
+      const int its_col = i / 4 * 8 + col + i % 2, half = i / 2 % 2;
+      double sum = adds ? double(*sums[size_t(i)]) : 0.0;
+      for (int k = 0; k < kDepth; ++k) sum += double(rows[half][k]) * operand<Second>(memory, right, its_col, k, turns_b);
+      *sums[size_t(i)] = float(sum);
+    }
+  });
+}
+
+template <int kWidth, class First, class Second, size_t... kSum, class Operands>
+void multiply_tied(const Operands& operands, std::index_sequence<kSum...>) {
+  constexpr size_t kSums = kWidth / 2, kCount = std::tuple_size_v<Operands>;
+  bool turns_a = false, turns_b = false;
+  if constexpr (kCount == kSums + 5) turns_a = std::get<kSums + 3>(operands), turns_b = std::get<kSums + 4>(operands);
+  multiply_late<kWidth, First, Second>({&std::get<kSum>(operands)...}, std::get<kSums>(operands), std::get<kSums + 1>(operands),
+                                       std::get<kSums + 2>(operands) != 0, turns_a, turns_b);
+}
+template <int kWidth, class First, class Second, class... Operands>
+void multiply(Operands&&... operands) {
+  multiply_tied<kWidth, First, Second>(std::forward_as_tuple(operands...), std::make_index_sequence<kWidth / 2>());
+}
+
+inline void commit_products() { commit(self.open_products, self.products); }
+
+// An instruction of the whole warp: when one thread goes on, the products of all are done.
+inline void wait_products(int pending) {
+  self.warp().meeting.wait(32);
+  finish(self.products, size_t(pending));
+  self.warp().meeting.wait(32);
+}
+
+}  // namespace sim
+
+inline thread_local sim::Index threadIdx, blockIdx, gridDim, blockDim;
+
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+struct uint2 {
+  unsigned x, y;
+};
+struct uint4 {
+  unsigned x, y, z, w;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+inline void __syncthreads() { sim::sync_named(0, int(sim::self.block->threads)); }
+inline void __syncwarp(unsigned = ~0u) { sim::self.warp().meeting.wait(32); }
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) { return sim::exchange(value, unsigned(lane)); }
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) { return sim::exchange(value, sim::self.lane() ^ unsigned(mask)); }
+template <class T>
+T __shfl_up_sync(unsigned, T value, int by) {
+  return sim::exchange(value, sim::self.lane() < unsigned(by) ? sim::self.lane() : sim::self.lane() - unsigned(by));
+}
+inline unsigned __ballot_sync(unsigned, bool value) { return sim::ballot(value); }
+template <class T>
+T __ldg(const T* place) { return *place; }
+template <class T>
+T __ldcg(const T* place) { return *place; }
+template <class T>
+T __ldcs(const T* place) { return *place; }
+template <class T>
+void __stcs(T* place, T value) { *place = value; }
+inline int __clz(int value) { return value ? __builtin_clz(unsigned(value)) : 32; }
+inline uint32_t __cvta_generic_to_shared(const void* pointer) { return sim::address_of(pointer); }
+inline unsigned __float_as_uint(float value) { unsigned bits; std::memcpy(&bits, &value, 4); return bits; }
+inline float __uint_as_float(unsigned bits) { return sim::from_bits(bits); }
+inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline float __fsqrt_rn(float value) { return __builtin_sqrtf(value); }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const uint64_t bytes = uint64_t(high) << 32 | low;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) result |= unsigned(bytes >> (selector >> 4 * i & 7) * 8 & 0xFF) << 8 * i;
+  return result;
+}
+using std::max;
+using std::min;

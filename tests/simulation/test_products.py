@@ -1,0 +1,94 @@
+"""Products of FP8 blocks, simulated, against the same in float64: what a GPU is asked in tests/gpu."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from te_dist import kernels, ops
+from te_dist.kernels import gemm, grouped_gemm
+from te_dist.kernels.gemm import Tiling
+from te_dist.testing import assert_bitwise
+from tests.ops.groups import RUN, SQUARE, Operand, check_product, table_of
+from tests.simulation import build
+
+FP8 = ("e4m3", "e4m3")
+
+
+@pytest.fixture(autouse=True)
+def simulated(monkeypatch):
+    for module in (gemm, grouped_gemm):
+        monkeypatch.setattr(module, "launch", build.launch)
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 2)
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, tiling: Tiling) -> None:
+    monkeypatch.setattr(gemm, "tiling", lambda *_: tiling)
+    for name in ("rows_tiling", "sums_tiling"):
+        monkeypatch.setattr(grouped_gemm, name, lambda *_: tiling)
+
+
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
+def test_table_of_groups(dtype):
+    sizes = [0, 5, 0, 300, 1, 64, 0]
+    got, want = torch.full((2, 4, len(sizes) + 1), -1, dtype=torch.int32)
+    ends = torch.tensor(sizes, dtype=dtype).cumsum(0).to(dtype)
+    kernels.group_table(ends, 400, got)
+    ops.group_table(ends, rows=400, out=want)
+    assert_bitwise(got, want, "a group table")
+
+
+@pytest.mark.parametrize(
+    ("tiling", "tile", "dtype"),
+    [
+        (Tiling(2, 2, 2, band=3), SQUARE, torch.bfloat16),
+        (Tiling(2, 1, cols=192, band=3), SQUARE, torch.bfloat16),
+        (Tiling(3, 1, band=3), RUN, torch.float32),
+    ],
+    ids=str,
+)
+def test_product_of_each_group(tiling, tile, dtype, monkeypatch):
+    choose(monkeypatch, tiling)
+    sizes = [0, 5, 0, 300, 1, 64, 0]
+    rows, cols, depth, groups = sum(sizes) + 9, 200, 272, len(sizes)
+    a, b = Operand(rows, depth, RUN, seed=1), Operand(cols, depth, tile, groups=groups, seed=2)
+    bias, factor = torch.randn(groups, cols), torch.rand(rows)
+    out = torch.full((rows, cols), 5.0, dtype=dtype)
+    place = (table_of(sizes, rows), tile, FP8, bias, factor, False, out)
+    kernels.grouped_gemm_float8_block(a.codes, a.scale, b.codes, b.scale, *place)
+    begin = 0
+    for group, size in enumerate(sizes):
+        its, matrix = slice(begin, begin + size), b.values[group * cols : (group + 1) * cols]
+        want = (a.values[its] @ matrix.t() + bias[group]) * factor[its, None]
+        check_product(out[its], want, a.values[its].abs() @ matrix.abs().t() + bias[group].abs(), f"group {group}")
+        begin += size
+    assert (out[begin:] == 5).all()
+
+
+@pytest.mark.parametrize("cols", (576, 200))
+def test_tiles_that_follow_each_other_wait_for_their_boxes(cols, monkeypatch):
+    """Sums so short that what is written is still being read when the next tile is."""
+    choose(monkeypatch, Tiling(2, 1, cols=192, band=3))
+    a, b = Operand(300, 128, RUN, seed=3), Operand(cols, 128, SQUARE, seed=4)
+    out = torch.full((300, cols), torch.nan)
+    kernels.gemm_float8_block(a.codes, a.scale, b.codes, b.scale, SQUARE, FP8, None, False, out)
+    check_product(out, a.values @ b.values.t(), a.values.abs() @ b.values.abs().t(), "a product")
+
+
+@pytest.mark.parametrize("adds", (False, True))
+@pytest.mark.parametrize("tiling", [Tiling(3, 1, band=3), Tiling(2, 2, 2, band=3)], ids=str)
+def test_sum_over_the_rows_of_each_group(tiling, adds, monkeypatch):
+    choose(monkeypatch, tiling)
+    sizes = [0, 5, 0, 300, 128, 0]
+    rows, cols, groups = 200, 264, len(sizes)
+    depth = 128 * (sum(-(-size // 128) for size in sizes) + 1)
+    a, b = (Operand(extent, depth, RUN, seed=extent) for extent in (rows, cols))
+    before = 2.0 if adds else 0.0
+    out = torch.full((groups * rows, cols), 2.0 if adds else torch.nan)
+    kernels.grouped_wgrad_float8_block(a.codes, a.scale, b.codes, b.scale, table_of(sizes, sum(sizes)), FP8, adds, out)
+    begin = 0
+    for group, (size, got) in enumerate(zip(sizes, out.chunk(groups), strict=True)):
+        end = begin + -(-size // 128) * 128
+        left, right = a.values[:, begin:end], b.values[:, begin:end]
+        check_product(got, left @ right.t() + before, left.abs() @ right.abs().t() + before, f"group {group}")
+        begin = end
