@@ -89,6 +89,6 @@ def _call(body: str) -> str:
         found = re.search(pattern, text)
         if found:
             groups = {str(i): group for i, group in enumerate(found.groups(), 1)}
-            name = re.sub(r"\{(\d)\}", lambda place, groups=groups: groups[place[1]], name)
-            return f"{name}({', '.join(operands)})"
+            function = re.sub(r"\{(\d)\}", lambda place, groups=groups: groups[place[1]], name)
+            return f"{function}({', '.join(operands)})"
     return f'sim::unknown("{text.split()[0] if text.split() else ""}")'
