@@ -32,7 +32,7 @@ struct DirectionAmax {
 
   TE_DIST_INLINE void run(const Params& p) {
     const Panel panel = Panel::of(p.extents, p.panels, p.grid, blockIdx.x);
-    if (Panels::kIsGrouped && panel.rows.is_empty()) return;
+    if (Panels::kIsGrouped && panel.rows.is_empty()) return wait_for_previous();
     Strip<Element, false> strip(panel);
     strip.template load<Source, kLoad>(p.source, panel);
     if constexpr (Panels::kIsGrouped && Source::kIsComputed) strip.keep_rows();

@@ -27,7 +27,7 @@ struct GroupAmax {
     const int across = int(panels_along(p.extents.cols)), blocks = (across + kAcross - 1) / kAcross;
     const int tile = int(blockIdx.x) / blocks, first = (int(blockIdx.x) - tile * blocks) * kAcross;
     const View view = p.panels.view_of_tile(p.extents, tile);
-    if (int64_t(tile) * kPanel - view.phase.row >= view.extents.rows) return;
+    if (int64_t(tile) * kPanel - view.phase.row >= view.extents.rows) return wait_for_previous();
     uint32_t largest = 0;
 #pragma unroll 1
     for (int col = first; col < min(first + kAcross, across); ++col) {

@@ -223,6 +223,13 @@ def gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, b_
     launch(spec, out, (clusters * shape.cluster, 1), (*values, *tiles))
 
 
+def sums_nothing(extent: int, out: Tensor, *, accumulate: bool) -> bool:
+    """Whether a product sums over nothing; `out` is then what it has to be."""
+    if extent == 0 and not accumulate:
+        out.zero_()
+    return extent == 0
+
+
 def fits_map(matrix: Tensor) -> bool:
     """Whether the bulk copy engine can read and write a matrix and nothing beside it: it moves 16 bytes at a time."""
     (rows, cols), itemsize = matrix.shape, matrix.element_size()

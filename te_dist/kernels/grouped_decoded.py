@@ -6,7 +6,7 @@ from functools import cache
 
 from torch import Tensor
 
-from te_dist.kernels import gemm_staged
+from te_dist.kernels import gemm, gemm_staged
 from te_dist.kernels.gemm_decoded import is_turned, width_of
 from te_dist.kernels.gemm_staged import BAND, HEIGHT, STEP, Factors, Side
 from te_dist.kernels.runtime import launch, multiprocessors, record
@@ -57,9 +57,9 @@ def grouped_wgrad_decoded(*arguments: object) -> None:
     """See te_dist.ops.grouped_wgrad_decoded."""
     sides, factors, (table, accumulate, out) = _operands(arguments)
     (all_rows, cols), groups = out.shape, table.shape[1] - 1
-    if out.numel() == 0:
-        return
     a, b = sides
+    if out.numel() == 0 or gemm.sums_nothing(a.codes.numel(), out, accumulate=accumulate):
+        return
     width = width_of(all_rows, cols, False)
     spec = sums_decoded((a.kind, b.kind), (a.turned, b.turned), width)
     if out.is_meta:

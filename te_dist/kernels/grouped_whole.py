@@ -146,11 +146,7 @@ def _products(operands: tuple[Operand, Operand], matrices: tuple[Tensor, Tensor]
 def _sums(operands: tuple[Operand, Operand], matrices: tuple[Tensor, Tensor], scales: tuple, *rest: object) -> None:
     table, accumulate, out = rest
     (a, b), (all_rows, cols), groups = matrices, out.shape, table.shape[1] - 1
-    if out.numel() == 0:
-        return
-    if a.numel() == 0:
-        if not accumulate:
-            out.zero_()
+    if out.numel() == 0 or gemm.sums_nothing(a.numel(), out, accumulate=accumulate):
         return
     gemm.check_alignment(a=a, b=b)
     rows = all_rows // groups

@@ -153,6 +153,13 @@ struct SwiGluGradient {
     const void* grad;
   };
 
+  // Number `w` of the words of eight columns, of which the first `count` are found in `left`, the others in `right`.
+  TE_DIST_INLINE uint32_t joined(int w, int count, uint32_t left, uint32_t right) {
+    if constexpr (Element::kPerWord == 1) return w < count ? left : right;
+    const uint32_t mask = (2 * w < count ? 0x0000FFFFu : 0u) | (2 * w + 1 < count ? 0xFFFF0000u : 0u);
+    return (left & mask) | (right & ~mask);
+  }
+
   // Of the eight columns some may be gates and the rest ups.
   template <int kWidth>
   struct Reader {
@@ -196,7 +203,7 @@ struct SwiGluGradient {
             return swiglu_gradient_of_up(Element::value(g[i][w], h) * weights[i], Element::value(x[i][w], h));
           });
 #pragma unroll
-          for (int w = 0; w < kPatch / Element::kPerWord; ++w) words[i][w] |= found[i][w];
+          for (int w = 0; w < kPatch / Element::kPerWord; ++w) words[i][w] = joined(w, gates.end, words[i][w], found[i][w]);
         }
       }
       row += kRows;
