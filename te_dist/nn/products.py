@@ -5,13 +5,14 @@ Forward quantizes the input once, into both directions, multiplies the rowwise o
 single quantized tensor, so that hooks on saved tensors see it as such. The weight is saved as it came in. A quantized
 one is the very object that FSDP2 frees and fills again; a plain one is quantized again in backward, columnwise, rather
 than kept in two formats. Backward quantizes the gradient once, into the directions that are needed. What is frozen
-costs nothing: without wgrad the input is not saved, without dgrad the weight is not.
+costs nothing: without wgrad the input is not saved, without dgrad the weight is not. Where an activation is computed in
+front of the quantizer, its values are never written: its own input is saved, of which backward computes the gradient.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,8 +24,9 @@ from torch.autograd.function import once_differentiable
 from te_dist.codecs.gemm import READS_ANY_ORDER, Operand, multiply
 from te_dist.formats import Direction, Format, Region
 from te_dist.kernels.tape import Tapes
+from te_dist.ops.evaluate import values
 from te_dist.ops.panel_sums import column_sums, panel_sums
-from te_dist.ops.source import sums_shape
+from te_dist.ops.source import Source, SwiGlu, SwiGluGradient, sums_shape
 from te_dist.quantizers import Quantizer
 from te_dist.scaling import delayed
 from te_dist.tensor import QuantizedStorage, QuantizedTensor
@@ -55,34 +57,55 @@ class Plan:
     tapes: Tapes = field(default_factory=Tapes, compare=False)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, plan: Plan) -> Tensor:
+class Front(NamedTuple):
+    """What is computed of an input on its way into the quantizer.
+
+    Attributes:
+        source: of the input, a matrix.
+        gradient: the gradient by the input, of it and of that by the source's values.
+        widens: columns of the input for a column of the source.
+    """
+
+    source: Callable[[Tensor], Source]
+    gradient: Callable[[Tensor, Tensor], Source]
+    widens: int
+
+
+FRONTS = {"swiglu": Front(SwiGlu, SwiGluGradient, 2)}  # "" for none
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, plan: Plan, front: str = "") -> Tensor:
     """`x` (..., K) times `weight` (N, K) transposed, plus `bias` (N,): (..., N) in the dtype of `x`.
 
     Args:
         x: plain, or a QuantizedTensor whose rowwise direction is multiplied and whose columnwise one is saved.
         weight: plain or quantized. Its gradient is plain, in its nominal dtype.
+        front: see `FRONTS`: what of `x`, which is plain then, is multiplied.
     """
     saves_input = torch.is_grad_enabled() and weight.requires_grad
-    return _Linear.apply(x, weight, bias, plan, saves_input)
+    return _Linear.apply(x, weight, bias, plan, saves_input, front)
 
 
 class _Linear(torch.autograd.Function):
     """See [Note: What a linear map saves]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, saves_input: bool) -> Tensor:
-        (out, *buffers), saved = forward(x, weight, bias, plan, saves_input)
-        ctx.plan, ctx.shape = plan, x.shape
+    def forward(  # noqa: PLR0913  (what autograd hands over)
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, saves_input: bool, front: str
+    ) -> Tensor:
+        (out, *buffers), saved = forward(x, weight, bias, plan, saves_input, front)
+        ctx.plan, ctx.shape, ctx.front = plan, x.shape, front
         ctx.parameter = weight if plan.fuses_wgrad and saves_input else None
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         inputs = None if saved is None else QuantizedTensor(saved.storage(buffers))
-        ctx.save_for_backward(inputs, weight if ctx.needs_input_grad[0] else None)
+        wants_input = ctx.needs_input_grad[0]
+        ctx.save_for_backward(inputs, weight if wants_input else None, x if front and wants_input else None)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, weight = ctx.saved_tensors
+        inputs, weight, behind = ctx.saved_tensors
         plan, wants = ctx.plan, ctx.needs_input_grad[:3]
         if wants[1] and not isinstance(inputs, QuantizedTensor):
             raise RuntimeError(
@@ -90,28 +113,28 @@ class _Linear(torch.autograd.Function):
                 "checkpoint needs context_fn=te_dist.recompute.context_fn then; or use te_dist.checkpoint"
             )
         main_grad = _main_grad(ctx.parameter) if wants[1] and plan.fuses_wgrad else None
-        of = Backward(grad, inputs, weight, main_grad, wants, ctx.shape, ctx.dtypes)
+        of = Backward(grad, inputs, weight, main_grad, wants, ctx.shape, ctx.dtypes, behind, ctx.front)
         grads = iter(backward(of, plan))
         if plan.moves_histories:
             delayed.update_when_backward_ends()
         returned = (wants[0], wants[1] and main_grad is None, wants[2])
-        return *(next(grads) if wanted else None for wanted in returned), None, None
+        return *(next(grads) if wanted else None for wanted in returned), None, None, None
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, saves_input: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, saves_input: bool, front: str
 ) -> tuple[tuple[Tensor, ...], Saved | None]:
     """(output, buffers of the input that backward needs), what these are; no autograd."""
     tensors = (*_plain_parts(x), *_plain_parts(weight), *_plain_parts(bias), *plan.tensors)
-    key = ("forward", _kind(x), _kind(weight), bias is None, saves_input)
-    return plan.tapes.run(key, tensors, lambda: _forward(x, weight, bias, plan, saves_input))
+    key = ("forward", _kind(x), _kind(weight), bias is None, saves_input, front)
+    return plan.tapes.run(key, tensors, lambda: _forward(x, weight, bias, plan, saves_input, front))
 
 
 def backward(of: Backward, plan: Plan) -> tuple[Tensor, ...]:
     """The gradients that are wanted, in order, but for that of the weight where it has a `main_grad`; no autograd."""
-    held = (of.grad, of.inputs, of.weight, of.main_grad)
+    held = (of.grad, of.inputs, of.weight, of.main_grad, of.behind)
     tensors = (*(part for tensor in held for part in _plain_parts(tensor)), *plan.tensors)
-    key = ("backward", *map(_kind, held), of.main_grad is None, of.wants, of.shape, of.dtypes)
+    key = ("backward", *map(_kind, held), of.main_grad is None, of.wants, of.shape, of.dtypes, of.front)
     return plan.tapes.run(key, tensors, lambda: (_backward(of, plan), None))[0]
 
 
@@ -131,7 +154,8 @@ class Saved(NamedTuple):
 class Backward(NamedTuple):
     """What backward is about: `wants` a gradient of input, weight and bias, in the shape and the dtypes of these.
 
-    The gradient of the weight is added to `main_grad` (fp32) where there is one.
+    The gradient of the weight is added to `main_grad` (fp32) where there is one. `behind` is the input itself where a
+    `front` was computed of it.
     """
 
     grad: Tensor
@@ -141,13 +165,15 @@ class Backward(NamedTuple):
     wants: tuple[bool, bool, bool]
     shape: torch.Size
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]
+    behind: Tensor | None = None
+    front: str = ""
 
 
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, saves_input: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, saves_input: bool, front: str
 ) -> tuple[tuple[Tensor, ...], Saved | None]:
     """(output, buffers of the input that are saved), what these are."""
-    inputs = quantized_input(x, plan, (ROWWISE, COLUMNWISE) if saves_input else (ROWWISE,))
+    inputs = quantized_input(x, plan, (ROWWISE, COLUMNWISE) if saves_input else (ROWWISE,), front=front)
     weights = _quantized_weight(weight, plan, ROWWISE)
     out = multiply(operand(inputs, ROWWISE), operand(weights, ROWWISE), dtype=x.dtype, bias=bias)
     out = _shaped(out, (*x.shape[:-1], weight.shape[0]))
@@ -165,13 +191,16 @@ def saved_part(inputs: QuantizedStorage) -> tuple[tuple[Tensor, ...], Saved]:
 
 def _backward(of: Backward, plan: Plan) -> tuple[Tensor, ...]:
     """The gradients that are wanted, in order."""
-    grad, inputs, weight, main_grad, (wants_input, wants_weight, wants_bias), shape, dtypes = of
+    grad, inputs, weight, main_grad, (wants_input, wants_weight, wants_bias), shape, dtypes, behind, front = of
     gradients = []
     directions = (ROWWISE,) * wants_input + (COLUMNWISE,) * wants_weight
     grads, sums = _quantized_grad(grad, plan, directions, wants_bias)
     if wants_input:
         weights = _quantized_weight(weight, plan, COLUMNWISE)
         product = multiply(operand(grads, ROWWISE), operand(weights, COLUMNWISE), dtype=dtypes[0])
+        if front:
+            matrix = _matrix(behind).contiguous()
+            product = values(FRONTS[front].gradient(matrix, product[: matrix.shape[0]]))
         gradients.append(_shaped(product, shape))
     if wants_weight:
         pair = operand(grads, COLUMNWISE), operand(inputs.storage, COLUMNWISE)
@@ -252,8 +281,10 @@ def operand(storage: QuantizedStorage, direction: Direction) -> Operand:
     return Operand(storage.format[source], storage.stored(source), storage.region, 1 if direction is ROWWISE else 0)
 
 
-def quantized_input(x: Tensor, plan: Plan, directions: tuple[Direction, ...]) -> QuantizedStorage:
-    """`x` as a product along `directions` reads it."""
+def quantized_input(x: Tensor, plan: Plan, directions: tuple[Direction, ...], *, front: str) -> QuantizedStorage:
+    """`x`, or what is computed of it, as a product along `directions` reads it."""
+    if front:
+        return plan.input.encode(FRONTS[front].source(_padded(x, plan).contiguous()), *directions)
     if not isinstance(x, QuantizedTensor):
         return plan.input.encode(_padded(x, plan), *directions)
     if x.storage.shape[0] % plan.row_multiple:

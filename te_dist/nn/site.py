@@ -22,8 +22,8 @@ from te_dist.context import Autocast, current_autocast
 from te_dist.formats import Direction, Format
 from te_dist.fsdp2.ahead import prepare_kernels
 from te_dist.kernels.runtime import is_recording
-from te_dist.nn import rehearsal, traced
-from te_dist.nn.products import Plan, linear
+from te_dist.nn import activations, rehearsal, traced
+from te_dist.nn.products import FRONTS, Plan, linear
 from te_dist.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, Quantizer
 from te_dist.recipe import QuantizerRole, Recipe
 from te_dist.scaling.delayed import DelayedScalingState
@@ -79,7 +79,7 @@ class LinearSite(nn.Module):
         self.out_features = out_features
         self.register_module("scaling", None)
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, front: str = "") -> Tensor:
         """(..., N) in the dtype of `x` (torch.autocast's inside of it).
 
         Inside of `autocast` all three products are computed by its recipe; a quantized weight is used in its own
@@ -90,6 +90,7 @@ class LinearSite(nn.Module):
             x: (..., K), plain or quantized.
             weight: (N, K), plain or quantized, or a DTensor of either, of which the local part is used.
             bias: (N,) or None.
+            front: activation of `x`, computed in front of the quantizer inside of `autocast`; see `products.FRONTS`.
 
         Raises:
             ValueError: the extents of `x` and `weight` differ, the weight is on the meta device, or the recipe cannot
@@ -97,7 +98,7 @@ class LinearSite(nn.Module):
         """
         weight = weight.to_local() if isinstance(weight, DTensor) else weight
         bias = bias.to_local() if isinstance(bias, DTensor) else bias
-        if x.shape[-1] != weight.shape[-1]:
+        if x.shape[-1] != weight.shape[-1] * (FRONTS[front].widens if front else 1):
             raise ValueError(
                 f"{self.name or 'Linear'}: the input of shape {tuple(x.shape)} has {x.shape[-1]} columns, the weight "
                 f"takes {weight.shape[-1]}"
@@ -111,34 +112,44 @@ class LinearSite(nn.Module):
         if kind != "meta" and torch.is_autocast_enabled(kind) and not isinstance(x, QuantizedTensor):
             x = x.to(torch.get_autocast_dtype(kind))
         if torch.compiler.is_compiling():
-            return self._in_graph(x, weight, bias)
-        return self._at_once(x, weight, bias)
+            return self._in_graph(x, weight, bias, front)
+        return self._at_once(x, weight, bias, front)
 
-    def _at_once(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    @property
+    def is_hooked(self) -> bool:
+        """Whether something else than this map sees its input, tensor parallelism for instance."""
+        return self.placed is not None or bool(self._forward_pre_hooks) or bool(self._forward_hooks)
+
+    def _at_once(self, x: Tensor, weight: Tensor, bias: Tensor | None, front: str) -> Tensor:
         plan = self.plan(x, weight)
         if plan is not None:
-            return linear(x, weight, bias, plan=plan)
+            return linear(x, weight, bias, plan=plan, front=front)
+        x = activations.find(front)(x) if front else x
         if isinstance(weight, QuantizedTensor) or isinstance(x, QuantizedTensor):
             return linear(x, weight, bias, plan=_WEIGHT_ONLY)
         return _plain(x, weight, bias)
 
-    def _in_graph(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _in_graph(self, x: Tensor, weight: Tensor, bias: Tensor | None, front: str) -> Tensor:
         """As `_at_once`, see [Note: Compiled linear maps]."""
         recipe, is_quantized = current_autocast().recipe, isinstance(weight, QuantizedTensor)
         if isinstance(x, QuantizedTensor) or self.placed is not None or self.fuses_wgrad:
-            return self._outside_of_graphs(x, weight, bias)
+            return self._outside_of_graphs(x, weight, bias, front)
+        if recipe is None and front:
+            x, front = activations.find(front)(x), ""
         if recipe is None and not is_quantized:
             return _plain(x, weight, bias)
         place = (self.name, self.in_features, self.out_features)
         plan = _traced_plan(recipe, place, x.dtype, weight.device.type)
-        return self._outside_of_graphs(x, weight, bias) if plan is None else traced.linear(x, weight, bias, plan=plan)
+        if plan is None:
+            return self._outside_of_graphs(x, weight, bias, front)
+        return traced.linear(x, weight, bias, plan=plan, front=front)
 
     @torch.compiler.disable(
         reason="this linear map keeps state in Python: delayed scaling, tensor parallelism, main gradients or a "
         "quantized input. Take Float8CurrentScaling or another recipe without histories, or leave out fullgraph=True"
     )
-    def _outside_of_graphs(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self._at_once(x, weight, bias)
+    def _outside_of_graphs(self, x: Tensor, weight: Tensor, bias: Tensor | None, front: str) -> Tensor:
+        return self._at_once(x, weight, bias, front)
 
     def plan(self, x: Tensor, weight: Tensor) -> Plan | None:
         """How the products of `x` and `weight` are computed at this moment; None outside of `autocast`.

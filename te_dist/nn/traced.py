@@ -27,7 +27,7 @@ PLAIN = ""  # kind of a plain weight
 BOTH = tuple(Direction)
 _plans: dict[str, Plan] = {}
 _kinds: dict[str, Kind] = {}
-_saved: dict[tuple[str, torch.Size, torch.dtype], Saved] = {}  # by plan, and by shape and type of the input
+_saved: dict[tuple[str, str, torch.Size, torch.dtype], Saved] = {}  # by plan, front, and shape and type of the input
 
 
 class Kind(NamedTuple):
@@ -46,31 +46,33 @@ def name_of(plan: Plan, text: str) -> str:
     return text
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, plan: str) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, plan: str, front: str = "") -> Tensor:
     """`products.linear` by the plan of that name."""
     saves_input = torch.is_grad_enabled() and weight.requires_grad
-    return _Linear.apply(x, weight, bias, plan, saves_input)
+    return _Linear.apply(x, weight, bias, plan, saves_input, front)
 
 
 class _Linear(torch.autograd.Function):
     """As that of `products`, with what is saved in plain tensors."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: str, saves_input: bool) -> Tensor:
-        out, *buffers = torch.ops.te_dist.linear_forward(x, [weight], bias, plan, PLAIN, saves_input)
-        ctx.plan, ctx.shape, ctx.num_buffers = plan, x.shape, len(buffers)
+    def forward(  # noqa: PLR0913  (what autograd hands over)
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: str, saves_input: bool, front: str
+    ) -> Tensor:
+        out, *buffers = torch.ops.te_dist.linear_forward(x, [weight], bias, plan, PLAIN, saves_input, front)
+        ctx.plan, ctx.shape, ctx.front = plan, x.shape, front
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        ctx.save_for_backward(*buffers, weight)
+        ctx.save_for_backward(*buffers, weight, x if front else None)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *buffers, weight = ctx.saved_tensors
+        *buffers, weight, behind = ctx.saved_tensors
         wants = ctx.needs_input_grad[:3]
-        place = ctx.plan, PLAIN, list(wants), ctx.shape, *ctx.dtypes
+        place = ctx.plan, PLAIN, list(wants), ctx.shape, *ctx.dtypes, behind, ctx.front
         grads = iter(torch.ops.te_dist.linear_backward(grad, buffers, [weight], *place))
-        return *(next(grads) if wanted else None for wanted in wants), None, None
+        return *(next(grads) if wanted else None for wanted in wants), None, None, None
 
 
 def _weight(parts: Sequence[Tensor], kind: str) -> Tensor:
@@ -82,34 +84,35 @@ def _weight(parts: Sequence[Tensor], kind: str) -> Tensor:
 
 
 def _forward(x: Tensor, weight: list[Tensor], bias: Tensor | None, plan: str, *rest: Any) -> list[Tensor]:
-    kind, saves_input = rest
-    tensors, saved = forward(x, _weight(weight, kind), bias, _plans[plan], saves_input)
+    kind, saves_input, front = rest
+    tensors, saved = forward(x, _weight(weight, kind), bias, _plans[plan], saves_input, front)
     if saved is not None:
-        _saved[plan, x.shape, x.dtype] = saved
+        _saved[plan, front, x.shape, x.dtype] = saved
     return list(tensors)
 
 
 def _fake_forward(x: Tensor, weight: list[Tensor], bias: Tensor | None, plan: str, *rest: Any) -> list[Tensor]:
-    kind, saves_input = rest
+    kind, saves_input, front = rest
     shape = tuple(int(extent) for extent in x.shape)
     out = x.new_empty((*shape[:-1], _weight(weight, kind).shape[0]))
     if not saves_input:
         return [out]
-    buffers, saved = saved_part(quantized_input(x.new_empty(shape), _plans[plan], BOTH))
-    _saved[plan, torch.Size(shape), x.dtype] = saved
+    buffers, saved = saved_part(quantized_input(x.new_empty(shape), _plans[plan], BOTH, front=front))
+    _saved[plan, front, torch.Size(shape), x.dtype] = saved
     return [out, *buffers]
 
 
 def _backward(grad: Tensor, inputs: list[Tensor], weight: list[Tensor], plan: str, *rest: Any) -> list[Tensor]:
-    kind, wants, shape, *dtypes = rest
-    saved = _saved[plan, torch.Size(shape), dtypes[0]] if wants[1] else None
+    kind, wants, shape, *dtypes, behind, front = rest
+    saved = _saved[plan, front, torch.Size(shape), dtypes[0]] if wants[1] else None
     stored = None if saved is None else QuantizedTensor(saved.storage(inputs))
-    of = Backward(grad, stored, _weight(weight, kind), None, tuple(wants), torch.Size(shape), tuple(dtypes))
+    place = None, tuple(wants), torch.Size(shape), tuple(dtypes), behind, front
+    of = Backward(grad, stored, _weight(weight, kind), *place)
     return list(backward(of, _plans[plan]))
 
 
 def _fake_backward(grad: Tensor, inputs: list[Tensor], weight: list[Tensor], plan: str, *rest: Any) -> list[Tensor]:
-    kind, wants, shape, *dtypes = rest
+    kind, wants, shape, *dtypes, _, _ = rest
     known = _weight(weight, kind)
     if wants[0] and isinstance(known, QuantizedTensor):
         _check_columns(known.storage)
@@ -135,12 +138,14 @@ def _define() -> None:
     # NOTE: a pass may draw random numbers, so equal calls are not one.
     tags = (torch.Tag.nondeterministic_seeded,)
     LIBRARY.define(
-        "linear_forward(Tensor x, Tensor[] weight, Tensor? bias, str plan, str kind, bool saves_input) -> Tensor[]",
+        "linear_forward(Tensor x, Tensor[] weight, Tensor? bias, str plan, str kind, bool saves_input, str front) "
+        "-> Tensor[]",
         tags=tags,
     )
     LIBRARY.define(
         "linear_backward(Tensor grad, Tensor[] inputs, Tensor[] weight, str plan, str kind, bool[] wants, "
-        "SymInt[] shape, ScalarType input_dtype, ScalarType weight_dtype, ScalarType? bias_dtype) -> Tensor[]",
+        "SymInt[] shape, ScalarType input_dtype, ScalarType weight_dtype, ScalarType? bias_dtype, "
+        "Tensor? behind, str front) -> Tensor[]",
         tags=tags,
     )
     for name, function, fake in (

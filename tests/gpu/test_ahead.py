@@ -29,6 +29,7 @@ def test_a_prepared_model_compiles_nothing_in_its_passes(model_recipe, quantized
             te.LayerNormLinear(256, 512, **options),
             te.Linear(512, 256, **options),
             te.LayerNormMLP(256, 512, **options),
+            te.LayerNormMLP(256, 512, activation="swiglu", **options),
         )
     te.prepare(model, model_recipe)
     optimizer = te.optim.FusedAdam(model.parameters())

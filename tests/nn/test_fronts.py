@@ -1,0 +1,125 @@
+"""SwiGLU in front of the second map of a LayerNormMLP: the bits of the activation written and then quantized."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import te_dist as te
+from te_dist import recipe
+from te_dist.ops.evaluate import values
+from te_dist.ops.source import SwiGlu, SwiGluGradient
+from te_dist.testing import assert_bitwise
+from tests.nn.recipes import CASES
+
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+class WrittenSwiGlu(torch.autograd.Function):
+    """The activation and its gradient, each a pass of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return values(SwiGlu(x.flatten(0, -2))).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return values(SwiGluGradient(x.flatten(0, -2), grad.flatten(0, -2))).view(x.shape)
+
+
+def make(width: int = 64, hidden: int = 96) -> te.LayerNormMLP:
+    torch.manual_seed(0)
+    return te.LayerNormMLP(width, hidden, activation="swiglu", normalization="RMSNorm")
+
+
+def written(module: te.LayerNormMLP, x: Tensor) -> Tensor:
+    """What the module computes, a step at a time."""
+    hidden = module.fc1(module._normalize(x), module.fc1_weight, module.fc1_bias)
+    return module.fc2(WrittenSwiGlu.apply(hidden), module.fc2_weight, module.fc2_bias)
+
+
+def results(call: Any, module: te.LayerNormMLP, made_by: recipe.Recipe | None, x: Tensor) -> list[Tensor]:
+    """Output and all gradients of one pass."""
+    x = x.detach().requires_grad_()
+    module.zero_grad()
+    with te.autocast(enabled=made_by is not None, recipe=made_by):
+        out = call(x)
+    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out))
+    return [out.detach(), x.grad, *(param.grad for param in module.parameters())]
+
+
+def check(got: list[Tensor], want: list[Tensor]) -> None:
+    for index, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert_bitwise(a, b, str(index))
+
+
+def sample(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@every_case
+@pytest.mark.parametrize("shape", [(48, 64), (2, 5, 64)])
+def test_bits_of_the_written_activation(name: str, shape: tuple[int, ...]) -> None:
+    made_by, x = CASES[name].recipe, sample(*shape)
+    module, composed = make(), make()
+    want = results(lambda x: written(composed, x), composed, made_by, x)
+    check(results(module, module, made_by, x), want)
+
+
+def test_bits_in_bf16() -> None:
+    made_by, x = recipe.MXFP8BlockScaling(), sample(48, 64).bfloat16()
+    module, composed = make().bfloat16(), make().bfloat16()
+    check(results(module, module, made_by, x), results(lambda x: written(composed, x), composed, made_by, x))
+
+
+def test_the_activation_is_not_written(monkeypatch) -> None:
+    calls: list[str] = []
+    evaluate = te._C.evaluate
+    monkeypatch.setattr(te._C, "evaluate", lambda read, *rest: (calls.append(read[1]), evaluate(read, *rest)))
+    module = make()
+    with te.autocast(recipe=recipe.MXFP8BlockScaling()):
+        out = module(sample(64, 64))
+    assert calls == []
+    out.sum().backward()
+    assert calls == ["swiglu_gradient"]
+
+
+def test_without_a_recipe_torch_computes_it() -> None:
+    module, x = make(), sample(5, 64)
+    hidden = module.fc1(module._normalize(x), module.fc1_weight, module.fc1_bias)
+    gate, up = hidden.chunk(2, dim=-1)
+    want = module.fc2(torch.nn.functional.silu(gate) * up, module.fc2_weight, module.fc2_bias)
+    assert_bitwise(module(x), want, "plain")
+
+
+def test_who_sees_the_input_of_the_map_sees_the_activation() -> None:
+    module, seen = make(), []
+    module.fc2.register_forward_pre_hook(lambda site, args: seen.append(args[0].shape))
+    with te.autocast(recipe=recipe.MXFP8BlockScaling()):
+        module(sample(32, 64))
+    assert seen == [(32, 96)]
+
+
+@pytest.mark.parametrize("name", ["current", "block", "mxfp8", "nvfp4"])
+def test_a_compiled_module_has_the_bits_of_eager(name: str) -> None:
+    torch.compiler.reset()
+    module, made_by = make(), CASES[name].recipe
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for seed in range(2):
+        x = sample(2, 24, 64, seed=seed)
+        check(results(compiled, module, made_by, x), results(module, module, made_by, x))
+    check(results(compiled, module, None, x), results(module, module, None, x))
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", ["delayed", "block", "nvfp4"])
+def test_recomputing_gives_the_same_bits(name: str) -> None:
+    made_by, x = CASES[name].recipe, sample(48, 64)
+    module, again = make(), make()
+    want = results(module, module, made_by, x)
+    check(results(lambda x: te.checkpoint(again, x), again, made_by, x), want)
