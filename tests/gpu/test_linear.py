@@ -203,3 +203,15 @@ def test_graphed_callables_train_as_eager_ones(name: str) -> None:
         got = [out, x.grad, *(p.grad for p in module.parameters())]
         for index, (a, b) in enumerate(zip(got, results(Block(), made_by, x), strict=True)):
             assert_bitwise(a.detach(), b, f"{index} of seed {seed}")
+
+
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+@stateless
+def test_a_compiled_block_is_one_graph(case: Any, backend: str) -> None:
+    torch.compiler.reset()
+    compiled, x = torch.compile(Block(), backend=backend, fullgraph=True), normal(64, IN)
+    for got, want in zip(results(compiled, case.recipe, x), results(Block(), case.recipe, x), strict=True):
+        if backend == "aot_eager":
+            assert_bitwise(got, want, "a result")
+        else:  # which rounds what is around the maps in another place
+            assert relative_error(got.cpu(), want.cpu().double()) < 2e-2
