@@ -27,14 +27,16 @@ MACROS = {
     "__global__": "",
     "__grid_constant__": "",
     "__launch_bounds__(...)": "",
+    "__constant__": "",
     "__shared__": "SIM_SHARED",
     "__align__(bytes)": "",
 }
 ENTRY = """
-extern "C" void run(const void* parameters, unsigned grid, unsigned cluster) {
+extern "C" void run(const void* parameters, unsigned grid, unsigned height, unsigned cluster) {
   sim::Engine engine;
   sim::engine = &engine;
-  for (unsigned first = 0; first < grid; first += cluster) {
+  for (unsigned block = 0; block < grid * height; block += cluster) {
+    const unsigned first = block % grid;
     sim::Cluster its;
     for (unsigned rank = 0; rank < cluster; ++rank) {
       its.blocks.push_back(std::make_unique<sim::Block>(&its, rank, unsigned(Kernel::kThreads)));
@@ -42,10 +44,11 @@ extern "C" void run(const void* parameters, unsigned grid, unsigned cluster) {
     std::vector<std::thread> threads;
     for (unsigned rank = 0; rank < cluster; ++rank) {
       for (unsigned number = 0; number < unsigned(Kernel::kThreads); ++number) {
-        threads.emplace_back([&, rank, number] {
+        threads.emplace_back([&, rank, number, first, block] {
           sim::self.block = its.blocks[rank].get();
           sim::self.number = threadIdx.x = number;
-          blockIdx.x = first + rank, gridDim.x = grid, blockDim.x = unsigned(Kernel::kThreads);
+          blockIdx = {first + rank, block / grid, 0}, gridDim = {grid, height, 1};
+          blockDim.x = unsigned(Kernel::kThreads);
           te_dist_kernel(*static_cast<const Kernel::Params*>(parameters));
         });
       }
@@ -76,7 +79,7 @@ def compiled(spec: Spec) -> ctypes.CDLL:
     command = ["g++", "-E", "-P", "-x", "c++", "-std=c++20", *defined, f"-I{sources.folder()}", "-"]
     text = subprocess.run(command, input=plain, capture_output=True, text=True, check=True).stdout
     text = re.sub(r"extern SIM_SHARED\s+uint8_t memory\[\];", "uint8_t* memory = sim::dynamic_shared();", text)
-    text = without_assembly(re.sub(r"\bSIM_SHARED\b", "static", text))
+    text = without_assembly(re.sub(r"\bSIM_SHARED\s+(alignas\(\w+\))?", r"\1 static ", text))
     names = "#define int64_t te_int64_t\n#define uint64_t te_uint64_t\n"
     whole = f'#include "device.h"\n{names}{text}{ENTRY}'
     key = hashlib.sha256((whole + (HERE / "device.h").read_text()).encode()).hexdigest()[:24]
@@ -93,10 +96,9 @@ def compiled(spec: Spec) -> ctypes.CDLL:
 
 def launch(spec: Spec, on: Tensor, grid: tuple[int, int], values: tuple[Any, ...]) -> None:
     """In the place of te_dist.kernels.runtime.launch, on CPU tensors."""
-    assert grid[1] == 1
     packed = spec.layout.pack(*(Map(value) if isinstance(value, MatrixMap) else value for value in values))
     # Parameters lie at a multiple of 64 bytes.
     buffer = ctypes.create_string_buffer(len(packed) + 64)
     start = -(-ctypes.addressof(buffer) // 64) * 64
     ctypes.memmove(start, packed, len(packed))
-    compiled(spec).run(ctypes.c_void_p(start), grid[0], spec.cluster)
+    compiled(spec).run(ctypes.c_void_p(start), *grid, spec.cluster)

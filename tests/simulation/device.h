@@ -411,6 +411,105 @@ void round_one(uint16_t& code, float value) {
   code = Type::code(value);
 }
 
+inline bool is_nan(float value) { return value != value; }
+inline uint32_t bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+inline unsigned permuted(unsigned low, unsigned high, unsigned selector) {
+  const uint64_t bytes = uint64_t(high) << 32 | low;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const unsigned choice = selector >> 4 * i & 15;
+    const unsigned byte = unsigned(bytes >> (choice & 7) * 8 & 0xFF);
+    result |= (choice & 8 ? (byte & 0x80 ? 0xFFu : 0u) : byte) << 8 * i;
+  }
+  return result;
+}
+inline void permute(uint32_t& result, uint32_t low, uint32_t high, uint32_t selector) { result = permuted(low, high, selector); }
+
+// The code of an FP8 type that is nearest to a value, the even one of two; what is too large becomes the largest.
+template <class Type>
+uint8_t nearest(float value) {
+  const uint8_t sign = uint8_t(bits(value) >> 24 & 0x80);
+  if (is_nan(value)) return uint8_t(sign | 0x7F);
+  const float magnitude = std::fabs(value);
+  uint8_t best = 0;
+  float distance = HUGE_VALF;
+  for (int code = 0; code < 0x7F; ++code) {
+    const uint8_t byte = uint8_t(code);
+    const float off = std::fabs(Type::value(&byte) - magnitude);
+    if (off < distance || (off == distance && code % 2 == 0)) best = byte, distance = off;
+  }
+  return uint8_t(sign | best);
+}
+template <class Type>
+void encode_pair(uint16_t& codes, float second, float first) {
+  codes = uint16_t(nearest<Type>(first) | nearest<Type>(second) << 8);
+}
+template <class Type>
+void decode_pair(uint32_t& halves, uint16_t codes) {
+  const uint8_t bytes[2] = {uint8_t(codes), uint8_t(codes >> 8)};
+  halves = f16::code(Type::value(bytes)) | uint32_t(f16::code(Type::value(bytes + 1))) << 16;
+}
+inline void widen(float& value, uint16_t code) {
+  const uint8_t bytes[2] = {uint8_t(code), uint8_t(code >> 8)};
+  value = f16::value(bytes);
+}
+inline void reciprocal(float& result, float value) { result = 1.0f / value; }
+inline void saturated_half_less_two(float& result, float value) {
+  result = std::min(1.0f, std::max(0.0f, __builtin_fmaf(value, 0.5f, -2.0f)));
+}
+inline void larger_or_nan(float& result, float a, float b) { result = is_nan(a) || is_nan(b) ? from_bits(0x7FFFFFFF) : std::max(a, b); }
+inline void larger_magnitude(float& result, float a, float b) {
+  const uint32_t sign = (bits(a) ^ bits(b)) & 0x80000000u;
+  if (is_nan(a) || is_nan(b)) result = from_bits(0x7FFFFFFF);
+  else result = from_bits(bits(std::max(std::fabs(a), std::fabs(b))) | sign);
+}
+template <class Type>
+float half_of(uint32_t word, int half) {
+  const uint8_t bytes[2] = {uint8_t(word >> 16 * half), uint8_t(word >> (16 * half + 8))};
+  return Type::value(bytes);
+}
+template <class Combine>
+uint32_t by_halves(const Combine& combine) {
+  return uint32_t(combine(0)) | uint32_t(combine(1)) << 16;
+}
+template <class Type>
+void larger_pair(uint32_t& result, uint32_t a, uint32_t b) {
+  result = by_halves([&](int i) -> uint16_t {
+    const float x = half_of<Type>(a, i), y = half_of<Type>(b, i);
+    if (is_nan(x) && is_nan(y)) return 0x7FFF;
+    return is_nan(x) || y > x ? uint16_t(b >> 16 * i) : uint16_t(a >> 16 * i);
+  });
+}
+template <class Type>
+void larger_magnitudes(uint32_t& result, uint32_t a, uint32_t b) {
+  result = by_halves([&](int i) -> uint16_t {
+    const uint16_t sign = uint16_t((a ^ b) >> 16 * i & 0x8000);
+    const float x = half_of<Type>(a, i), y = half_of<Type>(b, i);
+    if (is_nan(x) || is_nan(y)) return 0x7FFF;
+    return uint16_t((std::fabs(x) > std::fabs(y) ? a : b) >> 16 * i & 0x7FFF) | sign;
+  });
+}
+inline void larger_integers(uint32_t& result, uint32_t a, uint32_t b) {
+  result = by_halves([&](int i) { return std::max(uint16_t(a >> 16 * i), uint16_t(b >> 16 * i)); });
+}
+template <class Type>
+void multiply_pair(uint32_t& result, uint32_t a, uint32_t b) {
+  result = by_halves([&](int i) { return Type::code(half_of<Type>(a, i) * half_of<Type>(b, i)); });
+}
+inline void load_words(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t address) {
+  uint32_t words[4];
+  std::memcpy(words, at(address), 16);
+  a = words[0], b = words[1], c = words[2], d = words[3];
+}
+inline void store_words(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  const uint32_t words[4] = {a, b, c, d};
+  std::memcpy(at(address), words, 16);
+}
+
 // Tensor cores: an operand is read when somebody waits for the product.
 
 struct Descriptor {
@@ -514,11 +613,42 @@ inline unsigned __float_as_uint(float value) { unsigned bits; std::memcpy(&bits,
 inline float __uint_as_float(unsigned bits) { return sim::from_bits(bits); }
 inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float __fsqrt_rn(float value) { return __builtin_sqrtf(value); }
-inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
-  const uint64_t bytes = uint64_t(high) << 32 | low;
-  unsigned result = 0;
-  for (int i = 0; i < 4; ++i) result |= unsigned(bytes >> (selector >> 4 * i & 7) * 8 & 0xFF) << 8 * i;
-  return result;
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) { return sim::permuted(low, high, selector); }
+inline float towards_zero(double exact) {
+  const float nearest = float(exact);
+  return std::fabs(double(nearest)) > std::fabs(exact) ? std::nextafterf(nearest, 0.0f) : nearest;
 }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rz(float a, float b) { return towards_zero(double(a) + b); }
+inline float __fmaf_rz(float a, float b, float c) { return towards_zero(double(a) * b + c); }
+inline double __dsqrt_rn(double value) { return __builtin_sqrt(value); }
+inline double __ddiv_rn(double a, double b) { return a / b; }
+template <class T>
+T __shfl_down_sync(unsigned, T value, int by) {
+  return sim::exchange(value, sim::self.lane() + unsigned(by) > 31 ? sim::self.lane() : sim::self.lane() + unsigned(by));
+}
+inline bool __any_sync(unsigned, bool value) { return sim::ballot(value) != 0; }
+inline bool __all_sync(unsigned, bool value) { return sim::ballot(value) == ~0u; }
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  unsigned largest = 0;
+  for (int lane = 0; lane < 32; ++lane) largest = std::max(largest, sim::exchange(value, unsigned(lane)));
+  return largest;
+}
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+  return unsigned((uint64_t(high) << 32 | low) >> (by & 31));
+}
+inline int __vimin3_s32(int a, int b, int c) { return std::min(a, std::min(b, c)); }
+inline int __popc(unsigned value) { return __builtin_popcount(value); }
+inline int __ffs(int value) { return __builtin_ffs(value); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned(uint64_t(a) * b >> 32); }
+template <class T>
+T atomicMax(T* place, T value) {
+  T found = __atomic_load_n(place, __ATOMIC_SEQ_CST);
+  while (found < value && !__atomic_compare_exchange_n(place, &found, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+  }
+  return found;
+}
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 using std::max;
 using std::min;

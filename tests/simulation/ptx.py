@@ -35,8 +35,22 @@ FUNCTIONS = [
     (r"wgmma\.commit_group", "sim::commit_products"),
     (r"wgmma\.wait_group", "sim::wait_products"),
     (r"wgmma\.mma_async.*m64n(\d+)k\d+\.f32\.(\w+)\.(\w+)", "sim::multiply<{1}, sim::{2}, sim::{3}>"),
+    (r"ld\.shared\.v4\.b32", "sim::load_words"),
+    (r"st\.shared\.v4\.b32", "sim::store_words"),
+    (r"cvt\.rn\.satfinite\.(\w+)x2\.f32", "sim::encode_pair<sim::{1}>"),
+    (r"cvt\.rn\.f16x2\.(\w+)x2", "sim::decode_pair<sim::{1}>"),
     (r"cvt\.rn\.(bf16|f16)x2\.f32", "sim::round_pair<sim::{1}>"),
     (r"cvt\.rn\.(bf16|f16)\.f32", "sim::round_one<sim::{1}>"),
+    (r"cvt\.f32\.f16", "sim::widen"),
+    (r"rcp\.approx\.ftz\.f32", "sim::reciprocal"),
+    (r"fma\.rn\.sat\.f32 %0, %1, 0f3F000000, 0fC0000000", "sim::saturated_half_less_two"),
+    (r"max\.NaN\.f32", "sim::larger_or_nan"),
+    (r"max\.NaN\.xorsign\.abs\.f32", "sim::larger_magnitude"),
+    (r"max\.(bf16|f16)x2", "sim::larger_pair<sim::{1}>"),
+    (r"max\.NaN\.xorsign\.abs\.(bf16|f16)x2", "sim::larger_magnitudes<sim::{1}>"),
+    (r"max\.u16x2", "sim::larger_integers"),
+    (r"mul\.rn\.(bf16|f16)x2", "sim::multiply_pair<sim::{1}>"),
+    (r"prmt\.b32", "sim::permute"),
 ]
 
 
