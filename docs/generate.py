@@ -22,12 +22,15 @@ HEADER = "<!-- Written by docs/generate.py; change the code it comes from. -->\n
 
 def environment() -> str:
     """The table of environment variables."""
-    home = str(Path.home())
     rows = [
-        f"| `{variable.name}` | `{str(variable.default).replace(home, '~')}` | {variable.meaning} |"
-        for variable in env.variables()
+        f"| `{variable.name}` | `{_shown(variable.default)}` | {variable.meaning} |" for variable in env.variables()
     ]
     return "\n".join(("# Environment variables", "", "| name | default | meaning |", "|---|---|---|", *rows, ""))
+
+
+def _shown(default: object) -> str:
+    """As one would write it into the environment."""
+    return str(int(default)) if isinstance(default, bool) else str(default).replace(str(Path.home()), "~")
 
 
 def formats() -> str:
@@ -124,9 +127,9 @@ nominal dtype only), the initializers of `torch.nn.init`, optimizers that know n
 rounded to a code; `te_dist.optim.FusedAdam` keeps masters). Assigning to `.data` quantizes.
 
 What is not listed below raises with the name of the op, so that nothing is dequantized behind your back. Products of
-matrices are not listed: they belong to the modules. `torch.compile` traces views, parts and ops on values in one graph;
-it leaves a graph at every linear map of te_dist. `torch.load` needs `weights_only=False` for files with quantized
-tensors; `te_dist.checkpoints` writes plain ones.
+matrices are not listed: they belong to the modules. `torch.compile` traces views, parts and ops on values, and linear
+maps ([recipes.md](recipes.md) says which), in one graph. `torch.load` needs `weights_only=False` for files with
+quantized tensors; `te_dist.checkpoints` writes plain ones.
 
 ## Supported ops
 """

@@ -1,4 +1,7 @@
-"""A model with FP8 block weights under FSDP2: `torchrun --nproc-per-node 2 examples/fsdp2.py`, on CPUs as it is."""
+"""A model with FP8 block weights under FSDP2: `torchrun --nproc-per-node 2 examples/fsdp2.py`, on CPUs as it is.
+
+On GPUs: device = "cuda", backend "nccl", and torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before.
+"""
 
 import torch
 import torch.distributed as dist
@@ -24,7 +27,7 @@ optimizer = optim.FusedAdam(model.parameters(), lr=1e-3)
 torch.manual_seed(dist.get_rank())
 x = torch.randn(64, 256, device=device)
 for step in range(20):
-    with te.autocast(recipe=fp8), offload.activations(budget="1GiB"):
+    with te.autocast(recipe=fp8), offload.activations(budget="1GiB", min_bytes=0):
         loss = (model(x) - x).square().mean()
     loss.backward()
     optimizer.step()

@@ -15,7 +15,7 @@ from te_dist.kernels.spec import ENTRY, OPTIONS, Spec
 
 _BINDING = "cupy_backends.cuda.libs.nvrtc"
 _WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
-_INSTALL = "install te_dist[cuda13] (or te_dist[cuda12]), which brings CuPy and NVRTC and needs no CUDA toolkit"
+_INSTALL = "install te_dist with its extra cuda13 (or cuda12), which brings CuPy and NVRTC and needs no CUDA toolkit"
 _RESOURCES = re.compile(
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
 )

@@ -22,6 +22,8 @@ def padded_rows(rows: int, groups: int) -> int:
 def group_table(ends: Tensor, *, rows: int, out: Tensor) -> None:
     """Writes the first row of every group, and how many tiles of 128, 192 and 256 rows lie before it.
 
+    Of the ends of groups, that is sizes added up, not of sizes.
+
     The rows of group g are those from `ends[g - 1]`, or 0, up to `ends[g]`; rows behind the last end are nobody's. On
     CUDA the ends stay on the device. An end beyond `rows` is read as `rows`.
 

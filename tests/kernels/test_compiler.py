@@ -13,7 +13,7 @@ from te_dist.formats import WHOLE
 from te_dist.kernels import CompilerError, compiler, movement, runtime
 from te_dist.kernels.spec import Spec
 
-INSTALL = r"install te_dist\[cuda13\] \(or te_dist\[cuda12\]\)"
+INSTALL = r"install te_dist with its extra cuda13"
 
 
 def no_cupy(name):
