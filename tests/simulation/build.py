@@ -78,7 +78,7 @@ def compiled(spec: Spec) -> ctypes.CDLL:
     defined = [f"-D{name}={value}" for name, value in MACROS.items()]
     command = ["g++", "-E", "-P", "-x", "c++", "-std=c++20", *defined, f"-I{sources.folder()}", "-"]
     text = subprocess.run(command, input=plain, capture_output=True, text=True, check=True).stdout
-    text = re.sub(r"extern SIM_SHARED\s+uint8_t memory\[\];", "uint8_t* memory = sim::dynamic_shared();", text)
+    text = re.sub(r"extern SIM_SHARED\s+(\w+) memory\[\];", r"auto* memory = (\1*)sim::dynamic_shared();", text)
     text = without_assembly(re.sub(r"\bSIM_SHARED\s+(alignas\(\w+\))?", r"\1 static ", text))
     names = "#define int64_t te_int64_t\n#define uint64_t te_uint64_t\n"
     whole = f'#include "device.h"\n{names}{text}{ENTRY}'

@@ -255,7 +255,8 @@ struct Map {
   int64_t box_bytes() const { return box_rows * box_cols * element_bytes; }
 };
 
-inline uint32_t swizzled(uint32_t address) { return address ^ ((address >> 7 & 7) << 4); }
+// Of 0, 32, 64 or 128 bytes, for `mode` from 0 to 3.
+inline uint32_t swizzled(uint32_t address, int mode = 3) { return address ^ ((address >> 7 & ((1u << mode) - 1)) << 4); }
 
 // Walks over the elements of a box: in shared memory, in global memory (null outside of the matrix).
 template <class Visit>
@@ -265,7 +266,7 @@ void over_box(const Map& map, uint32_t address, int x, int y, uint8_t* shared, c
     for (int64_t c = 0; c < map.box_cols; ++c) {
       const uint32_t place = first + uint32_t((r * map.box_cols + c) * map.element_bytes);
       const bool is_inside = y + r >= 0 && y + r < map.rows && x + c >= 0 && x + c < map.cols;
-      visit(shared + (map.swizzle ? swizzled(place) : place),
+      visit(shared + swizzled(place, int(map.swizzle)),
             is_inside ? map.data + (y + r) * map.pitch + (x + c) * map.element_bytes : nullptr);
     }
   }
