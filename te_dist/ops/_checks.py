@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+import inspect
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
+from typing import ParamSpec
 
 import torch
 from torch import Tensor
@@ -11,8 +13,35 @@ from torch import Tensor
 from te_dist.formats import WHOLE
 from te_dist.formats.region import Pair
 
+P = ParamSpec("P")
+
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = ("e4m3", "e5m2")
+
+
+def takes(kind: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Decorates an op whose keywords are, besides those it names, the keys of a TypedDict.
+
+    Others, and those that are missing, raise TypeError: they would be passed over, or be found one after the other.
+    """
+    keys, required = frozenset(kind.__optional_keys__ | kind.__required_keys__), kind.__required_keys__
+
+    def decorate(op: Callable[P, None]) -> Callable[P, None]:
+        named = frozenset(inspect.signature(op).parameters)
+
+        @wraps(op)
+        def checked(*args: P.args, **keywords: P.kwargs) -> None:
+            unknown, missing = keywords.keys() - keys - named, required - keywords.keys()
+            if unknown or missing:
+                raise TypeError(
+                    f"{op.__name__}: got unknown keywords {sorted(unknown)} and none of {sorted(missing)}; it takes "
+                    f"{', '.join(sorted(keys))}, see {kind.__module__}.{kind.__name__}"
+                )
+            op(*args, **keywords)
+
+        return checked
+
+    return decorate
 
 
 def tiles_touched(length: int, phase: int, tile: int) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_dist import _C, kernels
 from te_dist.formats.region import Pair
-from te_dist.ops._checks import check_choice, check_matrix, check_output, check_plane, grid_shape
+from te_dist.ops._checks import check_choice, check_matrix, check_output, check_plane, grid_shape, takes
 from te_dist.ops._library import register
 from te_dist.ops.quantize_nvfp4 import E4M3_MAX, TILE
 
@@ -25,6 +25,7 @@ class NvFp4Layout(TypedDict):
     e4m3_max: int
 
 
+@takes(NvFp4Layout)
 def dequantize_nvfp4(data: Tensor, scale: Tensor, amax: Tensor, *, out: Tensor, **layout: Unpack[NvFp4Layout]) -> None:
     """Writes e2m1 * (e4m3 * amax / (6 * e4m3_max)), fp32 products rounded once to the type of `out`.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_dist import kernels
 from te_dist.formats.region import Pair
-from te_dist.ops._checks import FP8, HIGH_PRECISION, check_choice, check_packed, check_rows
+from te_dist.ops._checks import FP8, HIGH_PRECISION, check_choice, check_packed, check_rows, takes
 from te_dist.ops._library import register
 
 TILE = 128
@@ -27,6 +27,7 @@ class Float8BlockProduct(TypedDict):
     accumulate: bool
 
 
+@takes(Float8BlockProduct)
 def gemm_float8_block(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out: Tensor, **product: Unpack[Float8BlockProduct]
 ) -> None:

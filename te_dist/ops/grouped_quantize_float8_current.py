@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from te_dist import kernels
-from te_dist.ops._checks import FP8, check_choice
+from te_dist.ops._checks import FP8, check_choice, takes
 from te_dist.ops._groups import check_per_group, matrix_of, sum_groups, sum_rows
 from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
@@ -18,6 +18,7 @@ from te_dist.ops.quantize_float8_current import scale_of
 from te_dist.ops.source import Source, flat_source
 
 
+@takes(GroupedTensorPlanes)
 def grouped_quantize_float8_current(  # noqa: PLR0913  (an op's signature is its schema)
     x: Tensor | Source,
     amax: Tensor,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from te_dist import _C, kernels
-from te_dist.ops._checks import FP8, check_choice, check_output, check_packed
+from te_dist.ops._checks import FP8, check_choice, check_output, check_packed, takes
 from te_dist.ops._groups import (
     Group,
     check_groups,
@@ -43,6 +43,7 @@ class GroupedTensorPlanes(TypedDict, total=False):
     col_scale: Tensor | None
 
 
+@takes(GroupedTensorPlanes)
 def grouped_quantize_float8_tensor(
     x: Tensor | Source,
     scale: Tensor,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_dist import kernels
 from te_dist.formats.region import Pair
-from te_dist.ops._checks import FP8, check_choice, check_output, check_rows
+from te_dist.ops._checks import FP8, check_choice, check_output, check_rows, takes
 from te_dist.ops._groups import check_groups, check_padded, groups_of, matrix_of, sum_groups, sum_rows, with_padding
 from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
@@ -40,6 +40,7 @@ class GroupedMxFp8Planes(TypedDict, total=False):
 KEYS = ("row_tile", "row_data", "row_scale", "col_tile", "col_data", "col_scale")  # in the order of the schema
 
 
+@takes(GroupedMxFp8Planes)
 def grouped_quantize_mxfp8(
     x: Tensor | Source,
     *,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_dist import kernels
 from te_dist.formats.region import Pair
-from te_dist.ops._checks import check_choice, check_output, check_packed, check_rows
+from te_dist.ops._checks import check_choice, check_output, check_packed, check_rows, takes
 from te_dist.ops._groups import (
     check_groups,
     check_padded,
@@ -58,6 +58,7 @@ PARTS = ("tile", "tensor_amax", "data", "scale")
 KEYS = tuple(f"{side}_{part}" for side in ("row", "col") for part in PARTS)  # in the order of the schema
 
 
+@takes(GroupedNvFp4Planes)
 def grouped_quantize_nvfp4(
     x: Tensor | Source,
     *,

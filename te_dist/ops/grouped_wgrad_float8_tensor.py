@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from te_dist import kernels
-from te_dist.ops._checks import HIGH_PRECISION, check_rows
+from te_dist.ops._checks import HIGH_PRECISION, check_rows, takes
 from te_dist.ops._grouped_products import check_table, write_sums
 from te_dist.ops._library import register
 from te_dist.ops.group_table import TILE
@@ -26,6 +26,7 @@ class GroupedFloat8Sums(TypedDict):
     accumulate: bool
 
 
+@takes(GroupedFloat8Sums)
 def grouped_wgrad_float8_tensor(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out: Tensor, **product: Unpack[GroupedFloat8Sums]
 ) -> None:

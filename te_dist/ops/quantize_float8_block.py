@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_dist import _C, kernels
 from te_dist.formats.region import Pair
-from te_dist.ops._checks import FP8, check_choice
+from te_dist.ops._checks import FP8, check_choice, takes
 from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
 from te_dist.ops._planes import Planes, Wanted, check_direction, flat
@@ -19,6 +19,7 @@ from te_dist.ops.source import Source, check_source, flat_source
 TILE = 128
 
 
+@takes(Planes)
 def quantize_float8_block(
     x: Tensor | Source,
     *,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from te_dist import _C, kernels
-from te_dist.ops._checks import FP8, check_choice, check_output
+from te_dist.ops._checks import FP8, check_choice, check_output, takes
 from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
 from te_dist.ops._planes import TENSOR_OUTPUTS, TensorPlanes, check_scalar, check_tensor_planes
@@ -20,6 +20,7 @@ FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}  # largest finite value of each 8-bit
 WORKSPACE = (512,)  # of kernels that run one behind the other: a shape
 
 
+@takes(TensorPlanes)
 def quantize_float8_current(  # noqa: PLR0913  (an op's signature is its schema)
     x: Tensor | Source,
     *,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from te_dist import _C, kernels
-from te_dist.ops._checks import FP8, check_choice, check_dtype, check_shape
+from te_dist.ops._checks import FP8, check_choice, check_dtype, check_shape, takes
 from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
 from te_dist.ops._planes import TENSOR_OUTPUTS, TensorPlanes, check_scalar, check_tensor_planes
@@ -16,6 +16,7 @@ from te_dist.ops.panel_sums import find_sums
 from te_dist.ops.source import Source, check_source, flat_source
 
 
+@takes(TensorPlanes)
 def quantize_float8_tensor(
     x: Tensor | Source,
     scale: Tensor,

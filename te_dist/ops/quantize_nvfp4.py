@@ -10,7 +10,7 @@ from torch import Tensor
 
 from te_dist import _C, kernels
 from te_dist.formats.region import Pair
-from te_dist.ops._checks import check_choice, check_dtype, check_plane, check_shape
+from te_dist.ops._checks import check_choice, check_dtype, check_plane, check_shape, takes
 from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
 from te_dist.ops._planes import Planes, Wanted, check_direction, flat
@@ -36,6 +36,7 @@ class NvFp4Planes(Planes, total=False):
     col_hadamard: int | None
 
 
+@takes(NvFp4Planes)
 def quantize_nvfp4(
     x: Tensor | Source,
     *,
