@@ -8,7 +8,7 @@
 #pragma once
 
 #include "common/epilogue.cuh"
-#include "common/pipeline.cuh"
+#include "common/persistent.cuh"
 #include "common/tiles.cuh"
 #include "common/wgmma.cuh"
 
@@ -55,6 +55,7 @@ struct GemmFloat8Block {
     typename Tiles::Params tiles;
   };
 
+  using Roles = Persistent<GemmFloat8Block, Tile, kConsumers, kCluster, kStages>;
   using Output = Epilogue<Params, Out, kWaves, kCols, kBoxes % 2 ? kBoxes : 2, kAdds>;
 
   struct Shared {
@@ -73,55 +74,39 @@ struct GemmFloat8Block {
   Shared& shared;
   uint32_t block;  // of the cluster
 
-  TE_DIST_DEVICE int first_tile() const { return blockIdx.x / kCluster; }
-  TE_DIST_DEVICE int tile_step() const { return gridDim.x / kCluster; }
+  TE_DIST_INLINE void run(const Params& p) { Roles::run(p); }
+
+  TE_DIST_DEVICE void init_barriers() const {
+#pragma unroll
+    for (int c = 0; c < kConsumers; ++c) shared.held[c].init(1);
+  }
 
   // Stages of a tile. Where there is nothing to sum there is one that holds nothing.
   TE_DIST_INLINE int stages_of(const Tile& t) { return t.depth_tiles > 0 ? t.depth_tiles : 1; }
 
-  // Fills the stages of a tile. One thread does.
-  TE_DIST_DEVICE void produce(const Tile& t, Ring<kStages>& ring) {
+  // Begins to fill stage number `k` of a tile. One thread does.
+  TE_DIST_DEVICE void read(const Tile& t, uint32_t s, int k) const {
     constexpr int kShare = kRows / kCluster;  // rows of A that this block reads, for all of the cluster
-#pragma unroll 1
-    for (int k = 0, end = stages_of(t); k < end; ++k, ring.advance()) {
-      const uint32_t s = ring.stage;
-      const int depth = t.first_depth + k;
-      Barrier& full = shared.full[s];
-      shared.empty[s].wait(ring.parity ^ 1);
-      if (k == 0) shared.tile[s] = t;
-      if (t.depth_tiles == 0) {
-        full.arrive();
-        continue;
-      }
-      if constexpr (kCluster > 1) {
-        const int own = int(block) * kShare;
-        copy_box_to_many(p.a, full, &shared.a[s][own * kDepth], depth * kDepth, t.row + own, (1 << kCluster) - 1);
-      } else {
-        copy_box(p.a, full, shared.a[s], depth * kDepth, t.row);
-      }
-      copy_box(p.b, full, shared.b[s], depth * kDepth, t.b_row);
+    const int depth = t.first_depth + k;
+    Barrier& full = shared.full[s];
+    if (t.depth_tiles == 0) return full.arrive();
+    if constexpr (kCluster > 1) {
+      const int own = int(block) * kShare;
+      copy_box_to_many(p.a, full, &shared.a[s][own * kDepth], depth * kDepth, t.row + own, (1 << kCluster) - 1);
+    } else {
+      copy_box(p.a, full, shared.a[s], depth * kDepth, t.row);
+    }
+    copy_box(p.b, full, shared.b[s], depth * kDepth, t.b_row);
 #pragma unroll
-      for (int i = 0; i < kScaleBoxes; ++i) {
-        copy_box(p.a_scale, full, &shared.a_scale[s][i * kBoxPitch], (t.row & -4) + i * kRowsOfBox, depth);
-      }
-      if constexpr (kSquareB) {
-        copy_box(p.b_scale, full, shared.b_scale[s], k & -kScaleDepth, t.b_scale_row);
-      } else {
-        copy_box(p.b_scale, full, shared.b_scale[s], t.col, t.b_scale_row + k);
-      }
-      full.expect(kStageBytes);
+    for (int i = 0; i < kScaleBoxes; ++i) {
+      copy_box(p.a_scale, full, &shared.a_scale[s][i * kBoxPitch], (t.row & -4) + i * kRowsOfBox, depth);
     }
-  }
-
-  // All lanes of a warp find the tiles, ahead of those who compute them.
-  TE_DIST_DEVICE void produce() {
-    const Tiles tiles{p.tiles};
-    Ring<kStages> ring;
-    for (int index = first_tile(), end = tiles.count(); index < end; index += tile_step()) {
-      const Tile t = tiles.at(index, block);
-      if (threadIdx.x % 32 == 0) produce(t, ring);
-      __syncwarp();
+    if constexpr (kSquareB) {
+      copy_box(p.b_scale, full, shared.b_scale[s], k & -kScaleDepth, t.b_scale_row);
+    } else {
+      copy_box(p.b_scale, full, shared.b_scale[s], t.col, t.b_scale_row + k);
     }
+    full.expect(kStageBytes);
   }
 
   struct Consumer {
@@ -137,14 +122,9 @@ struct GemmFloat8Block {
     TE_DIST_DEVICE int wave_row(int wave) const { return (group * kWaves + wave) * 64; }
 
     TE_DIST_DEVICE void release(int stage) const {
-      // One lane says that all have read; waiting for the tensor cores has brought them together, where all did.
+      // Waiting for the tensor cores has brought the lanes together, where all did and nothing was read since.
       if constexpr (!kReadsAhead || !Tiles::kRowsAreAligned) __syncwarp();
-      const int lane = threadIdx.x % 32;
-      if constexpr (kCluster > 1) {
-        if (lane < kCluster) shared().empty[stage].arrive_at(lane);
-      } else {
-        if (lane == 0) shared().empty[stage].arrive();
-      }
+      Roles::release(shared().empty[stage]);
     }
 
     // What is read of a stage besides codes: for the first and the second row of each wave its scale, by that of the square
@@ -267,59 +247,21 @@ struct GemmFloat8Block {
       }
     }
 
-    TE_DIST_DEVICE void consume() {
-      const Tiles tiles{gemm.p.tiles};
-      Ring<kStages> ring;
-      for (int index = gemm.first_tile(), end = tiles.count(); index < end; index += gemm.tile_step()) {
-        shared().full[ring.stage].wait(ring.parity);
-        const Tile t = shared().tile[ring.stage];
-        sum_tile(t, ring);
-        if (kAdds && t.depth_tiles == 0) continue;
-        if constexpr (Tiles::kHasBias) output.finish(t, sums);
-        output.write(t, sums);
-      }
-      if (threadIdx.x % 128 == 0) wait_stores();
+    TE_DIST_DEVICE void compute(const Tile& t, Ring<kStages>& ring) {
+      sum_tile(t, ring);
+      if (kAdds && t.depth_tiles == 0) return;
+      if constexpr (Tiles::kHasBias) output.finish(t, sums);
+      output.write(t, sums);
     }
   };
 
-  TE_DIST_DEVICE void start() {
-    if (threadIdx.x == 0) {
-#pragma unroll
-      for (int s = 0; s < kStages; ++s) {
-        shared.full[s].init(1);
-        shared.empty[s].init(kCluster * kConsumers * 4);
-      }
-#pragma unroll
-      for (int c = 0; c < kConsumers; ++c) shared.held[c].init(1);
-      fence_barrier_init();
-    }
-    if constexpr (kCluster > 1) {
-      sync_cluster();
-    } else {
-      __syncthreads();
-    }
-  }
-
-  TE_DIST_INLINE void run(const Params& p) {
-    extern __shared__ __align__(1024) uint8_t memory[];
-    GemmFloat8Block gemm{p, *reinterpret_cast<Shared*>(memory), kCluster > 1 ? block_of_cluster() : 0};
-    gemm.start();
-    const int group = __shfl_sync(0xFFFFFFFFu, int(threadIdx.x), 0) / 128;
-    if (group == kConsumers) {
-      give_registers<kProducerRegisters>();
-      if (threadIdx.x < 128 * kConsumers + 32) gemm.produce();
-    } else {
-      take_registers<kConsumerRegisters>();
-      const int lane = threadIdx.x % 32;
-      const Rows128 a = Rows128::at(shared_address(gemm.shared.a[0])).template further<64 * kWaves * kDepth>(group);
-      const Rows128 b = Rows128::at(shared_address(gemm.shared.b[0]));
-      const int row = int(threadIdx.x) / 32 % 4 * 16 + lane / 4, col = lane % 4 * 2;
-      const Output output{p, gemm.shared.out[group], &gemm.shared.held[group], group, row, col, 0};
-      Consumer consumer{gemm, group, row, col, a, b, output, {}};
-      consumer.consume();
-    }
-    // Blocks of a cluster write into each other's shared memory: none may end before the others have.
-    if constexpr (kCluster > 1) sync_cluster();
+  TE_DIST_DEVICE Consumer consumer(int group) const {
+    const int lane = threadIdx.x % 32;
+    const Rows128 a = Rows128::at(shared_address(shared.a[0])).template further<64 * kWaves * kDepth>(group);
+    const Rows128 b = Rows128::at(shared_address(shared.b[0]));
+    const int row = int(threadIdx.x) / 32 % 4 * 16 + lane / 4, col = lane % 4 * 2;
+    const Output output{p, shared.out[group], &shared.held[group], group, row, col, 0};
+    return {*this, group, row, col, a, b, output, {}};
   }
 };
 

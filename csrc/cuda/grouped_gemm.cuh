@@ -9,7 +9,7 @@
 
 #include "common/epilogue.cuh"
 #include "common/group_tiles.cuh"
-#include "common/pipeline.cuh"
+#include "common/persistent.cuh"
 
 namespace te_dist::cuda {
 
@@ -57,6 +57,7 @@ struct GroupedGemm {
     typename Tiles::Params tiles;
   };
 
+  using Roles = Persistent<GroupedGemm, GroupTile, kConsumers, kCluster, kStages>;
   using Output = Epilogue<Params, Out, 1, kCols, 1, kAdds>;
 
   struct Shared {
@@ -72,8 +73,9 @@ struct GroupedGemm {
   Shared& shared;
   uint32_t block;  // of the cluster
 
-  TE_DIST_DEVICE int first_tile() const { return blockIdx.x / kCluster; }
-  TE_DIST_DEVICE int tile_step() const { return gridDim.x / kCluster; }
+  TE_DIST_INLINE void run(const Params& p) { Roles::run(p); }
+
+  TE_DIST_DEVICE void init_barriers() const {}  // none but those of the ring
 
   // Stages of a tile. Where there is nothing to sum there is one that holds nothing.
   TE_DIST_INLINE int stages_of(const GroupTile& t) { return t.count > 0 ? (t.count + kDepth - 1) / kDepth : 1; }
@@ -95,50 +97,24 @@ struct GroupedGemm {
     }
   }
 
-  // Fills the stages of a tile. One thread does.
-  TE_DIST_DEVICE void produce(const GroupTile& t, Ring<kStages>& ring) {
-#pragma unroll 1
-    for (int k = 0, end = stages_of(t); k < end; ++k, ring.advance()) {
-      const uint32_t s = ring.stage;
-      Barrier& full = shared.full[s];
-      shared.empty[s].wait(ring.parity ^ 1);
-      if (k == 0) shared.tile[s] = t;
-      if (t.count > 0) {
-        const int further = k * kDepth;
-        fetch<A, kRows, 1>(p.a, full, shared.a[s], t.a_kept, t.a_first + further);
-        fetch<B, kCols, kCluster>(p.b, full, shared.b[s], t.b_kept, t.b_first + further);
-      }
-      full.expect(t.count > 0 ? kStageBytes : 0);
+  // Begins to fill stage number `k` of a tile. One thread does.
+  TE_DIST_DEVICE void read(const GroupTile& t, uint32_t s, int k) const {
+    Barrier& full = shared.full[s];
+    if (t.count > 0) {
+      const int further = k * kDepth;
+      fetch<A, kRows, 1>(p.a, full, shared.a[s], t.a_kept, t.a_first + further);
+      fetch<B, kCols, kCluster>(p.b, full, shared.b[s], t.b_kept, t.b_first + further);
     }
-  }
-
-  // All lanes of a warp find the tiles.
-  TE_DIST_DEVICE void produce() {
-    const Tiles tiles{p.tiles};
-    Ring<kStages> ring;
-    for (int index = first_tile(), end = tiles.count(); index < end; index += tile_step()) {
-      const GroupTile t = tiles.at(index, block);
-      if (threadIdx.x % 32 == 0) produce(t, ring);
-      __syncwarp();
-    }
+    full.expect(t.count > 0 ? kStageBytes : 0);
   }
 
   struct Consumer {
     const GroupedGemm& gemm;
     int group;  // which consumer
     float sums[1][kSums];
+    Output output;
 
     TE_DIST_DEVICE Shared& shared() const { return gemm.shared; }
-
-    // One lane says that all have read, which have come together.
-    TE_DIST_DEVICE void release(int stage) const {
-      const int lane = threadIdx.x % 32;
-      if constexpr (kCluster > 1) {
-        if (lane < kCluster) shared().empty[stage].arrive_at(lane);
-      } else {
-        if (lane == 0) shared().empty[stage].arrive();
-      }
-    }
 
     // Zeros for all but the first `valid` of the values that are summed over, in blocks of 64 that are kept.
     TE_DIST_DEVICE void clear_behind(int valid, uint8_t* blocks, int count) const {
@@ -197,13 +173,13 @@ struct GroupedGemm {
         multiply(ring.stage);
         if (k > 0) {
           wait_products<1>();
-          release(previous);
+          Roles::release(shared().empty[previous]);
         }
         previous = ring.stage;
       }
       wait_products<0>();
       pin(sums[0]);
-      release(previous);
+      Roles::release(shared().empty[previous]);
     }
 
     // A tile that has nothing to sum, or no rows of this consumer.
@@ -212,7 +188,7 @@ struct GroupedGemm {
       for (int k = 0, end = stages_of(t); k < end; ++k, ring.advance()) {
         shared().full[ring.stage].wait(ring.parity);
         __syncwarp();
-        release(ring.stage);
+        Roles::release(shared().empty[ring.stage]);
       }
     }
 
@@ -221,64 +197,27 @@ struct GroupedGemm {
       return __ldg(p.a_scale + t.group * p.a_scale_step) * __ldg(p.b_scale + t.group * p.b_scale_step);
     }
 
-    TE_DIST_DEVICE void consume() {
-      const Tiles tiles{gemm.p.tiles};
-      const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, col = lane % 4 * 2;
-      Output output{gemm.p, shared().out[group], nullptr, group, row, col, 0};
-      Ring<kStages> ring;
-      for (int index = gemm.first_tile(), end = tiles.count(); index < end; index += gemm.tile_step()) {
-        shared().full[ring.stage].wait(ring.parity);
-        const GroupTile t = shared().tile[ring.stage];
-        const float scale = kAreHalves ? 1.0f : scale_of(t);
-        const bool has_rows = t.out_row + group * 64 < t.out_end;
-        if (t.count > 0 && has_rows) {
-          sum_tile(t, ring);
-        } else {
-          pass_over(t, ring);
-        }
-        if (!has_rows || (kAdds && t.count == 0)) continue;
-        if constexpr (!kAreHalves) {
-#pragma unroll
-          for (int i = 0; i < kSums; ++i) sums[0][i] *= scale;
-        }
-        if constexpr (Tiles::kHasBias) output.finish(t, sums);
-        output.write(t, sums);
+    TE_DIST_DEVICE void compute(const GroupTile& t, Ring<kStages>& ring) {
+      const float scale = kAreHalves ? 1.0f : scale_of(t);
+      const bool has_rows = t.out_row + group * 64 < t.out_end;
+      if (t.count > 0 && has_rows) {
+        sum_tile(t, ring);
+      } else {
+        pass_over(t, ring);
       }
-      if (threadIdx.x % 128 == 0) wait_stores();
+      if (!has_rows || (kAdds && t.count == 0)) return;
+      if constexpr (!kAreHalves) {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) sums[0][i] *= scale;
+      }
+      if constexpr (Tiles::kHasBias) output.finish(t, sums);
+      output.write(t, sums);
     }
   };
 
-  TE_DIST_DEVICE void start() {
-    if (threadIdx.x == 0) {
-#pragma unroll
-      for (int s = 0; s < kStages; ++s) {
-        shared.full[s].init(1);
-        shared.empty[s].init(kCluster * kConsumers * 4);
-      }
-      fence_barrier_init();
-    }
-    if constexpr (kCluster > 1) {
-      sync_cluster();
-    } else {
-      __syncthreads();
-    }
-  }
-
-  TE_DIST_INLINE void run(const Params& p) {
-    extern __shared__ __align__(1024) uint8_t memory[];
-    GroupedGemm gemm{p, *reinterpret_cast<Shared*>(memory), kCluster > 1 ? block_of_cluster() : 0};
-    gemm.start();
-    const int group = __shfl_sync(0xFFFFFFFFu, int(threadIdx.x), 0) / 128;
-    if (group == kConsumers) {
-      give_registers<kProducerRegisters>();
-      if (threadIdx.x < 128 * kConsumers + 32) gemm.produce();
-    } else {
-      take_registers<kConsumerRegisters>();
-      Consumer consumer{gemm, group, {}};
-      consumer.consume();
-    }
-    // Blocks of a cluster write into each other's shared memory: none may end before the others have.
-    if constexpr (kCluster > 1) sync_cluster();
+  TE_DIST_DEVICE Consumer consumer(int group) const {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, col = lane % 4 * 2;
+    return {*this, group, {}, Output{p, shared.out[group], nullptr, group, row, col, 0}};
   }
 };
 
