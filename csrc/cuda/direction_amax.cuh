@@ -1,5 +1,5 @@
-// Largest magnitude of a matrix, or of groups of its rows, for one direction, of its Hadamard transform for the other. The kernels in front set both
-// to zero.
+// Largest magnitude of a matrix, or of groups of its rows, for one direction, of its Hadamard transform for
+// the other. The kernels in front set both to zero.
 #pragma once
 
 #include "common/overlap.cuh"

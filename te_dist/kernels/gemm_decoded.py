@@ -9,21 +9,16 @@ from torch import Tensor
 
 from te_dist.formats.region import Pair
 from te_dist.kernels import gemm_staged
-from te_dist.kernels.arguments import CODES, access_bytes, pointer
-from te_dist.kernels.gemm_staged import Side
+from te_dist.kernels.arguments import access_bytes, pointer
+from te_dist.kernels.gemm_staged import BITS, ELEMENTS_OF, FLOAT_TYPES, HEIGHT, PATCHES, WIDTHS, Side
 from te_dist.kernels.runtime import launch, multiprocessors, record
 from te_dist.kernels.spec import Layout, Spec
 
-HEIGHT, WIDTHS = 128, (256, 128)  # of a tile: rows, columns
 SCALED_SUM = 128  # summed values of an fp32 scale
-BITS = {"e2m1": 4, "e4m3": 8, "e5m2": 8, "bfloat16": 16, "float16": 16}  # of a code
-_CODES = CODES | {"e2m1": "E2M1", "bfloat16": "BFloat16", "float16": "Float16"}
 _CHUNK = 16  # codes that are read together
 _ROW = 128  # bytes of a row in a buffer
-_PATCHES = 4 * HEIGHT * 40  # bytes through which results are written
 _ALIGNMENT = 1024  # of the buffers
 _ENOUGH_TILES = 128
-_FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _OPERAND = (
     "codes:P pitch:q kept:q scales:P scale_kept:q scale_summed:q tile:q phase:q factor:P factor_stride:q constant:d"
 )
@@ -38,16 +33,16 @@ def source(kind: str, grain: int, turned: bool, load: int) -> str:
     """What the kernel is told of an operand: summed values of a scale byte (0: none), bytes it can read at a time."""
     scaling = "kNone" if not grain else "kFloats" if kind == "e2m1" else "kPowers"
     along = "kKept" if turned else "kSummed"
-    return f"Source<{_CODES[kind]}, Scaling::{scaling}, {max(1, grain)}, Along::{along}, {load}>"
+    return f"Source<{ELEMENTS_OF[kind]}, Scaling::{scaling}, {max(1, grain)}, Along::{along}, {load}>"
 
 
 @cache
 def decoded(a: str, b: str, half: str, width: int, scaled_sums: bool) -> Spec:
     """Spec of a product of two sources in bf16 or fp16, `half`."""
-    template = f"GemmDecoded<{a}, {b}, HalfType::k{_CODES[half]}, {width}, {str(scaled_sums).lower()}>"
+    template = f"GemmDecoded<{a}, {b}, HalfType::k{ELEMENTS_OF[half]}, {width}, {str(scaled_sums).lower()}>"
     stages = 4 if width == WIDTHS[0] else 6
     scales = 4 * (HEIGHT + width) * (stages if scaled_sums else 1)
-    shared = stages * ((HEIGHT + width) * _ROW + 16) + _PATCHES + scales + _ALIGNMENT
+    shared = stages * ((HEIGHT + width) * _ROW + 16) + PATCHES + scales + _ALIGNMENT
     return Spec("gemm_decoded.cuh", template, _LAYOUT, shared_bytes=shared, arch="sm_90a")
 
 
@@ -85,8 +80,8 @@ def gemm_decoded(*arguments: object) -> None:
         return record(spec)
     four = 4 * out.element_size()
     fours_fit = access_bytes(four, out.data_ptr(), out.stride(0) * out.element_size()) == four
-    bias_type = _FLOAT_TYPES[torch.float32 if bias is None else bias.dtype]
-    target = (out.data_ptr(), out.stride(0), pointer(bias), bias_type, _FLOAT_TYPES[out.dtype], accumulate, fours_fit)
+    bias_type = FLOAT_TYPES[torch.float32 if bias is None else bias.dtype]
+    target = (out.data_ptr(), out.stride(0), pointer(bias), bias_type, FLOAT_TYPES[out.dtype], accumulate, fours_fit)
     tiles = -(-rows // HEIGHT) * -(-cols // width)
     grid = (min(tiles, multiprocessors(out.get_device())), 1)
     launch(spec, out, grid, (*a_view, *b_view, summed, shift, *target))

@@ -8,19 +8,19 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from te_dist.kernels.arguments import MatrixMap, access_bytes, matrix_map, pointer
+from te_dist.kernels.arguments import CODES, MatrixMap, access_bytes, matrix_map, pointer
 from te_dist.kernels.gemm import fits_map
 from te_dist.kernels.runtime import launch, multiprocessors, record
 from te_dist.kernels.spec import Layout, Spec
 
 HEIGHT, WIDTHS = 128, (256, 128)  # of a tile: rows, columns
-BITS = {"e2m1": 4, "e4m3": 8, "e5m2": 8}  # of a code
+BITS = {"e2m1": 4, "e4m3": 8, "e5m2": 8, "bfloat16": 16, "float16": 16}  # of a code
+ELEMENTS_OF = CODES | {"e2m1": "E2M1", "bfloat16": "BFloat16", "float16": "Float16"}
 GRAINS = {"e2m1": 16, "e4m3": 32, "e5m2": 32}  # summed values of a scale byte
 FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 STEP = 64  # summed values of a stage
-_CODES = {"e2m1": "E2M1", "e4m3": "E4M3", "e5m2": "E5M2"}
 _ROW_BYTES = 2 * STEP  # of values
-_PATCHES = 4 * 8 * 16 * 40  # bytes through which results are written
+PATCHES = 4 * HEIGHT * 40  # bytes through which results are written
 BAND = 16  # tiles along the rows that are walked over together
 _WORD = 4
 _SIDES = "ab"
@@ -80,7 +80,7 @@ class Side:
 def source(kind: str, *, turned: bool = False) -> str:
     """A `Source` of codes with scale bytes."""
     scaling, along = "kFloats" if kind == "e2m1" else "kPowers", "kKept" if turned else "kSummed"
-    return f"Source<{_CODES[kind]}, Scaling::{scaling}, {GRAINS[kind]}, Along::{along}, 16>"
+    return f"Source<{ELEMENTS_OF[kind]}, Scaling::{scaling}, {GRAINS[kind]}, Along::{along}, 16>"
 
 
 @cache
@@ -90,7 +90,7 @@ def staged(walk: str, layout: Layout, kinds: tuple[str, str], turned: tuple[bool
     sources = [source(kind, turned=turns) for kind, turns in zip(kinds, turned, strict=True)]
     codes = sum(rows * STEP * BITS[kind] // 8 for rows, kind in zip((HEIGHT, width), kinds, strict=True))
     stages, code_stages = 3 if width == WIDTHS[0] else 4, 2 if codes > 2**14 else 3
-    shared = stages * ((HEIGHT + width) * _ROW_BYTES + 16) + code_stages * (codes + 16) + _PATCHES
+    shared = stages * ((HEIGHT + width) * _ROW_BYTES + 16) + code_stages * (codes + 16) + PATCHES
     template = f"GemmStaged<{walk}, {', '.join(sources)}, HalfType::k{half}, {width}>"
     return Spec("gemm_staged.cuh", template, layout, shared_bytes=-(-shared // 1024) * 1024, arch="sm_90a")
 

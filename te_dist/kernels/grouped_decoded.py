@@ -9,16 +9,16 @@ from torch import Tensor
 from te_dist.kernels import gemm, gemm_staged
 from te_dist.kernels.gemm_decoded import is_turned, width_of
 from te_dist.kernels.gemm_staged import BAND, HEIGHT, STEP, Factors, Side
-from te_dist.kernels.runtime import launch, multiprocessors, record
+from te_dist.kernels.grouped_gemm import GROUPS, launch_everywhere, table_values
+from te_dist.kernels.runtime import record
 from te_dist.kernels.spec import Layout, Spec
 
-_GROUPS = "tiles.table.begins:P tiles.table.tiles:P tiles.table.groups:q "
 _ROWS = Layout(
     gemm_staged.COMMON
-    + _GROUPS
+    + GROUPS
     + "tiles.col_tiles:i tiles.depth_tiles:i tiles.b_rows:i tiles.b_scale_rows:i tiles.band:i"
 )
-_SUMS = Layout(gemm_staged.COMMON + _GROUPS + "tiles.rows:i tiles.row_tiles:i tiles.col_tiles:i tiles.band:i")
+_SUMS = Layout(gemm_staged.COMMON + GROUPS + "tiles.rows:i tiles.row_tiles:i tiles.col_tiles:i tiles.band:i")
 _OF_OPERAND = 5  # arguments
 
 
@@ -48,9 +48,9 @@ def grouped_gemm_decoded(*arguments: object) -> None:
         return record(spec)
     steps = -(-summed // STEP)
     b_rows, b_summed = (0, summed) if b.turned else (cols, 0)
-    tiles = (*_table(table), -(-cols // width), -(-steps // 2), b_rows, 0, BAND)
+    tiles = (*table_values(table, HEIGHT), -(-cols // width), -(-steps // 2), b_rows, 0, BAND)
     values = gemm_staged.common(sides, width, factors, (bias, row_factor, accumulate, out))
-    launch(spec, out, (multiprocessors(out.get_device()), 1), (*values, steps, b_summed, *tiles))
+    launch_everywhere(spec, 1, (*values, steps, b_summed, *tiles), out)
 
 
 def grouped_wgrad_decoded(*arguments: object) -> None:
@@ -65,9 +65,9 @@ def grouped_wgrad_decoded(*arguments: object) -> None:
     if out.is_meta:
         return record(spec)
     rows = all_rows // groups
-    tiles = (*_table(table), rows, -(-rows // HEIGHT), -(-cols // width), BAND)
+    tiles = (*table_values(table, HEIGHT), rows, -(-rows // HEIGHT), -(-cols // width), BAND)
     values = gemm_staged.common(sides, width, factors, (None, None, accumulate, out))
-    launch(spec, out, (multiprocessors(out.get_device()), 1), (*values, 0, 0, *tiles))
+    launch_everywhere(spec, 1, (*values, 0, 0, *tiles), out)
 
 
 def _operands(arguments: tuple) -> tuple[tuple[Side, Side], Factors, tuple]:
@@ -92,8 +92,3 @@ def _side(name: str, codes: Tensor, kind: str, scale: Tensor) -> Side:
 def _factor(factor: Tensor | None) -> tuple[int, int, int]:
     """Values of a `Factor`: one for every group, or for all."""
     return 0 if factor is None else factor.data_ptr(), 0, 0 if factor is None or factor.numel() == 1 else 1
-
-
-def _table(table: Tensor) -> tuple[int, int, int]:
-    """(first rows, tiles of 128 rows before each group, groups)."""
-    return table.data_ptr(), table.data_ptr() + table.shape[1] * table.element_size(), table.shape[1] - 1

@@ -15,11 +15,11 @@ from te_dist.kernels.spec import Layout, Spec
 
 HEIGHTS = (128, 192, 256)  # of tiles, in the order of a group table's rows behind the first
 _TABLE = Layout("ends:P groups:q rows:q table:P")
-_GROUPS = "tiles.table.begins:P tiles.table.tiles:P tiles.table.groups:q "
+GROUPS = "tiles.table.begins:P tiles.table.tiles:P tiles.table.groups:q "
 _ROWS = Layout(
-    gemm.COMMON + _GROUPS + "tiles.col_tiles:i tiles.depth_tiles:i tiles.b_rows:i tiles.b_scale_rows:i tiles.band:i"
+    gemm.COMMON + GROUPS + "tiles.col_tiles:i tiles.depth_tiles:i tiles.b_rows:i tiles.b_scale_rows:i tiles.band:i"
 )
-_SUMS = Layout(gemm.COMMON + _GROUPS + "tiles.rows:i tiles.row_tiles:i tiles.col_tiles:i tiles.band:i")
+_SUMS = Layout(gemm.COMMON + GROUPS + "tiles.rows:i tiles.row_tiles:i tiles.col_tiles:i tiles.band:i")
 
 
 @cache
@@ -87,8 +87,8 @@ def grouped_gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Te
     a_scales = matrix_map(a_scale, (1, shape.rows // 2 + 4))  # tiles begin at any row: see the kernel
     maps = gemm.operand_maps(a, b, shape), (a_scales, gemm.col_scale_map(b_scale, shape, square))
     b_scale_rows = b_scale.shape[0] // groups
-    tiles = (*_table(table, shape), shape.col_tiles(cols), depth_tiles, cols, b_scale_rows, shape.band)
-    _launch(spec, shape, (*gemm.common(maps, out, bias, row_factor), *tiles), out)
+    tiles = (*table_values(table, shape.rows), shape.col_tiles(cols), depth_tiles, cols, b_scale_rows, shape.band)
+    launch_everywhere(spec, shape.cluster, (*gemm.common(maps, out, bias, row_factor), *tiles), out)
 
 
 def grouped_wgrad_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: object) -> None:
@@ -107,25 +107,21 @@ def grouped_wgrad_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: T
         (matrix_map(a_scale, (1, shape.rows)), gemm.col_scale_map(b_scale, shape, False)),
     )
     extents = (rows, shape.row_tiles(rows), shape.col_tiles(cols), shape.band)
-    tiles = (table.data_ptr(), table.data_ptr() + _row_bytes(table), groups, *extents)
-    _launch(spec, shape, (*gemm.common(maps, out, None, None), *tiles), out)
+    tiles = (*table_values(table, HEIGHTS[0]), *extents)
+    launch_everywhere(spec, shape.cluster, (*gemm.common(maps, out, None, None), *tiles), out)
 
 
 def _codes(fp8: Pair) -> tuple[str, str]:
     return CODES[fp8[0]], CODES[fp8[1]]
 
 
-def _row_bytes(table: Tensor) -> int:
-    return table.shape[1] * table.element_size()
+def table_values(table: Tensor, height: int) -> tuple[int, int, int]:
+    """Values of `GROUPS`: (first rows, tiles of this height before each group, groups)."""
+    row_bytes = table.shape[1] * table.element_size()
+    return table.data_ptr(), table.data_ptr() + (1 + HEIGHTS.index(height)) * row_bytes, table.shape[1] - 1
 
 
-def _table(table: Tensor, shape: Tiling) -> tuple[int, int, int]:
-    """(first rows, tiles of this height before each group, groups)."""
-    height = 1 + HEIGHTS.index(shape.rows)
-    return table.data_ptr(), table.data_ptr() + height * _row_bytes(table), table.shape[1] - 1
-
-
-def _launch(spec: Spec, shape: Tiling, values: tuple[object, ...], out: Tensor) -> None:
+def launch_everywhere(spec: Spec, cluster: int, values: tuple[object, ...], out: Tensor) -> None:
     """How many tiles there are the device alone knows: there are blocks for all multiprocessors."""
-    clusters = multiprocessors(out.get_device()) // shape.cluster
-    launch(spec, out, (clusters * shape.cluster, 1), values)
+    clusters = multiprocessors(out.get_device()) // cluster
+    launch(spec, out, (clusters * cluster, 1), values)

@@ -11,8 +11,8 @@ from torch import Tensor
 from te_dist.kernels import gemm
 from te_dist.kernels.arguments import CODES, ELEMENTS, MatrixMap, matrix_map, pointer
 from te_dist.kernels.gemm import BARRIER_BYTES, BOX_BYTES, SHARED_LIMIT
-from te_dist.kernels.grouped_gemm import HEIGHTS
-from te_dist.kernels.runtime import launch, multiprocessors, record
+from te_dist.kernels.grouped_gemm import GROUPS, launch_everywhere, table_values
+from te_dist.kernels.runtime import record
 from te_dist.kernels.spec import Layout, Spec
 
 ROWS = 128  # of a tile
@@ -20,9 +20,8 @@ _STAGE_BYTES = 128  # of what is summed over
 _TILE_BYTES = 36  # what a consumer is told of one
 _ENOUGH_TILES = 128
 _COMMON = "a:T b:T " + gemm.OUTPUT + "a_scale_step:i b_scale_step:i a_scale:P b_scale:P "
-_GROUPS = "tiles.table.begins:P tiles.table.tiles:P tiles.table.groups:q "
-_PRODUCTS = Layout(_COMMON + _GROUPS + "tiles.col_tiles:i tiles.summed:i tiles.b_rows:i tiles.band:i")
-_SUMS = Layout(_COMMON + _GROUPS + "tiles.rows:i tiles.row_tiles:i tiles.col_tiles:i tiles.band:i")
+_PRODUCTS = Layout(_COMMON + GROUPS + "tiles.col_tiles:i tiles.summed:i tiles.b_rows:i tiles.band:i")
+_SUMS = Layout(_COMMON + GROUPS + "tiles.rows:i tiles.row_tiles:i tiles.col_tiles:i tiles.band:i")
 
 
 @dataclass(frozen=True)
@@ -138,9 +137,9 @@ def _products(operands: tuple[Operand, Operand], matrices: tuple[Tensor, Tensor]
     spec = whole(operands, ELEMENTS[out.dtype], shape, adds=accumulate)
     if out.is_meta:
         return record(spec)
-    tiles = (*_table(table, shape.rows), -(-cols // shape.cols), a.shape[1], b.shape[0] // groups, shape.band)
+    tiles = (*table_values(table, shape.rows), -(-cols // shape.cols), a.shape[1], b.shape[0] // groups, shape.band)
     maps = _maps(operands, matrices, shape)
-    _launch(spec, shape, (*maps, *gemm.output(out, bias, row_factor), *_scales(scales), *tiles), out)
+    launch_everywhere(spec, shape.cluster, (*maps, *gemm.output(out, bias, row_factor), *_scales(scales), *tiles), out)
 
 
 def _sums(operands: tuple[Operand, Operand], matrices: tuple[Tensor, Tensor], scales: tuple, *rest: object) -> None:
@@ -154,9 +153,9 @@ def _sums(operands: tuple[Operand, Operand], matrices: tuple[Tensor, Tensor], sc
     spec = whole(operands, ELEMENTS[out.dtype], shape, sums=True, adds=accumulate)
     if out.is_meta:
         return record(spec)
-    tiles = (*_table(table, ROWS), rows, -(-rows // shape.rows), -(-cols // shape.cols), shape.band)
+    tiles = (*table_values(table, ROWS), rows, -(-rows // shape.rows), -(-cols // shape.cols), shape.band)
     maps = _maps(operands, matrices, shape)
-    _launch(spec, shape, (*maps, *gemm.output(out, None, None), *_scales(scales), *tiles), out)
+    launch_everywhere(spec, shape.cluster, (*maps, *gemm.output(out, None, None), *_scales(scales), *tiles), out)
 
 
 def _maps(operands: tuple[Operand, Operand], matrices: tuple[Tensor, Tensor], shape: Split) -> list[MatrixMap]:
@@ -172,15 +171,3 @@ def _scales(scales: tuple[Tensor | None, Tensor | None]) -> tuple[int, ...]:
     """Steps from group to group, and addresses."""
     steps = (0 if scale is None or scale.numel() == 1 else 1 for scale in scales)
     return (*steps, *map(pointer, scales))
-
-
-def _table(table: Tensor, height: int) -> tuple[int, int, int]:
-    """(first rows, tiles of this height before each group, groups)."""
-    row_bytes = table.shape[1] * table.element_size()
-    return table.data_ptr(), table.data_ptr() + (1 + HEIGHTS.index(height)) * row_bytes, table.shape[1] - 1
-
-
-def _launch(spec: Spec, shape: Split, values: tuple[object, ...], out: Tensor) -> None:
-    """How many tiles there are the device alone knows: there are blocks for all multiprocessors."""
-    clusters = multiprocessors(out.get_device()) // shape.cluster
-    launch(spec, out, (clusters * shape.cluster, 1), values)

@@ -22,8 +22,10 @@ class Rows(NamedTuple):
     out: Tensor
 
 
-def check_table(table: Tensor, num_groups: int) -> None:
-    check_packed("table", table, (torch.int32,), (1 + len(HEIGHTS), num_groups + 1))
+def check_table(table: Tensor) -> int:
+    """Checks a group table; returns the number of groups."""
+    check_packed("table", table, (torch.int32,), (1 + len(HEIGHTS), table.shape[-1]))
+    return table.shape[1] - 1
 
 
 def check_summed(name: str, extent: int) -> None:
@@ -33,8 +35,7 @@ def check_summed(name: str, extent: int) -> None:
 
 def check_ends_of_rows(end: Rows, rows: int) -> None:
     """All but the operands of products of `rows`."""
-    num_groups, cols = end.table.shape[1] - 1, end.out.shape[1]
-    check_table(end.table, num_groups)
+    num_groups, cols = check_table(end.table), end.out.shape[-1]
     check_rows("out", end.out, (torch.float32,) if end.accumulate else HIGH_PRECISION, (rows, cols))
     if end.bias is not None:
         check_packed("bias", end.bias, HIGH_PRECISION, (num_groups, cols))

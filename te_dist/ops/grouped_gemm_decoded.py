@@ -10,15 +10,8 @@ from torch import Tensor
 from te_dist import kernels
 from te_dist.kernels.gemm_decoded import is_turned
 from te_dist.kernels.gemm_staged import GRAINS, STEP
-from te_dist.ops._checks import (
-    HIGH_PRECISION,
-    check_choice,
-    check_dtype,
-    check_packed,
-    check_rows,
-    check_shape,
-    grid_shape,
-)
+from te_dist.ops._checks import check_choice, check_dtype, check_packed, check_shape, grid_shape
+from te_dist.ops._grouped_products import Rows, check_ends_of_rows, check_table, write_rows
 from te_dist.ops._library import register
 from te_dist.ops.dequantize_mxfp8 import dequantize_mxfp8
 from te_dist.ops.dequantize_nvfp4 import dequantize_nvfp4
@@ -58,8 +51,8 @@ def grouped_gemm_decoded(a: Coded, b: Coded, *, out: Tensor, **product: Unpack[G
     Raises:
         ValueError: a type, shape or address that does not fit.
     """
-    table, bias, row_factor, accumulate = (product.get(name) for name in ("table", "bias", "row_factor", "accumulate"))
-    groups, (rows, depth), cols = check_table(table), a.shape, out.shape[-1]
+    rest = product["table"], product.get("bias"), product.get("row_factor"), bool(product.get("accumulate")), out
+    groups, (rows, depth), cols = check_table(rest[0]), a.shape, out.shape[-1]
     check_operand("a", a, groups)
     check_operand("b", b, groups)
     if is_turned(a.codes):
@@ -69,19 +62,8 @@ def grouped_gemm_decoded(a: Coded, b: Coded, *, out: Tensor, **product: Unpack[G
         "b", b.codes.new_empty(b.shape, device="meta"), (cols, groups * depth) if turned else (groups * cols, depth)
     )
     check_depth(depth, STEP if turned else 1, a, b)
-    check_rows("out", out, (torch.float32,) if accumulate else HIGH_PRECISION, (rows, cols))
-    if bias is not None:
-        check_packed("bias", bias, HIGH_PRECISION, (groups, cols))
-    if row_factor is not None:
-        check_packed("row_factor", row_factor, (torch.float32,), (rows,))
-    rest = table, bias, row_factor, bool(accumulate), out
+    check_ends_of_rows(Rows(*rest), rows)
     torch.ops.te_dist.grouped_gemm_decoded(*flat(a), *flat(b), *rest)
-
-
-def check_table(table: Tensor) -> int:
-    """Checks a group table; returns the number of groups."""
-    check_packed("table", table, (torch.int32,), (4, table.shape[-1]))
-    return table.shape[1] - 1
 
 
 def check_operand(name: str, operand: Coded, groups: int) -> None:
@@ -139,19 +121,10 @@ def factor_of(group: int, *sides: tuple) -> float:
 
 
 def _cpu(*arguments: object) -> None:
-    a, b, (table, bias, row_factor, accumulate, out) = arguments[:5], arguments[5:10], arguments[10:]
+    a, b, (table, *rest) = arguments[:5], arguments[5:10], arguments[10:]
     left, right = values(*a[:3]), values(*b[:3])
     matrices = right.chunk(table.shape[1] - 1, dim=1 if is_turned(b[0]) else 0)
-    begins = table[0].tolist()
-    for group, (begin, end) in enumerate(zip(begins, begins[1:], strict=False)):
-        if end <= begin:
-            continue
-        product = left[begin:end] @ matrices[group].t() * factor_of(group, a, b)
-        if bias is not None:
-            product += bias[group]
-        if row_factor is not None:
-            product *= row_factor[begin:end, None]
-        (out[begin:end].add_ if accumulate else out[begin:end].copy_)(product)
+    write_rows(lambda g, rows: left[rows] @ matrices[g].t() * factor_of(g, a, b), Rows(table, *rest))
 
 
 register(

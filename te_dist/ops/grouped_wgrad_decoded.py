@@ -7,10 +7,11 @@ from torch import Tensor
 
 from te_dist import kernels
 from te_dist.ops._checks import HIGH_PRECISION, check_rows
+from te_dist.ops._grouped_products import check_table, write_sums
 from te_dist.ops._library import register
 from te_dist.ops.gemm_decoded import Coded
 from te_dist.ops.group_table import TILE
-from te_dist.ops.grouped_gemm_decoded import check_operand, check_table, factor_of, flat, values
+from te_dist.ops.grouped_gemm_decoded import check_operand, factor_of, flat, values
 
 
 def grouped_wgrad_decoded(a: Coded, b: Coded, *, table: Tensor, out: Tensor, accumulate: bool = False) -> None:
@@ -46,11 +47,11 @@ def grouped_wgrad_decoded(a: Coded, b: Coded, *, table: Tensor, out: Tensor, acc
 def _cpu(*arguments: object) -> None:
     a, b, (table, accumulate, out) = arguments[:5], arguments[5:10], arguments[10:]
     left, right = values(*a[:3]), values(*b[:3])
-    tiles = table[1].tolist()
-    for group, product in enumerate(out.chunk(len(tiles) - 1)):
-        columns = slice(tiles[group] * TILE, tiles[group + 1] * TILE)
-        sums = left[:, columns] @ right[:, columns].t() * factor_of(group, a, b)
-        (product.add_ if accumulate else product.copy_)(sums)
+
+    def product_of(group: int, columns: slice) -> Tensor:
+        return left[:, columns] @ right[:, columns].t() * factor_of(group, a, b)
+
+    write_sums(product_of, table[1] * TILE, accumulate, out)
 
 
 register(

@@ -49,10 +49,9 @@ def grouped_wgrad_float8_block(
     table, fp8, accumulate = (product[name] for name in ("table", "fp8", "accumulate"))
     for its_type in fp8:
         check_choice("fp8", its_type, FP8)
-    (rows, depth), cols, groups = a.shape, b.shape[0], table.shape[1] - 1
+    (rows, depth), cols, groups = a.shape, b.shape[0], check_table(table)
     if depth % TILE:
         raise ValueError(f"a: got {depth} columns, wanted a multiple of {TILE}: groups are padded to tiles with zeros")
-    check_table(table, groups)
     check_rows("a", a, (torch.uint8,), (rows, depth))
     check_rows("b", b, (torch.uint8,), (cols, depth))
     check_rows("a_scale", a_scale, (torch.float32,), (depth // TILE, rows), at_least=True)

@@ -47,10 +47,9 @@ def grouped_wgrad_float8_tensor(
         ValueError: a type, shape or address that does not fit.
     """
     table, fp8, accumulate = (product[name] for name in ("table", "fp8", "accumulate"))
-    (rows, depth), cols, groups = a.shape, b.shape[0], table.shape[1] - 1
+    (rows, depth), cols, groups = a.shape, b.shape[0], check_table(table)
     if depth % TILE:
         raise ValueError(f"a: got {depth} columns, wanted a multiple of {TILE}: groups are padded to tiles with zeros")
-    check_table(table, groups)
     check_operands((a, a_scale), (b, b_scale), ((rows, depth), (cols, depth)), fp8, groups)
     check_rows("out", out, (torch.float32,) if accumulate else HIGH_PRECISION, (groups * rows, cols))
     torch.ops.te_dist.grouped_wgrad_float8_tensor(a, a_scale, b, b_scale, table, fp8, accumulate, out)

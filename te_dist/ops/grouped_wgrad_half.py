@@ -28,8 +28,7 @@ def grouped_wgrad_half(a: Tensor, b: Tensor, *, table: Tensor, accumulate: bool,
     Raises:
         ValueError: a type, shape or address that does not fit.
     """
-    (depth, rows), cols, groups = a.shape, b.shape[1], table.shape[1] - 1
-    check_table(table, groups)
+    (depth, rows), cols, groups = a.shape, b.shape[1], check_table(table)
     check_rows("a", a, HALVES, (depth, rows))
     check_rows("b", b, (a.dtype,), (depth, cols))
     check_rows("out", out, (torch.float32,) if accumulate else HIGH_PRECISION, (groups * rows, cols))

@@ -34,7 +34,10 @@ class DecodedOperand:
         device: str = "cpu",
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        draw = lambda low, high, *shape: torch.randint(low, high, shape, generator=generator, dtype=torch.uint8)  # noqa: E731
+
+        def draw(low: int, high: int, *shape: int) -> torch.Tensor:
+            return torch.randint(low, high, shape, generator=generator, dtype=torch.uint8)
+
         blocks = -(-summed // GRAINS[kind])
         if kind == "e2m1":
             codes, scale = draw(0, 256, kept, summed // 2), draw(0x28, 0x48, kept, blocks)
