@@ -10,7 +10,7 @@ from torch import Tensor
 from te_dist import kernels
 from te_dist.kernels.gemm_decoded import is_turned
 from te_dist.kernels.gemm_staged import GRAINS, STEP
-from te_dist.ops._checks import check_choice, check_dtype, check_packed, check_shape, grid_shape
+from te_dist.ops._checks import check_choice, check_dtype, check_packed, check_shape, grid_shape, takes
 from te_dist.ops._grouped_products import Rows, check_ends_of_rows, check_table, write_rows
 from te_dist.ops._library import register
 from te_dist.ops.dequantize_mxfp8 import dequantize_mxfp8
@@ -35,6 +35,7 @@ class GroupedDecodedProduct(TypedDict, total=False):
     accumulate: bool
 
 
+@takes(GroupedDecodedProduct)
 def grouped_gemm_decoded(a: Coded, b: Coded, *, out: Tensor, **product: Unpack[GroupedDecodedProduct]) -> None:
     """out[rows of g] = a[rows of g] b[g]^T for every group g, decoded and summed as `gemm_decoded` does it.
 
