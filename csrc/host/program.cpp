@@ -26,7 +26,9 @@ void check(const PatchedLaunch& launch) {
   if (size > kMaxParameterBytes) throw std::invalid_argument(launch.kernel->label() + " has more parameters than fit");
   for (const Patch& patch : launch.patches) {
     const size_t bytes = patch.is_map ? sizeof(driver::TensorMap) : sizeof(uint64_t);
-    if (patch.place + bytes > size) throw std::invalid_argument("an address behind the parameters of " + launch.kernel->label());
+    if (bytes > size || patch.place > size - bytes) {
+      throw std::invalid_argument("an address behind the parameters of " + launch.kernel->label());
+    }
   }
 }
 
@@ -38,13 +40,13 @@ Program::Program(std::vector<PatchedLaunch> launches) : launches_(std::move(laun
 
 void Program::run(int device, uint64_t stream, const std::vector<uint64_t>& addresses) {
   const driver::ContextGuard guard(device);
+  alignas(64) unsigned char parameters[kMaxParameterBytes];
+  std::vector<void*> arguments{parameters};
   for (size_t i = 0; i < launches_.size(); ++i) {
     const PatchedLaunch& launch = launches_[i];
     position_ = i;
-    alignas(64) unsigned char parameters[kMaxParameterBytes];
     std::memcpy(parameters, launch.parameters.data(), launch.parameters.size());
     for (const Patch& its : launch.patches) patch(its, addresses.at(its.slot) + its.offset, parameters);
-    std::vector<void*> arguments{parameters};
     launch.kernel->launch(device, stream, launch.grid, arguments);
   }
 }
