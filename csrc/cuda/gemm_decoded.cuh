@@ -6,6 +6,7 @@
 #pragma once
 
 #include "common/fetch.cuh"
+#include "common/fours.cuh"
 #include "common/pipeline.cuh"
 
 namespace te_dist::cuda {
@@ -38,7 +39,6 @@ struct GemmDecoded {
   static constexpr int kClusterBlocks = 1;
   static constexpr int kSums = kWidth / 2;
   static constexpr int kStages = kWidth == 256 ? 4 : 6;
-  static constexpr int kPatchCols = 32;
   static constexpr uint32_t kBytesA = kHeight * 128, kBytesB = kWidth * 128;
   static constexpr uint32_t kBytesStage = kBytesA + kBytesB;
   using FetcherA = Fetcher<A, kType, kHeight, distance_of<A, B, kType>()>;
@@ -56,11 +56,10 @@ struct GemmDecoded {
     int fours_fit;  // four neighbours can be written at a time
   };
 
-  enum FloatType { kFloat32, kBFloat16, kFloat16 };
 
   struct Shared {
     char buffers[kStages][kBytesStage];
-    float patches[kMultipliers / 32][16][kPatchCols + 8];  // columns in different banks
+    SumsPatch patches[kMultipliers / 32];
     float scales[kScaledSums ? kStages : 1][kHeight + kWidth];
     Barrier full[kStages], empty[kStages];
   };
@@ -244,14 +243,7 @@ struct GemmDecoded {
     auto& patch = shared.patches[warp];
 #pragma unroll
     for (int i = 0; i < kWidth; i += kPatchCols) {
-      __syncwarp();
-#pragma unroll
-      for (int j = 0; j < kPatchCols; j += 8) {
-        const float* four = sums + (i + j) / 2;
-        *reinterpret_cast<float2*>(&patch[lane / 4][j + lane % 4 * 2]) = float2{four[0], four[1]};
-        *reinterpret_cast<float2*>(&patch[lane / 4 + 8][j + lane % 4 * 2]) = float2{four[2], four[3]};
-      }
-      __syncwarp();
+      put_patch(sums, i, patch);
 #pragma unroll 1
       for (int row = lane / 8; row < 16; row += 4) {
         const int col = lane % 8 * 4;
@@ -269,40 +261,9 @@ struct GemmDecoded {
     for (int i = 0; i < 4; ++i) {
       if (i >= count) continue;
       values[i] = values[i] * by * p.b.factor_of(col + i);
-      if (p.bias) values[i] += bias_of(col + i);
+      if (p.bias) values[i] += bias_of(p, col + i);
     }
-    if (p.out_type == kFloat32) {
-      store<Float32>(values, count, row * p.pitch + col);
-    } else if (p.out_type == kBFloat16) {
-      store<BFloat16>(values, count, row * p.pitch + col);
-    } else {
-      store<Float16>(values, count, row * p.pitch + col);
-    }
-  }
-
-  TE_DIST_DEVICE float bias_of(int64_t col) const {
-    if (p.bias_type == kFloat32) return static_cast<const float*>(p.bias)[col];
-    const uint32_t code = static_cast<const uint16_t*>(p.bias)[col];
-    return p.bias_type == kBFloat16 ? BFloat16::value(code, 0) : Float16::value(code, 0);
-  }
-
-  template <class Element>
-  TE_DIST_DEVICE void store(const float (&values)[4], int count, int64_t place) const {
-    char* out = static_cast<char*>(p.out) + place * Element::kBytes;
-    const bool fits = count == 4 && p.fours_fit;
-    uint32_t words[4] = {};
-    if (Element::kPerWord == 1 && p.adds) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) words[i] = i < count ? reinterpret_cast<const uint32_t*>(out)[i] : 0;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int w = i / Element::kPerWord;
-      const float value = Element::kPerWord == 1 && p.adds ? float_of(words[w]) + values[i] : values[i];
-      words[w] = i % Element::kPerWord ? words[w] | Element::store(value) << 16 : Element::store(value);
-    }
-    store_run<4 * Element::kBytes, Element::kBytes>(out, Inside{0, fits ? 0 : count * Element::kBytes}, words);
-    if (fits) store_words<4 * Element::kBytes>(out, words);
+    write_values(p, values, count, row * p.pitch + col);
   }
 };
 

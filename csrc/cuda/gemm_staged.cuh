@@ -6,6 +6,7 @@
 // The warpgroup that decodes is what the others wait for.
 #pragma once
 
+#include "common/fours.cuh"
 #include "common/stage.cuh"
 #include "common/tiles.cuh"
 
@@ -31,7 +32,6 @@ struct GemmStaged {
   static_assert(kWidth == 256 || kWidth == 128, "a tile is as wide as a product");
   static constexpr int kThreads = kMultipliers + kDecoders, kBlocks = 1, kClusterBlocks = 1;
   static constexpr int kSums = kWidth / 2;
-  static constexpr int kPatchCols = 32;
   static constexpr uint32_t kBytesA = kHeight * 128, kBytesB = kWidth * 128;  // of values
   using Shape = TileShape<kHeight, kWidth, 1, false>;
   using Tiles = Walk<Shape>;
@@ -59,12 +59,11 @@ struct GemmStaged {
     typename Tiles::Params tiles;
   };
 
-  enum FloatType { kFloat32, kBFloat16, kFloat16 };
 
   struct Shared {
     alignas(1024) char values[kStages][kBytesA + kBytesB];
     alignas(1024) char codes[kCodeStages][kBytesCodes];
-    float patches[kMultipliers / 32][16][kPatchCols + 8];  // columns in different banks
+    SumsPatch patches[kMultipliers / 32];
     Barrier full[kStages], empty[kStages], codes_full[kCodeStages], codes_empty[kCodeStages];
   };
   static constexpr int kSharedBytes = sizeof(Shared);
@@ -257,15 +256,9 @@ struct GemmStaged {
     for (int i = 0; i < 4; ++i) {
       const bool exists = i < its.count;
       its.by[i] = exists ? p.b_factor.of(col + i, tile.group) : 0.0f;
-      its.bias[i] = exists && p.bias ? bias_of(int64_t(tile.group) * p.cols + col + i) : 0.0f;
+      its.bias[i] = exists && p.bias ? bias_of(p, int64_t(tile.group) * p.cols + col + i) : 0.0f;
     }
     return its;
-  }
-
-  TE_DIST_DEVICE float bias_of(int64_t index) const {
-    if (p.bias_type == kFloat32) return static_cast<const float*>(p.bias)[index];
-    const uint32_t code = static_cast<const uint16_t*>(p.bias)[index];
-    return p.bias_type == kBFloat16 ? BFloat16::value(code, 0) : Float16::value(code, 0);
   }
 
   // Of a warp's 16 rows, 32 columns at a time, by way of shared memory: neighbouring lanes write neighbouring columns.
@@ -274,14 +267,7 @@ struct GemmStaged {
     auto& patch = shared.patches[warp];
 #pragma unroll
     for (int i = 0; i < kWidth; i += kPatchCols) {
-      __syncwarp();
-#pragma unroll
-      for (int j = 0; j < kPatchCols; j += 8) {
-        const float* four = sums + (i + j) / 2;
-        *reinterpret_cast<float2*>(&patch[lane / 4][j + lane % 4 * 2]) = float2{four[0], four[1]};
-        *reinterpret_cast<float2*>(&patch[lane / 4 + 8][j + lane % 4 * 2]) = float2{four[2], four[3]};
-      }
-      __syncwarp();
+      put_patch(sums, i, patch);
       const int in_patch = lane % 8 * 4, col = tile.col + i + in_patch;
       const Columns its = columns(tile, col);
 #pragma unroll 1
@@ -300,33 +286,7 @@ struct GemmStaged {
 #pragma unroll
     for (int i = 0; i < 4; ++i) values[i] = (values[i] * by * its.by[i] + its.bias[i]) * at_last;
     const int count = min(its.count, 4);
-    const int64_t place = row * p.pitch + col;
-    if (p.out_type == kFloat32) {
-      store<Float32>(values, count, place);
-    } else if (p.out_type == kBFloat16) {
-      store<BFloat16>(values, count, place);
-    } else {
-      store<Float16>(values, count, place);
-    }
-  }
-
-  template <class Element>
-  TE_DIST_DEVICE void store(const float (&values)[4], int count, int64_t place) const {
-    char* out = static_cast<char*>(p.out) + place * Element::kBytes;
-    const bool fits = count == 4 && p.fours_fit;
-    uint32_t words[4] = {};
-    if (Element::kPerWord == 1 && p.adds) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) words[i] = i < count ? reinterpret_cast<const uint32_t*>(out)[i] : 0;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int w = i / Element::kPerWord;
-      const float value = Element::kPerWord == 1 && p.adds ? float_of(words[w]) + values[i] : values[i];
-      words[w] = i % Element::kPerWord ? words[w] | Element::store(value) << 16 : Element::store(value);
-    }
-    store_run<4 * Element::kBytes, Element::kBytes>(out, Inside{0, fits ? 0 : count * Element::kBytes}, words);
-    if (fits) store_words<4 * Element::kBytes>(out, words);
+    write_values(p, values, count, row * p.pitch + col);
   }
 };
 
