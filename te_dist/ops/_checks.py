@@ -90,6 +90,11 @@ def check_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
         )
 
 
+def check_product(out: Tensor, shape: Pair, accumulate: bool) -> None:
+    """Where a product goes; what is added up is added in fp32."""
+    check_rows("out", out, (torch.float32,) if accumulate else HIGH_PRECISION, shape)
+
+
 def check_packed(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], shape: Sequence[int]) -> None:
     """A contiguous tensor of exactly this shape."""
     check_dtype(name, tensor, dtypes)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
-from te_dist.kernels.grouped_gemm import HEIGHTS
-from te_dist.ops._checks import HIGH_PRECISION, check_packed, check_rows
+from te_dist.ops._checks import HIGH_PRECISION, check_packed, check_product
+from te_dist.ops.group_table import TILE, check_table
 
 
 class Rows(NamedTuple):
@@ -22,10 +22,21 @@ class Rows(NamedTuple):
     out: Tensor
 
 
-def check_table(table: Tensor) -> int:
-    """Checks a group table; returns the number of groups."""
-    check_packed("table", table, (torch.int32,), (1 + len(HEIGHTS), table.shape[-1]))
-    return table.shape[1] - 1
+class GroupedFloat8Sums(TypedDict):
+    """table: int32 (4, G + 1), see `group_table`.  fp8: types of `a` and `b`.
+
+    accumulate: add to what `out` holds, in fp32; else an empty group gives zeros.
+    """
+
+    table: Tensor
+    fp8: tuple[str, str]
+    accumulate: bool
+
+
+def check_tiles(depth: int) -> None:
+    """Of FP8 that is summed over the rows of groups."""
+    if depth % TILE:
+        raise ValueError(f"a: got {depth} columns, wanted a multiple of {TILE}: groups are padded to tiles with zeros")
 
 
 def check_summed(name: str, extent: int) -> None:
@@ -36,7 +47,7 @@ def check_summed(name: str, extent: int) -> None:
 def check_ends_of_rows(end: Rows, rows: int) -> None:
     """All but the operands of products of `rows`."""
     num_groups, cols = check_table(end.table), end.out.shape[-1]
-    check_rows("out", end.out, (torch.float32,) if end.accumulate else HIGH_PRECISION, (rows, cols))
+    check_product(end.out, (rows, cols), end.accumulate)
     if end.bias is not None:
         check_packed("bias", end.bias, HIGH_PRECISION, (num_groups, cols))
     if end.row_factor is not None:

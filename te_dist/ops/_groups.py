@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from te_dist import _C
-from te_dist.kernels.grouped_gemm import HEIGHTS
 from te_dist.kernels.inputs import read
 from te_dist.kernels.panels import tiles_at_most
 from te_dist.ops._checks import check_output, check_packed, check_rows
-from te_dist.ops.group_table import TILE
+from te_dist.ops.group_table import TILE, check_table
 from te_dist.ops.panel_sums import find_sums, panel_sums
 from te_dist.ops.source import Source, Summed, Unsummed, check_source
 
@@ -49,9 +48,8 @@ def groups_of(table: Tensor) -> Iterator[tuple[int, Group]]:
 
 def check_groups(x: Tensor | Source, table: Tensor) -> int:
     """Checks the matrix, the table of its groups and where sums go; returns how many tiles there may be."""
-    check_packed("table", table, (torch.int32,), (1 + len(HEIGHTS), table.shape[-1]))
-    rows, cols = x.shape
-    tiles = tiles_at_most(rows, table.shape[1] - 1)
+    num_groups, (rows, cols) = check_table(table), x.shape
+    tiles = tiles_at_most(rows, num_groups)
     check_source(x.of if isinstance(x, Summed) else x)
     if isinstance(x, Summed):
         check_rows("sums", x.sums, (torch.float32,), (tiles, cols), at_least=True)

@@ -15,7 +15,7 @@ from te_dist.ops._checks import (
     check_choice,
     check_dtype,
     check_packed,
-    check_rows,
+    check_product,
     check_shape,
     grid_shape,
 )
@@ -81,7 +81,7 @@ def gemm_decoded(a: Coded, b: Coded, *, out: Tensor, bias: Tensor | None = None,
     (rows, summed), (cols, also_summed) = a.shape, b.shape
     if summed != also_summed:
         raise ValueError(f"b: got {also_summed} summed values, wanted {summed} as in a; sum over one dimension")
-    check_rows("out", out, (torch.float32,) if accumulate else HIGH_PRECISION, (rows, cols))
+    check_product(out, (rows, cols), accumulate)
     if bias is not None:
         check_packed("bias", bias, HIGH_PRECISION, (cols,))
     torch.ops.te_dist.gemm_decoded(*a, *b, summed, _shift(a, b), bias, accumulate, out)

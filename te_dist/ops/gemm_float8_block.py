@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_dist import kernels
 from te_dist.formats.region import Pair
-from te_dist.ops._checks import FP8, HIGH_PRECISION, check_choice, check_packed, check_rows, takes
+from te_dist.ops._checks import FP8, HIGH_PRECISION, check_choice, check_packed, check_product, check_rows, takes
 from te_dist.ops._library import register
 
 TILE = 128
@@ -57,7 +57,7 @@ def gemm_float8_block(
     check_rows("a_scale", a_scale, (torch.float32,), (depth_tiles, rows), at_least=True)
     grid = (depth_tiles, cols) if b_tile[0] == 1 else (-(-cols // TILE), depth_tiles)
     check_rows("b_scale", b_scale, (torch.float32,), grid, at_least=True)
-    check_rows("out", out, (torch.float32,) if accumulate else HIGH_PRECISION, (rows, cols))
+    check_product(out, (rows, cols), accumulate)
     if bias is not None:
         check_packed("bias", bias, HIGH_PRECISION, (cols,))
     torch.ops.te_dist.gemm_float8_block(a, a_scale, b, b_scale, b_tile, fp8, bias, accumulate, out)

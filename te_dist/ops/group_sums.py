@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from te_dist import kernels
-from te_dist.kernels.grouped_gemm import HEIGHTS
-from te_dist.ops._checks import check_output, check_packed
+from te_dist.ops._checks import check_output
 from te_dist.ops._groups import groups_of
 from te_dist.ops._library import register
+from te_dist.ops.group_table import check_table
 from te_dist.ops.panel_sums import column_sums, panel_sums
 from te_dist.ops.source import sums_shape
 
@@ -26,8 +26,7 @@ def group_sums(sums: Tensor, *, table: Tensor, out: Tensor) -> None:
         out: f32 (G, K); zeros for empty groups.
     """
     check_output("sums", sums, torch.float32, (sums.shape[0], sums.shape[-1]))
-    check_packed("table", table, (torch.int32,), (1 + len(HEIGHTS), table.shape[-1]))
-    check_output("out", out, torch.float32, (table.shape[1] - 1, sums.shape[1]))
+    check_output("out", out, torch.float32, (check_table(table), sums.shape[1]))
     torch.ops.te_dist.group_sums(sums, table, out)
 
 

@@ -19,6 +19,12 @@ def padded_rows(rows: int, groups: int) -> int:
     return TILE * tiles_at_most(rows, groups)
 
 
+def check_table(table: Tensor) -> int:
+    """Checks a group table; returns the number of groups."""
+    check_packed("table", table, (torch.int32,), (1 + len(HEIGHTS), table.shape[-1]))
+    return table.shape[1] - 1
+
+
 def group_table(ends: Tensor, *, rows: int, out: Tensor) -> None:
     """Writes the first row of every group, and how many tiles of 128, 192 and 256 rows lie before it.
 

@@ -11,11 +11,12 @@ from te_dist import kernels
 from te_dist.kernels.gemm_decoded import is_turned
 from te_dist.kernels.gemm_staged import GRAINS, STEP
 from te_dist.ops._checks import check_choice, check_dtype, check_packed, check_shape, grid_shape, takes
-from te_dist.ops._grouped_products import Rows, check_ends_of_rows, check_table, write_rows
+from te_dist.ops._grouped_products import Rows, check_ends_of_rows, write_rows
 from te_dist.ops._library import register
 from te_dist.ops.dequantize_mxfp8 import dequantize_mxfp8
 from te_dist.ops.dequantize_nvfp4 import dequantize_nvfp4
 from te_dist.ops.gemm_decoded import Coded
+from te_dist.ops.group_table import check_table
 from te_dist.ops.quantize_nvfp4 import E4M3_MAX
 
 _SCALES_OF_WORD = 4

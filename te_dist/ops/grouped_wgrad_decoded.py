@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from te_dist import kernels
-from te_dist.ops._checks import HIGH_PRECISION, check_rows
-from te_dist.ops._grouped_products import check_table, write_sums
+from te_dist.ops._checks import check_product
+from te_dist.ops._grouped_products import write_sums
 from te_dist.ops._library import register
 from te_dist.ops.gemm_decoded import Coded
-from te_dist.ops.group_table import TILE
+from te_dist.ops.group_table import TILE, check_table
 from te_dist.ops.grouped_gemm_decoded import check_operand, factor_of, flat, values
 
 
@@ -40,7 +40,7 @@ def grouped_wgrad_decoded(a: Coded, b: Coded, *, table: Tensor, out: Tensor, acc
             f"a, b: got {depth} and {also_depth} values to sum over, wanted the same multiple of {TILE}: groups are "
             "padded to tiles with zeros"
         )
-    check_rows("out", out, (torch.float32,) if accumulate else HIGH_PRECISION, (groups * rows, cols))
+    check_product(out, (groups * rows, cols), accumulate)
     torch.ops.te_dist.grouped_wgrad_decoded(*flat(a), *flat(b), table, accumulate, out)
 
 

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from te_dist import kernels
-from te_dist.ops._checks import FP8, HIGH_PRECISION, check_choice, check_rows, takes
-from te_dist.ops._grouped_products import check_table, write_sums
+from te_dist.ops._checks import FP8, check_choice, check_product, check_rows, takes
+from te_dist.ops._grouped_products import GroupedFloat8Sums, check_tiles, write_sums
 from te_dist.ops._library import register
-from te_dist.ops.group_table import TILE
+from te_dist.ops.group_table import TILE, check_table
 from te_dist.ops.grouped_gemm_float8_block import values
 
 
-class GroupedFloat8BlockSums(TypedDict):
-    """table: int32 (4, G + 1), see `group_table`.  fp8: types of `a` and `b`.
-
-    accumulate: add to what `out` holds, in fp32; else an empty group gives zeros.
-    """
-
-    table: Tensor
-    fp8: tuple[str, str]
-    accumulate: bool
-
-
-@takes(GroupedFloat8BlockSums)
+@takes(GroupedFloat8Sums)
 def grouped_wgrad_float8_block(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out: Tensor, **product: Unpack[GroupedFloat8BlockSums]
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out: Tensor, **product: Unpack[GroupedFloat8Sums]
 ) -> None:
     """out[g] = a[:, tiles of g] b[:, tiles of g]^T for every group g, each code times its scale.
 
@@ -41,7 +30,7 @@ def grouped_wgrad_float8_block(
         b: u8 codes (N, P).
         b_scale: f32 (P / 128, at least N).
         out: (G * M, N) fp32, bf16 or fp16, rows contiguous; fp32 to accumulate.
-        product: see `GroupedFloat8BlockSums`.
+        product: see `GroupedFloat8Sums`.
 
     Raises:
         ValueError: a type, shape or address that does not fit.
@@ -50,13 +39,12 @@ def grouped_wgrad_float8_block(
     for its_type in fp8:
         check_choice("fp8", its_type, FP8)
     (rows, depth), cols, groups = a.shape, b.shape[0], check_table(table)
-    if depth % TILE:
-        raise ValueError(f"a: got {depth} columns, wanted a multiple of {TILE}: groups are padded to tiles with zeros")
+    check_tiles(depth)
     check_rows("a", a, (torch.uint8,), (rows, depth))
     check_rows("b", b, (torch.uint8,), (cols, depth))
     check_rows("a_scale", a_scale, (torch.float32,), (depth // TILE, rows), at_least=True)
     check_rows("b_scale", b_scale, (torch.float32,), (depth // TILE, cols), at_least=True)
-    check_rows("out", out, (torch.float32,) if accumulate else HIGH_PRECISION, (groups * rows, cols))
+    check_product(out, (groups * rows, cols), accumulate)
     torch.ops.te_dist.grouped_wgrad_float8_block(a, a_scale, b, b_scale, table, fp8, accumulate, out)
 
 

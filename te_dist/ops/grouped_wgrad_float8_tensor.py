@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from te_dist import kernels
-from te_dist.ops._checks import HIGH_PRECISION, check_rows, takes
-from te_dist.ops._grouped_products import check_table, write_sums
+from te_dist.ops._checks import check_product, takes
+from te_dist.ops._grouped_products import GroupedFloat8Sums, check_tiles, write_sums
 from te_dist.ops._library import register
-from te_dist.ops.group_table import TILE
+from te_dist.ops.group_table import TILE, check_table
 from te_dist.ops.grouped_gemm_float8_tensor import check_operands, values
-
-
-class GroupedFloat8Sums(TypedDict):
-    """table: int32 (4, G + 1), see `group_table`.  fp8: types of `a` and `b`.
-
-    accumulate: add to what `out` holds, in fp32; else an empty group gives zeros.
-    """
-
-    table: Tensor
-    fp8: tuple[str, str]
-    accumulate: bool
 
 
 @takes(GroupedFloat8Sums)
@@ -48,10 +37,9 @@ def grouped_wgrad_float8_tensor(
     """
     table, fp8, accumulate = (product[name] for name in ("table", "fp8", "accumulate"))
     (rows, depth), cols, groups = a.shape, b.shape[0], check_table(table)
-    if depth % TILE:
-        raise ValueError(f"a: got {depth} columns, wanted a multiple of {TILE}: groups are padded to tiles with zeros")
+    check_tiles(depth)
     check_operands((a, a_scale), (b, b_scale), ((rows, depth), (cols, depth)), fp8, groups)
-    check_rows("out", out, (torch.float32,) if accumulate else HIGH_PRECISION, (groups * rows, cols))
+    check_product(out, (groups * rows, cols), accumulate)
     torch.ops.te_dist.grouped_wgrad_float8_tensor(a, a_scale, b, b_scale, table, fp8, accumulate, out)
 
 

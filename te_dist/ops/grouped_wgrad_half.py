@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from te_dist import kernels
-from te_dist.ops._checks import HIGH_PRECISION, check_rows
-from te_dist.ops._grouped_products import check_table, write_sums
+from te_dist.ops._checks import check_product, check_rows
+from te_dist.ops._grouped_products import write_sums
 from te_dist.ops._library import register
+from te_dist.ops.group_table import check_table
 from te_dist.ops.grouped_gemm_half import HALVES
 
 
@@ -31,7 +32,7 @@ def grouped_wgrad_half(a: Tensor, b: Tensor, *, table: Tensor, accumulate: bool,
     (depth, rows), cols, groups = a.shape, b.shape[1], check_table(table)
     check_rows("a", a, HALVES, (depth, rows))
     check_rows("b", b, (a.dtype,), (depth, cols))
-    check_rows("out", out, (torch.float32,) if accumulate else HIGH_PRECISION, (groups * rows, cols))
+    check_product(out, (groups * rows, cols), accumulate)
     torch.ops.te_dist.grouped_wgrad_half(a, b, table, accumulate, out)
 
 

@@ -10,18 +10,10 @@ from te_dist.kernels import grouped_decoded
 from te_dist.kernels.gemm_staged import WIDTHS
 from te_dist.testing import assert_bitwise
 from tests.ops.grouped_decoded import DecodedOperand
-from tests.ops.groups import ROUNDING, check_product, table_of
+from tests.ops.groups import ROUNDING, SIZES, check_product, table_of
 
 pytestmark = pytest.mark.gpu
 
-SIZES = {
-    "aligned": [128, 256, 128],
-    "ragged": [0, 5, 0, 300, 1, 64, 0],
-    "one": [700],
-    "skewed": [1, 2000, 3],
-    "none": [0, 0, 0],
-    "many": [3, 0, 70, 1] * 300,
-}
 LAYOUTS = [("e4m3", False), ("e5m2", True), ("e2m1", False)]  # kind, whether B is turned
 
 

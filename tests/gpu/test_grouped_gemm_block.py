@@ -12,19 +12,10 @@ from te_dist import ops
 from te_dist.kernels import grouped_gemm
 from te_dist.kernels.gemm import Tiling
 from te_dist.testing import assert_bitwise
-from tests.ops.groups import ROUNDING, RUN, SQUARE, Operand, check_product, group_ends, table_of
+from tests.ops.groups import ROUNDING, RUN, SIZES, SQUARE, Operand, check_product, group_ends, table_of
 
 pytestmark = pytest.mark.gpu
 
-# Ragged and empty groups, one group, more groups than lanes of a warp, more than a thousand.
-SIZES = {
-    "aligned": [128, 256, 128],
-    "ragged": [0, 5, 0, 300, 1, 64, 0],
-    "one": [700],
-    "skewed": [1, 2000, 3],
-    "none": [0, 0, 0],
-    "many": [3, 0, 70, 1] * 300,
-}
 TILINGS = [Tiling(*split, cluster, band=3) for split, cluster in product([(2, 1), (2, 2), (3, 1)], (1, 2))]
 WIDE = [Tiling(2, 1, cluster, cols=192, band=3) for cluster in (1, 2)]
 CASES = [*product((SQUARE, RUN), TILINGS), *product((SQUARE,), WIDE)]

@@ -12,8 +12,7 @@ from te_dist import ops
 from te_dist.kernels import grouped_whole
 from te_dist.kernels.grouped_whole import Split
 from te_dist.testing import assert_bitwise
-from tests.gpu.test_grouped_gemm_block import SIZES
-from tests.ops.groups import ROUNDING, group_ends, table_of
+from tests.ops.groups import ROUNDING, SIZES, group_ends, table_of
 from tests.ops.whole_groups import KINDS, RowsCase, SumsCase, multiply, sum_rows
 
 pytestmark = pytest.mark.gpu

@@ -15,6 +15,16 @@ RELATIVE_ERROR = 2.0**-11
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
+# Ragged and empty groups, one group, more groups than lanes of a warp, more than a thousand.
+SIZES = {
+    "aligned": [128, 256, 128],
+    "ragged": [0, 5, 0, 300, 1, 64, 0],
+    "one": [700],
+    "skewed": [1, 2000, 3],
+    "none": [0, 0, 0],
+    "many": [3, 0, 70, 1] * 300,
+}
+
 
 def group_ends(sizes: Sequence[int]) -> Tensor:
     """Where groups of these sizes end."""

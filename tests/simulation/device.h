@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <condition_variable>
@@ -606,8 +605,6 @@ template <class T>
 T __ldcg(const T* place) { return *place; }
 template <class T>
 T __ldcs(const T* place) { return *place; }
-template <class T>
-void __stcs(T* place, T value) { *place = value; }
 inline int __clz(int value) { return value ? __builtin_clz(unsigned(value)) : 32; }
 inline uint32_t __cvta_generic_to_shared(const void* pointer) { return sim::address_of(pointer); }
 inline unsigned __float_as_uint(float value) { unsigned bits; std::memcpy(&bits, &value, 4); return bits; }
@@ -620,17 +617,13 @@ inline float towards_zero(double exact) {
   return std::fabs(double(nearest)) > std::fabs(exact) ? std::nextafterf(nearest, 0.0f) : nearest;
 }
 inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rz(float a, float b) { return towards_zero(double(a) + b); }
 inline float __fmaf_rz(float a, float b, float c) { return towards_zero(double(a) * b + c); }
 inline double __dsqrt_rn(double value) { return __builtin_sqrt(value); }
-inline double __ddiv_rn(double a, double b) { return a / b; }
 template <class T>
 T __shfl_down_sync(unsigned, T value, int by) {
   return sim::exchange(value, sim::self.lane() + unsigned(by) > 31 ? sim::self.lane() : sim::self.lane() + unsigned(by));
 }
-inline bool __any_sync(unsigned, bool value) { return sim::ballot(value) != 0; }
-inline bool __all_sync(unsigned, bool value) { return sim::ballot(value) == ~0u; }
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   unsigned largest = 0;
   for (int lane = 0; lane < 32; ++lane) largest = std::max(largest, sim::exchange(value, unsigned(lane)));
@@ -640,7 +633,6 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
   return unsigned((uint64_t(high) << 32 | low) >> (by & 31));
 }
 inline int __vimin3_s32(int a, int b, int c) { return std::min(a, std::min(b, c)); }
-inline int __popc(unsigned value) { return __builtin_popcount(value); }
 inline int __ffs(int value) { return __builtin_ffs(value); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned(uint64_t(a) * b >> 32); }
 template <class T>
@@ -650,6 +642,5 @@ T atomicMax(T* place, T value) {
   }
   return found;
 }
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 using std::max;
 using std::min;
