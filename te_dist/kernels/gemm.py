@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from math import ceil
 from typing import NamedTuple
 
@@ -131,7 +131,7 @@ def fastest(rates: Rates, extents: Extents, *, adds: bool) -> Tiling:
     return min(rates, key=time)
 
 
-@cache
+@lru_cache(maxsize=4096)  # numbers of rows may be others in every step
 def tiling(rows: int, cols: int, depth_tiles: int, kind: Kind) -> Tiling:
     """The fastest one for a product of this shape."""
     return fastest(RATES[kind], Extents(lambda shape: shape.row_tiles(rows), cols, depth_tiles), adds=kind.adds)
@@ -202,9 +202,7 @@ def gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, b_
     (rows, depth), cols = a.shape, b.shape[0]
     if out.numel() == 0:
         return
-    if depth == 0:
-        if not accumulate:
-            out.zero_()
+    if sums_nothing(depth, out, accumulate=accumulate):
         if bias is not None:
             out.add_(bias)
         return

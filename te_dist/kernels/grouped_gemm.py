@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 from torch import Tensor
 
@@ -46,14 +46,14 @@ ROWS_RATES: dict[Kind, Rates] = {
 }
 
 
-@cache
+@lru_cache(maxsize=4096)
 def rows_tiling(rows: int, cols: int, groups: int, depth_tiles: int, kind: Kind) -> Tiling:
     """For groups of this many rows together, of each of which the last tile is half full on average."""
     extents = Extents(lambda shape: rows / shape.rows + groups / 2, cols, depth_tiles)
     return gemm.fastest(ROWS_RATES[kind], extents, adds=kind.adds)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def sums_tiling(rows: int, cols: int, groups: int, depth_tiles: int, kind: Kind) -> Tiling:
     """For as many products of this shape as there are groups, which sum over this many tiles together."""
     extents = Extents(lambda shape: groups * shape.row_tiles(rows), cols, depth_tiles / groups)
