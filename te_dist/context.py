@@ -19,10 +19,12 @@ class Autocast:
     Attributes:
         recipe: what inputs, weights and gradients are quantized into; None outside of autocast.
         amax_reduction_group: ranks that share the scales of delayed scaling; None for each rank alone.
+        name: of the recipe, see `recipe_named`; what compiled code is guarded by.
     """
 
     recipe: Recipe | None = None
     amax_reduction_group: dist.ProcessGroup | None = None
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class ModelInit:
 _OUTSIDE, _PLAIN = Autocast(), ModelInit()
 # NOTE: of each thread, as torch's autocast is; torch.compile follows and guards these attributes, but no ContextVar.
 _current = threading.local()
-_equal: dict[Recipe, Recipe] = {}  # one object for equal recipes: compiled code is guarded by which object it is
+_names: dict[Recipe, str] = {}
+_named: dict[str, Recipe] = {}
 
 
 def current_autocast() -> Autocast:
@@ -84,7 +87,8 @@ def autocast(
     """
     if not enabled:
         return restore_autocast(_OUTSIDE)
-    return restore_autocast(Autocast(_given(recipe, "autocast"), amax_reduction_group))
+    known = _given(recipe, "autocast")
+    return restore_autocast(Autocast(known, amax_reduction_group, _name_of(known)))
 
 
 def restore_autocast(state: Autocast) -> Scope:
@@ -119,4 +123,20 @@ def _given(recipe: Recipe | None, name: str) -> Recipe:
             f"{name} needs a recipe, got {recipe!r}; pass one of te_dist.recipe, such as "
             f"recipe=recipe.Float8BlockScaling(), or enabled=False"
         )
-    return _equal.setdefault(recipe, recipe)
+    return recipe
+
+
+def recipe_named(name: str) -> Recipe | None:
+    """The recipe that an `autocast` of this name computes by; None for that of none."""
+    return _named.get(name)
+
+
+def _name_of(recipe: Recipe) -> str:
+    """Equal recipes have the same name, others have not."""
+    # NOTE: kept for good, so that an address in a text stays that of the same object.
+    name = _names.get(recipe)
+    if name is None:
+        text = repr(recipe)
+        name = _names[recipe] = f"{text} {len(_named)}" if text in _named else text
+        _named[name] = recipe
+    return name

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from te_dist import _torch_private
 from te_dist.codecs import gemm
-from te_dist.context import Autocast, current_autocast
+from te_dist.context import Autocast, current_autocast, recipe_named
 from te_dist.formats import Direction, Format
 from te_dist.fsdp2.ahead import prepare_kernels
 from te_dist.kernels.runtime import is_recording
@@ -131,15 +131,15 @@ class LinearSite(nn.Module):
 
     def _in_graph(self, x: Tensor, weight: Tensor, bias: Tensor | None, front: str) -> Tensor:
         """As `_at_once`, see [Note: Compiled linear maps]."""
-        recipe, is_quantized = current_autocast().recipe, isinstance(weight, QuantizedTensor)
+        name, is_quantized = current_autocast().name, isinstance(weight, QuantizedTensor)
         if isinstance(x, QuantizedTensor) or self.placed is not None or self.fuses_wgrad:
             return self._outside_of_graphs(x, weight, bias, front)
-        if recipe is None and front:
+        if not name and front:
             x, front = activations.find(front)(x), ""
-        if recipe is None and not is_quantized:
+        if not name and not is_quantized:
             return _plain(x, weight, bias)
         place = (self.name, self.in_features, self.out_features)
-        plan = _traced_plan(recipe, place, x.dtype, weight.device.type)
+        plan = _traced_plan(name, place, x.dtype, weight.device.type)
         if plan is None:
             return self._outside_of_graphs(x, weight, bias, front)
         return traced.linear(x, weight, bias, plan=plan, front=front)
@@ -253,15 +253,16 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @torch.compiler.assume_constant_result
-def _traced_plan(recipe: Recipe | None, place: tuple[str, int, int], dtype: torch.dtype, device: str) -> str | None:
-    """Name of the plan of a map of `place` (name, K, N); None where it needs more than its tensors."""
+def _traced_plan(name: str, place: tuple[str, int, int], dtype: torch.dtype, device: str) -> str | None:
+    """Name of the plan of a map of `place` (name, K, N) by the recipe `name`; None where it needs more than tensors."""
+    recipe = recipe_named(name)
     if recipe is None:
         return traced.name_of(_WEIGHT_ONLY, "weight only")
     answers = _answers(recipe, place[0])
     _check(recipe, place, device)
     if _requests(answers):
         return None
-    text = repr((recipe, place[0], dtype, device))
+    text = f"{name} {place[0]!r} {dtype} {device}"
     if " at 0x" in text:
         text += _PROCESS  # of a function there is an address only, which means nothing to the caches of compilers
     return traced.name_of(Plan(**answers, row_multiple=_row_multiple(recipe, place[0], dtype, device)), text)
