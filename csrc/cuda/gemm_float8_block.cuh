@@ -25,12 +25,13 @@ struct GemmFloat8Block {
   static constexpr int kThreads = 128 * (1 + kConsumers), kBlocks = 1;
   static constexpr int kRows = 64 * kWaves * kConsumers, kDepth = 128;  // of a tile
   using Tiles = Walk<TileShape<kRows, kCols, kCluster, kSquareB>>;
-  // Together as many as there are; a producer needs more where groups of rows are to be found.
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : Tiles::kRowsAreAligned ? 24 : 40;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;  // together as many as there are
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : (504 - kProducerRegisters) / 2;
   static constexpr int kSums = kCols / 2;  // of a wave, by thread
   static constexpr bool kHoldsColScales = kWaves > 1;  // from wave to wave, in registers
   static constexpr bool kReadsAhead = kSquareB || kHoldsColScales;  // all of a stage before its products are done
+  // Whether the code of a stage knows its place in shared memory; of many stages registers do not suffice for that.
+  static constexpr bool kKnowsStages = kStages <= 4 && (kSquareB || kConsumers == 2);
   static constexpr int kBoxes = kWaves * kCols * Out::kBytes / 128;  // of the output, of a consumer
   // Scales of rows are copied from a multiple of four rows on. Where tiles do not begin at one, there are four more in each
   // box, and two boxes: one has at most 256.
@@ -121,9 +122,10 @@ struct GemmFloat8Block {
 
     TE_DIST_DEVICE int wave_row(int wave) const { return (group * kWaves + wave) * 64; }
 
+    // kIsTogether: whether waiting for the tensor cores has brought the lanes together, and nothing was read since.
+    template <bool kIsTogether>
     TE_DIST_DEVICE void release(int stage) const {
-      // Waiting for the tensor cores has brought the lanes together, where all did and nothing was read since.
-      if constexpr (!kReadsAhead || !Tiles::kRowsAreAligned) __syncwarp();
+      if constexpr (!kIsTogether) __syncwarp();
       Roles::release(shared().empty[stage]);
     }
 
@@ -157,9 +159,10 @@ struct GemmFloat8Block {
       return scales;
     }
 
-    // Whether a wave has rows of the tile; where tiles are cut off by groups it may have none.
-    TE_DIST_DEVICE bool has_rows(const Tile& t, int wave) const {
-      return Tiles::kRowsAreAligned || t.out_row + wave_row(wave) < t.out_end;
+    // Waves that have rows of the tile; where tiles are cut off by groups some may have none.
+    TE_DIST_DEVICE int live_waves(const Tile& t) const {
+      if constexpr (Tiles::kRowsAreAligned) return kWaves;
+      return min(kWaves, (t.out_end - t.out_row - wave_row(0) + 63) / 64);
     }
 
     // Begins to sum over the 128 values of a stage, for the rows of a wave.
@@ -213,38 +216,68 @@ struct GemmFloat8Block {
       }
     }
 
+    // Sums of the first kLive waves; of a tile without any, or without depth, there are none.
+    //
+    // Products are one ahead of what is added: what leads from the end of an addition to the next product is as short as it
+    // can be, since the tensor cores have no more to do for this consumer meanwhile. So stages are constants, of which the
+    // compiler finds the places in shared memory in advance, and a wave is either in the code or not.
+    template <int kLive>
+    TE_DIST_DEVICE void sum_waves(const Tile& t, Ring<kStages>& ring) {
+      float part[kSums];
+      multiply(part, ring.stage, 0);
+      if constexpr (kKnowsStages) {
+        for (int k = -int(ring.stage); k < t.depth_tiles; k += kStages) {
+#pragma unroll
+          for (int stage = 0; stage < kStages; ++stage) {
+            if (k + stage >= 0 && k + stage < t.depth_tiles) add_stage<kLive>(t, part, stage, k + stage, ring);
+          }
+        }
+      } else {
+        for (int k = 0; k < t.depth_tiles; ++k) add_stage<kLive>(t, part, ring.stage, k, ring);
+      }
+    }
+
+    // Adds stage number `k` of a tile, of which the first product has begun, and begins that of the next.
+    template <int kLive>
+    TE_DIST_DEVICE void add_stage(const Tile& t, float (&part)[kSums], int stage, int k, Ring<kStages>& ring) {
+      const bool is_last = k + 1 == t.depth_tiles;
+      const Scales its = scales(t, stage, k);
+      ColScales cols{*this, stage, {}};
+      cols.hold();
+      ring.advance();
+      const int next = kKnowsStages ? (stage + 1) % kStages : int(ring.stage);
+#pragma unroll
+      for (int w = 0; w < kLive; ++w) {
+        const bool ends = w == kLive - 1;
+        if (kAdds && k == t.depth_tiles / 2) output.fetch(t);  // what was written before has been read by then
+        if (ends && !is_last) shared().full[next].wait(ring.parity);
+        wait_products<0>();
+        pin(part);
+        if (ends && kReadsAhead) release<true>(stage);
+        add(part, sums[w], its.rows[w], cols);
+        if (ends && !kReadsAhead) release<false>(stage);
+        if (!ends) multiply(part, stage, w + 1);
+        if (ends && !is_last) multiply(part, next, 0);
+      }
+    }
+
+    TE_DIST_DEVICE void pass_over(const Tile& t, Ring<kStages>& ring) {
+      for (int k = 0, end = stages_of(t); k < end; ++k, ring.advance()) {
+        if (k > 0) shared().full[ring.stage].wait(ring.parity);
+        release<false>(ring.stage);
+      }
+    }
+
     TE_DIST_DEVICE void sum_tile(const Tile& t, Ring<kStages>& ring) {
 #pragma unroll
       for (int w = 0; w < kWaves; ++w) {
 #pragma unroll
         for (int i = 0; i < kSums; ++i) sums[w][i] = 0.0f;
       }
-      if (t.depth_tiles == 0) {
-        __syncwarp();
-        release(ring.stage);
-        ring.advance();
-      }
-      for (int k = 0; k < t.depth_tiles; ++k) {
-        const int stage = ring.stage;
-        ColScales cols{*this, stage, {}};
-        Scales its;
-        ring.advance();
-#pragma unroll
-        for (int w = 0; w < kWaves; ++w) {
-          float part[kSums];
-          const bool computes = has_rows(t, w);
-          if (computes) multiply(part, stage, w);
-          // While the tensor cores work.
-          if (w == 0) its = scales(t, stage, k), cols.hold();
-          if (kAdds && k == t.depth_tiles / 2) output.fetch(t);  // what was written before has been read by then
-          if (w == kWaves - 1 && k + 1 < t.depth_tiles) shared().full[ring.stage].wait(ring.parity);
-          if (computes) wait_products<0>();
-          pin(part);
-          if (w == kWaves - 1 && kReadsAhead) release(stage);
-          if (computes) add(part, sums[w], its.rows[w], cols);
-          if (w == kWaves - 1 && !kReadsAhead) release(stage);
-        }
-      }
+      const int live = t.depth_tiles == 0 ? 0 : live_waves(t);
+      if (live >= kWaves) return sum_waves<kWaves>(t, ring);
+      if (kWaves > 1 && live == 1) return sum_waves<1>(t, ring);
+      pass_over(t, ring);
     }
 
     TE_DIST_DEVICE void compute(const Tile& t, Ring<kStages>& ring) {

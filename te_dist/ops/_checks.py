@@ -31,7 +31,8 @@ def takes(kind: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
 
         @wraps(op)
         def checked(*args: P.args, **keywords: P.kwargs) -> None:
-            unknown, missing = keywords.keys() - keys - named, required - keywords.keys()
+            given = set(keywords)  # compilers of torch 2.11 know no difference of keys
+            unknown, missing = given - keys - named, required - given
             if unknown or missing:
                 raise TypeError(
                     f"{op.__name__}: got unknown keywords {sorted(unknown)} and none of {sorted(missing)}; it takes "

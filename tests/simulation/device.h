@@ -128,6 +128,8 @@ T exchange(T value, unsigned from) {
   return found;
 }
 
+inline void elect(unsigned& is_elected) { is_elected = self.lane() == 0; }
+
 inline unsigned ballot(bool value) {
   Warp& warp = self.warp();
   warp.values[self.lane()] = value;

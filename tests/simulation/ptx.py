@@ -13,6 +13,7 @@ FUNCTIONS = [
     (r"setmaxnreg", "sim::nothing"),
     (r"fence\.", "sim::nothing"),
     (r"griddepcontrol", "sim::nothing"),
+    (r"elect\.sync", "sim::elect"),
     (r"bar\.sync", "sim::sync_named"),
     (r"mbarrier\.init", "sim::barrier_init"),
     (r"mapa.*mbarrier\.arrive", "sim::barrier_arrive_at"),

@@ -55,7 +55,7 @@ struct Persistent {
     Ring<kStages> ring;
     for (int index = first_tile(), end = tiles.count(); index < end; index += tile_step()) {
       const Tile t = tiles.at(index, product.block);
-      if (threadIdx.x % 32 == 0) fill(t, ring);
+      if (elect()) fill(t, ring);
       __syncwarp();
     }
   }

@@ -23,6 +23,14 @@ TE_DIST_INLINE void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// Whether this is the one lane of its warp, which has come together, that is to give commands to the copy engine. Of a
+// branch on it the compiler knows that there is one thread, and so makes no loop over threads of each command.
+TE_DIST_INLINE bool elect() {
+  uint32_t is_elected;
+  asm volatile("{\n.reg .pred elected;\nelect.sync _|elected, 0xFFFFFFFF;\nselp.b32 %0, 1, 0, elected;\n}" : "=r"(is_elected));
+  return is_elected != 0;
+}
+
 // Waits for `threads` of the block that name the same barrier, 1 to 15.
 TE_DIST_INLINE void sync_threads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -73,7 +81,7 @@ struct Barrier {
   TE_DIST_DEVICE void wait(uint32_t parity) {
     asm volatile(
         "{\n.reg .pred done;\nagain:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 0x989680;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again;\n}" ::"r"(shared_address(&word)),
         "r"(parity)
         : "memory");
