@@ -14,7 +14,9 @@ from te_dist import env
 from te_dist.catalog import FORMATS
 from te_dist.formats import WHOLE, Field, Format, Region
 from te_dist.fsdp2 import RESHARDED, Phase, plan_gather
+from te_dist.grouped import OPS as OF_GROUPS
 from te_dist.tensor import OPS
+from te_dist.tensor.quantized_tensor import OpTable
 
 FOLDER = Path(__file__).parent
 HEADER = "<!-- Written by docs/generate.py; change the code it comes from. -->\n\n"
@@ -95,13 +97,23 @@ def _block(block: tuple[int, int]) -> str:
 
 def tensor() -> str:
     """What a QuantizedTensor is, and every op it supports."""
+    return "\n".join(["# Quantized tensors", "", *TENSOR_INTRODUCTION.splitlines(), "", *_ops(OPS)])
+
+
+def grouped() -> str:
+    """What a GroupedTensor is, and every op it supports."""
+    return "\n".join(["# Groups of quantized matrices", "", *GROUPED_INTRODUCTION.splitlines(), "", *_ops(OF_GROUPS)])
+
+
+def _ops(table: OpTable) -> list[str]:
+    """Lines on all ops of a table, by what is done with them."""
     by_rule: dict[str, list[str]] = {}
-    for name, rule in OPS.names().items():
+    for name, rule in table.names().items():
         by_rule.setdefault(rule, []).append(name.removeprefix("aten.").removesuffix(".default"))
-    lines = ["# Quantized tensors", "", *TENSOR_INTRODUCTION.splitlines(), ""]
+    lines = []
     for rule, names in by_rule.items():
         lines += [f"**{rule}**", "", *textwrap.wrap(", ".join(f"`{name}`" for name in sorted(names)), 120), ""]
-    return "\n".join(lines)
+    return lines
 
 
 TENSOR_INTRODUCTION = """\
@@ -135,9 +147,39 @@ quantized tensors; `te_dist.checkpoints` writes plain ones.
 """
 
 
+GROUPED_INTRODUCTION = """\
+A `GroupedTensor` holds matrices of one [format](formats.md), such as the weights of a layer's experts, in one buffer
+per field. Each member is quantized on its own: per-tensor scales are one for each member, and no tile crosses from
+one member to the next. Members are views of the buffers, and the buffers are what products in groups read.
+
+```python
+from te_dist import grouped
+from te_dist.catalog import FORMATS
+
+g = grouped.quantize(x, FORMATS["float8_block_2d"])          # x: (members, rows, cols); or a list of matrices
+g = grouped.empty([(512, 256)] * 8, g.format)                # uninitialised; device="meta" for none
+g = grouped.join([q0, q1])                                   # from quantized matrices
+g.members, g[0], g.unbind()                                  # QuantizedTensors around views: nothing is copied
+g.row_data, g.dequantize(), g.dequantize_members()           # (members, outer, inner) codes; values
+g[2:4], g.narrow(1, 0, 64), g.chunk(4)                       # members, or rows of each, with buffers of their own
+g.quantize_(y); g.copy_(y); g.mul_(2)                        # written back, each member by its own scales
+```
+
+The shape is (members, rows, cols). Members of different sizes lie one behind the other in flat buffers; then the
+shape is (rows of all, cols), or (values of all,) where columns differ too. `detach` gives another object around the
+same storage. What is not listed below raises with the name of the op.
+
+A three-dimensional `QuantizedTensor` is something else: one matrix of all its rows, as activations are. Weights of
+experts are groups.
+
+## Supported ops
+"""
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "environment.md": environment,
     "formats.md": formats,
+    "grouped.md": grouped,
     "tensor.md": tensor,
 }
 

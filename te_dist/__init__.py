@@ -2,9 +2,10 @@
 
 import torch  # noqa: F401  (its libraries are loaded before those of te_dist._C)
 
-from te_dist import checkpoints, fsdp2, nn, offload, optim, quantizers, recipe, recompute, tensor_parallel
+from te_dist import checkpoints, fsdp2, grouped, nn, offload, optim, quantizers, recipe, recompute, tensor_parallel
 from te_dist.context import autocast, quantized_model_init
 from te_dist.convert import convert
+from te_dist.grouped import GroupedTensor
 from te_dist.nn import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm, prepare
 from te_dist.offload import get_cpu_offload_context
 from te_dist.quantizers import (
@@ -24,6 +25,7 @@ __all__ = [
     "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
+    "GroupedTensor",
     "HybridQuantizedTensor",
     "HybridQuantizer",
     "IdentityQuantizer",
@@ -41,6 +43,7 @@ __all__ = [
     "convert",
     "fsdp2",
     "get_cpu_offload_context",
+    "grouped",
     "nn",
     "offload",
     "optim",

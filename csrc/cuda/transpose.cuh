@@ -8,6 +8,8 @@ namespace te_dist::cuda {
 // kBits: of a value. Of 4 bits, src (rows, cols) and out (cols, rows) hold pairs along their last dimension, and extents
 // count values. kLoad, kStore: bytes that can be read and written at a time, up to 8 for pairs and 16.
 //
+// Matrices that lie one behind the other are turned each by its own blockIdx.y.
+//
 // A thread reads a patch of rows, turns it in registers and puts runs of columns into shared memory, where they join to
 // columns of a block of threads: what is read of a row and written of a column at a time is 128 bytes or more.
 template <int kBits, int kLoad, int kStore>
@@ -28,7 +30,7 @@ struct Transpose {
   struct Params {
     const void* src;
     void* out;
-    Extents extents;  // of src, in values
+    Extents extents;  // of one matrix of src, in values
   };
 
   // Place of a byte of a column in shared memory. Threads that write, or read, at a time find different banks.
@@ -84,7 +86,7 @@ struct Transpose {
     const int64_t stride = p.extents.cols * kBits / 8, byte = (first_col + patch_col()) * kBits / 8;
     const int64_t row = first_row + patch_row();
     const Inside rows = Inside::of(row, kRows, p.extents.rows), bytes = Inside::of(byte, kRowBytes, stride);
-    const char* source = static_cast<const char*>(p.src) + row * stride + byte;
+    const char* source = static_cast<const char*>(p.src) + (blockIdx.y * p.extents.rows + row) * stride + byte;
     uint32_t words[kRows][kWords];
 #pragma unroll
     for (int r = 0; r < kRows; ++r, source += stride) {
@@ -108,7 +110,7 @@ struct Transpose {
     const int piece = threadIdx.x % kPieces, first = threadIdx.x / kPieces;
     const int64_t stride = p.extents.rows * kBits / 8, byte = first_row * kBits / 8 + piece * kPiece;
     const Inside bytes = Inside::of(byte, kPiece, stride);
-    char* target = static_cast<char*>(p.out) + (first_col + first) * stride + byte;
+    char* target = static_cast<char*>(p.out) + (blockIdx.y * p.extents.cols + first_col + first) * stride + byte;
 #pragma unroll
     for (int col = first; col < first + kBlockCols; col += kStep, target += kStep * stride) {
       const uint4 v = *reinterpret_cast<const uint4*>(columns + position(col, piece * kPiece));

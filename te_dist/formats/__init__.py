@@ -1,6 +1,20 @@
 """Formats as data: which buffers a quantized matrix is stored in, and the geometry that follows."""
 
 from te_dist.formats.field import Direction, Encoding, Field, Format
+from te_dist.formats.group import AnyGroup, Group, RaggedGroup, group_of
 from te_dist.formats.region import WHOLE, Partition, Region, Span
 
-__all__ = ["WHOLE", "Direction", "Encoding", "Field", "Format", "Partition", "Region", "Span"]
+__all__ = [
+    "WHOLE",
+    "AnyGroup",
+    "Direction",
+    "Encoding",
+    "Field",
+    "Format",
+    "Group",
+    "Partition",
+    "RaggedGroup",
+    "Region",
+    "Span",
+    "group_of",
+]

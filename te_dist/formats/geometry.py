@@ -1,7 +1,8 @@
 """Moving stored values by their declaration, in plain torch. This is the definition; kernels must agree byte for byte.
 
 A *stored* tensor has the extents of `Field.shape`, a *wire* those of `Field.compact_shape` (no padding). *Values* are
-a tensor on the tile grid of the region, in logical (row, col) order, one element per tile.
+a tensor on the tile grid of the region, in logical (row, col) order, one element per tile. All of them may have
+dimensions in front of these two: members of a group, each a matrix of the same region.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from te_dist.formats.field import Field
 from te_dist.formats.region import WHOLE, Region, Span
 
 
-def empty(field: Field, region: Region, *, device: torch.device | str) -> Tensor:
-    """An uninitialised stored tensor whose padding, if any, is zero."""
+def empty(field: Field, region: Region, *, device: torch.device | str, leading: tuple[int, ...] = ()) -> Tensor:
+    """An uninitialised stored tensor whose padding, if any, is zero; `leading`: dimensions in front."""
+    if leading:
+        make = torch.zeros if field.is_padded(region) else torch.empty
+        return make((*leading, *field.shape(region)), dtype=field.dtype, device=device)
     (tensor,) = empty_all((field,), region, device=device).values()
     return tensor
 
@@ -42,7 +46,7 @@ def load(field: Field, stored: Tensor, region: Region) -> Tensor:
     if field.grain == field.tile:
         return values
     for dim, span in enumerate((region.rows, region.cols)):
-        values = values.index_select(dim, _first_grains(field, dim, span, values.device))
+        values = values.index_select(dim - 2, _first_grains(field, dim, span, values.device))
     return values
 
 
@@ -50,9 +54,9 @@ def store(field: Field, values: Tensor, region: Region, out: Tensor | None = Non
     """Inverse of `load`: writes `values` into `out` (or a new stored tensor) and zeros into its padding."""
     if field.grain != field.tile:
         for dim, span in enumerate((region.rows, region.cols)):
-            values = values.index_select(dim, _tile_of_grain(field, dim, span, values.device))
+            values = values.index_select(dim - 2, _tile_of_grain(field, dim, span, values.device))
     if field.order == "km":
-        values = values.t()
+        values = values.mT
     if field.pack == 2:
         values = _pack(values)
     return padded(field, values, region, out)
@@ -63,13 +67,13 @@ def compact(field: Field, stored: Tensor, region: Region) -> Tensor:
     if not field.is_padded(region):
         return stored
     outer, inner = field.compact_shape(region)
-    return stored[:outer, :inner]
+    return stored[..., :outer, :inner]
 
 
 def padded(field: Field, wire: Tensor, region: Region, out: Tensor | None = None) -> Tensor:
     """Inverse of `compact`: copies `wire` into `out` (or a new stored tensor), zeros into its padding."""
     if out is None:
-        out = empty(field, region, device=wire.device)
+        out = empty(field, region, device=wire.device, leading=tuple(wire.shape[:-2]))
     elif field.is_padded(region):
         out.zero_()
     compact(field, out, region).copy_(wire)
@@ -89,7 +93,7 @@ def assemble(
     Parts that share a tile hold the same value for it, so overlaps may be written in any order.
     """
     if out is None:
-        out = empty(field, region, device=wires[0].device)
+        out = empty(field, region, device=wires[0].device, leading=tuple(wires[0].shape[:-2]))
     elif field.is_padded(region):
         out.zero_()
     whole = compact(field, out, region)
@@ -133,22 +137,22 @@ def _window(field: Field, wire: Tensor, region: Region, part: Region) -> Tensor:
                 f"{field.name}: a cut at {span} falls inside a stored byte; cut at multiples of {field.alignment(dim)}"
             )
         slices.append(slice(start // step, start // step + -(-len(inner) // step)))
-    return wire[slices[0], slices[1]] if field.order == "mk" else wire[slices[1], slices[0]]
+    return wire[..., slices[0], slices[1]] if field.order == "mk" else wire[..., slices[1], slices[0]]
 
 
 def _pack(values: Tensor) -> Tensor:
     """Two nibbles to a byte, the first in its low half; a last one without partner has zeros beside it."""
-    if values.shape[1] % 2:
+    if values.shape[-1] % 2:
         values = functional.pad(values, (0, 1))
-    return values[:, 0::2] | values[:, 1::2] << 4
+    return values[..., 0::2] | values[..., 1::2] << 4
 
 
 def _unpack(field: Field, wire: Tensor, region: Region) -> Tensor:
     """Grain-grid values in logical order."""
     if field.pack == 2:
         wire = torch.stack((wire & 0xF, wire >> 4), dim=-1).flatten(-2)
-        wire = wire[:, : len(region.blocks(field.grain)[field.inner_dim])]
-    return wire.t() if field.order == "km" else wire
+        wire = wire[..., : len(region.blocks(field.grain)[field.inner_dim])]
+    return wire.mT if field.order == "km" else wire
 
 
 def _first_grains(field: Field, dim: int, span: Span, device: torch.device) -> Tensor:

@@ -47,14 +47,14 @@ def transpose(src: Tensor, bits: int, out: Tensor) -> None:
     """See te_dist.ops.transpose."""
     if src.numel() == 0:
         return
-    rows, cols = src.shape
+    *matrices, rows, cols = src.shape
     shape = (rows, cols * 2 if bits == 4 else cols)
     widths = (
         access_bytes(8 if bits == 4 else 16, src.data_ptr(), cols * src.element_size()),
-        access_bytes(16, out.data_ptr(), out.shape[1] * out.element_size()),
+        access_bytes(16, out.data_ptr(), out.shape[-1] * out.element_size()),
     )
     values = (src.data_ptr(), out.data_ptr(), *shape)
-    launch(turn(bits, widths), src, (blocks_for(shape, _TURNED[bits]), 1), values)
+    launch(turn(bits, widths), src, (blocks_for(shape, _TURNED[bits]), matrices[0] if matrices else 1), values)
 
 
 _MAX_PARTS = 48  # rectangles of one launch

@@ -54,7 +54,7 @@ _foreach_sub_.List _foreach_sub_.Scalar _foreach_zero_.default
 """.split()  # noqa: SIM905
 
 
-def _overloads(names: list[str]) -> list[Any]:
+def overloads(names: list[str]) -> list[Any]:
     """Overloads of this torch; an op that a version does not have needs no handler there."""
     found = []
     for name in names:
@@ -68,20 +68,20 @@ def _plain(tree: Any) -> Any:
     return tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, tree)
 
 
-@OPS.implements(*_overloads(READING))
+@OPS.implements(*overloads(READING))
 def _read(func: Any, args: Any, kwargs: Any) -> Any:
     """On the dequantized values; the result is a plain tensor."""
     return func(*_plain(args), **_plain(kwargs))
 
 
-@OPS.implements(*_overloads(FRESH))
+@OPS.implements(*overloads(FRESH))
 def _fresh(func: Any, args: Any, kwargs: Any) -> Tensor:
     """A new plain tensor of the nominal shape and dtype (optimizer state, gradients)."""
     like = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
     return func(like, *args[1:], **kwargs)
 
 
-@OPS.implements(*_overloads(WRITING))
+@OPS.implements(*overloads(WRITING))
 def _write(func: Any, args: Any, kwargs: Any) -> Tensor:
     """In high precision, the result quantized back into place."""
     target, values = args[0], _plain(args[0])
@@ -89,7 +89,7 @@ def _write(func: Any, args: Any, kwargs: Any) -> Tensor:
     return target.quantize_(values) if isinstance(target, QuantizedTensor) else target.copy_(values)
 
 
-@OPS.implements(*_overloads(WRITING_LISTS))
+@OPS.implements(*overloads(WRITING_LISTS))
 def _write_lists(func: Any, args: Any, kwargs: Any) -> None:
     """In high precision, every result of the list quantized back into place."""
     values = _plain(args[0])

@@ -138,6 +138,11 @@ class OpTable:
 
         return register
 
+    def adopt(self, table: OpTable, *ops: Any) -> None:
+        """Takes over the handlers that another table has for `ops`."""
+        for op in ops:
+            self.implements(op)(table._handlers[op])
+
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What the handler of `func` returns; raises NotImplementedError where there is none."""
         handler = self._handlers.get(func)

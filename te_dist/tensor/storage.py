@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from te_dist.ops.evaluate import values
 from te_dist.ops.source import Source
 
 Amaxes = Mapping[Codec, Amax]
+How = Literal["decode", "operand"]
 _NO_DIMS: frozenset[int] = frozenset()
 
 
@@ -96,6 +98,10 @@ class QuantizedStorage:
         self.initial: Tensor | None = None
         self.mastered = False
 
+    def holding(self, buffers: dict[str, Tensor], format: Format | None = None) -> QuantizedStorage:
+        """A storage of the same matrix around other buffers, or of a part of its format; it has no history."""
+        return QuantizedStorage(format or self.format, buffers, self.region, dtype=self.dtype, cut=self.cut)
+
     # -- what is here -------------------------------------------------------------------------------------------
 
     @property
@@ -167,7 +173,7 @@ class QuantizedStorage:
 
     def with_derived(self, direction: Direction) -> QuantizedStorage:
         """The same buffers with `direction` added by `derive`; this storage is left as it is."""
-        both = QuantizedStorage(self.format, dict(self.buffers), self.region, dtype=self.dtype)
+        both = self.holding(dict(self.buffers))
         both.derive(direction)
         return both
 
@@ -179,7 +185,7 @@ class QuantizedStorage:
         """The same buffers, seen as a format of `directions` only."""
         part = self.format.select(*directions)
         buffers = {name: self.buffers[name] for d in directions for name in part[d].names}
-        return QuantizedStorage(part, buffers, self.region, dtype=self.dtype)
+        return self.holding(buffers, part)
 
     # -- values -------------------------------------------------------------------------------------------------
 
@@ -218,7 +224,13 @@ class QuantizedStorage:
         """What a GEMM along `direction` multiplies (rows, cols): the values, before any transform is undone."""
         return self._decoded("operand", dtype, direction)
 
-    def _decoded(self, how: str, dtype: torch.dtype | None, direction: Direction | None) -> Tensor:
+    def _decoded(self, how: How, dtype: torch.dtype | None, direction: Direction | None) -> Tensor:
+        out = torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
+        self.decode_into(out, how, direction=direction)
+        return out
+
+    def decode_into(self, out: Tensor, how: How, *, direction: Direction | None = None) -> None:
+        """Writes what `dequantize` (decode) or `operand` gives into `out` (rows, cols; fp32, bf16 or fp16)."""
         present = self.directions
         direction = direction or present[0]
         if direction not in present:
@@ -226,9 +238,7 @@ class QuantizedStorage:
                 raise self.absent(direction)
             direction = present[0]  # the same values, laid out the other way
         encoding = self.format[direction]
-        out = torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
         getattr(encoding.codec, how)(self.stored(direction), encoding.fields, self.region, out=out)
-        return out
 
     def absent(self, direction: Direction) -> RuntimeError:
         """The error of a read in a direction that is neither present nor a relayout of what is."""
@@ -247,7 +257,7 @@ class QuantizedStorage:
         canonical = [f.name for f in self.format.canonical.fields]
         names = canonical if all(name in self.buffers for name in canonical) else list(self.buffers)
         tensors = [self.buffers[name] for name in names]
-        shell = QuantizedStorage(self.format, dict.fromkeys(names), self.region, dtype=self.dtype, cut=self.cut)
+        shell = self.holding(dict.fromkeys(names))
         self.buffers = {}
         return tensors, shell
 
@@ -312,7 +322,7 @@ class QuantizedStorage:
     def map(self, fn: Callable[[Tensor], Tensor]) -> QuantizedStorage:
         """A storage around `fn` of every buffer."""
         buffers = {name: fn(buffer) for name, buffer in self.buffers.items()}
-        mapped = QuantizedStorage(self.format, buffers, self.region, dtype=self.dtype, cut=self.cut)
+        mapped = self.holding(buffers)
         mapped.cut_dims = self.cut_dims
         mapped.unsettled = None if self.unsettled is None else fn(self.unsettled)
         mapped.initial, mapped.mastered = self.initial, self.mastered
@@ -383,7 +393,8 @@ def _relaid(src: Field, dst: Field, stored: Tensor, region: Region, out: Tensor 
     padded = src.is_padded(region) or dst.is_padded(region)
     if not turns or padded or src.pack > 1 and any(extent % src.pack for extent in region.shape):
         return geometry.relayout(src, dst, stored, region, out)
-    out = geometry.empty(dst, region, device=stored.device) if out is None else out
+    if out is None:
+        out = geometry.empty(dst, region, device=stored.device, leading=tuple(stored.shape[:-2]))
     ops.transpose(stored, bits=src.bits, out=out)
     return out
 

@@ -232,6 +232,10 @@ def movers() -> Iterator[Call]:
         src = shifted(codes((rows, cols * dtype.itemsize)).view(dtype), shift)
         out = shifted(torch.zeros((2 * cols, rows // 2) if bits == 4 else (cols, rows), dtype=dtype), shift)
         yield Call(f"transpose {shape} {bits}", ops.transpose, dict(src=src, bits=bits), dict(out=out))
+    for bits, dtype in kinds:
+        src = codes((3 * 34, 50 * dtype.itemsize)).view(dtype).view(3, 34, 50)
+        out = torch.zeros((3, 100, 17) if bits == 4 else (3, 50, 34), dtype=dtype)
+        yield Call(f"transposes {bits}", ops.transpose, dict(src=src, bits=bits), dict(out=out))
     for shape, shift in (((64, 100), 0), ((32, 3), 1), ((256, 64), 0), ((0, 5), 0)):
         x = shifted(matrix("normal", shape, torch.bfloat16), shift)
         out = shifted(torch.zeros(shape, dtype=torch.bfloat16), shift)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from te_dist import _torch_private
 from tests.house.source import Module, Violation, dotted_name
 
-INTEGRATIONS = {"fsdp2", "tensor_parallel", "offload", "recompute", "checkpoints", "optim", "grouped"}
+INTEGRATIONS = {"fsdp2", "tensor_parallel", "offload", "recompute", "checkpoints", "optim"}
 
 # Imports go from a later line to an earlier one, never along a line or down. `te_dist/__init__.py` gathers them all.
 TIERS = (
@@ -21,6 +21,7 @@ TIERS = (
     {"catalog", "tensor"},
     {"quantizers", "conventions"},
     {"scaling"},
+    {"grouped"},
     {"recipe"},
     {"context"},
     INTEGRATIONS,
@@ -30,7 +31,7 @@ TIERS = (
 TESTING = "testing"
 
 # Packages that work for every format and so may name none.
-FORMAT_BLIND = {"formats", "tensor", *INTEGRATIONS}
+FORMAT_BLIND = {"formats", "tensor", "grouped", *INTEGRATIONS}
 FORMAT_NAME = re.compile(r"(?<![a-z])(mxfp8|nvfp4|fp8|fp4|float8|float4|e4m3|e5m2|e8m0|e2m1|hadamard)", re.IGNORECASE)
 KNOW_FORMATS = ("te_dist.catalog", "te_dist.quantizers", "te_dist.recipe")
 # `path` and why it may name formats all the same.

@@ -32,6 +32,25 @@ def test_transpose_of_packed_values(shape):
         assert_bitwise(out, pack(codes.t()), level)
 
 
+@pytest.mark.parametrize("bits", [4, 8, 16, 32])
+@pytest.mark.parametrize("shape", [(3, 16, 64), (2, 130, 70), (0, 4, 4), (5, 2, 2)])
+def test_transposes_of_several_matrices(shape, bits):
+    dtype = DTYPES.get(bits, torch.uint8)
+    src = torch.randint(-(2**15), 2**15, shape).to(dtype)
+    out = torch.zeros((shape[0], 2 * shape[2], shape[1] // 2) if bits == 4 else (shape[0], *shape[:0:-1]), dtype=dtype)
+    ops.transpose(src, bits=bits, out=out)
+    for index, matrix in enumerate(src):
+        alone = torch.zeros_like(out[index])
+        ops.transpose(matrix, bits=bits, out=alone)
+        assert_bitwise(out[index], alone, f"matrix {index}")
+
+
+@pytest.mark.parametrize("out", [torch.zeros(2, 4, 6), torch.zeros(2, 6, 4).mT, torch.zeros(8, 6)])
+def test_transposes_into_what_does_not_fit_are_refused(out):
+    with pytest.raises(ValueError, match="out: got"):
+        ops.transpose(torch.zeros(2, 6, 5 if out.is_contiguous() else 4), bits=32, out=out)
+
+
 def test_transposing_twice_is_the_identity():
     src = torch.randn(700, 1030)  # large enough for threads
     once, twice = torch.empty(1030, 700), torch.empty(700, 1030)

@@ -1,0 +1,7 @@
+"""Groups of quantized matrices, such as the weights of experts: one buffer per field, members as views."""
+
+from te_dist.grouped import aten  # noqa: F401  (it fills the op table)
+from te_dist.grouped.grouped_tensor import OPS, GroupedTensor, empty, join, quantize
+from te_dist.grouped.storage import GroupCut, GroupedStorage, Values
+
+__all__ = ["OPS", "GroupCut", "GroupedStorage", "GroupedTensor", "Values", "empty", "join", "quantize"]
