@@ -7,7 +7,7 @@ place. Each entry says why there is no public way, and which members and paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ __all__ = [
     "copy_each",
     "current_cuda_stream",
     "disabled_torch_function",
+    "gather_end_to_end",
     "in_backward",
     "is_dispatch_watched",
     "is_mutable",
@@ -105,10 +106,41 @@ def reshards_between_passes(unit: nn.Module) -> bool:
     state = unit._get_fsdp_state()
     if state._is_root is None and state._auto_reshard_after_forward:
         return False  # gathered by hand before any forward: it may turn out to be the root, which keeps them
+    return all(g._reshard_after_forward and g.reshard_after_backward for g in _parameter_groups(unit))
+
+
+def gather_end_to_end(unit: nn.Module, kind: type[Tensor]) -> None:
+    """Has FSDP2 lay wires of parameters of class `kind` that it shards along other dimensions than 0 end to end.
+
+    It would lay them side by side along that dimension, as if a wire were the shard. Wires of parameters that have a
+    gather of their own are bytes of any number.
+    """
+    for group in _parameter_groups(unit):
+        for param in group.fsdp_params:
+            if param.fsdp_placement.dim != 0 and isinstance(param._sharded_local_tensor, kind):
+                param.padded_sharded_param_size = _EndToEnd(param.padded_sharded_param_size)
+
+
+def _parameter_groups(unit: nn.Module) -> list[Any]:
+    state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # several from torch 2.12 on
     if groups is None:
         groups = [state._fsdp_param_group]
-    return all(g._reshard_after_forward and g.reshard_after_backward for g in groups if g is not None)
+    return [group for group in groups if group is not None]
+
+
+class _EndToEnd(tuple):
+    """A size that equals that of the shard; as a list it is that of one line, of as many elements as there are."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((1, _Rest(-1), *(1,) * (len(self) - 2)))
+
+
+class _Rest(int):
+    """The extent that `view` finds by itself; so are multiples of it."""
+
+    def __mul__(self, other: int) -> _Rest:
+        return self
 
 
 @dataclass(frozen=True)
@@ -206,6 +238,12 @@ ATTRIBUTES = (
     Private(
         "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
         "whether a unit reshards after forward is settled at its first forward only; nothing public says",
+    ),
+    Private(
+        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
+        "FSDP2 takes wires of extension tensors for shards where it cuts another dimension than 0; the size by which "
+        "it lays them out is kept here alone",
+        members=("padded_sharded_param_size", "fsdp_placement", "_sharded_local_tensor"),
     ),
     Private(
         "torch.Tensor._make_wrapper_subclass",

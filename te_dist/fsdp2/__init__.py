@@ -2,7 +2,7 @@
 
 from te_dist.fsdp2.api import fully_shard, settle
 from te_dist.fsdp2.materialize import materialize
-from te_dist.fsdp2.parameter import QuantizedParameter
+from te_dist.fsdp2.parameter import GroupedParameter, QuantizedParameter, ShardedParameter
 from te_dist.fsdp2.plan import KEPT, RECOMPUTED, RESHARDED, GatherPlan, GatherPolicy, Phase, plan_gather
 
 __all__ = [
@@ -11,8 +11,10 @@ __all__ = [
     "RESHARDED",
     "GatherPlan",
     "GatherPolicy",
+    "GroupedParameter",
     "Phase",
     "QuantizedParameter",
+    "ShardedParameter",
     "fully_shard",
     "materialize",
     "plan_gather",

@@ -13,9 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
+from te_dist import _torch_private
 from te_dist.fsdp2.ahead import prepare_kernels
-from te_dist.fsdp2.parameter import QuantizedParameter, Wrap
-from te_dist.scaling.agreement import quantize_parts
+from te_dist.fsdp2.parameter import GroupedParameter, ShardedParameter, Wrap
+from te_dist.grouped import GroupCut
+from te_dist.scaling.agreement import settle_parts
 from te_dist.tensor import Cut, QuantizedTensor, placement
 from te_dist.tensor.placement import local_tensor
 
@@ -40,7 +42,8 @@ def fully_shard(
             root. An integer is refused: torch cannot reshard to a smaller mesh what has a gather of its own.
         recompute: whether backward runs this module's forward again (activation checkpointing); then both directions
             of a format whose directions are independent are gathered in backward.
-        **kwargs: further arguments of torch's `fully_shard`.
+        **kwargs: further arguments of torch's `fully_shard`. `shard_placement_fn` may return `Shard(1)` for groups of
+            matrices (`GroupedParameter`), whose rows are cut then instead of their members.
 
     Raises:
         ValueError: a parameter cannot be cut over this mesh; on every rank alike, before any collective.
@@ -53,10 +56,9 @@ def fully_shard(
         )
     modules = module if isinstance(module, list) else [module]
     taken = [found for each in modules for found in _own_quantized(each)]
-    if taken and kwargs.get("shard_placement_fn") is not None:
-        raise ValueError("shard_placement_fn: quantized parameters are sharded by rows; leave it out for this module")
+    placed = kwargs.get("shard_placement_fn")
     for name, param in taken:
-        _check_cuts(name, param, mesh)
+        _check_cuts(name, param, mesh, _sharded_dim(name, param, placed(param) if placed is not None else None))
     if mesh.device_type == "cuda":
         policy = kwargs.get("mp_policy")
         for each in modules:
@@ -66,6 +68,7 @@ def fully_shard(
     for each in modules:
         for _, param in _own_quantized(each):
             local_tensor(param).wrap = replace(wrap)
+    _torch_private.gather_end_to_end(modules[0], GroupedParameter)
     return module  # type: ignore[return-value]
 
 
@@ -79,11 +82,10 @@ def settle(model: nn.Module) -> None:
     for param in model.parameters():
         local = local_tensor(param)
         if isinstance(param, DTensor) and isinstance(local, QuantizedTensor) and local.storage.unsettled is not None:
-            waiting.setdefault(placement.group_key(param.device_mesh, param.placements), []).append(param)
+            waiting.setdefault(placement.group_key(param), []).append(param)
     for params in waiting.values():
-        storages = [local_tensor(p).storage for p in params]
-        parts = [(s, s.unsettled, placement.partition(p)) for s, p in zip(storages, params, strict=True)]
-        quantize_parts(parts, placement.groups(params[0]))
+        unsettled = [(local_tensor(param).storage, placement.partition(param)) for param in params]
+        settle_parts(unsettled, placement.groups(params[0]))
 
 
 def _own_quantized(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -91,18 +93,40 @@ def _own_quantized(module: nn.Module) -> Iterator[tuple[str, Any]]:
     inner = [m for m in module.modules() if m is not module and isinstance(m, FSDPModule)]
     taken = {id(p) for unit in inner for p in unit.parameters()}
     for name, param in module.named_parameters():
-        if id(param) not in taken and isinstance(local_tensor(param), QuantizedParameter):
+        if id(param) not in taken and isinstance(local_tensor(param), ShardedParameter):
             yield name, param
 
 
-def _check_cuts(name: str, param: Any, mesh: DeviceMesh) -> None:
+def _sharded_dim(name: str, param: Any, placement: Any) -> int:
+    """The dimension that is cut; `placement`: what shard_placement_fn said of the parameter."""
+    local = local_tensor(param)
+    dim = 0 if placement is None else getattr(placement, "dim", None)
+    if dim == 0 or (dim == 1 and isinstance(local, GroupedParameter)):
+        return dim
+    allowed = "Shard(0) or Shard(1)" if isinstance(local, GroupedParameter) else "Shard(0)"
+    raise ValueError(
+        f"{name}: shard_placement_fn gave {placement!r}, wanted {allowed}, or None: a quantized matrix is sharded by "
+        "rows, a group of them by members or by rows"
+    )
+
+
+def _check_cuts(name: str, param: Any, mesh: DeviceMesh, dim: int) -> None:
     local = local_tensor(param)
     num_shards = mesh.size(mesh.ndim - 1)
     alignment = local.format.alignment(0)
-    parts = Cut(local.storage.region, local.shape).parts(num_shards)
+    if isinstance(local, GroupedParameter):
+        if dim and local.shape[dim] % num_shards:
+            raise ValueError(
+                f"{name}: {local.shape[dim]} rows of each member over {num_shards} ranks are not equally many on each, "
+                "as FSDP2 wants it; change the number of rows or of ranks, or shard along members"
+            )
+        parts = [part.region for part in GroupCut(local.storage.uniform, dim, local.shape).parts(num_shards)]
+    else:
+        parts = Cut(local.storage.region, local.shape).parts(num_shards)
     bad = next((p.rows.start for p in parts if p.rows.start % alignment and len(p.rows)), None)
     if bad is not None:
+        rows = local.shape[local.storage.matrix_dim]
         raise ValueError(
-            f"{name}: {local.shape[0]} rows over {num_shards} ranks are cut at row {bad}, inside a stored byte; this "
+            f"{name}: {rows} rows over {num_shards} ranks are cut at row {bad}, inside a stored byte; this "
             f"format can be cut at multiples of {alignment} rows: change the number of rows or of ranks"
         )

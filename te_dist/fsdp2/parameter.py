@@ -1,7 +1,8 @@
-"""The class of quantized parameters: a QuantizedTensor that FSDP2 shards and gathers.
+"""The classes of quantized parameters: tensors that FSDP2 shards and gathers.
 
 [Note: Life of a sharded parameter]
-`fully_shard` cuts the parameter into row shards (`aten.split`); each knows its region and what it was cut from. Before
+`fully_shard` cuts the parameter into row shards (`aten.split`); each knows its region and what it was cut from. A group
+is cut between members, or along the rows of each. Before
 a module runs, FSDP2 asks the shard for what to send (`fsdp_pre_all_gather`), gathers it, and hands the result back
 (`fsdp_post_all_gather`). The first time this makes the unsharded parameter: its fields are views of the gathered
 buffers where those already are the stored tensors, and *owned* buffers everywhere else (assembled, padded, derived).
@@ -13,7 +14,6 @@ the bytes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from te_dist import _torch_private
-from te_dist.formats import Direction, Field, Format, Partition, Region, geometry
+from te_dist.formats import Partition
 from te_dist.fsdp2.plan import KEPT, RECOMPUTED, RESHARDED, GatherPlan, GatherPolicy, Phase, plan_gather
-from te_dist.scaling.agreement import quantize_parts
+from te_dist.fsdp2.unsharded import unsharded
+from te_dist.grouped import GroupCut, GroupedStorage, GroupedTensor
+from te_dist.scaling.agreement import settle_parts
 from te_dist.tensor import Cut, QuantizedStorage, QuantizedTensor
 
 
@@ -58,77 +60,7 @@ class Wrap:
         return self.policy
 
 
-class UnshardedStorage(QuantizedStorage):
-    """A storage that FSDP2 fills and frees.
-
-    Attributes:
-        owned: stored tensors by field name that are no views of gathered buffers; FSDP2 manages their memory.
-        home: device of all buffers.
-    """
-
-    __slots__ = ("home", "owned")
-
-    def __init__(self, format: Format, region: Region, *, dtype: torch.dtype, home: torch.device) -> None:
-        super().__init__(format, {}, region, dtype=dtype)
-        self.home = home
-        self.owned: dict[str, Tensor] = {}
-
-    def allocate(self, fields: Iterable[Field]) -> None:
-        """Makes the owned buffers of every field that any gather will need: FSDP2 is told of them once."""
-        for field in fields:
-            self._owned(field)
-
-    def fill(self, plan: GatherPlan, outputs: tuple[Tensor, ...], shard: dict[str, Tensor]) -> None:
-        """Takes over gathered wires; fields that were not sent come from `shard`, by name, or are derived."""
-        live = {f.name for d in plan.present for f in self.format[d].fields}
-        self.buffers = {}
-        for field in self.format.fields:
-            if plan.sends(field):
-                self.buffers[field.name] = self._gathered(field, plan, outputs, shard)
-            elif field.name in live and field.name in shard and not self._is_derived(field):
-                self.buffers[field.name] = self._owned(field).copy_(shard[field.name])
-        if self.format.columnwise_is_derivable and Direction.COLUMNWISE in plan.present:
-            targets = {f.name: self._owned(f) for f in self.format.columnwise.fields if self._is_derived(f)}
-            self.derive(Direction.COLUMNWISE, targets)
-        self.buffers = {name: buffer for name, buffer in self.buffers.items() if name in live}
-        for name, buffer in self.owned.items():
-            if name not in live:
-                buffer.untyped_storage().resize_(0)
-
-    def absent(self, direction: Direction) -> RuntimeError:
-        """As for any storage; what FSDP2 gathers, the wrap decided."""
-        return RuntimeError(
-            f"the {direction.value} direction of this weight is needed, gathered for this pass is "
-            f"{[d.value for d in self.directions]}: pass recompute=True to fsdp2.fully_shard where backward runs "
-            "forward again; leave out unshard() between forward and backward, or pass reshard_after_forward=False"
-        )
-
-    def _is_derived(self, field: Field) -> bool:
-        return self.format.columnwise_is_derivable and field not in self.format.rowwise.fields
-
-    def _gathered(
-        self, field: Field, plan: GatherPlan, outputs: tuple[Tensor, ...], shard: dict[str, Tensor]
-    ) -> Tensor:
-        # NOTE: on a mesh of one rank FSDP2 gathers nothing and delivers a copy of the first wire only.
-        if plan.wire_of(field) >= len(outputs):
-            return self._owned(field).copy_(shard[field.name])
-        whole = plan.concatenated(outputs, field)
-        if whole is not None:
-            return whole
-        return geometry.assemble(field, plan.unpack(outputs, field), plan.parts, self.region, self._owned(field))
-
-    def _owned(self, field: Field) -> Tensor:
-        """The owned buffer of `field`, allocated."""
-        buffer = self.owned.get(field.name)
-        if buffer is None:
-            buffer = self.owned[field.name] = geometry.empty(field, self.region, device=self.home)
-        storage = buffer.untyped_storage()
-        if storage.size() != buffer.nbytes:
-            storage.resize_(buffer.nbytes)
-        return buffer
-
-
-class QuantizedParameter(QuantizedTensor):
+class ShardedParameter(QuantizedTensor):
     """A quantized parameter, with the hooks by which FSDP2 gathers its bytes. See [Note: Life of a sharded parameter].
 
     Attributes:
@@ -139,7 +71,7 @@ class QuantizedParameter(QuantizedTensor):
     wrap: Wrap | None = None
     keep_initial: bool = False
 
-    def like(self, storage: QuantizedStorage, shape: Any = None) -> QuantizedParameter:
+    def like(self, storage: QuantizedStorage, shape: Any = None) -> ShardedParameter:
         out = super().like(storage, shape)
         out.wrap, out.keep_initial = self.wrap, self.keep_initial
         return out
@@ -155,29 +87,37 @@ class QuantizedParameter(QuantizedTensor):
         plans = self.gather_plans(mesh.size())
         phase = Phase.BACKWARD if _torch_private.in_backward() else Phase.FORWARD
         plan = plans[phase]
+        if self.wrap is None and getattr(self._cut, "dim", 0) != 0:
+            raise RuntimeError(
+                "a group that is sharded along rows is gathered by te_dist.fsdp2.fully_shard only: torch's own lays "
+                "bytes out as if they were values; use the former, or shard along members"
+            )
         if storage.unsettled is not None and self._cut.of_part:
             raise RuntimeError(
                 "high-precision values were written into shards of a weight that tensor parallelism cuts as well; the "
                 "ranks of one mesh dimension cannot settle its scales: call fsdp2.settle(model) after writing them"
             )
         if storage.unsettled is not None:
-            quantize_parts([(storage, storage.unsettled, Partition.of(plan.parts))], [mesh.get_group()])
-        return plan.pack(storage.buffers, storage.region), (plans, phase, storage.buffers, self._cut.shape)
+            parts = Partition.of([getattr(part, "region", part) for part in plan.parts])
+            settle_parts([(storage, parts)], [mesh.get_group()])
+        return plan.pack(storage.buffers, storage.place), (plans, phase, storage.buffers, self._cut.shape)
 
     def gather_plans(self, num_ranks: int) -> dict[Phase, GatherPlan]:
         """What a mesh of `num_ranks` sends of this shard in each phase. The first call fixes the policy."""
         cut = self._cut
-        parts = cut.parts(1 if _is_replicated(self.storage.region, cut) else num_ranks)
+        # NOTE: one row over several ranks looks like `replicate()` on the rank that has it; what is sent is the same.
+        is_replicated = self.storage.place == cut.place and cut.is_of_several
+        parts = cut.parts(1 if is_replicated else num_ranks)
         policy = self.wrap.settled_policy() if self.wrap else GatherPolicy.unknown(self.format)
-        return {p: plan_gather(self.format, parts, cut.region, policy=policy, phase=p) for p in Phase}
+        return {p: plan_gather(self.format, parts, cut.place, policy=policy, phase=p) for p in Phase}
 
     @property
-    def _cut(self) -> Cut:
-        return self.storage.cut or Cut(self.storage.region, self.shape)
+    def _cut(self) -> Cut | GroupCut:
+        return self.storage.cut or self.storage.uncut(self.shape)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[QuantizedParameter, tuple[Tensor, ...]] | None:
+    ) -> tuple[ShardedParameter, tuple[Tensor, ...]] | None:
         """The unsharded parameter and the buffers FSDP2 has to manage; later, `out` refilled in place."""
         plans, phase, shard, shape = metadata
         if len(plans[phase].parts) > 1 and outputs[0].numel() == plans[phase].wires[0].nbytes:
@@ -185,11 +125,11 @@ class QuantizedParameter(QuantizedTensor):
         plan = plans[phase]
         if out is None:
             with torch.inference_mode(False):  # what is made here serves training too
-                storage = UnshardedStorage(self.format, plan.whole, dtype=param_dtype, home=outputs[0].device)
+                storage = unsharded(self.format, plan.whole, dtype=param_dtype, home=outputs[0].device)
                 owned = set().union(*(p.owned(self.format, len(outputs)) for p in plans.values()))
                 storage.allocate(f for f in self.format.fields if f in owned)
                 storage.fill(plan, outputs, shard)
-                return QuantizedParameter(storage, shape), tuple(storage.owned.values())
+                return type(self)(storage, shape), tuple(storage.owned.values())
         storage = getattr(out, "_local_tensor", out).storage  # `out` is a DTensor under tensor parallelism
         # Compiled code saves buffers for backward, not the tensor around them: they are gathered again, not changed.
         with _torch_private.preserved_versions(tuple(storage.owned.values())):
@@ -206,9 +146,15 @@ class QuantizedParameter(QuantizedTensor):
         self.storage.initial = None
 
 
-def _is_replicated(region: Region, cut: Cut) -> bool:
-    """Whether every rank holds all rows: `replicate()`, or a mesh of one rank.
+class QuantizedParameter(ShardedParameter):
+    """A matrix, cut along its rows."""
 
-    A single row over several ranks looks the same on the rank that has it; what is sent is the same too.
+
+class GroupedParameter(ShardedParameter, GroupedTensor):
+    """Matrices that are each quantized on their own, (members, rows, cols): the weights of experts.
+
+    `fully_shard` cuts it between members (`Shard(0)`, which need not be as many on every rank), or along the rows of
+    each (`shard_placement_fn=lambda param: Shard(1)`, for fewer members than ranks).
     """
-    return region == cut.region and cut.shape[0] > 1
+
+    storage: GroupedStorage  # type: ignore[assignment]

@@ -3,10 +3,16 @@
 FSDP2 allocates its gather buffers once, from the first gather: the number, the size and the dtype of what a rank sends
 must be the same in every phase. Two planes of a direction each may therefore share buffers only where their sizes are
 equal; where they are not, both are packed into one buffer of the larger size.
+
+[Note: Plans for groups]
+A group is planned like a matrix, with all its members in front of what a field stores. Cut along rows, every rank holds
+a part of each member, and values that cover all rows are on every rank already. Cut along members, every rank holds
+some whole ones: nothing is shared, and what is gathered lies in the order of the members.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -15,9 +21,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from te_dist.formats import Direction, Field, Format, Region, geometry
+from te_dist.formats import Direction, Field, Format, Group, Region, geometry
 
 _ALIGNMENT = 16  # bytes at which packed fields start, so that they can be viewed in their dtype
+
+Place = Region | Group  # of a matrix, or of members of a group
 
 ROW, COLUMN = (Direction.ROWWISE,), (Direction.COLUMNWISE,)
 BOTH = tuple(Direction)
@@ -80,15 +88,15 @@ class GatherPlan:
     Attributes:
         wires: the buffers sent.
         present: directions of the unsharded parameter afterwards.
-        parts: region of every shard, in rank order.
-        whole: region they were cut from.
+        parts: place of every shard, in rank order.
+        whole: place they were cut from.
         phase: when.
     """
 
     wires: tuple[Wire, ...]
     present: tuple[Direction, ...]
-    parts: tuple[Region, ...]
-    whole: Region
+    parts: tuple[Place, ...]
+    whole: Place
     phase: Phase
 
     @property
@@ -96,9 +104,9 @@ class GatherPlan:
         """Bytes that each rank sends."""
         return sum(wire.nbytes for wire in self.wires)
 
-    def pack(self, buffers: dict[str, Tensor], region: Region) -> tuple[Tensor, ...]:
+    def pack(self, buffers: dict[str, Tensor], place: Place) -> tuple[Tensor, ...]:
         """Wires of a shard: 1-D uint8 tensors of the declared sizes, zero where a shard is smaller than the largest."""
-        return tuple(_pack(wire, buffers, region) for wire in self.wires)
+        return tuple(_pack(wire, buffers, place) for wire in self.wires)
 
     def wire_of(self, field: Field) -> int:
         """Index of the wire that carries `field`."""
@@ -112,6 +120,18 @@ class GatherPlan:
         gathered = outputs[index].view(len(self.parts), wire.nbytes)
         return [_view(field, gathered[rank, start:], part) for rank, part in enumerate(self.parts)]
 
+    def assemble(self, outputs: Sequence[Tensor], field: Field, out: Tensor) -> Tensor:
+        """Writes the stored tensor of `field` of the whole into `out`, from the gathered wires."""
+        wires, (_, region) = self.unpack(outputs, field), _taken_apart(self.whole)
+        if not _is_cut_by_members(self.parts, self.whole):
+            return geometry.assemble(field, wires, [_taken_apart(part)[1] for part in self.parts], region, out)
+        if field.is_padded(region):
+            out.zero_()
+        members = geometry.compact(field, out, region).split([len(wire) for wire in wires])
+        for target, wire in zip(members, wires, strict=True):
+            target.copy_(wire)
+        return out
+
     def concatenated(self, outputs: Sequence[Tensor], field: Field) -> Tensor | None:
         """The stored tensor of `field`, where the gathered wire already is it (a view); None where it is not."""
         return _view(field, outputs[self.wire_of(field)], self.whole) if self.is_zero_copy(field) else None
@@ -120,7 +140,7 @@ class GatherPlan:
         """Whether the gathered wire of `field` is its stored tensor."""
         wire = self.wires[self.wire_of(field)]
         fills = wire.fields == (field,) and wire.nbytes == _widest(field, self.parts)
-        return fills and geometry.is_concatenation(field, self.parts, self.whole)
+        return fills and _is_concatenation(field, self.parts, self.whole)
 
     def sends(self, field: Field) -> bool:
         """Whether `field` crosses the wire."""
@@ -135,10 +155,11 @@ class GatherPlan:
 
 @lru_cache(maxsize=8192)
 def plan_gather(
-    format: Format, parts: tuple[Region, ...], whole: Region, *, policy: GatherPolicy, phase: Phase
+    format: Format, parts: tuple[Place, ...], whole: Place, *, policy: GatherPolicy, phase: Phase
 ) -> GatherPlan:
-    """The fewest bytes that serve `policy`, under FSDP2's fixed buffers."""
-    sent = {p: _sent_fields(format, policy.directions(p)) for p in Phase}
+    """The fewest bytes that serve `policy`, under FSDP2's fixed buffers. See [Note: Plans for groups]."""
+    shares = not _is_cut_by_members(parts, whole)
+    sent = {p: _sent_fields(format, policy.directions(p), shares=shares) for p in Phase}
     sizes = {p: [_widest(f, parts) for f in sent[p]] for p in Phase}
     if sizes[Phase.FORWARD] == sizes[Phase.BACKWARD]:
         wires = tuple(Wire((f,), (0,), n) for f, n in zip(sent[phase], sizes[phase], strict=True))
@@ -152,15 +173,37 @@ def plan_gather(
     return GatherPlan(wires, needed, parts, whole, phase)
 
 
-def _sent_fields(format: Format, needed: Sequence[Direction]) -> tuple[Field, ...]:
+def _sent_fields(format: Format, needed: Sequence[Direction], *, shares: bool) -> tuple[Field, ...]:
     """Fields that must cross the wire so that `needed` can be served; shared ones are on every rank already."""
     available = tuple(d for d in needed if d in format) or format.directions
     part = format.canonical if format.columnwise_is_derivable else format.select(*available)
-    return tuple(f for f in part.fields if not f.is_shared(0))
+    return tuple(f for f in part.fields if not (shares and f.is_shared(0)))
 
 
-def _widest(field: Field, parts: Sequence[Region]) -> int:
-    return max(field.compact_bytes(part) for part in parts)
+def _taken_apart(place: Place) -> tuple[tuple[int, ...], Region]:
+    """Dimensions in front of a stored tensor, and the region of a matrix."""
+    return ((len(place.members),), place.region) if isinstance(place, Group) else ((), place)
+
+
+def _is_cut_by_members(parts: Sequence[Place], whole: Place) -> bool:
+    return isinstance(whole, Group) and all(_taken_apart(part)[1] == whole.region for part in parts)
+
+
+def _is_concatenation(field: Field, parts: Sequence[Place], whole: Place) -> bool:
+    """Whether wires of the length of the longest begin with the stored tensor of the whole."""
+    if isinstance(whole, Region):
+        return geometry.is_concatenation(field, parts, whole)  # type: ignore[arg-type]
+    by_members = _is_cut_by_members(parts, whole)  # chunks: all are as long as the first, but for the last ones
+    return by_members and not field.is_padded(whole.region)
+
+
+def _bytes(field: Field, place: Place) -> int:
+    leading, region = _taken_apart(place)
+    return math.prod(leading) * field.compact_bytes(region)
+
+
+def _widest(field: Field, parts: Sequence[Place]) -> int:
+    return max(_bytes(field, part) for part in parts)
 
 
 def _layout(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
@@ -171,7 +214,8 @@ def _layout(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
     return tuple(offsets), total
 
 
-def _pack(wire: Wire, buffers: dict[str, Tensor], region: Region) -> Tensor:
+def _pack(wire: Wire, buffers: dict[str, Tensor], place: Place) -> Tensor:
+    _, region = _taken_apart(place)
     if len(wire.fields) == 1:
         field = wire.fields[0]
         stored = geometry.compact(field, buffers[field.name], region)
@@ -180,10 +224,11 @@ def _pack(wire: Wire, buffers: dict[str, Tensor], region: Region) -> Tensor:
     device = buffers[wire.fields[0].name].device
     packed = torch.zeros(wire.nbytes, dtype=torch.uint8, device=device)
     for field, start in zip(wire.fields, wire.offsets, strict=True):
-        _view(field, packed[start:], region).copy_(geometry.compact(field, buffers[field.name], region))
+        _view(field, packed[start:], place).copy_(geometry.compact(field, buffers[field.name], region))
     return packed
 
 
-def _view(field: Field, flat: Tensor, region: Region) -> Tensor:
+def _view(field: Field, flat: Tensor, place: Place) -> Tensor:
     """The first bytes of `flat` (1-D uint8) as the compact tensor of `field`."""
-    return flat[: field.compact_bytes(region)].view(field.dtype).view(field.compact_shape(region))
+    leading, region = _taken_apart(place)
+    return flat[: _bytes(field, place)].view(field.dtype).view(*leading, *field.compact_shape(region))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,16 @@ class GroupCut:
     shape: torch.Size
     of_part: bool = False
 
+    @property
+    def place(self) -> Group:
+        """The group before the cut."""
+        return self.group
+
+    @property
+    def is_of_several(self) -> bool:
+        """Whether there is more than one index along what was cut."""
+        return self.shape[self.dim] > 1
+
     def parts(self, num_shards: int) -> tuple[Group, ...]:
         """Every shard, in rank order."""
         return self.group.chunk(self.dim, num_shards)
@@ -55,6 +65,8 @@ class GroupedStorage(QuantizedStorage):
         others: as of `QuantizedStorage`; `unsettled` and `initial` hold the values of all members, (members, rows,
             cols) or, of members that differ, one behind the other.
     """
+
+    matrix_dim: ClassVar[int] = 1  # whole members share nothing
 
     __slots__ = ("_members", "group")
 
@@ -86,6 +98,15 @@ class GroupedStorage(QuantizedStorage):
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         """(members, rows, cols); see `RaggedGroup.shape` where members differ."""
         return self.group.shape
+
+    @property
+    def place(self) -> AnyGroup:
+        """The group."""
+        return self.group
+
+    def uncut(self, shape: torch.Size) -> GroupCut:
+        """The cut, along members, of a tensor of this nominal shape that has not been cut yet."""
+        return GroupCut(self.uniform, MEMBERS, shape)
 
     @property
     def regions(self) -> tuple[Region, ...]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,35 +26,41 @@ _SIGNALS = " ".join(f"signals.{name}:P" for name in ("lr", "grad_scale", "found_
 ADVANCE = Spec("adam.cuh", "AdvanceSteps", Layout(f"{_RULE} {_SIGNALS} steps:P factors:P count:q is_left_out:P"))
 
 
+class Piece(NamedTuple):
+    """A part of a tensor that Adam updates, and of what it updates it by, all flat or of one shape.
+
+    copy takes the updated value too. task is done with it meanwhile. step is that of the tensor.
+    """
+
+    value: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+    copy: Tensor | None
+    task: Task | None
+
+
 class AdamLaunches:
     """Adam over groups of tensors.
 
     Args:
-        groups: value, exp_avg, exp_avg_sq, step, and copy or None of every tensor of each group.
+        groups: of every tensor of each group its pieces, which lie one behind the other in it and in its gradient.
         grads: of all tensors, group by group; others may come later, of the same dtypes and alignments.
-        tasks: of all tensors, what is done with the updated values meanwhile, or None.
         noop: int32 (1,), set where a step is left out.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[Sequence[tuple[Tensor | None, ...]]],
-        grads: Sequence[Tensor],
-        tasks: Sequence[Task | None],
-        noop: Tensor,
-    ) -> None:
-        tensors = [tensor for group in groups for tensor in group]
+    def __init__(self, groups: Sequence[Sequence[Sequence[Piece]]], grads: Sequence[Tensor], noop: Tensor) -> None:
+        tensors = [pieces for group in groups for pieces in group]
         device = noop.device
         self._counts, self._noop = [len(group) for group in groups], noop
         self._factors = torch.empty(len(tensors), _FACTORS, device=device)
-        steps = torch.tensor([step.data_ptr() for *_, step, _ in tensors], dtype=torch.int64)
+        steps = torch.tensor([pieces[0].step.data_ptr() for pieces in tensors], dtype=torch.int64)
         self._steps = upload(steps.numpy().tobytes(), device).view(torch.int64)
-        self._grads = Pointers(len(tensors), device)
-        works = [
-            self._work(index, (tensors[index], grads[index]), tasks[index])
-            for index in range(len(tensors))
-            if grads[index].numel()
-        ]
+        # Of each piece its tensor, and at which byte of the gradient it begins.
+        self._places = [place for index, own in enumerate(tensors) for place in _places(index, own, grads[index])]
+        self._grads = Pointers(len(self._places), device)
+        pieces = [piece for own in tensors for piece in own]
+        works = [self._work(number, piece, grads) for number, piece in enumerate(pieces) if piece.value.numel()]
         self._launches = Launches(works, self._noop)
 
     def run(
@@ -62,7 +70,8 @@ class AdamLaunches:
         signals: Sequence[tuple[Tensor | None, ...]],
     ) -> None:
         """Counts the steps and updates. `signals`: lr, grad_scale and found_inf of each group."""
-        self._grads.write([grad.data_ptr() for grad in grads])
+        addresses = [grad.data_ptr() for grad in grads]
+        self._grads.write([addresses[index] + start for index, start in self._places])
         first = 0
         for count, rule, own in zip(self._counts, rules, signals, strict=True):
             if count:
@@ -72,12 +81,14 @@ class AdamLaunches:
             first += count
         self._launches.run()
 
-    def _work(self, index: int, each: tuple[tuple[Tensor | None, ...], Tensor], task: Task | None) -> Work:
-        (value, exp_avg, exp_avg_sq, _, copy), grad = each
+    def _work(self, number: int, piece: Piece, grads: Sequence[Tensor]) -> Work:
+        value, exp_avg, exp_avg_sq, _, copy, task = piece
+        index, start = self._places[number]
+        grad = grads[index]
         source = adam(ELEMENTS[grad.dtype], ELEMENTS[value.dtype])
         moments = (exp_avg.data_ptr(), exp_avg_sq.data_ptr())
-        own = (value.data_ptr(), *moments, self._grads.address(index), self._factors[index].data_ptr())
-        addresses = (*own[:3], grad.data_ptr(), pointer(copy))
+        own = (value.data_ptr(), *moments, self._grads.address(number), self._factors[index].data_ptr())
+        addresses = (*own[:3], grad.data_ptr() + start, pointer(copy))
         if task is None:
             wide = _width(addresses, value.numel())
             kernel = partial(reading, source, copy=ELEMENTS[copy.dtype] if copy is not None else "Nothing")
@@ -87,6 +98,12 @@ class AdamLaunches:
         widths = (_width(addresses, cols, phase), *task.widths[1:])
         kernel = partial(task.kernel, source)
         return Work(kernel, widths, (_NARROW, *task.narrowest[1:]), task.blocks, (*own, *task.values))
+
+
+def _places(index: int, pieces: Sequence[Piece], grad: Tensor) -> list[tuple[int, int]]:
+    """Of each piece of a tensor the number of that, and at which byte of the gradient it begins."""
+    starts = accumulate((piece.value.numel() for piece in pieces[:-1]), initial=0)
+    return [(index, start * grad.element_size()) for start in starts]
 
 
 def _width(addresses: tuple[int, ...], *extents: int) -> int:

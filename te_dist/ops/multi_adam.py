@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from te_dist import _C
-from te_dist.kernels.multi_adam import AdamLaunches
+from te_dist.kernels.multi_adam import AdamLaunches, Piece
 from te_dist.ops.multi_tensor import Batch, Call
 
 
@@ -47,7 +47,8 @@ class Adapted:
     """One tensor that Adam updates. All are contiguous and have the same number of elements, but for the step.
 
     value: fp32, bf16 or fp16.  exp_avg, exp_avg_sq: f32, the moments.  step: f32, one element, steps done so far.
-    copy: fp32, bf16 or fp16, takes the updated value too.  reader: a call that reads the updated value, an fp32 matrix.
+    copy: fp32, bf16 or fp16, takes the updated value too.  readers: calls that read the updated value, an fp32 matrix;
+    of several matrices that lie one behind the other in the value one call for each, or none.
     """
 
     value: Tensor
@@ -55,7 +56,7 @@ class Adapted:
     exp_avg_sq: Tensor
     step: Tensor
     copy: Tensor | None = None
-    reader: Call | None = None
+    readers: tuple[Call, ...] = ()
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -77,13 +78,10 @@ class MultiAdam:
     def __init__(self, groups: Sequence[Sequence[Adapted]], grads: Sequence[Tensor], *, noop: Tensor) -> None:
         self._noop = noop
         groups = [[_with_copy(each) for each in group] for group in groups]
-        adapted = [each for group in groups for each in group]
         if noop.is_cuda:
-            tensors = [[each.tensors for each in group] for group in groups]
-            tasks = [each.reader.task() if each.reader is not None else None for each in adapted]
-            self._launches = AdamLaunches(tensors, grads, tasks, noop)
+            self._launches = AdamLaunches([[_pieces(each) for each in group] for group in groups], grads, noop)
         else:
-            self._readers = Batch([[each.reader] for each in adapted if each.reader is not None], noop)
+            self._readers = Batch([[reader] for group in groups for each in group for reader in each.readers], noop)
             self._flat = [[[_flat(t) for t in each.tensors] for each in group] for group in groups]
 
     def run(self, grads: Sequence[Tensor], rules: Sequence[AdamRule], signals: Sequence[AdamSignals]) -> None:
@@ -106,10 +104,26 @@ class MultiAdam:
 
 def _with_copy(each: Adapted) -> Adapted:
     """A reader that only copies is no reader."""
-    if each.reader is None or each.reader.name != "copy_":
+    if len(each.readers) != 1 or each.readers[0].name != "copy_":
         return each
-    target, _ = each.reader.arguments
-    return replace(each, copy=target, reader=None)
+    target, _ = each.readers[0].arguments
+    return replace(each, copy=target, readers=())
+
+
+def _pieces(each: Adapted) -> list[Piece]:
+    """What each reader reads, and what belongs to it; all of the tensor where there are not several."""
+    if len(each.readers) < 2:
+        return [_piece(each)]
+    sizes = [reader.arguments[reader.name == "copy_"].numel() for reader in each.readers]
+    parts = [tensor.view(-1).split(sizes) for tensor in (each.value, each.exp_avg, each.exp_avg_sq)]
+    return [
+        _piece(_with_copy(Adapted(*tensors, each.step, readers=(reader,))))
+        for *tensors, reader in zip(*parts, each.readers, strict=True)
+    ]
+
+
+def _piece(each: Adapted) -> Piece:
+    return Piece(*each.tensors, each.readers[0].task() if each.readers else None)
 
 
 def _flat(tensor: Tensor | None) -> Tensor | None:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from te_dist.formats import Partition
 from te_dist.ops.multi_adam import AdamRule, AdamSignals, Adapted, MultiAdam
-from te_dist.scaling.agreement import PartsQuantization, quantize_parts
+from te_dist.scaling.agreement import PartsQuantization, parts_of, settle_parts
 from te_dist.tensor import QuantizedStorage, QuantizedTensor, placement
 from te_dist.tensor.placement import local_tensor
 
@@ -269,14 +269,15 @@ class _Plan:
         for index, each in enumerate(tensors):
             if each.storage is not None:
                 over.setdefault(_groups(each.param), []).append(index)
-        self._parts = {
-            groups: [(tensors[i].storage, adapted[i].value, _partition(tensors[i].param)) for i in own]
-            for groups, own in over.items()
-        }
-        self._quantizations = [PartsQuantization(own, groups, noop=noop) for groups, own in self._parts.items()]
-        for own, quantization in zip(over.values(), self._quantizations, strict=True):
-            for index, reader in zip(own, quantization.readers, strict=True):
-                adapted[index] = replace(adapted[index], reader=reader)
+        self._quantizations = []
+        for groups, own in over.items():
+            parts = [parts_of(tensors[i].storage, adapted[i].value, _partition(tensors[i].param)) for i in own]
+            quantization = PartsQuantization([part for each in parts for part in each], groups, noop=noop)
+            readers = iter(quantization.readers)
+            for index, each in zip(own, parts, strict=True):
+                of_matrices = [reader for reader in islice(readers, len(each)) if reader is not None]
+                adapted[index] = replace(adapted[index], readers=tuple(of_matrices))
+            self._quantizations.append(quantization)
         ordered = iter(adapted)
         self._adam = MultiAdam([list(islice(ordered, count)) for count in counts], grads, noop=noop)
 
@@ -291,10 +292,12 @@ class _Plan:
 
     def settle(self, storages: Sequence[QuantizedStorage]) -> None:
         """Agrees on the scales of some: a step that may be left out may leave them as they are."""
-        for over, parts in self._parts.items():
-            waiting = [part for part in parts if any(part[0] is storage for storage in storages)]
-            if waiting:
-                quantize_parts(waiting, over)
+        waiting: dict[Any, list[tuple[QuantizedStorage, Partition | None]]] = {}
+        for each in self.quantized:
+            if any(each.storage is storage for storage in storages):
+                waiting.setdefault(_groups(each.param), []).append((each.storage, _partition(each.param)))
+        for over, unsettled in waiting.items():
+            settle_parts(unsettled, over)
 
     def run(self, grads: Sequence[Tensor], rules: Sequence[AdamRule], signals: Sequence[AdamSignals]) -> None:
         """One step. Collective where shards share scales."""
@@ -346,7 +349,5 @@ def _groups(param: Tensor) -> tuple[dist.ProcessGroup, ...]:
     return placement.groups(param) if isinstance(param, DTensor) else ()
 
 
-def _partition(param: Tensor) -> Partition:
-    if isinstance(param, DTensor):
-        return placement.partition(param)
-    return Partition.of([param.storage.region])
+def _partition(param: Tensor) -> Partition | None:
+    return placement.partition(param) if isinstance(param, DTensor) else None

@@ -151,6 +151,30 @@ def quantize_parts(parts: Sequence[Part], groups: Sequence[dist.ProcessGroup]) -
     PartsQuantization(parts, groups, noop=torch.zeros(1, dtype=torch.int32, device=device)).run()
 
 
+def settle_parts(
+    unsettled: Sequence[tuple[QuantizedStorage, Partition | None]], groups: Sequence[dist.ProcessGroup]
+) -> None:
+    """Quantizes what was last written into storages once more, by scales that all ranks agree on. Collective.
+
+    Args:
+        unsettled: storages that have something `unsettled`, with how the matrix (or each of a group) is cut; None where
+            it is not.
+        groups: over which parts are spread.
+    """
+    parts = [part for storage, partition in unsettled for part in parts_of(storage, storage.unsettled, partition)]
+    quantize_parts(parts, groups)
+    for storage, _ in unsettled:
+        storage.unsettled = None
+
+
+def parts_of(storage: QuantizedStorage, values: Tensor, partition: Partition | None) -> list[Part]:
+    """Each matrix of a storage with its values. `partition`: how it is cut; None where it is not."""
+    return [
+        (member, matrix, partition or Partition.of([member.region]))
+        for member, matrix in zip(storage.members, storage.split(values), strict=True)
+    ]
+
+
 class _Reduction:
     """The MAX reduction of amaxes that lie one behind the other in one tensor. Allocates nothing when it runs.
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from te_dist.formats import Partition, Region, Span
@@ -39,25 +38,34 @@ def local_part(whole: Tensor, like: DTensor) -> Tensor:
     return whole
 
 
+def matrix_cuts(param: DTensor) -> tuple[tuple[int, int], ...]:
+    """`cuts`, without those between whole members of a group."""
+    return tuple(cut for cut in cuts(param.placements) if cut[1] % param.dim() >= _matrix_dim(param))
+
+
 def partition(param: DTensor) -> Partition:
-    """How all ranks together cut the matrix behind `param`."""
-    shape = param.shape
+    """How all ranks together cut the matrix behind `param`, or each of those of a group."""
+    shape = param.shape[_matrix_dim(param) :]
     unit = shape[:-1].numel() // shape[0] if shape[0] else 1
     regions = [Region(Span(0, shape[0] * unit), Span(0, shape[-1]))]
-    for mesh_dim, dim in cuts(param.placements):
-        size = param.device_mesh.size(mesh_dim)
-        regions = [part for region in regions for part in _cut(region, dim % len(shape), size, unit, len(shape))]
+    for mesh_dim, dim in matrix_cuts(param):
+        size, own = param.device_mesh.size(mesh_dim), dim % param.dim() - _matrix_dim(param)
+        regions = [part for region in regions for part in _cut(region, own, size, unit, len(shape))]
     return Partition.of(regions)
 
 
 def groups(param: DTensor) -> tuple[dist.ProcessGroup, ...]:
-    """Process groups over which the parts of `param` are spread."""
-    return tuple(param.device_mesh.get_group(mesh_dim) for mesh_dim, _ in cuts(param.placements))
+    """Process groups over which the parts of a matrix are spread."""
+    return tuple(param.device_mesh.get_group(mesh_dim) for mesh_dim, _ in matrix_cuts(param))
 
 
-def group_key(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[object, ...]:
-    """Equal for parameters whose parts are spread over the same groups."""
-    return (mesh, tuple(mesh_dim for mesh_dim, _ in cuts(placements)))
+def group_key(param: DTensor) -> tuple[object, ...]:
+    """Equal for parameters the parts of whose matrices are spread over the same groups."""
+    return (param.device_mesh, tuple(mesh_dim for mesh_dim, _ in matrix_cuts(param)))
+
+
+def _matrix_dim(param: DTensor) -> int:
+    return getattr(getattr(local_tensor(param), "storage", None), "matrix_dim", 0)
 
 
 def _cut(region: Region, dim: int, size: int, unit: int, num_dims: int) -> tuple[Region, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -43,6 +43,16 @@ class Cut:
         """Matrix rows behind one index of the first dimension (more than one for stacked weights)."""
         return len(self.region.rows) // self.shape[0] if self.shape[0] else 1
 
+    @property
+    def place(self) -> Region:
+        """Of the tensor before the cut."""
+        return self.region
+
+    @property
+    def is_of_several(self) -> bool:
+        """Whether there is more than one index along what was cut."""
+        return self.shape[0] > 1
+
     def parts(self, num_shards: int) -> tuple[Region, ...]:
         """Region of every shard, in rank order."""
         return self.region.chunk(num_shards, self.unit)
@@ -65,6 +75,8 @@ class QuantizedStorage:
             None once others have been written.
         mastered: whether an optimizer wrote these values from a master, and nobody others since.
     """
+
+    matrix_dim: ClassVar[int] = 0  # of nominal dimensions, the first whose cut leaves parts of a matrix
 
     __slots__ = (
         "__weakref__",
@@ -124,6 +136,24 @@ class QuantizedStorage:
     def fields(self) -> tuple[Field, ...]:
         """Fields that are present."""
         return tuple(f for f in self.format.fields if f.name in self.buffers)
+
+    @property
+    def place(self) -> Any:
+        """Where this lies in what it was cut from: a region, or a group of them."""
+        return self.region
+
+    @property
+    def members(self) -> tuple[QuantizedStorage, ...]:
+        """The matrices that are quantized each on its own: this one, or those of a group."""
+        return (self,)
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """The (rows, cols) of each of `members` out of values for all of them."""
+        return [values.detach().view(self.shape)]
+
+    def uncut(self, shape: torch.Size) -> Any:
+        """The `Cut` of a tensor of this nominal shape that has not been cut yet."""
+        return Cut(self.region, shape)
 
     def get_usages(self) -> dict[str, bool]:
         """{"rowwise": ..., "columnwise": ...}: which directions are present."""
