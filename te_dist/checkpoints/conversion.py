@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from te_dist.checkpoints import model_state, optimizer_state
 from te_dist.checkpoints.manifest import Manifest
 from te_dist.checkpoints.store import WholeReader
+from te_dist.grouped import quantized_part
 from te_dist.tensor import QuantizedTensor
-from te_dist.tensor import storage as storages
 from te_dist.tensor.placement import local_part, local_tensor
 
 
@@ -66,10 +66,7 @@ def fill(tensor: Tensor, whole: Tensor) -> None:
     if not isinstance(local, QuantizedTensor):
         local.copy_(local_part(whole, tensor) if isinstance(tensor, DTensor) else whole)
         return
-    region = local.storage.region
-    quantized = storages.quantize(whole, local.format)
-    rows = quantized.narrow(0, region.rows.start, len(region.rows))
-    local.storage.copy_(rows.narrow(1, region.cols.start, len(region.cols)))
+    local.storage.copy_(quantized_part(whole, tensor))
 
 
 def _same_bytes(saved: dict[str, Any], wanted: dict[str, Any]) -> bool:

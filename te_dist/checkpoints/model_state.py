@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from te_dist.checkpoints.errors import CheckpointError, listed
 from te_dist.checkpoints.part import Part
 from te_dist.formats import Format, Region
+from te_dist.grouped import GroupedStorage, GroupedTensor, first_member
 from te_dist.tensor import QuantizedStorage, QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
@@ -49,6 +50,8 @@ def describe(tensor: Tensor) -> dict[str, Any]:
     local = local_tensor(tensor)
     if isinstance(local, QuantizedTensor):
         described["format"] = describe_format(local.format)
+        if isinstance(local, GroupedTensor):
+            described["members"] = tensor.shape[0]
     return described
 
 
@@ -87,7 +90,12 @@ def parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
     if not isinstance(local, QuantizedTensor):
         return {name: tensor.detach()}
     whole = whole_region(tensor)
-    return {f"{name}_{f.name}": Part.of_field(f, local.storage, whole) for f in local.format.canonical.fields}
+    if isinstance(local, GroupedTensor):
+        place = (first_member(tensor), tensor.shape[0])
+        made = {f.name: Part.of_members(f, local.storage, whole, place) for f in local.format.canonical.fields}
+    else:
+        made = {f.name: Part.of_field(f, local.storage, whole) for f in local.format.canonical.fields}
+    return {f"{name}_{field}": part for field, part in made.items()}
 
 
 def all_parts(named: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -107,7 +115,9 @@ def all_parts(named: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def whole_region(tensor: Tensor) -> Region:
-    """The matrix behind a quantized tensor, before any cut."""
+    """The matrix behind a quantized tensor, or each of those of a group, before any cut."""
+    if isinstance(local_tensor(tensor), GroupedTensor):
+        return Region.whole(*tensor.shape[1:])
     cols = tensor.shape[-1]
     return Region.whole(tensor.numel() // cols if cols else 0, cols)
 
@@ -152,11 +162,15 @@ def _misplaced(tensor: Tensor, storage: QuantizedStorage) -> list[str]:
     if missing:
         return [f"has no {', '.join(missing)}, got {list(storage.buffers)}; call update_usage(rowwise_usage=True)"]
     wanted = whole_region(tensor)
-    if isinstance(tensor, DTensor) and all(storage.region.shape):
+    if isinstance(tensor, DTensor) and all(storage.shape):
         (chunk,) = tensor.__create_chunk_list__()
-        unit = wanted.shape[0] // tensor.shape[0] if tensor.dim() > 1 else 1
-        origin = (chunk.offsets[0] * unit, chunk.offsets[-1]) if tensor.dim() > 1 else (0, chunk.offsets[0])
-        wanted = wanted.narrow(0, origin[0], storage.shape[0]).narrow(1, origin[1], storage.shape[1])
-    if wanted != storage.region and all(storage.region.shape):
+        rows, cols = storage.region.shape
+        if isinstance(storage, GroupedStorage):
+            origin = chunk.offsets[1:]
+        else:
+            unit = wanted.shape[0] // tensor.shape[0] if tensor.dim() > 1 else 1
+            origin = (chunk.offsets[0] * unit, chunk.offsets[-1]) if tensor.dim() > 1 else (0, chunk.offsets[0])
+        wanted = wanted.narrow(0, origin[0], rows).narrow(1, origin[1], cols)
+    if wanted != storage.region and all(storage.shape):
         return [f"is said to be {storage.region}, but by shape and mesh it is {wanted}; cut it from the whole tensor"]
     return []

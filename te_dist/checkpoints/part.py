@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from te_dist.formats import WHOLE, Field, Region, Span, geometry
+from te_dist.grouped import GroupedStorage
 from te_dist.tensor import QuantizedStorage
 
 
@@ -60,6 +61,18 @@ class Part(torch.Tensor):
         if not all(storage.region.shape) and all(whole.shape):
             skipped = list(values.shape)  # an empty shard has nothing to tell, a value of the whole included
         return Part(field.compact_shape(whole), values, offset=tuple(offset), skipped=tuple(skipped))
+
+    @staticmethod
+    def of_members(field: Field, storage: GroupedStorage, whole: Region, place: tuple[int, int]) -> Part:
+        """The same for all members of a group that are here, (members, outer, inner).
+
+        `place`: which member of the whole group is the first here, and how many there are in all.
+        """
+        matrix = QuantizedStorage(storage.format, storage.buffers, storage.region, dtype=storage.dtype)
+        of_matrix, (first, num_members) = Part.of_field(field, matrix, whole), place
+        shape, offset = (num_members, *of_matrix.shape), (first, *of_matrix.offset)
+        skipped = of_matrix.skipped if len(of_matrix.skipped) == len(shape) else (0, *of_matrix.skipped)
+        return Part(shape, of_matrix.held, offset=offset, skipped=skipped)
 
     @staticmethod
     def of_dtensor(tensor: DTensor) -> Part:

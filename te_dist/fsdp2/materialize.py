@@ -15,14 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from te_dist import grouped
-from te_dist.formats import Region
 from te_dist.fsdp2.parameter import ShardedParameter
-from te_dist.grouped import GroupedTensor
+from te_dist.grouped import quantized_part
 from te_dist.tensor import placement
-from te_dist.tensor import storage as storages
 from te_dist.tensor.placement import local_tensor
-from te_dist.tensor.storage import QuantizedStorage
 
 
 @torch.no_grad()
@@ -107,19 +103,5 @@ def _place(param: Any, whole: Tensor) -> None:
     if not isinstance(local, ShardedParameter):
         local.copy_(placement.local_part(whole, param) if isinstance(param, DTensor) else whole)
         return
-    is_group = isinstance(local, GroupedTensor)
-    quantized = grouped.quantize(whole, local.format).storage if is_group else storages.quantize(whole, local.format)
-    if local.keep_initial:
-        quantized.initial = whole.to("cpu", copy=True).view(quantized.shape)
-    if is_group:
-        first = param.__create_chunk_list__()[0].offsets[0] if isinstance(param, DTensor) and local.shape[0] else 0
-        quantized = quantized.narrow(0, first, local.storage.shape[0])
-    local.storage.copy_(_cut_out(quantized, local.storage.region, quantized.matrix_dim))
-
-
-def _cut_out(whole: QuantizedStorage, region: Region, dim: int) -> QuantizedStorage:
-    """The rows, which are dimension `dim`, and columns of `region`."""
-    if region == whole.region:
-        return whole
-    rows = whole.narrow(dim, region.rows.start, len(region.rows))
-    return rows.narrow(dim + 1, region.cols.start, len(region.cols))
+    initial = whole.to("cpu", copy=True) if local.keep_initial else None
+    local.storage.copy_(quantized_part(whole, param, initial=initial))

@@ -2,6 +2,18 @@
 
 from te_dist.grouped import aten  # noqa: F401  (it fills the op table)
 from te_dist.grouped.grouped_tensor import OPS, GroupedTensor, empty, join, quantize
+from te_dist.grouped.placing import first_member, quantized_part
 from te_dist.grouped.storage import GroupCut, GroupedStorage, Values
 
-__all__ = ["OPS", "GroupCut", "GroupedStorage", "GroupedTensor", "Values", "empty", "join", "quantize"]
+__all__ = [
+    "OPS",
+    "GroupCut",
+    "GroupedStorage",
+    "GroupedTensor",
+    "Values",
+    "empty",
+    "first_member",
+    "join",
+    "quantize",
+    "quantized_part",
+]

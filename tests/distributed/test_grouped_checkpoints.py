@@ -1,0 +1,156 @@
+"""Checkpoints of groups of quantized matrices: any number of ranks, cut by members or rows, the same bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from te_dist import checkpoints, fsdp2, grouped, optim
+from te_dist.formats import geometry
+from te_dist.fsdp2 import GroupedParameter, QuantizedParameter
+from te_dist.tensor import quantize
+from te_dist.tensor.placement import local_part, local_tensor
+from te_dist.testing import assert_bitwise, mesh, pool
+from tests.distributed.probe import FORMATS
+from tests.distributed.test_grouped_fsdp2 import MEMBERS, placed, random_group
+
+FEW = ["float8_tensorwise", "float8_block_2d", "nvfp4_2d"]
+
+
+class Packed(nn.Module):
+    """For every format the weights of all experts in one parameter, and their biases."""
+
+    def __init__(self, seed: int, names: list[str]) -> None:
+        super().__init__()
+        self.names, values = names, random_group(seed)
+        for name in names:
+            self.register_parameter(
+                f"{name}_weight", nn.Parameter(GroupedParameter(grouped.quantize(values, FORMATS[name]).storage))
+            )
+        self.bias = nn.Parameter(values[:, :, 0].clone())
+
+
+class Separate(nn.Module):
+    """The same with parameters of their own for each expert."""
+
+    def __init__(self, seed: int, names: list[str]) -> None:
+        super().__init__()
+        self.names, values = names, random_group(seed)
+        for index, matrix in enumerate(values):
+            for name in names:
+                param = QuantizedParameter(quantize(matrix, FORMATS[name]).storage)
+                self.register_parameter(f"{name}_weight{index}", nn.Parameter(param))
+            self.register_parameter(f"bias{index}", nn.Parameter(matrix[:, 0].clone()))
+
+
+def made(kind: type[nn.Module], seed: int, names: list[str], world: int, cut: str) -> nn.Module:
+    model = kind(seed, names)
+    by_group = placed(cut)
+    is_matrix = lambda p: isinstance(local_tensor(p), GroupedParameter)  # noqa: E731
+    choose = (lambda p: by_group(p) if is_matrix(p) else None) if by_group else None
+    fsdp2.fully_shard(model, mesh=mesh((world,), ("dp",)), shard_placement_fn=choose)
+    return model
+
+
+def members_of(model: nn.Module, name: str) -> list[tuple[int, object]]:
+    """(which member, its storage) of the weights of a format that this rank has a part of."""
+    if isinstance(model, Packed):
+        param = getattr(model, f"{name}_weight")
+        return list(enumerate(local_tensor(param).storage.members, start=grouped.first_member(param)))
+    return [(i, local_tensor(getattr(model, f"{name}_weight{i}")).storage) for i in range(MEMBERS)]
+
+
+def assert_model(model: nn.Module, seed: int) -> None:
+    """Every part of every matrix has the bytes of the matrix that `seed` makes, quantized whole."""
+    values = random_group(seed)
+    for name in model.names:
+        for index, got in members_of(model, name):
+            whole = quantize(values[index], FORMATS[name]).storage
+            for field in got.fields:
+                part = geometry.narrow(field, whole.buffers[field.name], whole.region, got.region)
+                assert_bitwise(got.buffers[field.name], part, f"{name}.{field.name} of member {index}")
+    if isinstance(model, Packed):
+        biases = [(slice(None), model.bias)]
+    else:
+        biases = [(index, getattr(model, f"bias{index}")) for index in range(MEMBERS)]
+    for index, bias in biases:
+        assert_bitwise(local_tensor(bias).detach(), local_part(values[index][..., 0], bias), f"bias {index}")
+
+
+def save(rank: int, world: int, path: Path, kind: type[nn.Module], names: list[str], cut: str) -> None:
+    checkpoints.save(path, model=made(kind, 1, names, world, cut))
+
+
+def load(rank: int, world: int, path: Path, kind: type[nn.Module], names: list[str], cut: str) -> None:
+    model = made(kind, 2, names, world, cut)
+    checkpoints.load(path, model=model)
+    assert_model(model, 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cuts"),
+    [((1, 4), ("members", "rows")), ((4, 2), ("members", "members")), ((2, 4), ("rows", "members"))],
+    ids=str,
+)
+def test_resharding_keeps_every_byte(ranks: tuple[int, int], cuts: tuple[str, str], tmp_path: Path) -> None:
+    names = list(FORMATS)
+    pool(ranks[0]).run(save, tmp_path / "c", Packed, names, cuts[0])
+    pool(ranks[1]).run(load, tmp_path / "c", Packed, names, cuts[1])
+
+
+def trained(world: int, kind: type[nn.Module], seed: int, cut: str) -> tuple[nn.Module, optim.FusedAdam]:
+    model = made(kind, seed, FEW, world, cut)
+    return model, optim.FusedAdam(model.parameters(), lr=0.05)
+
+
+def step(model: nn.Module, optimizer: optim.FusedAdam, number: int) -> None:
+    """A step by gradients that depend on the values of the whole model only."""
+    for name, param in model.named_parameters():
+        gradients = random_group(100 + number) if name.startswith(tuple(FEW)) else random_group(200 + number)[..., 0]
+        digits = name[len(name.rstrip("0123456789")) :]
+        whole = gradients if isinstance(model, Packed) else gradients[int(digits)]
+        local = local_tensor(param)
+        grad = local_part(whole, param).contiguous()
+        param.grad = torch.distributed.tensor.DTensor.from_local(
+            grad, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+        )
+        assert grad.shape == local.shape
+    optimizer.step()
+
+
+def bytes_of(model: nn.Module) -> dict[tuple[str, int, str, int], Tensor]:
+    """By format, member, field and first row, what this rank holds."""
+    return {
+        (name, index, field.name, got.region.rows.start): got.buffers[field.name].clone()
+        for name in FEW
+        for index, got in members_of(model, name)
+        for field in got.fields
+    }
+
+
+def train_and_save(rank: int, world: int, path: Path, kind: type[nn.Module], cut: str) -> None:
+    model, optimizer = trained(world, kind, 1, cut)
+    step(model, optimizer, 0)
+    checkpoints.save(path, model=model, optimizer=optimizer)
+
+
+def continue_from(rank: int, world: int, path: Path, kind: type[nn.Module], cut: str) -> None:
+    """A step after loading is the second step of training that was never interrupted."""
+    model, optimizer = trained(world, kind, 1, cut)
+    step(model, optimizer, 0)
+    step(model, optimizer, 1)
+    want = bytes_of(model)
+    model, optimizer = trained(world, kind, 2, cut)
+    checkpoints.load(path, model=model, optimizer=optimizer)
+    step(model, optimizer, 1)
+    for key, got in bytes_of(model).items():
+        assert_bitwise(got, want[key], str(key))
+
+
+@pytest.mark.parametrize(("ranks", "cuts"), [((2, 4), ("members", "rows")), ((4, 1), ("rows", "members"))], ids=str)
+def test_training_goes_on_where_it_was(ranks: tuple[int, int], cuts: tuple[str, str], tmp_path: Path) -> None:
+    pool(ranks[0]).run(train_and_save, tmp_path / "c", Packed, cuts[0])
+    pool(ranks[1]).run(continue_from, tmp_path / "c", Packed, cuts[1])
