@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from te_dist.checkpoints import model_state, optimizer_state
 from te_dist.checkpoints.manifest import Manifest
+from te_dist.checkpoints.packing import Packing
 from te_dist.checkpoints.store import WholeReader
 from te_dist.grouped import quantized_part
 from te_dist.tensor import QuantizedTensor
@@ -48,16 +49,21 @@ def without_masters(converted: dict[str, str], named: dict[str, Tensor], manifes
     ]
 
 
-def convert(where: Path, sources: dict[Tensor, str]) -> None:
-    """Fills each tensor from the whole of its high-precision values, one tensor at a time; not collective.
+def convert(where: Path, named: dict[str, Tensor], sources: dict[str, str], *, packing: Packing) -> None:
+    """Fills tensors from the whole of their high-precision values, one tensor at a time; not collective.
 
     The bytes are those of the whole quantized at once, so they do not depend on how the tensor is cut.
+
+    Args:
+        named: tensors of the model.
+        sources: by name, the key of the values.
+        packing: how names of the checkpoint differ from those of the model.
     """
     if not sources:
         return
     reader = WholeReader(where)
-    for tensor, key in sources.items():
-        fill(tensor, reader.read(key).to(tensor.device))
+    for name, key in sources.items():
+        fill(named[name], packing.read(name, key, reader.read).to(named[name].device))
 
 
 def fill(tensor: Tensor, whole: Tensor) -> None:
@@ -72,7 +78,7 @@ def fill(tensor: Tensor, whole: Tensor) -> None:
 def _same_bytes(saved: dict[str, Any], wanted: dict[str, Any]) -> bool:
     """Whether saved bytes can be taken as they are; the nominal dtype of quantized values is no matter of bytes."""
     if "format" in saved or "format" in wanted:
-        return saved.get("format") == wanted.get("format")
+        return all(saved.get(key) == wanted.get(key) for key in ("format", "members"))
     return saved["dtype"] == wanted["dtype"]
 
 

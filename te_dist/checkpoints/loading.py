@@ -15,6 +15,7 @@ from te_dist.checkpoints import conversion, folder, model_state, optimizer_state
 from te_dist.checkpoints import extra as extras
 from te_dist.checkpoints.errors import CheckpointError, Ranks, listed
 from te_dist.checkpoints.manifest import Manifest
+from te_dist.checkpoints.packing import Packing
 
 
 @dataclass
@@ -26,6 +27,7 @@ class _Plan:
         named: tensors of the model.
         converted: by name of a tensor whose format is another one, the key of its high-precision values.
         states: by parameter, the optimizer state to be filled.
+        packing: how names of the checkpoint differ from those of the model.
         extra: tensors of the user, to be filled, by reference.
         unexpected: saved names that this rank has no use for.
     """
@@ -34,6 +36,7 @@ class _Plan:
     manifest: Manifest
     named: dict[str, Tensor]
     converted: dict[str, str]
+    packing: Packing
     states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
     extra: dict[str, Tensor] = field(default_factory=dict)
     unexpected: set[str] = field(default_factory=set)
@@ -42,13 +45,17 @@ class _Plan:
     def read_directly(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.named.items() if name not in self.converted}
 
-    def targets(self) -> store.Tree:
-        """What DCP fills in place."""
-        return store.tree(
-            model=model_state.all_parts(self.read_directly),
-            state=optimizer_state.state_parts(self.states, self.named),
-            extra=self.extra,
-        )
+    def read(self, ranks: Ranks) -> None:
+        """Fills all targets in place. Collective."""
+        model_state.all_parts(self.read_directly)  # raises where names collide
+        by_name = {name: model_state.parts(name, tensor) for name, tensor in self.read_directly.items()}
+        by_suffix = {n: {key.removeprefix(n): part for key, part in own.items()} for n, own in by_name.items()}
+        model, _ = self.packing.targets(by_suffix)
+        state, copies = self.packing.targets(optimizer_state.state_parts(self.states, self.named))
+        keyed = {name + suffix: part for name, own in model.items() for suffix, part in own.items()}
+        store.read(self.where, store.tree(model=keyed, state=state, extra=self.extra), ranks)
+        for source, target in copies:
+            target.copy_(source)
 
 
 @torch.no_grad()
@@ -57,7 +64,8 @@ def load(path: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer
 
     Bytes of quantized parameters are those that were saved. Where the model wants another format than was saved, its
     bytes are made from saved high-precision values (masters of the optimizer, or a plain parameter), and an error
-    raised where there are none.
+    raised where there are none. Tensors of all experts in one (`weight`) are read into one for each (`weight0`,
+    `weight1`, ...), and the other way round, with the state of the optimizer.
 
     Args:
         path: a checkpoint, the same on every rank.
@@ -80,8 +88,8 @@ def load(path: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer
             "build the model that was saved, and te_dist.prepare it where its recipe keeps histories"
         )
     ranks.together(lambda: plan.manifest.verify(plan.where, ranks.rank, ranks.size))
-    store.read(plan.where, plan.targets(), ranks)
-    conversion.convert(plan.where, {plan.named[name]: key for name, key in plan.converted.items()})
+    plan.read(ranks)
+    conversion.convert(plan.where, plan.named, plan.converted, packing=plan.packing)
     model_state.finish_reading(plan.named)
     if optimizer is not None and plan.manifest.optimizer is not None:
         optimizer_state.install(optimizer, plan.states, plan.manifest.optimizer)
@@ -90,8 +98,9 @@ def load(path: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer
 
 def _plan(path: Path, model: nn.Module, optimizer: Optimizer | None) -> _Plan:
     where = folder.resolve(path)
-    manifest = Manifest.read(where)
-    named = model_state.named_tensors(model)
+    manifest, named = Manifest.read(where), model_state.named_tensors(model)
+    packing = Packing.of(named, manifest)
+    manifest = packing.adapted(manifest)
     model_state.check_quantized(named)
     converted, problems = conversion.compare(named, manifest)
     if optimizer is not None:
@@ -100,7 +109,7 @@ def _plan(path: Path, model: nn.Module, optimizer: Optimizer | None) -> _Plan:
     if problems:
         remedy = "load it into the model that was saved, or choose another checkpoint"
         raise CheckpointError(f"cannot load {path}: {listed(problems)}; {remedy}")
-    plan = _Plan(where, manifest, named, converted, extra=extras.allocate(manifest.extra))
+    plan = _Plan(where, manifest, named, converted, packing, extra=extras.allocate(manifest.extra))
     plan.unexpected = set(manifest.model) - set(named)
     if optimizer is not None and manifest.optimizer is not None:
         plan.states = optimizer_state.allocate(optimizer, named, manifest.optimizer)

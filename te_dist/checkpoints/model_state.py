@@ -92,7 +92,7 @@ def parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
     whole = whole_region(tensor)
     if isinstance(local, GroupedTensor):
         place = (first_member(tensor), tensor.shape[0])
-        made = {f.name: Part.of_members(f, local.storage, whole, place) for f in local.format.canonical.fields}
+        made = {f.name: Part.of_members(f, local.storage, whole, place=place) for f in local.format.canonical.fields}
     else:
         made = {f.name: Part.of_field(f, local.storage, whole) for f in local.format.canonical.fields}
     return {f"{name}_{field}": part for field, part in made.items()}

@@ -63,7 +63,7 @@ class Part(torch.Tensor):
         return Part(field.compact_shape(whole), values, offset=tuple(offset), skipped=tuple(skipped))
 
     @staticmethod
-    def of_members(field: Field, storage: GroupedStorage, whole: Region, place: tuple[int, int]) -> Part:
+    def of_members(field: Field, storage: GroupedStorage, whole: Region, *, place: tuple[int, int]) -> Part:
         """The same for all members of a group that are here, (members, outer, inner).
 
         `place`: which member of the whole group is the first here, and how many there are in all.

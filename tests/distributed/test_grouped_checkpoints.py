@@ -154,3 +154,60 @@ def continue_from(rank: int, world: int, path: Path, kind: type[nn.Module], cut:
 def test_training_goes_on_where_it_was(ranks: tuple[int, int], cuts: tuple[str, str], tmp_path: Path) -> None:
     pool(ranks[0]).run(train_and_save, tmp_path / "c", Packed, cuts[0])
     pool(ranks[1]).run(continue_from, tmp_path / "c", Packed, cuts[1])
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted", "ranks"), [(Packed, Separate, (2, 4)), (Separate, Packed, (4, 2)), (Packed, Separate, (1, 1))]
+)
+def test_packed_weights_become_separate_ones_and_back(
+    saved: type[nn.Module], wanted: type[nn.Module], ranks: tuple[int, int], tmp_path: Path
+) -> None:
+    names = [name for name in FORMATS if FORMATS[name].alignment(0) == 1]
+    pool(ranks[0]).run(save, tmp_path / "c", saved, names, "members")
+    pool(ranks[1]).run(load, tmp_path / "c", wanted, names, "members")
+
+
+@pytest.mark.parametrize(("saved", "wanted"), [(Packed, Separate), (Separate, Packed)])
+def test_training_goes_on_with_weights_packed_the_other_way(
+    saved: type[nn.Module], wanted: type[nn.Module], tmp_path: Path
+) -> None:
+    pool(2).run(train_and_save, tmp_path / "c", saved, "members")
+    pool(4).run(continue_from, tmp_path / "c", wanted, "members")
+
+
+class Mixed(nn.Module):
+    """Packed plain weights, or separate quantized ones of the same names."""
+
+    def __init__(self, seed: int, plain: bool) -> None:
+        super().__init__()
+        values = random_group(seed)
+        if plain:
+            self.weight = nn.Parameter(values.clone())
+        for index, matrix in enumerate([] if plain else values):
+            param = QuantizedParameter(quantize(matrix, FORMATS["float8_block_2d"]).storage)
+            self.register_parameter(f"weight{index}", nn.Parameter(param))
+
+
+def test_plain_packed_weights_become_separate_quantized_ones(tmp_path: Path) -> None:
+    checkpoints.save(tmp_path / "c", model=Mixed(1, plain=True))
+    model = Mixed(2, plain=False)
+    checkpoints.load(tmp_path / "c", model=model)
+    for index, matrix in enumerate(random_group(1)):
+        want = quantize(matrix, FORMATS["float8_block_2d"])
+        for field, got in getattr(model, f"weight{index}").storage.buffers.items():
+            assert_bitwise(got, want.storage.buffers[field], f"{field} of weight{index}")
+
+
+class One(nn.Module):
+    """A quantized weight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+
+def test_one_matrix_of_all_rows_is_not_taken_for_a_group(tmp_path: Path) -> None:
+    values, format = random_group(1), FORMATS["float8_tensorwise"]
+    checkpoints.save(tmp_path / "c", model=One(QuantizedParameter(quantize(values, format).storage, values.shape)))
+    with pytest.raises(checkpoints.CheckpointError, match="no high-precision values"):
+        checkpoints.load(tmp_path / "c", model=One(GroupedParameter(grouped.quantize(values, format).storage)))

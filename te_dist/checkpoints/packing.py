@@ -1,0 +1,199 @@
+"""Checkpoints of packed weights, read into a model of separate ones, and the other way round.
+
+A layer of experts has either one parameter `weight` of all of them, or `weight0`, `weight1` and so on. What is saved
+of the first is what is saved of the second with one dimension more in front: so a part of either can be described in
+the terms of the other, and nothing is read twice or copied.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.tensor import DTensor
+
+from te_dist.checkpoints.manifest import Manifest
+from te_dist.checkpoints.part import Part
+
+ByName = dict[str, dict[str, Tensor]]
+_NUMBERED = re.compile(r"(.*\D)(\d+)")
+
+
+@dataclass
+class Packing:
+    """How names of a model differ from those of a checkpoint.
+
+    Attributes:
+        packed: by saved name of a packed tensor, the names of the separate ones that the model has.
+        separate: by name of a packed tensor of the model, the saved names of separate ones.
+    """
+
+    packed: dict[str, list[str]] = field(default_factory=dict)
+    separate: dict[str, list[str]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(named: Mapping[str, Tensor], manifest: Manifest) -> Packing:
+        """What has to be packed or taken apart so that a checkpoint can be read into tensors of these names."""
+        found, saved = Packing(), manifest.model
+        for stem, names in _families(named).items():
+            if stem not in named and _is_stack(saved.get(stem), len(names)) and not any(n in saved for n in names):
+                found.packed[stem] = names
+        for stem, names in _families(saved).items():
+            if stem not in saved and stem in named and named[stem].dim() and named[stem].shape[0] == len(names):
+                found.separate[stem] = names
+        return found
+
+    def adapted(self, manifest: Manifest) -> Manifest:
+        """The manifest that the checkpoint would have, had it been saved from a model of these names."""
+        model = _renamed(manifest.model, self, _of_one, _of_all)
+        optimizer = manifest.optimizer
+        if optimizer is not None:
+            optimizer = optimizer | {"params": _renamed(optimizer["params"], self, _state_of_one, _state_of_all)}
+        return replace(manifest, model=model, optimizer=optimizer)
+
+    def targets(self, wanted: Mapping[str, Mapping[str, Tensor]]) -> tuple[ByName, list[tuple[Tensor, Tensor]]]:
+        """By saved name what fills `wanted`, which is by name of the model and by what belongs to that name.
+
+        Returns:
+            The targets, and pairs of tensors the first of which is copied into the second once it is filled.
+        """
+        index_of = {name: (stem, i) for stem, names in self.packed.items() for i, name in enumerate(names)}
+        found: ByName = {}
+        stacks: dict[tuple[str, str], dict[int, Tensor]] = {}
+        copies = []
+        for name, own in wanted.items():
+            for key, target in own.items():
+                if name in self.separate:
+                    for i, part in _members(target).items():
+                        found.setdefault(self.separate[name][i], {})[key] = part
+                elif name not in index_of:
+                    found.setdefault(name, {})[key] = target
+                elif target.dim():
+                    stem, i = index_of[name]
+                    stacks.setdefault((stem, key), {})[i] = target
+                else:  # the count of steps, which is one for all
+                    first = found.setdefault(index_of[name][0], {}).setdefault(key, target)
+                    copies += [(first, target)] if first is not target else []
+        for (stem, key), members in stacks.items():
+            found.setdefault(stem, {})[key] = Stack(members, len(self.packed[stem]))
+        return found, copies
+
+    def read(self, name: str, key: str, read: Callable[[str], Tensor]) -> Tensor:
+        """The whole of a tensor that belongs to `name` of the model, by what reads whole saved ones by their keys."""
+        start, _, rest = key.partition(name)
+        for stem, names in self.packed.items():
+            if name in names:
+                return read(start + stem + rest)[names.index(name)]
+        if name in self.separate:
+            return torch.stack([read(start + each + rest) for each in self.separate[name]])
+        return read(key)
+
+
+class Stack(Part):
+    """Separate tensors as those members of a packed one that this rank has something of; for reading only.
+
+    Attributes:
+        parts: by place of its first value in the packed tensor, what is filled.
+    """
+
+    parts: dict[tuple[int, ...], Tensor]
+
+    @staticmethod
+    def __new__(cls, members: dict[int, Tensor], count: int) -> Stack:
+        first = next(iter(members.values()))
+        return torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size((count, *first.shape)), dtype=first.dtype, device=first.device
+        )
+
+    def __init__(self, members: dict[int, Tensor], count: int) -> None:
+        parts = {index: _as_part(target) for index, target in members.items()}
+        self.parts = {(index, *part.offset): part.held[None] for index, part in parts.items()}
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets=torch.Size(o), sizes=held.shape) for o, held in self.parts.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self.parts[tuple(index.offset)]
+
+
+def _families(names: Mapping[str, Any]) -> dict[str, list[str]]:
+    """By stem, names that are the stem and a number, where these count from 0 on without a gap."""
+    numbers: dict[str, list[int]] = {}
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        if match:
+            numbers.setdefault(match[1], []).append(int(match[2]))
+    whole = {stem: sorted(found) for stem, found in numbers.items() if not stem.endswith(".")}
+    return {s: [f"{s}{n}" for n in found] for s, found in whole.items() if found == list(range(len(found)))}
+
+
+def _is_stack(described: dict[str, Any] | None, count: int) -> bool:
+    return described is not None and described["shape"][:1] == [count]
+
+
+def _renamed(
+    entries: dict[str, Any],
+    packing: Packing,
+    of_one: Callable[[Any], Any],
+    of_all: Callable[[Sequence[Any]], Any],
+) -> dict[str, Any]:
+    """Entries by saved names, under those of the model."""
+    gone = {*packing.packed, *(name for names in packing.separate.values() for name in names)}
+    found = {name: entry for name, entry in entries.items() if name not in gone}
+    for stem, names in packing.packed.items():
+        if stem in entries:
+            found |= {name: of_one(entries[stem]) for name in names}
+    for stem, names in packing.separate.items():
+        if all(name in entries for name in names):
+            found[stem] = of_all([entries[name] for name in names])
+    return found
+
+
+def _of_one(described: dict[str, Any]) -> dict[str, Any]:
+    """What is said of a member, by what is said of all of them together."""
+    return {key: value for key, value in described.items() if key != "members"} | {"shape": described["shape"][1:]}
+
+
+def _of_all(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What is said of all members together; what is said of one where they are not alike, which nothing matches."""
+    first, count = described[0], len(described)
+    if any(each != first for each in described):
+        return first
+    return first | {"shape": [count, *first["shape"]]} | ({"members": count} if "format" in first else {})
+
+
+def _state_of_one(described: dict[str, Any]) -> dict[str, Any]:
+    return described | {"state": {k: _of_one(s) if s.get("shape") else s for k, s in described["state"].items()}}
+
+
+def _state_of_all(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    first = described[0]
+    states = {
+        key: _of_all([each["state"].get(key, {}) for each in described]) if state.get("shape") else state
+        for key, state in first["state"].items()
+    }
+    return first | {"state": states}
+
+
+def _members(target: Tensor) -> dict[int, Tensor]:
+    """By member, what is filled of it on this rank, as a tensor that was saved alone."""
+    if not target.dim():
+        return {0: target}  # the count of steps, which is one for all
+    part = _as_part(target)
+    return {
+        part.offset[0] + i: Part(tuple(part.shape[1:]), held, offset=part.offset[1:], skipped=part.skipped[1:])
+        for i, held in enumerate(part.held)
+    }
+
+
+def _as_part(target: Tensor) -> Part:
+    if isinstance(target, Part):
+        return target
+    if isinstance(target, DTensor):
+        return Part.of_dtensor(target)
+    return Part(tuple(target.shape), target, offset=(0,) * target.dim(), skipped=(0,) * target.dim())
