@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from te_dist.formats import Region
-from te_dist.fsdp2.parameter import QuantizedParameter
+from te_dist.formats import Direction, Region
+from te_dist.fsdp2.parameter import GroupedParameter, ShardedParameter
 from te_dist.kernels.runtime import prepare, recording
 from te_dist.kernels.spec import Spec
 from te_dist.tensor import Cut, QuantizedStorage, empty, find_amaxes
@@ -44,12 +44,22 @@ def kernels_of(
             if hasattr(each, "rehearse"):
                 each.rehearse(dtype)
             for param in each.parameters(recurse=False):
-                if isinstance(local_tensor(param), QuantizedParameter):
-                    _rehearse_weight(local_tensor(param), mesh)
+                local = local_tensor(param)
+                if isinstance(local, GroupedParameter):
+                    _rehearse_group(local)
+                elif isinstance(local, ShardedParameter):
+                    _rehearse_weight(local, mesh)
     return tuple(dict.fromkeys(specs))
 
 
-def _rehearse_weight(weight: QuantizedParameter, mesh: DeviceMesh | None) -> None:
+def _rehearse_group(weight: GroupedParameter) -> None:
+    """What is gathered is derived; members are quantized by launches for many tensors, compiled when first needed."""
+    gathered = weight.storage.blank(weight.format, device="meta", fields=weight.format.canonical.fields)
+    if weight.format.columnwise_is_derivable:
+        gathered.derive(Direction.COLUMNWISE)
+
+
+def _rehearse_weight(weight: ShardedParameter, mesh: DeviceMesh | None) -> None:
     """The whole is quantized to initialize it, its shard by the optimizer, from masters that were decoded at first."""
     whole = _on_meta(weight.storage, weight.storage.region)
     whole.quantize_(torch.empty(whole.shape, dtype=weight.dtype, device="meta"))

@@ -121,6 +121,12 @@ def _check_cuts(name: str, param: Any, mesh: DeviceMesh, dim: int) -> None:
                 "as FSDP2 wants it; change the number of rows or of ranks, or shard along members"
             )
         parts = [part.region for part in GroupCut(local.storage.uniform, dim, local.shape).parts(num_shards)]
+    elif local.dim() != 2:
+        raise ValueError(
+            f"{name} has shape {tuple(local.shape)} and is one quantized matrix of {local.storage.shape[0]} rows; "
+            "matrices that are stacked, such as weights of experts, are a GroupedParameter: quantize them by "
+            "te_dist.grouped.quantize"
+        )
     else:
         parts = Cut(local.storage.region, local.shape).parts(num_shards)
     bad = next((p.rows.start for p in parts if p.rows.start % alignment and len(p.rows)), None)

@@ -171,9 +171,11 @@ class GroupedStorage(QuantizedStorage):
             member.derive(direction, {name: each[index] for name, each in views.items()})
         self.buffers = self.buffers | made
 
-    def blank(self, format: Format) -> GroupedStorage:
-        """Uninitialised buffers in `format` for the values this stands for."""
-        return empty(format, self.group, dtype=self.dtype, device=self.device)
+    def blank(
+        self, format: Format, *, device: torch.device | str | None = None, fields: Iterable[Field] = ()
+    ) -> GroupedStorage:
+        """Uninitialised buffers for values such as these in `format`, or for some of its fields."""
+        return empty(format, self.group, dtype=self.dtype, device=device or self.device, fields=fields)
 
     # -- values -------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from te_dist._torch_private import tree_leaves
 from te_dist.context import autocast
 from te_dist.recipe import Recipe
-from te_dist.tensor import QuantizedTensor, empty
+from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
 ROWS = (512, 8192)  # of the input: products cut few rows and many in different ways
@@ -62,7 +62,8 @@ def _on_meta(tensor: Tensor, dtype: torch.dtype | None) -> Any:
     local = local_tensor(tensor)
     if isinstance(local, QuantizedTensor):
         fields = local.format.canonical.fields
-        storage = empty(local.format, local.storage.region, dtype=dtype or local.dtype, device="meta", fields=fields)
+        storage = local.storage.blank(local.format, device="meta", fields=fields)
+        storage.dtype = dtype or local.dtype
         return local.like(storage, local.shape).detach().requires_grad_(tensor.requires_grad)
     wanted = dtype if isinstance(tensor, nn.Parameter) else None
     return torch.empty_like(local, dtype=wanted, device="meta").requires_grad_(tensor.requires_grad)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from te_dist._torch_private import is_traceable_wrapper_subclass
 from te_dist.offload.unit import Unit
-from te_dist.tensor import QuantizedStorage, QuantizedTensor
+from te_dist.tensor import QuantizedTensor
 
 Rebuild = Callable[[Sequence[Tensor]], Tensor]
 
@@ -87,11 +87,10 @@ def _inner(tensor: Any) -> dict[str, Tensor]:
 def _take_apart_quantized(tensor: QuantizedTensor) -> tuple[list[Tensor], Rebuild]:
     kind, shape, old = type(tensor), tensor.shape, tensor.storage
     present = old.directions
-    copy = QuantizedStorage(old.format, dict(old.buffers), old.region, dtype=old.dtype, cut=old.cut)
-    leaves, shell = copy.prepare_for_saving()
+    leaves, shell = old.holding(dict(old.buffers)).prepare_for_saving()
 
     def rebuild(leaves: Sequence[Tensor]) -> Tensor:
-        storage = QuantizedStorage(shell.format, dict(shell.buffers), shell.region, dtype=shell.dtype, cut=shell.cut)
+        storage = shell.holding(dict(shell.buffers))
         storage.restore_from_saved(leaves)
         for direction in present:
             if direction not in storage.directions:

@@ -207,9 +207,11 @@ class QuantizedStorage:
         both.derive(direction)
         return both
 
-    def blank(self, format: Format) -> QuantizedStorage:
-        """Uninitialised buffers in `format` for the values this stands for."""
-        return empty(format, self.region, dtype=self.dtype, device=self.device)
+    def blank(
+        self, format: Format, *, device: torch.device | str | None = None, fields: Iterable[Field] = ()
+    ) -> QuantizedStorage:
+        """Uninitialised buffers for values such as these in `format`, or for some of its fields."""
+        return empty(format, self.region, dtype=self.dtype, device=device or self.device, fields=fields)
 
     def select(self, *directions: Direction) -> QuantizedStorage:
         """The same buffers, seen as a format of `directions` only."""

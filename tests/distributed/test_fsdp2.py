@@ -13,9 +13,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from te_dist import fsdp2, optim
 from te_dist.formats import Region
 from te_dist.launch.measure import GatheredBytes
-from te_dist.tensor import storage as storages
 from te_dist.tensor.placement import local_tensor
-from te_dist.testing import StorageTracker, assert_bitwise, mesh, pool
+from te_dist.testing import StorageTracker, mesh, pool
 from tests.distributed.probe import FORMATS, Layer, assert_seen, fits, random_matrix
 
 COLS = 160  # a ragged tile of 128; a multiple of 32 and 16
@@ -199,31 +198,17 @@ def test_a_plan_sends_no_more_than_the_larger_direction(name: str) -> None:
     assert largest <= plan.nbytes < largest + 64  # packed fields start at multiples of 16 bytes
 
 
-class Stacked(nn.Module):
-    """A [members, rows, cols] weight."""
-
-    def __init__(self, format, values):
-        super().__init__()
-        self.weight = nn.Parameter(fsdp2.QuantizedParameter(storages.quantize(values, format), values.shape))
-
-    def forward(self, x):
-        return torch.einsum("tk,enk->etn", x, self.weight.dequantize().float())
+def wrap_stacked(rank: int, world: int) -> str:
+    layer = Layer(FORMATS["mxfp8_1d"], random_matrix(96, COLS, 0))
+    layer.weight = nn.Parameter(layer.weight.data.view(3, 32, COLS))
+    with pytest.raises(ValueError, match="weight has shape .* te_dist.grouped.quantize") as error:
+        fsdp2.fully_shard(layer, mesh=mesh((world,), ("dp",)))
+    return str(error.value)
 
 
-def shard_stacked(rank: int, world: int, name: str) -> None:
-    values = random_matrix(6 * 40, COLS, 3).view(6, 40, COLS)
-    module = Stacked(FORMATS[name], values)
-    want = module.weight.dequantize()
-    fsdp2.fully_shard(module, mesh=mesh((world,), ("dp",)))
-    assert module.weight._local_tensor.shape == (6 // world, 40, COLS)
-    module.unshard()
-    assert_bitwise(module.weight.dequantize(), want, "stacked weight")
-    module.reshard()
-
-
-@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if 80 % f.alignment(0) == 0])
-def test_stacked_weights_are_cut_by_members(name: str) -> None:
-    pool(3).run(shard_stacked, name)
+def test_stacked_matrices_have_to_be_a_group() -> None:
+    first, second = pool(2).run(wrap_stacked)
+    assert first == second
 
 
 def count_reductions(rank: int, world: int) -> list[int]:
