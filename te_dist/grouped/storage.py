@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from te_dist.formats import AnyGroup, Direction, Field, Format, Group, Partition, Region, geometry, group_of
+from te_dist.formats import WHOLE, AnyGroup, Direction, Field, Format, Group, Partition, Region, geometry, group_of
 from te_dist.formats.group import MEMBERS, ROWS
 from te_dist.ops.source import Source
 from te_dist.scaling.agreement import PartsQuantization
@@ -191,7 +191,11 @@ class GroupedStorage(QuantizedStorage):
         if isinstance(x, Source):
             raise ValueError("a group is quantized from tensors; evaluate the source, or quantize member by member")
         matrices, members = self.split(x), self.members
-        if amaxes is None and self.device.type == "cuda" and len(members) > 1:
+        whole = self._as_one_matrix() if amaxes is None and isinstance(x, Tensor) else None
+        if whole is not None:
+            whole.quantize_(x)
+            self._refresh_derived()
+        elif amaxes is None and self.device.type == "cuda" and len(members) > 1:
             _quantize_together(members, matrices)
         else:
             for index, (member, matrix) in enumerate(zip(members, matrices, strict=True)):
@@ -200,6 +204,32 @@ class GroupedStorage(QuantizedStorage):
             self.initial, self.mastered = None, False
         unsettled = amaxes is None and self.may_share_scales()
         self.unsettled = self._together(matrices, matrices[0].dtype).clone() if unsettled and matrices else None
+
+    def _as_one_matrix(self) -> QuantizedStorage | None:
+        """The canonical fields as those of one matrix of all rows, where that is the same: no tile crosses members.
+
+        So a group is quantized like a matrix: in one pass, without a word about members.
+        """
+        group, fields = self.group, self.format.canonical.fields
+        if not isinstance(group, Group) or not all(field.name in self.buffers for field in fields):
+            return None
+        rows, cols = group.region.shape
+        codecs = (self.format[d].codec for d in self.format.canonical.directions)
+        blocks = [f.tile[0] for f in fields] + [tile[0] for c in codecs for tile in c.amax_tiles]
+        if any(b == WHOLE or rows % b for b in blocks) or any(group.region.phase(f.tile) != (0, 0) for f in fields):
+            return None
+        whole = Region.whole(len(group.members) * rows, cols)
+        if any(f.order != "mk" or f.shape(group.region)[0] != f.compact_shape(group.region)[0] for f in fields):
+            return None  # transposed, or with padding between members
+        stacked = {f.name: self.buffers[f.name].flatten(0, 1) for f in fields}
+        assert all(stacked[f.name].shape == f.shape(whole) for f in fields)
+        return QuantizedStorage(self.format.canonical, stacked, whole, dtype=self.dtype)
+
+    def _refresh_derived(self) -> None:
+        """Makes what is present and no canonical field anew."""
+        derived = self.format.columnwise_is_derivable and Direction.COLUMNWISE in self.directions
+        if derived:
+            self._refresh(Direction.COLUMNWISE)
 
     def may_share_scales(self) -> bool:
         """Whether parts of a member may lie elsewhere that share a scale with the part here."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from te_dist import grouped
-from te_dist.formats import Direction, Group
+from te_dist.formats import Direction, Group, geometry
 from te_dist.grouped import GroupedTensor
 from te_dist.tensor import OPS as OF_MATRICES
 from te_dist.tensor import QuantizedTensor, quantize
@@ -45,6 +45,26 @@ def test_members_are_views_of_one_buffer_per_field(name: str) -> None:
         for member in group.members:
             assert member.storage.buffers[field.name].untyped_storage() is not None
             assert member.storage.buffers[field.name].untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+@every_format
+@pytest.mark.parametrize("rows", [128, 64, 32, 40])
+def test_members_of_whole_tiles_are_quantized_as_if_alone(name: str, rows: int) -> None:
+    if rows % FORMATS[name].alignment(0):
+        return
+    x = values(4, rows, 160)
+    group = grouped.empty([(rows, 160)] * 4, FORMATS[name])
+    for buffer in group.storage.buffers.values():
+        buffer.view(torch.uint8).fill_(0xFF)
+        assert buffer.is_contiguous()
+    for field in FORMATS[name].fields:  # padding is zero
+        for member in group.members:
+            stored = member.storage.buffers[field.name]
+            stored.copy_(
+                geometry.padded(field, geometry.compact(field, stored, member.storage.region), group.storage.region)
+            )
+    group.quantize_(x)
+    assert_members(group, x, f"{rows} rows")
 
 
 @every_format
