@@ -16,6 +16,7 @@ from torch import Tensor
 
 from te_dist.formats import WHOLE, AnyGroup, Direction, Field, Format, Group, Partition, Region, geometry, group_of
 from te_dist.formats.group import MEMBERS, ROWS
+from te_dist.ops.multi_tensor import Batch
 from te_dist.ops.source import Source
 from te_dist.scaling.agreement import PartsQuantization
 from te_dist.tensor import Amaxes, QuantizedStorage
@@ -68,7 +69,7 @@ class GroupedStorage(QuantizedStorage):
 
     matrix_dim: ClassVar[int] = 1  # whole members share nothing
 
-    __slots__ = ("_members", "group")
+    __slots__ = ("_members", "_prepared", "group")
 
     cut: GroupCut | None  # type: ignore[assignment]
 
@@ -85,6 +86,7 @@ class GroupedStorage(QuantizedStorage):
         super().__init__(format, buffers, region, dtype=dtype, cut=cut)  # type: ignore[arg-type]
         self.group = group
         self._members: tuple[dict[str, Tensor], tuple[QuantizedStorage, ...]] | None = None
+        self._prepared: tuple[tuple[object, ...], _Together | None] = (), None
 
     def holding(self, buffers: dict[str, Tensor], format: Format | None = None) -> GroupedStorage:
         """A storage of the same members around other buffers, or of a part of their format; it has no history."""
@@ -182,7 +184,8 @@ class GroupedStorage(QuantizedStorage):
     def quantize_(self, x: Values | Source, amaxes: Sequence[Amaxes] | None = None) -> None:  # type: ignore[override]
         """Writes `x` into every direction that is present, each member by its own scales.
 
-        On CUDA the number of launches does not depend on the number of members.
+        Members of whole tiles are quantized as one matrix. Others on CUDA, where the same tensor was quantized into the
+        same buffers before, by launches whose number does not depend on theirs; else one after the other.
 
         Args:
             x: as many values as all members have, in their order; or one matrix for each. fp32, bf16 or fp16.
@@ -195,8 +198,8 @@ class GroupedStorage(QuantizedStorage):
         if whole is not None:
             whole.quantize_(x)
             self._refresh_derived()
-        elif amaxes is None and self.device.type == "cuda" and len(members) > 1:
-            _quantize_together(members, matrices)
+        elif amaxes is None and self._together_before(matrices):
+            pass
         else:
             for index, (member, matrix) in enumerate(zip(members, matrices, strict=True)):
                 member.quantize_(matrix, amaxes[index] if amaxes is not None else None)
@@ -224,6 +227,26 @@ class GroupedStorage(QuantizedStorage):
         stacked = {f.name: self.buffers[f.name].flatten(0, 1) for f in fields}
         assert all(stacked[f.name].shape == f.shape(whole) for f in fields)
         return QuantizedStorage(self.format.canonical, stacked, whole, dtype=self.dtype)
+
+    def _together_before(self, matrices: Sequence[Tensor]) -> bool:
+        """Quantizes all members together, where that was prepared. It is when the same is asked for a second time.
+
+        To prepare costs as much as a few rounds over the members, and keeps what was quantized.
+        """
+        if self.device.type != "cuda" or len(matrices) < 2 or not all(m.is_contiguous() for m in matrices):  # noqa: PLR2004
+            return False
+        places = (*(m.data_ptr() for m in matrices), *(b.data_ptr() for b in self.buffers.values()), matrices[0].dtype)
+        before, prepared = self._prepared
+        if before != places:
+            self._prepared = places, None
+            return False
+        if prepared is None:
+            if torch.cuda.is_current_stream_capturing():
+                return False
+            prepared = _Together(self.members, matrices)
+            self._prepared = places, prepared
+        prepared.run()
+        return True
 
     def _refresh_derived(self) -> None:
         """Makes what is present and no canonical field anew."""
@@ -290,7 +313,7 @@ class GroupedStorage(QuantizedStorage):
     def __getstate__(self) -> Any:
         """What is copied and pickled: not the views, which would be copies of what they are views of."""
         others, slots = super().__getstate__()  # type: ignore[misc]
-        return others, slots | {"_members": None}
+        return others, slots | {"_members": None, "_prepared": ((), None)}
 
     def __repr__(self) -> str:
         present = "+".join(d.value for d in self.directions) or "empty"
@@ -339,10 +362,17 @@ def _allocate(field: Field, group: AnyGroup, device: torch.device | str) -> Tens
     return (torch.zeros if padded else torch.empty)(group.allocated(field), dtype=field.dtype, device=device)
 
 
-def _quantize_together(members: Sequence[QuantizedStorage], matrices: Sequence[Tensor]) -> None:
-    """All members by launches whose number does not depend on theirs."""
-    parts = [
-        (member, matrix.contiguous(), Partition.of([member.region]))
-        for member, matrix in zip(members, matrices, strict=True)
-    ]
-    PartsQuantization(parts, (), noop=torch.zeros(1, dtype=torch.int32, device=matrices[0].device)).run()
+class _Together:
+    """Members of a group and the matrices they are quantized from, which stay where they are."""
+
+    def __init__(self, members: Sequence[QuantizedStorage], matrices: Sequence[Tensor]) -> None:
+        noop = torch.zeros(1, dtype=torch.int32, device=matrices[0].device)
+        parts = [(m, matrix, Partition.of([m.region])) for m, matrix in zip(members, matrices, strict=True)]
+        self._parts = PartsQuantization(parts, (), noop=noop)
+        self._readers = Batch([[reader] for reader in self._parts.readers if reader is not None], noop)
+
+    def run(self) -> None:
+        """Quantizes all of them."""
+        self._parts.begin()
+        self._readers.run()
+        self._parts.finish()

@@ -14,6 +14,7 @@ from torch import nn
 from te_dist import grouped
 from te_dist.formats import Direction, Group, geometry
 from te_dist.grouped import GroupedTensor
+from te_dist.grouped import storage as storage_module
 from te_dist.tensor import OPS as OF_MATRICES
 from te_dist.tensor import QuantizedTensor, quantize
 from te_dist.tensor.aten_values import READING, WRITING, WRITING_LISTS
@@ -322,3 +323,15 @@ def test_an_empty_group(name: str) -> None:
     group.zero_()
     if Direction.COLUMNWISE in FORMATS[name]:
         assert group.clone().shape == group.shape
+
+
+@every_format
+def test_members_that_are_quantized_together_are_quantized_as_if_alone(name: str) -> None:
+    # What CUDA does when the same is asked for again; here the batch runs on the CPU.
+    group, x = sample(name), values(*SHAPE, seed=6)
+    storage = group.storage
+    together = storage_module._Together(storage.members, storage.split(x))
+    for factor in (1, 4):
+        x.mul_(factor)
+        together.run()
+        assert_members(group, x, f"times {factor}")
