@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from te_dist import optim
+from te_dist import grouped, optim
 from te_dist.catalog import FORMATS
-from te_dist.fsdp2 import QuantizedParameter
+from te_dist.fsdp2 import GroupedParameter, QuantizedParameter
 from te_dist.tensor import QuantizedTensor, quantize
 from te_dist.testing import assert_bitwise
 
@@ -32,6 +32,9 @@ def parameters(name: str, device: str, repeats: int = 1) -> list[nn.Parameter]:
     for seed, shape in enumerate(SHAPES * repeats):
         storage = quantize(values(shape, seed, torch.bfloat16).to(device), FORMATS[name]).storage
         found.append(nn.Parameter(QuantizedParameter(storage)))
+    for seed in range(repeats):
+        storage = grouped.quantize(values((3, 96, 160), 50 + seed, torch.bfloat16).to(device), FORMATS[name]).storage
+        found.append(nn.Parameter(GroupedParameter(storage)))
     for seed, (shape, dtype) in enumerate(PLAIN * repeats):
         found.append(nn.Parameter(values(shape, 100 + seed, dtype).to(device)))
     return found
