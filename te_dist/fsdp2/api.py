@@ -84,7 +84,8 @@ def settle(model: nn.Module) -> None:
         if isinstance(param, DTensor) and isinstance(local, QuantizedTensor) and local.storage.unsettled is not None:
             waiting.setdefault(placement.group_key(param), []).append(param)
     for params in waiting.values():
-        unsettled = [(local_tensor(param).storage, placement.partition(param)) for param in params]
+        storages = [local_tensor(param).storage for param in params]
+        unsettled = [(s, s.unsettled, placement.partition(p)) for s, p in zip(storages, params, strict=True)]
         settle_parts(unsettled, placement.groups(params[0]))
 
 

@@ -99,7 +99,7 @@ class ShardedParameter(QuantizedTensor):
             )
         if storage.unsettled is not None:
             parts = Partition.of([getattr(part, "region", part) for part in plan.parts])
-            settle_parts([(storage, parts)], [mesh.get_group()])
+            settle_parts([(storage, storage.unsettled, parts)], [mesh.get_group()])
         return plan.pack(storage.buffers, storage.place), (plans, phase, storage.buffers, self._cut.shape)
 
     def gather_plans(self, num_ranks: int) -> dict[Phase, GatherPlan]:

@@ -138,6 +138,13 @@ class GroupedStorage(QuantizedStorage):
         """Dimensions (0: rows, 1: columns) along which members are cut."""
         return self.cut_dims | ({0} if self.cut is not None and self.cut.dim == ROWS else _NO_DIMS)
 
+    def matrices(self, values: Tensor) -> list[tuple[QuantizedStorage, Tensor]]:
+        """All members as one matrix where that is the same, and nobody else has a say in their scales."""
+        whole = None if self.may_share_scales() else self._as_one_matrix()
+        if whole is None or len(self.fields) > len(whole.fields):
+            return super().matrices(values)
+        return [(whole, values.detach().view(whole.shape))]
+
     def split(self, values: Values) -> list[Tensor]:
         """The matrix of each member out of what was given for all of them.
 

@@ -292,10 +292,11 @@ class _Plan:
 
     def settle(self, storages: Sequence[QuantizedStorage]) -> None:
         """Agrees on the scales of some: a step that may be left out may leave them as they are."""
-        waiting: dict[Any, list[tuple[QuantizedStorage, Partition | None]]] = {}
+        waiting: dict[Any, list[tuple[QuantizedStorage, Tensor, Partition | None]]] = {}
         for each in self.quantized:
             if any(each.storage is storage for storage in storages):
-                waiting.setdefault(_groups(each.param), []).append((each.storage, _partition(each.param)))
+                part = (each.storage, each.adapted().value, _partition(each.param))
+                waiting.setdefault(_groups(each.param), []).append(part)
         for over, unsettled in waiting.items():
             settle_parts(unsettled, over)
 

@@ -152,27 +152,24 @@ def quantize_parts(parts: Sequence[Part], groups: Sequence[dist.ProcessGroup]) -
 
 
 def settle_parts(
-    unsettled: Sequence[tuple[QuantizedStorage, Partition | None]], groups: Sequence[dist.ProcessGroup]
+    unsettled: Sequence[tuple[QuantizedStorage, Tensor, Partition | None]], groups: Sequence[dist.ProcessGroup]
 ) -> None:
     """Quantizes what was last written into storages once more, by scales that all ranks agree on. Collective.
 
     Args:
-        unsettled: storages that have something `unsettled`, with how the matrix (or each of a group) is cut; None where
-            it is not.
+        unsettled: storages, what was written, and how the matrix (or each of a group) is cut; None where it is not.
         groups: over which parts are spread.
     """
-    parts = [part for storage, partition in unsettled for part in parts_of(storage, storage.unsettled, partition)]
-    quantize_parts(parts, groups)
-    for storage, _ in unsettled:
+    quantize_parts([part for each in unsettled for part in parts_of(*each)], groups)
+    for storage, _, _ in unsettled:
         storage.unsettled = None
 
 
 def parts_of(storage: QuantizedStorage, values: Tensor, partition: Partition | None) -> list[Part]:
     """Each matrix of a storage with its values. `partition`: how it is cut; None where it is not."""
-    return [
-        (member, matrix, partition or Partition.of([member.region]))
-        for member, matrix in zip(storage.members, storage.split(values), strict=True)
-    ]
+    if not storage.may_share_scales():
+        partition = None
+    return [(own, matrix, partition or Partition.of([own.region])) for own, matrix in storage.matrices(values)]
 
 
 class _Reduction:

@@ -151,6 +151,10 @@ class QuantizedStorage:
         """The (rows, cols) of each of `members` out of values for all of them."""
         return [values.detach().view(self.shape)]
 
+    def matrices(self, values: Tensor) -> list[tuple[QuantizedStorage, Tensor]]:
+        """What is quantized from what so that all `members` are: as few matrices as can be."""
+        return list(zip(self.members, self.split(values), strict=True))
+
     def uncut(self, shape: torch.Size) -> Any:
         """The `Cut` of a tensor of this nominal shape that has not been cut yet."""
         return Cut(self.region, shape)
