@@ -6,7 +6,7 @@ from te_dist import checkpoints, fsdp2, grouped, nn, offload, optim, quantizers,
 from te_dist.context import autocast, quantized_model_init
 from te_dist.convert import convert
 from te_dist.grouped import GroupedTensor
-from te_dist.nn import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm, prepare
+from te_dist.nn import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm, prepare
 from te_dist.offload import get_cpu_offload_context
 from te_dist.quantizers import (
     Float8BlockQuantizer,
@@ -25,6 +25,7 @@ __all__ = [
     "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
+    "GroupedLinear",
     "GroupedTensor",
     "HybridQuantizedTensor",
     "HybridQuantizer",

@@ -39,6 +39,7 @@ class Codec:
     """Base of all codecs. Subclasses are frozen dataclasses that hold every parameter of their numerics."""
 
     deterministic: ClassVar[bool] = True  # quantizing twice gives the same bytes
+    pads_groups: ClassVar[bool] = True  # columnwise, groups of rows begin at tiles of their own
 
     @property
     def amax_tiles(self) -> tuple[Pair, ...]:
@@ -69,6 +70,19 @@ class Codec:
         """
         raise NotImplementedError
 
+    def encode_groups(self, x: Tensor | Source, table: Tensor, planes: Sequence[Plane]) -> None:
+        """Quantizes every group of rows of `x` as if it were alone, into one or two planes of equal `pass_key`.
+
+        Args:
+            x: (T, K), fp32, bf16 or fp16, contiguous; or a source.
+            table: int32 (4, G + 1), see `ops.group_table`.
+            planes: laid out as `tensor.GroupedRows` says.
+
+        Raises:
+            NotImplementedError: there is no kernel for groups in this encoding.
+        """
+        raise NotImplementedError(f"no quantizer of groups of rows for {self}; choose a recipe without it")
+
     def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, *, out: Tensor) -> None:
         """Writes what a GEMM reads from this encoding into `out` (rows, cols; fp32, bf16 or fp16)."""
         raise NotImplementedError
@@ -91,6 +105,16 @@ def encode(x: Tensor | Source, region: Region, planes: Sequence[Plane]) -> None:
     codec.encode(x, region, alike)
     if len(alike) < len(planes):
         encode(unsummed(x), region, [plane for plane in planes if plane.encoding.codec.pass_key != codec.pass_key])
+
+
+def encode_groups(x: Tensor | Source, table: Tensor, planes: Sequence[Plane]) -> None:
+    """Quantizes groups of rows into all `planes`, in as few passes over `x` as their codecs allow."""
+    codec = planes[0].encoding.codec
+    alike = [plane for plane in planes if plane.encoding.codec.pass_key == codec.pass_key]
+    codec.encode_groups(x, table, alike)
+    if len(alike) < len(planes):
+        others = [plane for plane in planes if plane.encoding.codec.pass_key != codec.pass_key]
+        encode_groups(unsummed(x), table, others)
 
 
 def find_amax(x: Tensor | Source, region: Region, tile: Pair) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_dist import ops
 from te_dist.codecs.base import Plane, logical_view
-from te_dist.codecs.tiled import TiledCodec, plane_arguments
+from te_dist.codecs.tiled import TiledCodec, group_arguments, plane_arguments
 from te_dist.formats import Field, Region
 from te_dist.ops.source import Source
 
@@ -34,6 +34,10 @@ class Block(TiledCodec):
     def encode(self, x: Tensor | Source, region: Region, planes: Sequence[Plane]) -> None:
         outputs, phase = plane_arguments(planes, region), region.phase(LARGEST_TILE)
         ops.quantize_float8_block(x, phase=phase, fp8=self.fp8, pow2=self.pow2, eps=self.eps, **outputs)
+
+    def encode_groups(self, x: Tensor | Source, table: Tensor, planes: Sequence[Plane]) -> None:
+        rule = dict(fp8=self.fp8, pow2=self.pow2, eps=self.eps)
+        ops.grouped_quantize_float8_block(x, table=table, **rule, **group_arguments(planes))
 
     def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, *, out: Tensor) -> None:
         data, scale = (logical_view(f, s, region) for f, s in zip(fields, stored, strict=True))

@@ -146,13 +146,18 @@ def find(a: Codec, b: Codec, device: str) -> Entry:
             f"no GEMM of {type(a).__name__} by {type(b).__name__} on {device}; there are GEMMs on {known}. "
             f"Choose a recipe whose pairs exist on {device}, or move the module"
         )
+    check_transforms(a, b)
+    return entry
+
+
+def check_transforms(a: Codec, b: Codec) -> None:
+    """Raises ValueError where the operands of a product are not transformed alike."""
     transforms = _transform(a), _transform(b)
     if transforms[0] != transforms[1]:
         raise ValueError(
             f"operands of one product must be transformed alike, got sign masks {transforms[0]} and {transforms[1]} "
             f"(None: not transformed) of {a} and {b}; give both the same hadamard or none"
         )
-    return entry
 
 
 def implements(pairs: Iterable[tuple[type[Codec], type[Codec]]], *devices: str, multiple: int = 1) -> Callable:

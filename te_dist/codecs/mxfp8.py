@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_dist import ops
 from te_dist.codecs.base import Plane, logical_view
-from te_dist.codecs.tiled import TiledCodec, plane_arguments
+from te_dist.codecs.tiled import TiledCodec, group_arguments, plane_arguments
 from te_dist.formats import Field, Region
 from te_dist.ops.source import Source
 
@@ -29,6 +29,9 @@ class MxFp8(TiledCodec):
 
     def encode(self, x: Tensor | Source, region: Region, planes: Sequence[Plane]) -> None:
         ops.quantize_mxfp8(x, phase=region.phase(LARGEST_TILE), fp8=self.fp8, **plane_arguments(planes, region))
+
+    def encode_groups(self, x: Tensor | Source, table: Tensor, planes: Sequence[Plane]) -> None:
+        ops.grouped_quantize_mxfp8(x, table=table, fp8=self.fp8, **group_arguments(planes))
 
     def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, *, out: Tensor) -> None:
         data, scale = (logical_view(f, s, region) for f, s in zip(fields, stored, strict=True))

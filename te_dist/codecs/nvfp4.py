@@ -12,7 +12,7 @@ from torch import Tensor
 
 from te_dist import ops
 from te_dist.codecs.base import Amax, Plane, find_amax, logical_view
-from te_dist.codecs.tiled import TiledCodec, plane_arguments, side
+from te_dist.codecs.tiled import TiledCodec, group_arguments, plane_arguments, side
 from te_dist.formats import WHOLE, Field, Region
 from te_dist.formats.region import Pair
 from te_dist.ops.evaluate import values
@@ -88,6 +88,29 @@ class NvFp4(TiledCodec):
             four_over_six=self.four_over_six,
             rng_state=_draw_rng_state(x, planes) if self.stochastic else None,
             col_hadamard=_hadamard(planes),
+            **outputs,
+        )
+
+    def encode_groups(self, x: Tensor | Source, table: Tensor, planes: Sequence[Plane]) -> None:
+        if any(plane.encoding.codec.row_scaled for plane in planes):
+            raise NotImplementedError(
+                "NVFP4 with an amax for every row has no quantizer of groups of rows, which have one amax each; set "
+                "row_scaled_activation=False"
+            )
+        hadamard = _hadamard(planes)
+        amaxes = {f"{side(plane.encoding)}_amax": plane.stored[2] for plane in planes}
+        ops.grouped_direction_amax(
+            unsummed(x), table=table, hadamard=hadamard if "col_amax" in amaxes else None, **amaxes
+        )
+        outputs = group_arguments(planes)
+        outputs |= {f"{side(plane.encoding)}_tensor_amax": plane.stored[2] for plane in planes}
+        ops.grouped_quantize_nvfp4(
+            x,
+            table=table,
+            e4m3_max=self.e4m3_max,
+            four_over_six=self.four_over_six,
+            rng_state=_draw_rng_state(x, planes) if self.stochastic else None,
+            col_hadamard=hadamard,
             **outputs,
         )
 

@@ -13,7 +13,7 @@ from te_dist.codecs.base import Codec, Plane, logical_view
 from te_dist.formats import WHOLE, Field, Region
 from te_dist.formats.region import Pair
 from te_dist.ops.quantize_float8_current import WORKSPACE
-from te_dist.ops.source import Source
+from te_dist.ops.source import Source, unsummed
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,24 @@ class Tensorwise(Codec):
             recorded: f32, one element, raised to the amax of `x` in the same pass.
         """
         ops.quantize_float8_tensor(x, scale.reshape(1), fp8=self.fp8, amax=recorded, **_outputs(planes))
+
+    def encode_groups(self, x: Tensor | Source, table: Tensor, planes: Sequence[Plane]) -> None:
+        amax = torch.empty(table.shape[1] - 1, dtype=torch.float32, device=x.device)
+        ops.grouped_amax(unsummed(x), table=table, out=amax)
+        rule = dict(fp8=self.fp8, pow2=self.pow2, eps=self.eps)
+        ops.grouped_quantize_float8_current(x, amax, table=table, **rule, **_outputs(planes))
+
+    def encode_groups_scaled(
+        self,
+        x: Tensor | Source,
+        scale: Tensor,
+        planes: Sequence[Plane],
+        *,
+        table: Tensor,
+        recorded: Tensor | None = None,
+    ) -> None:
+        """Quantizes groups of rows by a `scale` (f32, (G,)) of each; `recorded`: (G,), as in `encode_scaled`."""
+        ops.grouped_quantize_float8_tensor(x, scale, table=table, fp8=self.fp8, amax=recorded, **_outputs(planes))
 
     def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, *, out: Tensor) -> None:
         data = logical_view(fields[0], stored[0], region)

@@ -44,6 +44,15 @@ def plane_arguments(planes: Sequence[Plane], region: Region) -> dict[str, Any]:
     return arguments
 
 
+def group_arguments(planes: Sequence[Plane]) -> dict[str, Any]:
+    """`row_tile`, `row_data`, `row_scale` and the same for `col`, as the quantize ops of groups take them."""
+    arguments: dict[str, Any] = {}
+    for encoding, stored, _ in planes:
+        tile, _, data, scale = _KEYWORDS[side(encoding)]
+        arguments |= {tile: encoding.codec.tile, data: stored[0], scale: stored[1]}
+    return arguments
+
+
 @lru_cache(maxsize=1024)
 def side(encoding: Encoding) -> str:
     """The side of the quantize ops: "col" where the data is transposed or a scale covers a run of rows, else "row"."""

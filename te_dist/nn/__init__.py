@@ -1,9 +1,21 @@
 """Modules that multiply in the formats of a recipe."""
 
+from te_dist.nn.grouped_linear import GroupedLinear
+from te_dist.nn.grouped_products import group_table
 from te_dist.nn.layernorm_linear import LayerNormLinear
 from te_dist.nn.layernorm_mlp import LayerNormMLP
 from te_dist.nn.linear import Linear
 from te_dist.nn.norms import LayerNorm, RMSNorm
 from te_dist.nn.site import LinearSite, prepare
 
-__all__ = ["LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "LinearSite", "RMSNorm", "prepare"]
+__all__ = [
+    "GroupedLinear",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "LinearSite",
+    "RMSNorm",
+    "group_table",
+    "prepare",
+]

@@ -77,8 +77,8 @@ class QuantizedModule(nn.Module):
         else:
             self._add_plain(bias, site.out_features, uniform if init_method is None else nn.init.zeros_)
 
-    def _add_plain(self, name: str, size: int, filler: Callable[[Tensor], Any]) -> None:
-        """Registers a vector in high precision."""
+    def _add_plain(self, name: str, size: int | tuple[int, ...], filler: Callable[[Tensor], Any]) -> None:
+        """Registers a vector, or several, in high precision."""
         self._fillers[name] = filler
         param = nn.Parameter(torch.empty(size, dtype=self.params_dtype, device=self._device))
         self.init_parameter(name, param.data)

@@ -112,7 +112,7 @@ class _Linear(torch.autograd.Function):
                 "a forward pass that ran inside of autocast ran again outside of it, after another pass had: torch's "
                 "checkpoint needs context_fn=te_dist.recompute.context_fn then; or use te_dist.checkpoint"
             )
-        main_grad = _main_grad(ctx.parameter) if wants[1] and plan.fuses_wgrad else None
+        main_grad = main_grad_of(ctx.parameter) if wants[1] and plan.fuses_wgrad else None
         of = Backward(grad, inputs, weight, main_grad, wants, ctx.shape, ctx.dtypes, behind, ctx.front)
         grads = iter(backward(of, plan))
         if plan.moves_histories:
@@ -125,16 +125,16 @@ def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, saves_input: bool, front: str
 ) -> tuple[tuple[Tensor, ...], Saved | None]:
     """(output, buffers of the input that backward needs), what these are; no autograd."""
-    tensors = (*_plain_parts(x), *_plain_parts(weight), *_plain_parts(bias), *plan.tensors)
-    key = ("forward", _kind(x), _kind(weight), bias is None, saves_input, front)
+    tensors = (*plain_parts(x), *plain_parts(weight), *plain_parts(bias), *plan.tensors)
+    key = ("forward", kind_of(x), kind_of(weight), bias is None, saves_input, front)
     return plan.tapes.run(key, tensors, lambda: _forward(x, weight, bias, plan, saves_input, front))
 
 
 def backward(of: Backward, plan: Plan) -> tuple[Tensor, ...]:
     """The gradients that are wanted, in order, but for that of the weight where it has a `main_grad`; no autograd."""
     held = (of.grad, of.inputs, of.weight, of.main_grad, of.behind)
-    tensors = (*(part for tensor in held for part in _plain_parts(tensor)), *plan.tensors)
-    key = ("backward", *map(_kind, held), of.main_grad is None, of.wants, of.shape, of.dtypes, of.front)
+    tensors = (*(part for tensor in held for part in plain_parts(tensor)), *plan.tensors)
+    key = ("backward", *map(kind_of, held), of.main_grad is None, of.wants, of.shape, of.dtypes, of.front)
     return plan.tapes.run(key, tensors, lambda: (_backward(of, plan), None))[0]
 
 
@@ -228,7 +228,7 @@ def _quantized_grad(
     return grads, column_sums(panels)
 
 
-def _main_grad(weight: Tensor) -> Tensor:
+def main_grad_of(weight: Tensor) -> Tensor:
     """Where the gradient of `weight` is added up."""
     if weight.is_meta:  # a rehearsal, see [Note: Kernels ahead of time]
         return torch.empty(weight.shape, dtype=torch.float32, device="meta")
@@ -246,14 +246,14 @@ def _main_grad(weight: Tensor) -> Tensor:
     return found
 
 
-def _plain_parts(tensor: Tensor | None) -> tuple[Tensor, ...]:
+def plain_parts(tensor: Tensor | None) -> tuple[Tensor, ...]:
     """The plain tensors that a tensor is made of."""
     if isinstance(tensor, QuantizedTensor):
         return tuple(tensor.storage.buffers.values())
     return () if tensor is None else (tensor,)
 
 
-def _kind(tensor: Tensor | None) -> Any:
+def kind_of(tensor: Tensor | None) -> Any:
     """What is to be known of a tensor besides its plain parts."""
     if not isinstance(tensor, QuantizedTensor):
         return None

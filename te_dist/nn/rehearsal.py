@@ -25,7 +25,7 @@ def expect(site: nn.Module, recipe: Recipe) -> None:
     _recipes[site] = recipe
 
 
-def rehearse(module: nn.Module, dtype: torch.dtype | None) -> None:
+def rehearse(module: nn.Module, dtype: torch.dtype | None, *rest: Tensor) -> None:
     """Runs forward and backward of `module` by the recipe its maps expect; nothing where they expect none.
 
     The number of rows is taken to be a multiple of 16.
@@ -33,6 +33,7 @@ def rehearse(module: nn.Module, dtype: torch.dtype | None) -> None:
     Args:
         module: of linear maps, its first weight taking the input.
         dtype: of activations and of plain parameters; None leaves those of the parameters.
+        rest: what its forward pass takes besides the input, on the meta device.
     """
     recipe = next((_recipes[site] for site in module.children() if site in _recipes), None)
     if recipe is None:
@@ -43,7 +44,7 @@ def rehearse(module: nn.Module, dtype: torch.dtype | None) -> None:
     with autocast(recipe=recipe), torch.enable_grad():
         for rows in ROWS:
             x = torch.empty(rows, weight.shape[-1], dtype=dtype or weight.dtype, device="meta", requires_grad=True)
-            torch.func.functional_call(_Pass(module), tensors, (x,))
+            torch.func.functional_call(_Pass(module), tensors, (x, *rest))
 
 
 class _Pass(nn.Module):
@@ -53,8 +54,9 @@ class _Pass(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, x: Tensor) -> None:
-        outputs = [out for out in tree_leaves(self.module.forward(x)) if isinstance(out, Tensor) and out.requires_grad]
+    def forward(self, *args: Tensor) -> None:
+        leaves = tree_leaves(self.module.forward(*args))
+        outputs = [out for out in leaves if isinstance(out, Tensor) and out.requires_grad]
         torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
 
 

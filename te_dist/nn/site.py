@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from math import lcm
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
@@ -67,6 +67,9 @@ class LinearSite(nn.Module):
         placed: (role, quantizer) -> the quantizer of a part that this rank holds; set by tensor parallelism.
         fuses_wgrad: whether the gradient of the weight is added to its `main_grad` instead of being returned.
     """
+
+    module_type: ClassVar[str] = "linear"  # of the roles that a recipe is asked for
+    num_groups: int = 1  # scales that delayed scaling keeps of a tensor
 
     scaling: DelayedScalingState | None
     placed: Callable[[str, Quantizer], Any] | None = None
@@ -172,11 +175,19 @@ class LinearSite(nn.Module):
 
     def prepare(self, recipe: Recipe, device: torch.device) -> Answers:
         """Makes what this map keeps under `recipe` and checks that `device` can compute it; the answers by role."""
-        answers = _answers(recipe, self.name)
+        answers = answers_of(recipe, self.name, self.module_type)
         if device.type != "meta":
-            _check(recipe, (self.name, self.in_features, self.out_features), device.type)
+            self.check(recipe, device.type)
         self._histories(_requests(answers), device)
         return answers
+
+    def check(self, recipe: Recipe, device: str) -> None:
+        """Raises where this map cannot be computed by `recipe` on this type of device."""
+        _check(recipe, (self.name, self.in_features, self.out_features), device)
+
+    def row_multiple(self, recipe: Recipe, dtype: torch.dtype, device: str) -> int:
+        """See `Plan.row_multiple`."""
+        return _row_multiple(recipe, self.name, dtype, device)
 
     def weight_format(self, recipe: Recipe, weight: Tensor) -> Format:
         """The format of a parameter with the values of `weight`.
@@ -202,7 +213,7 @@ class LinearSite(nn.Module):
         quantizers = {kind: None if kind in requests else answer for kind, answer in answers.items()}
         if placed is not None:
             quantizers |= {kind: placed(kind, found) for kind, found in quantizers.items() if found is not None}
-        multiple = _row_multiple(state.recipe, self.name, dtype, device.type)
+        multiple = self.row_multiple(state.recipe, dtype, device.type)
         return _Pass(state, key, Plan(**quantizers, row_multiple=multiple, fuses_wgrad=fuses), requests)
 
     def _with_histories(self, current: _Pass, x: Tensor, weight: Tensor) -> Plan:
@@ -223,7 +234,7 @@ class LinearSite(nn.Module):
             return None
         if self.scaling is None:
             with torch.inference_mode(False):  # a later step writes into what an evaluation came upon first
-                self.scaling = DelayedScalingState(requests, device=device)
+                self.scaling = DelayedScalingState(requests, device=device, num_groups=self.num_groups)
         if self.scaling.requests != requests:
             raise ValueError(
                 f"{self.name or 'Linear'} keeps histories for {self.scaling.requests}, the recipe asks for "
@@ -258,7 +269,7 @@ def _traced_plan(name: str, place: tuple[str, int, int], dtype: torch.dtype, dev
     recipe = recipe_named(name)
     if recipe is None:
         return traced.name_of(_WEIGHT_ONLY, "weight only")
-    answers = _answers(recipe, place[0])
+    answers = answers_of(recipe, place[0], LinearSite.module_type)
     _check(recipe, place, device)
     if _requests(answers):
         return None
@@ -269,10 +280,10 @@ def _traced_plan(name: str, place: tuple[str, int, int], dtype: torch.dtype, dev
 
 
 @lru_cache(maxsize=1024)
-def _answers(recipe: Recipe, name: str) -> Answers:
+def answers_of(recipe: Recipe, name: str, module_type: str) -> Answers:
     """By role, what `recipe` answers for a linear map of this name."""
     roles = ("input", "weight", "grad_output")
-    answers = {kind: recipe.quantizer(QuantizerRole("linear", kind, name)) for kind in roles}
+    answers = {kind: recipe.quantizer(QuantizerRole(module_type, kind, name)) for kind in roles}
     if isinstance(answers["weight"], DelayedScalingRequest):
         raise ValueError(f"{name}: weights have no history; answer with a Float8CurrentScalingQuantizer for them")
     return answers
@@ -286,7 +297,9 @@ def _requests(answers: Answers) -> dict[str, DelayedScalingRequest]:
 @lru_cache(maxsize=1024)
 def _row_multiple(recipe: Recipe, name: str, dtype: torch.dtype, device: str) -> int:
     """See `Plan.row_multiple`."""
-    quantizers = {kind: _quantizer(answer) for kind, answer in _answers(recipe, name).items()}
+    quantizers = {
+        kind: quantizer_of(answer) for kind, answer in answers_of(recipe, name, LinearSite.module_type).items()
+    }
     pair = quantizers["grad_output"], quantizers["input"]
     multiples = [quantizer.multiple(0, dtype) for quantizer in pair]
     formats = [quantizer.declare(dtype) for quantizer in pair]
@@ -299,7 +312,9 @@ def _row_multiple(recipe: Recipe, name: str, dtype: torch.dtype, device: str) ->
 def _check(recipe: Recipe, place: tuple[str, int, int], device: str) -> None:
     """Raises where a map of `place` (name, K, N) cannot be computed by `recipe` on this type of device."""
     name, in_features, out_features = place
-    quantizers = {kind: _quantizer(answer) for kind, answer in _answers(recipe, name).items()}
+    quantizers = {
+        kind: quantizer_of(answer) for kind, answer in answers_of(recipe, name, LinearSite.module_type).items()
+    }
     multiple = _gemm_multiple(quantizers, device)
     for what, extent, *needs in (
         ("in_features", in_features, ("input", 1), ("weight", 1)),
@@ -329,6 +344,6 @@ def _gemm_multiple(quantizers: Mapping[str, Quantizer], device: str) -> int:
     return multiple
 
 
-def _quantizer(answer: Quantizer | DelayedScalingRequest) -> Quantizer:
+def quantizer_of(answer: Quantizer | DelayedScalingRequest) -> Quantizer:
     """A quantizer of the format that `answer` leads to."""
     return answer if isinstance(answer, Quantizer) else Float8CurrentScalingQuantizer(answer.fp8)

@@ -17,11 +17,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from te_dist import codecs
 from te_dist.codecs.gemm import READS_ANY_ORDER
 from te_dist.formats import Direction, Encoding, Format, Region
+from te_dist.ops import group_sums
+from te_dist.ops.group_table import padded_rows
 from te_dist.ops.panel_sums import column_sums
-from te_dist.ops.source import Source, Summed, sums_shape
-from te_dist.tensor import QuantizedStorage, QuantizedTensor, as_matrix, empty, find_amaxes
+from te_dist.ops.source import PANEL, Source, Summed, sums_shape
+from te_dist.tensor import (
+    GroupedRows,
+    QuantizedStorage,
+    QuantizedTensor,
+    as_matrix,
+    empty,
+    empty_rows,
+    find_amaxes,
+)
 
 Fp8Type = torch.dtype | Literal["e4m3", "e5m2"]
 _FP8_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", "e4m3": "e4m3", "e5m2": "e5m2"}
@@ -101,6 +112,44 @@ class Quantizer:
         sums = torch.empty(sums_shape(matrix), dtype=torch.float32, device=matrix.device)
         return self.encode(Summed(matrix, sums), *directions), column_sums(sums)
 
+    def encode_groups(self, x: Tensor | Source, table: Tensor, *directions: Direction) -> GroupedRows:
+        """Quantizes every group of rows as if it were alone, in as few passes over `x` as can be.
+
+        Rows behind the last group are not read, and what would be theirs is left as it is.
+
+        Args:
+            x: (T, K), fp32, bf16 or fp16; or a source.
+            table: int32 (4, G + 1) on the device of `x`, see `ops.group_table`.
+            directions: those that products will sum along; the usages by default.
+
+        Raises:
+            NotImplementedError: there is no quantizer of groups for this format.
+        """
+        format = self.declare(x.dtype).select(*directions) if directions else self.format(x.dtype)
+        rows = empty_rows(format, (x.shape[0], x.shape[1]), table, dtype=x.dtype)
+        self.write_groups(x, rows)
+        return rows
+
+    def encode_groups_and_sum(
+        self, x: Tensor | Source, table: Tensor, *directions: Direction
+    ) -> tuple[GroupedRows, Tensor]:
+        """What `encode_groups` gives, and the sums of the columns of every group, f32 (G, K), found in the same pass.
+
+        They are bitwise the same every time, on CPU and GPU; see `ops.group_sums` for the order of summation.
+        """
+        num_groups = table.shape[1] - 1
+        panels = (padded_rows(x.shape[0], num_groups) // PANEL, x.shape[1])
+        panel_sums = torch.empty(panels, dtype=torch.float32, device=x.device)
+        rows = self.encode_groups(Summed(x, panel_sums), table, *directions)
+        sums = torch.empty((num_groups, x.shape[1]), dtype=torch.float32, device=x.device)
+        group_sums(panel_sums, table=table, out=sums)
+        return rows, sums
+
+    def write_groups(self, x: Tensor | Source, rows: GroupedRows) -> None:
+        """Quantizes groups of rows into every direction that `rows` has."""
+        planes = [codecs.Plane(rows.format[d], rows.stored(d)) for d in rows.format.independent]
+        codecs.encode_groups(as_matrix(x, rows.shape), rows.table, planes)
+
     def update_quantized(self, src: Tensor, dst: QuantizedTensor) -> QuantizedTensor:
         """Quantizes `src` into the buffers that `dst` has."""
         self.write(src, dst.storage)
@@ -172,6 +221,13 @@ class AgreeingQuantizer(Quantizer):
         for amax, agreed in zip(of_tensor, together.split([a.numel() for a in of_tensor]), strict=True):
             amax.copy_(agreed)
         storage.quantize_(x, amaxes)
+
+    def write_groups(self, x: Tensor | Source, rows: GroupedRows) -> None:
+        if self.with_amax_reduction:
+            raise ValueError(
+                "with_amax_reduction: groups of rows have an amax each, of this rank alone; leave it False for them"
+            )
+        super().write_groups(x, rows)
 
 
 class _StraightThrough(torch.autograd.Function):

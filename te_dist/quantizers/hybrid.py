@@ -12,7 +12,7 @@ from te_dist import catalog
 from te_dist.formats import Direction, Format
 from te_dist.ops.source import Source, unsummed
 from te_dist.quantizers.base import Quantizer, declared
-from te_dist.tensor import QuantizedStorage, QuantizedTensor
+from te_dist.tensor import GroupedRows, QuantizedStorage, QuantizedTensor, as_matrix
 
 HybridQuantizedTensor = QuantizedTensor  # a hybrid is a format like any other; there is one class of tensors
 
@@ -25,6 +25,14 @@ class IdentityQuantizer(Quantizer):
 
     def declare(self, dtype: torch.dtype) -> Format:
         return declared(catalog.high_precision, self.dtype or dtype)
+
+    def encode_groups(self, x: Tensor | Source, table: Tensor, *directions: Direction) -> GroupedRows:
+        """As every quantizer; a tensor that has the type already is taken as it is, not copied."""
+        format = self.declare(x.dtype)
+        (field,) = format.canonical.fields
+        if isinstance(x, Source) or x.dtype != field.dtype:
+            return super().encode_groups(x, table, *directions)
+        return GroupedRows(format, {field.name: as_matrix(x, tuple(x.shape))}, tuple(x.shape), table, x.dtype)
 
 
 @dataclass(kw_only=True)
@@ -61,6 +69,20 @@ class HybridQuantizer(Quantizer):
                 x = unsummed(x)
             else:
                 self.columnwise_quantizer.write(self._columnwise_values(x, storage), part)
+
+    def write_groups(self, x: Tensor | Source, rows: GroupedRows) -> None:
+        directions = rows.format.directions
+        if Direction.ROWWISE in directions:
+            self.rowwise_quantizer.write_groups(x, rows.select(Direction.ROWWISE))
+            x = unsummed(x)
+        if Direction.COLUMNWISE not in directions:
+            return
+        if self.columnwise_source == "rowwise_dequantized":
+            rowwise = rows
+            if Direction.ROWWISE not in directions:
+                rowwise = self.rowwise_quantizer.encode_groups(x, rows.table, Direction.ROWWISE)
+            x = rowwise.row_values()
+        self.columnwise_quantizer.write_groups(x, rows.select(Direction.COLUMNWISE))
 
     def _columnwise_values(self, x: Tensor | Source, storage: QuantizedStorage) -> Tensor | Source:
         if self.columnwise_source == "original":

@@ -11,7 +11,7 @@ from te_dist import catalog, codecs
 from te_dist.formats import Format
 from te_dist.ops.source import Source
 from te_dist.quantizers.base import AgreeingQuantizer, Fp8Type, Quantizer, declared, fp8_name, with_eps
-from te_dist.tensor import QuantizedStorage, as_matrix
+from te_dist.tensor import GroupedRows, QuantizedStorage, as_matrix
 
 
 @dataclass
@@ -36,6 +36,13 @@ class Float8Quantizer(Quantizer):
         directions = storage.directions
         planes = [codecs.Plane(storage.format[d], storage.stored(d)) for d in directions]
         planes[0].encoding.codec.encode_scaled(matrix, self.scale, planes, recorded=self.amax)
+
+    def write_groups(self, x: Tensor | Source, rows: GroupedRows) -> None:
+        """Scale and amax are those of every group, (G,)."""
+        planes = [codecs.Plane(rows.format[d], rows.stored(d)) for d in rows.format.directions]
+        codec = planes[0].encoding.codec
+        matrix = as_matrix(x, rows.shape)
+        codec.encode_groups_scaled(matrix, self.scale, planes, table=rows.table, recorded=self.amax)
 
 
 @dataclass

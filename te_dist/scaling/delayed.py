@@ -29,16 +29,20 @@ class DelayedScalingState(nn.Module):
     """Scales and amax histories of the tensors of one module that asked for delayed scaling.
 
     Attributes:
-        requests: by name of a tensor ("input", "grad_output"), what it asked for; columns of the buffers in order.
+        requests: by name of a tensor ("input", "grad_output"), what it asked for.
+        num_groups: scales of each: rows in groups have one for every group. Columns of the buffers come tensor by
+            tensor.
     """
 
     scale: Tensor  # f32 (n,)
     amax_history: Tensor  # f32 (length, n), see `next_history`
     scaled_max: Tensor  # f32 (n,), what the largest magnitude is scaled to; follows from the requests, so not saved
 
-    def __init__(self, requests: Mapping[str, DelayedScalingRequest], *, device: torch.device | str) -> None:
+    def __init__(
+        self, requests: Mapping[str, DelayedScalingRequest], *, device: torch.device | str, num_groups: int = 1
+    ) -> None:
         super().__init__()
-        self.requests = dict(requests)
+        self.requests, self.num_groups = dict(requests), num_groups
         lengths = {r.amax_history_len for r in requests.values()}
         rules = {(r.amax_compute_algo, r.reduce_amax) for r in requests.values()}
         if len(lengths) != 1 or len(rules) != 1:
@@ -46,8 +50,9 @@ class DelayedScalingState(nn.Module):
                 f"tensors of one module need one history length, algorithm and reduction, got {list(requests.values())}"
             )
         (length,) = lengths
-        self.register_buffer("scale", torch.empty(len(requests), dtype=torch.float32, device=device))
-        self.register_buffer("amax_history", torch.empty(length, len(requests), dtype=torch.float32, device=device))
+        columns = len(requests) * num_groups
+        self.register_buffer("scale", torch.empty(columns, dtype=torch.float32, device=device))
+        self.register_buffer("amax_history", torch.empty(length, columns, dtype=torch.float32, device=device))
         self.register_buffer("scaled_max", torch.empty_like(self.scale), persistent=False)
         self.reset_parameters()
 
@@ -55,8 +60,12 @@ class DelayedScalingState(nn.Module):
         """Scales of 1 and empty histories."""
         self.scale.fill_(1.0)
         self.amax_history.zero_()
-        for column, request in enumerate(self.requests.values()):
-            self.scaled_max[column] = request.scaled_max
+        for columns, request in zip(self._columns(), self.requests.values(), strict=True):
+            self.scaled_max[columns] = request.scaled_max
+
+    def _columns(self) -> list[slice]:
+        """Of every tensor."""
+        return [slice(i * self.num_groups, (i + 1) * self.num_groups) for i in range(len(self.requests))]
 
     def quantizers(self, group: dist.ProcessGroup | None, *, records: bool) -> dict[str, Float8Quantizer]:
         """By name, quantizers that use the present scales.
@@ -70,10 +79,8 @@ class DelayedScalingState(nn.Module):
             if _torch_private.in_backward():
                 update_when_backward_ends()
         return {
-            name: Float8Quantizer(
-                self.scale[i : i + 1], self.amax_history[0, i : i + 1] if records else None, request.fp8
-            )
-            for i, (name, request) in enumerate(self.requests.items())
+            name: Float8Quantizer(self.scale[its], self.amax_history[0, its] if records else None, request.fp8)
+            for its, (name, request) in zip(self._columns(), self.requests.items(), strict=True)
         }
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -122,7 +129,7 @@ def _alike(states: Iterable[DelayedScalingState]) -> Iterable[list[DelayedScalin
 
 def _move_on(states: list[DelayedScalingState]) -> None:
     """One update of all histories laid side by side: the number of kernels does not depend on that of states."""
-    sizes = [len(state.requests) for state in states]
+    sizes = [len(state.scale) for state in states]
     history = torch.cat([state.amax_history for state in states], dim=1)
     scale = torch.cat([state.scale for state in states])
     scaled_max = torch.cat([state.scaled_max for state in states])

@@ -1,6 +1,7 @@
 """Quantized tensors: storages that own bytes, and tensors that stand for their values."""
 
 from te_dist.tensor import aten, aten_values, redistribute  # noqa: F401  (they fill the op table)
+from te_dist.tensor.grouped_rows import GroupedRows, empty_rows
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor, quantize
 from te_dist.tensor.storage import Amaxes, Cut, QuantizedStorage, as_matrix, empty, find_amaxes
 
@@ -8,10 +9,12 @@ __all__ = [
     "OPS",
     "Amaxes",
     "Cut",
+    "GroupedRows",
     "QuantizedStorage",
     "QuantizedTensor",
     "as_matrix",
     "empty",
+    "empty_rows",
     "find_amaxes",
     "quantize",
 ]

@@ -1,0 +1,340 @@
+"""Which functions multiply rows in groups, by pair of encodings: one table, without a default.
+
+Every group of rows has a matrix of its own, a member of a stack (G, N, K):
+
+    forward  y  (T, N) = x  (T, K) . weight (G, N, K)     rows
+    dgrad    dx (T, K) = dy (T, N) . weight (G, N, K)     rows
+    wgrad    dw (G, N, K) = dy (T, N) . x (T, K)          sums over the rows of each group
+
+[Note: What products in groups wait for]
+Nothing: where groups begin is read on the device, from a group table, and all that is allocated follows from T, K and
+G. The exception is fp32, which has no kernel for groups: its products are torch's, one for each group, whose sizes the
+host has to know. On a GPU that is one wait for the device in every product, and no capture in a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from math import lcm
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_dist import ops
+from te_dist.codecs.base import Codec
+from te_dist.codecs.block import Block
+from te_dist.codecs.decoded import coded
+from te_dist.codecs.gemm import Operand, check_transforms
+from te_dist.codecs.high_precision import HighPrecision
+from te_dist.codecs.mxfp8 import MxFp8
+from te_dist.codecs.nvfp4 import NvFp4
+from te_dist.codecs.tensorwise import Tensorwise
+from te_dist.formats import Encoding, Field, Region
+from te_dist.formats.region import Pair
+from te_dist.ops.gemm_decoded import Coded
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class Rows(NamedTuple):
+    """Rows in groups, in the direction that a product reads.
+
+    Attributes:
+        encoding, stored: what is read, laid out as `tensor.GroupedRows` says; what is one value for a matrix may be one
+            for each group, or one for all.
+        region: of the matrix that `stored` describes; of padded rows where the product sums over them.
+        sums_over: 1 for products of rows, 0 for sums over the rows of groups.
+    """
+
+    encoding: Encoding
+    stored: tuple[Tensor, ...]
+    region: Region
+    sums_over: int
+
+
+class Members(NamedTuple):
+    """A matrix of each group.
+
+    Attributes:
+        encoding: of each.
+        stored: of each field (G, *field.shape(region)), contiguous.
+        region: of one member, (N, K).
+        sums_over: dimension (0: N, 1: K) that the product sums over.
+    """
+
+    encoding: Encoding
+    stored: tuple[Tensor, ...]
+    region: Region
+    sums_over: int
+
+    @property
+    def extents(self) -> Pair:
+        """(kept, summed)."""
+        rows, cols = self.region.shape
+        return (rows, cols) if self.sums_over == 1 else (cols, rows)
+
+
+class Result(NamedTuple):
+    """Where products of rows go.
+
+    Attributes:
+        table: int32 (4, G + 1), see `ops.group_table`.
+        bias: (G, kept of b), added before rounding; None for none.
+        accumulate: add to what `out`, fp32, holds.
+        out: (T, kept of b); rows behind the last group are left as they are.
+    """
+
+    table: Tensor
+    bias: Tensor | None
+    accumulate: bool
+    out: Tensor
+
+
+class SumsResult(NamedTuple):
+    """Where sums go, as `Result`: `out` (G, columns of a, columns of b). Not added, those of empty groups are zeros."""
+
+    table: Tensor
+    accumulate: bool
+    out: Tensor
+
+
+class Entry(NamedTuple):
+    """Two functions of the table: products of rows, and sums over the rows of groups.
+
+    Attributes:
+        multiple: extents of a member are multiples of this.
+    """
+
+    rows: Callable[[Rows, Members, Result], None]
+    sums: Callable[[Rows, Rows, SumsResult], None]
+    multiple: int
+
+
+_TABLE: dict[tuple[type[Codec], type[Codec], str], Entry] = {}
+
+
+def multiply_rows(a: Rows, b: Members, result: Result) -> Tensor:
+    """Writes a[rows of g] b[g]^T for every group g; returns `result.out`.
+
+    Raises:
+        NotImplementedError: no function multiplies these two encodings on this device.
+        ValueError: operands that do not fit each other, or extents that the function does not take.
+    """
+    entry = find(a.encoding, b.encoding, result.out.device.type)
+    summed, (kept, also_summed) = a.region.shape[1], b.extents
+    if summed != also_summed:
+        raise ValueError(f"rows of {summed} values meet matrices that sum over {also_summed}")
+    if summed % entry.multiple or kept % entry.multiple:
+        raise ValueError(
+            f"members of {kept} x {summed} do not fit products of {a.encoding.codec} in groups, which take multiples "
+            f"of {entry.multiple}; pad with zeros"
+        )
+    entry.rows(a, b, result)
+    return result.out
+
+
+def multiply_sums(a: Rows, b: Rows, result: SumsResult) -> Tensor:
+    """Writes a[rows of g]^T b[rows of g] for every group g; returns `result.out`. Raises as `multiply_rows` does."""
+    find_sums(a.encoding, b.encoding, result.out.device.type).sums(a, b, result)
+    return result.out
+
+
+def find(a: Encoding, b: Encoding, device: str) -> Entry:
+    """What multiplies rows of `a` with members of `b` on devices of this type; raises as `multiply_rows` does."""
+    return _find(a.codec, b.codec, device, 1)
+
+
+def find_sums(a: Encoding, b: Encoding, device: str) -> Entry:
+    """What sums products of `a` and `b` over rows; raises as `multiply_sums` does."""
+    return _find(a.codec, b.codec, device, 2)
+
+
+@lru_cache(maxsize=1024)
+def _find(a: Codec, b: Codec, device: str, of_rows: int) -> Entry:
+    """`of_rows`: how many of the two, from the left, are rows in groups, and no members."""
+    device = "cuda" if device == "meta" else device  # where kernels are rehearsed, see [Note: Kernels ahead of time]
+    entry = _TABLE.get((type(a), type(b), device))
+    if entry is None:
+        raise NotImplementedError(
+            f"no products in groups of {type(a).__name__} by {type(b).__name__} on {device}; there are those of "
+            f"{sorted({f'{x.__name__} by {y.__name__}' for x, y, kind in _TABLE if kind == device})}. Choose a recipe "
+            "whose pairs are among them, or multiply each group alone (te_dist.Linear)"
+        )
+    check_transforms(a, b)
+    for codec in (a, b)[:of_rows]:
+        if isinstance(codec, Block) and 1 not in codec.tile:
+            raise NotImplementedError(
+                f"no products in groups of rows whose scales cover squares, got {codec}; take runs for what is no "
+                "weight (x_block_scaling_dim=1, grad_block_scaling_dim=1)"
+            )
+        if isinstance(codec, NvFp4) and codec.row_scaled:
+            raise NotImplementedError(
+                "no products in groups of NVFP4 with an amax for every row; set row_scaled_activation=False"
+            )
+    return entry
+
+
+def implements(pairs: Iterable[tuple[type[Codec], type[Codec]]], entry: Entry) -> None:
+    """Enters functions for `pairs` of codec types, on CPU and GPU alike; a pair can have one only."""
+    for key in ((*pair, device) for pair in pairs for device in ("cpu", "cuda")):
+        if key in _TABLE:
+            raise ValueError(f"{key} is implemented twice; remove one")
+        _TABLE[key] = entry
+
+
+def _stacked(stored: Tensor) -> Tensor:
+    """Members (G, outer, inner) below each other."""
+    return stored.flatten(0, 1)
+
+
+def _codes(b: Members) -> Tensor:
+    """(G * kept, summed) codes, the summed dimension contiguous."""
+    assert b.encoding.fields[0].inner_dim == b.sums_over
+    return _stacked(b.stored[0])
+
+
+def _block_rows(a: Rows, b: Members, result: Result) -> None:
+    tile = b.encoding.codec.tile
+    ops.grouped_gemm_float8_block(
+        *a.stored,
+        _codes(b),
+        _stacked(b.stored[1]),
+        table=result.table,
+        b_tile=tile if b.sums_over == 1 else tile[::-1],
+        fp8=(a.encoding.codec.fp8, b.encoding.codec.fp8),
+        bias=result.bias,
+        row_factor=None,
+        accumulate=result.accumulate,
+        out=result.out,
+    )
+
+
+def _block_sums(a: Rows, b: Rows, result: SumsResult) -> None:
+    fp8 = a.encoding.codec.fp8, b.encoding.codec.fp8
+    ops.grouped_wgrad_float8_block(
+        *a.stored, *b.stored, table=result.table, fp8=fp8, accumulate=result.accumulate, out=_stacked(result.out)
+    )
+
+
+def _whole_rows(a: Rows, b: Members, result: Result) -> None:
+    ops.grouped_gemm_float8_tensor(
+        a.stored[0],
+        a.stored[1].view(-1),
+        _codes(b),
+        b.stored[1].view(-1),
+        table=result.table,
+        fp8=(a.encoding.codec.fp8, b.encoding.codec.fp8),
+        bias=result.bias,
+        row_factor=None,
+        accumulate=result.accumulate,
+        out=result.out,
+    )
+
+
+def _whole_sums(a: Rows, b: Rows, result: SumsResult) -> None:
+    scales = a.stored[1].view(-1), b.stored[1].view(-1)
+    fp8 = a.encoding.codec.fp8, b.encoding.codec.fp8
+    ops.grouped_wgrad_float8_tensor(
+        a.stored[0],
+        scales[0],
+        b.stored[0],
+        scales[1],
+        table=result.table,
+        fp8=fp8,
+        accumulate=result.accumulate,
+        out=_stacked(result.out),
+    )
+
+
+def _decoded_rows(a: Rows, b: Members, result: Result) -> None:
+    table, bias, accumulate, out = result
+    ops.grouped_gemm_decoded(_coded(a), _coded_members(b), table=table, bias=bias, accumulate=accumulate, out=out)
+
+
+def _decoded_sums(a: Rows, b: Rows, result: SumsResult) -> None:
+    table, accumulate, out = result
+    ops.grouped_wgrad_decoded(_coded(a), _coded(b), table=table, accumulate=accumulate, out=_stacked(out))
+
+
+def _coded(rows: Rows) -> Coded:
+    encoding, stored, region, summed = rows
+    found = coded(Operand(_without_amax(encoding), stored[:2], region, summed))
+    return Coded(*found[:5], factor=_factor(encoding, stored), constant=found.constant)
+
+
+@lru_cache(maxsize=1024)
+def _without_amax(encoding: Encoding) -> Encoding:
+    return Encoding(encoding.codec, encoding.fields[:2])
+
+
+def _factor(encoding: Encoding, stored: tuple[Tensor, ...]) -> Tensor | None:
+    """(G, 1), or (1, 1), of what has an amax."""
+    return stored[2].reshape(-1, 1) if len(encoding.fields) > 2 else None
+
+
+def _coded_members(b: Members) -> Coded:
+    """Members below each other; a copy of the scales where padding lies between those of two members."""
+    encoding, stored, region, summed = b
+    views = [_beside(field, part, region) for field, part in zip(encoding.fields[:2], stored, strict=False)]
+    codes, scale = (
+        view if field.inner_dim == summed else view.t() for field, view in zip(encoding.fields, views, strict=False)
+    )
+    grain = encoding.fields[1].grain
+    known = coded(Operand(_without_amax(encoding), (stored[0][0], stored[1][0]), region, summed))
+    tile = grain if summed == 1 else grain[::-1]
+    return Coded(codes, known.kind, scale, tile, factor=_factor(encoding, stored), constant=known.constant)
+
+
+def _beside(field: Field, stored: Tensor, region: Region) -> Tensor:
+    """(G * outer, inner) of a field without its padding."""
+    outer, inner = field.compact_shape(region)
+    if stored.shape[1] != outer:
+        stored = stored[:, :outer].contiguous()
+    return _stacked(stored)[:, :inner]
+
+
+def _plain_rows(a: Rows, b: Members, result: Result) -> None:
+    table, bias, accumulate, out = result
+    left, right = a.stored[0], b.stored[0]
+    if left.dtype == right.dtype and left.dtype in HALVES:
+        rest = dict(summed_dim=b.sums_over, bias=bias, row_factor=None, accumulate=accumulate)
+        return ops.grouped_gemm_half(left, _stacked(right), table=table, **rest, out=out)
+    dtype = torch.promote_types(left.dtype, right.dtype)
+    for group, rows in _groups(table):
+        member = right[group].to(dtype)
+        product = left[rows].to(dtype) @ (member.t() if b.sums_over == 1 else member)
+        if bias is not None:
+            product += bias[group]
+        (out[rows].add_ if accumulate else out[rows].copy_)(product)
+
+
+def _plain_sums(a: Rows, b: Rows, result: SumsResult) -> None:
+    table, accumulate, out = result
+    left, right = a.stored[0], b.stored[0]
+    if left.dtype == right.dtype and left.dtype in HALVES:
+        return ops.grouped_wgrad_half(left, right, table=table, accumulate=accumulate, out=_stacked(out))
+    dtype = torch.promote_types(left.dtype, right.dtype)
+    for group, rows in _groups(table):
+        product = left[rows].to(dtype).t() @ right[rows].to(dtype)
+        (out[group].add_ if accumulate else out[group].copy_)(product)
+
+
+def _groups(table: Tensor) -> list[tuple[int, slice]]:
+    """See [Note: What products in groups wait for]."""
+    begins = table[0].tolist()
+    return [(group, slice(*begins[group : group + 2])) for group in range(len(begins) - 1)]
+
+
+def multiple_of(device_type: str, *pairs: tuple[Encoding, Encoding]) -> int:
+    """What the extents of members have to be multiples of for products of these pairs of rows and members."""
+    return lcm(*(find(a, b, device_type).multiple for a, b in pairs))
+
+
+_DECODED = (MxFp8, NvFp4)
+implements([(Block, Block)], Entry(_block_rows, _block_sums, 16))
+implements([(Tensorwise, Tensorwise)], Entry(_whole_rows, _whole_sums, 16))
+implements([(NvFp4, NvFp4)], Entry(_decoded_rows, _decoded_sums, 64))
+implements([(MxFp8, MxFp8), (MxFp8, NvFp4), (NvFp4, MxFp8)], Entry(_decoded_rows, _decoded_sums, 128))
+implements([(HighPrecision, HighPrecision)], Entry(_plain_rows, _plain_sums, 1))

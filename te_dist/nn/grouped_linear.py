@@ -1,0 +1,254 @@
+"""GroupedLinear: a linear map for each group of rows, as the experts of a mixture are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from te_dist.nn import rehearsal
+from te_dist.nn.grouped_options import GroupedLinearOptions, check, local_sizes
+from te_dist.nn.grouped_products import Given, group_table
+from te_dist.nn.grouped_site import PLAIN, GroupedSite
+from te_dist.nn.module import QuantizedModule, weight_of
+from te_dist.nn.options import read
+from te_dist.tensor.placement import local_tensor
+
+Splits = Sequence[int] | Tensor
+_TABLE_ROWS = 4
+
+
+class GroupedLinear(QuantizedModule):
+    """`y = x weight^T + bias` for each group of rows of `x`, by a weight and a bias of its own.
+
+    What is multiplied in which format is said by the recipe of the surrounding `autocast`, as for `Linear`: every group
+    is quantized as if it were alone. Inside of `quantized_model_init` the weights are quantized when they are made.
+
+    Attributes:
+        weight0, weight1, ...: (out_features, in_features) of each group; or `weight`, (num_gemms, out_features,
+            in_features), with `single_grouped_weight`.
+        bias0, bias1, ...: (out_features,); or `bias`, (num_gemms, out_features), with `single_grouped_bias`; None
+            without a bias.
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        **options: Unpack[GroupedLinearOptions],
+    ) -> None:
+        """See `GroupedLinearOptions` for the keywords.
+
+        Raises:
+            ValueError: a keyword of TransformerEngine that te_dist does not take, keywords that do not go together; or,
+                inside of `quantized_model_init`, features that do not fit the recipe.
+            NotImplementedError: inside of `quantized_model_init`, there is no product in groups by the recipe.
+        """
+        known = read(dict(options), GroupedLinearOptions, "GroupedLinear")
+        super().__init__(known)
+        check(known, num_gemms, bias=bias)
+        self.num_gemms = num_gemms
+        self.in_features, self.out_features = local_sizes(known, in_features, out_features)
+        self.parallel_mode = known.get("parallel_mode")
+        self.use_bias = bias
+        self.return_bias: bool = known.get("return_bias", False)
+        self.single_grouped_weight: bool = known.get("single_grouped_weight", False)
+        self.single_grouped_bias: bool = known.get("single_grouped_bias", False)
+        self.delay_wgrad_compute: bool = known.get("delay_wgrad_compute", False)
+        self._saves_original: bool = known.get("save_original_input", False)
+        self._later: list[Callable[[], None]] = []
+        self.gemm = GroupedSite(num_gemms, self.in_features, self.out_features, name=self.name)
+        self.gemm.fuses_wgrad = self._fuses_wgrad
+        self._make_parameters(known.get("init_method"))
+
+    @property
+    def weight_names(self) -> tuple[str, ...]:
+        """Names of the parameters that hold the weights, in the order of the groups."""
+        return _names("weight", self.num_gemms, is_one=self.single_grouped_weight)
+
+    @property
+    def bias_names(self) -> tuple[str, ...]:
+        """Those of the biases; none without a bias."""
+        return _names("bias", self.num_gemms, is_one=self.single_grouped_bias) if self.use_bias else ()
+
+    @property
+    def weight_placement(self) -> Shard | None:
+        """Which dimension of a parameter of weights `parallel_mode` cuts, as a placement of DTensor."""
+        if self.parallel_mode is None:
+            return None
+        return Shard(int(self.single_grouped_weight) + (0 if self.parallel_mode == "column" else 1))
+
+    def forward(
+        self,
+        inp: Tensor,
+        m_splits: Splits,
+        is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Any]:
+        """(..., out_features) of `inp` (..., in_features), whose rows come group by group.
+
+        Args:
+            inp: plain, or a QuantizedTensor: its rowwise direction is multiplied as it is; for the gradient of the
+                weights, what it stands for is quantized columnwise, group by group.
+            m_splits: rows of each group. A list, which is checked; or an int tensor (num_gemms,) on the device of
+                `inp`, which is never waited for; or a group table made of one (`nn.group_table`), for several modules.
+            is_first_microbatch: True quantizes plain weights and keeps that for the calls with False that follow; a
+                fused `main_grad` is overwritten, not added to. None quantizes in every call. A CUDA graph holds what
+                it was captured with: capture one pass with True and one with False.
+            out: (rows, out_features) in the dtype of `inp`, contiguous: where the output goes. Rows behind the last
+                group are left as they are; without it, they are zeros.
+            dgrad_out: (rows, in_features): the same for the gradient of `inp`.
+
+        Returns:
+            The output; with `return_bias`, (output without bias, the bias or the list of biases).
+
+        Raises:
+            ValueError: sizes that do not fit, or buffers that cannot be written.
+        """
+        x = inp.flatten(0, -2) if inp.dim() != 2 else inp  # noqa: PLR2004
+        kind = x.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
+        self._check_input(x)
+        for name, tensor, cols in (("out", out, self.out_features), ("dgrad_out", dgrad_out, self.in_features)):
+            _check_buffer(name, tensor, x, cols)
+        weights, biases = ([self._local(name) for name in names] for names in (self.weight_names, self.bias_names))
+        table = self._table(m_splits, x)
+        given = Given(
+            table,
+            PLAIN,
+            out=out,
+            dgrad_out=dgrad_out,
+            saves_original=self._saves_original,
+            later=self._later.append if self.delay_wgrad_compute else None,
+            is_first=is_first_microbatch,
+        )
+        y = self.gemm(x, weights, given=given, biases=() if self.return_bias else biases)
+        y = y if inp.dim() == 2 else y.unflatten(0, inp.shape[:-1])  # noqa: PLR2004
+        return (y, (biases[0] if self.single_grouped_bias else biases) if biases else None) if self.return_bias else y
+
+    def backward_dw(self) -> None:
+        """Computes the gradients of the weights that `delay_wgrad_compute` has left; nothing where it has left none."""
+        waiting, self._later[:] = list(self._later), []
+        with torch.no_grad():
+            for compute in waiting:
+                compute()
+
+    def rehearse(self, dtype: torch.dtype | None) -> None:
+        """See `rehearsal.rehearse`."""
+        rehearsal.rehearse(self, dtype, torch.empty(self.num_gemms, dtype=torch.int64, device="meta"))
+
+    def extra_repr(self) -> str:
+        features = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"num_gemms={self.num_gemms}, {features}, bias={self.use_bias}"
+
+    def _make_parameters(self, init_method: Callable[[Tensor], Any] | None) -> None:
+        uniform = partial(nn.init.uniform_, a=-self._bound, b=self._bound)
+        dim = self.weight_placement.dim if self.weight_placement is not None else None
+        for name in self.weight_names:
+            self._fillers[name] = partial(_each_member, init_method or uniform)
+            members = (self.num_gemms,) if self.single_grouped_weight else ()
+            plain = torch.empty(
+                (*members, self.out_features, self.in_features), dtype=self.params_dtype, device=self._device
+            )
+            self.init_parameter(name, plain)
+            parameter = weight_of(self.gemm, plain)
+            parameter.tensor_model_parallel = dim is not None
+            parameter.partition_dim, parameter.partition_stride = -1 if dim is None else dim, 1
+            parameter.skip_backward_post_hook = self.delay_wgrad_compute
+            self.register_parameter(name, parameter)
+        for name in self.bias_names:
+            shape = (self.num_gemms, self.out_features) if self.single_grouped_bias else (self.out_features,)
+            self._add_plain(name, shape, uniform if init_method is None else nn.init.zeros_)
+        if not self.use_bias:
+            self.register_parameter("bias", None)
+
+    @property
+    def _bound(self) -> float:
+        return 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+
+    def _local(self, name: str) -> Tensor:
+        """A parameter, or the local part of one."""
+        parameter = getattr(self, name)
+        if not isinstance(parameter, DTensor):
+            return parameter
+        if self.delay_wgrad_compute or self._fuses_wgrad:
+            raise ValueError(
+                f"{self.name or 'GroupedLinear'}: {name} is a DTensor, which sees its gradient in backward only; leave "
+                "out delay_wgrad_compute and fuse_wgrad_accumulation"
+            )
+        return parameter.to_local()
+
+    def _check_input(self, x: Tensor) -> None:
+        label = self.name or "GroupedLinear"
+        if x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"{label}: the input of shape {tuple(x.shape)} has {x.shape[-1]} columns, the weights take "
+                f"{self.in_features}"
+            )
+        weight = local_tensor(getattr(self, self.weight_names[0]))
+        if weight.is_meta and not x.is_meta:
+            raise ValueError(
+                f"{label}: the weights are on the meta device and have no values; call "
+                "te_dist.fsdp2.materialize(model, device=..., seed=...) first"
+            )
+
+    def _table(self, m_splits: Splits, x: Tensor) -> Tensor:
+        """The group table of the rows of `x`."""
+        rows, label = x.shape[0], self.name or "GroupedLinear"
+        if isinstance(m_splits, Tensor) and m_splits.device == x.device:
+            if m_splits.dtype == torch.int32 and m_splits.shape == (_TABLE_ROWS, self.num_gemms + 1):
+                return m_splits
+            if m_splits.shape != (self.num_gemms,) or m_splits.dtype not in (torch.int32, torch.int64):
+                raise ValueError(
+                    f"{label}: m_splits is an int32 or int64 tensor of shape ({self.num_gemms},), got "
+                    f"{m_splits.dtype} of {tuple(m_splits.shape)}"
+                )
+            return group_table(m_splits, rows)
+        if isinstance(m_splits, Tensor) and m_splits.device.type != "cpu":
+            raise ValueError(f"{label}: m_splits is on {m_splits.device}, the input on {x.device}; move one of them")
+        sizes = [int(size) for size in m_splits]
+        if len(sizes) != self.num_gemms or min(sizes) < 0 or sum(sizes) > rows:
+            raise ValueError(
+                f"{label}: m_splits has {self.num_gemms} sizes of 0 or more, which add up to at most the {rows} rows "
+                f"of the input; got {len(sizes)} that add up to {sum(sizes)}, the smallest {min(sizes, default=0)}"
+            )
+        return group_table(_on_device(sizes, x.device), rows)
+
+
+def _names(what: str, num: int, *, is_one: bool) -> tuple[str, ...]:
+    return (what,) if is_one else tuple(f"{what}{number}" for number in range(num))
+
+
+def _each_member(fill: Callable[[Tensor], Any], tensor: Tensor) -> None:
+    """Fills every matrix of `tensor`, as if each were a parameter of its own."""
+    for member in tensor if tensor.dim() == 3 else (tensor,):  # noqa: PLR2004
+        fill(member)
+
+
+def _on_device(sizes: list[int], device: torch.device) -> Tensor:
+    """An int64 tensor of them, without waiting for the device."""
+    tensor = torch.tensor(sizes, dtype=torch.int64)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def _check_buffer(name: str, buffer: Tensor | None, x: Tensor, cols: int) -> None:
+    """Of a caller who owns the memory of a result."""
+    if buffer is None:
+        return
+    wanted = (x.shape[0], cols), x.dtype, x.device
+    if (buffer.shape, buffer.dtype, buffer.device) != wanted or not buffer.is_contiguous() or buffer.requires_grad:
+        raise ValueError(
+            f"{name}: got {buffer.dtype} of {tuple(buffer.shape)} on {buffer.device}, strides {buffer.stride()}, "
+            f"requires_grad={buffer.requires_grad}; wanted {wanted[1]} of {wanted[0]} on {wanted[2]}, contiguous, "
+            "without requires_grad"
+        )

@@ -1,0 +1,399 @@
+"""The matrix multiplications of linear maps of rows in groups, each group by a matrix of its own.
+
+What is saved is what [Note: What a linear map saves] says: the input columnwise, quantized once, as one tensor; the
+weight as it came in. Where the groups lie is read from a table on the device, see [Note: What products in groups wait
+for], which is saved beside. The gradient of all matrices is one tensor, (G, N, K).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from te_dist import ops
+from te_dist.codecs.grouped_gemm import Result, Rows, SumsResult, multiply_rows, multiply_sums
+from te_dist.formats import Direction
+from te_dist.nn.grouped_weights import MainGrads, Stack, shape_of, stacked
+from te_dist.nn.products import Plan, Saved, kind_of, plain_parts
+from te_dist.ops.evaluate import values
+from te_dist.ops.panel_sums import column_sums
+from te_dist.ops.source import Source, SwiGlu, SwiGluGradient, row_sums_shape
+from te_dist.quantizers import IdentityQuantizer
+from te_dist.scaling import delayed
+from te_dist.tensor import GroupedRows, QuantizedStorage, QuantizedTensor
+
+ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
+_TABLE_ROWS = 4
+_ONES = 8  # columns of ones that plain values are summed by: a row of 16 bytes
+
+
+class GroupFront(NamedTuple):
+    """What is computed of an input on its way into the quantizer of groups.
+
+    Attributes:
+        name: two fronts of one name are one.
+        source: of the input and the tensors beside it, of as many rows as there are in groups.
+        gradients: by the input and each tensor beside it, given these and the gradient of the source's values.
+    """
+
+    name: Hashable
+    source: Callable[..., Source]
+    gradients: Callable[..., tuple[Tensor, ...]]
+
+
+def _swiglu_gradients(x: Tensor, product: Tensor) -> tuple[Tensor, ...]:
+    return (values(SwiGluGradient(x, product)),)
+
+
+def _weighted_swiglu_gradients(x: Tensor, probability: Tensor, product: Tensor) -> tuple[Tensor, ...]:
+    row_sums = torch.empty(row_sums_shape(product), dtype=torch.float32, device=product.device)
+    gradient = values(SwiGluGradient(x, product, probability, row_sums))
+    return gradient, column_sums(row_sums)
+
+
+SWIGLU = GroupFront("swiglu", SwiGlu, _swiglu_gradients)
+WEIGHTED_SWIGLU = GroupFront("weighted_swiglu", SwiGlu, _weighted_swiglu_gradients)  # beside: f32 (T,), see `SwiGlu`
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a call of `grouped_linear` is given besides differentiable tensors.
+
+    Attributes:
+        table: int32 (4, G + 1), see `group_table`.
+        plan: how operands are quantized.
+        front: what of the input is multiplied; None for itself.
+        out: (T, N), where the output goes; made where None.
+        dgrad_out: (T, K), where the gradient of the input goes; made where None. Not with a front.
+        saves_original: whether backward quantizes the input once more, instead of forward saving it quantized.
+        later: takes the product that gives the gradient of the weights, instead of backward; None for at once.
+        cached: the weights quantized beforehand, in both directions; None where that is done now.
+        is_first: whether this is the first of several calls before a step of the optimizer; None for the only one.
+    """
+
+    table: Tensor
+    plan: Plan
+    front: GroupFront | None = None
+    out: Tensor | None = None
+    dgrad_out: Tensor | None = None
+    saves_original: bool = False
+    later: Callable[[Callable[[], None]], None] | None = None
+    cached: Stack | None = None
+    is_first: bool | None = None
+
+    @property
+    def adds(self) -> bool:
+        """Whether what is in a `main_grad` counts; else it is overwritten."""
+        return self.is_first is not True
+
+    def saves_itself(self, x: Tensor) -> bool:
+        """Whether backward is to have the input as it is: where that is asked for, or all there is."""
+        quantizer = self.plan.input
+        is_plain = isinstance(quantizer, IdentityQuantizer) and quantizer.dtype in (None, x.dtype)
+        return self.saves_original or is_plain or isinstance(x, QuantizedTensor)
+
+    def source(self, x: Tensor, beside: Sequence[Tensor]) -> Tensor | Source:
+        """What is multiplied."""
+        return x if self.front is None else self.front.source(x, *beside)
+
+    @property
+    def kind(self) -> Hashable:
+        """What is to be known of this besides its tensors."""
+        cached = None if self.cached is None else tuple(self.cached.buffers)
+        front = None if self.front is None else self.front.name
+        given = self.out is None, self.dgrad_out is None, self.saves_original, self.later is None, self.adds
+        return front, *given, cached
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that are read or written."""
+        made = (tensor for tensor in (self.out, self.dgrad_out) if tensor is not None)
+        cached = () if self.cached is None else self.cached.buffers.values()
+        return (self.table, *made, *cached, *self.plan.tensors)
+
+
+def group_table(m_splits: Tensor, rows: int) -> Tensor:
+    """Where groups of these sizes, int (G,), begin in a matrix of `rows`: int32 (4, G + 1) on their device."""
+    table = torch.empty((_TABLE_ROWS, m_splits.shape[0] + 1), dtype=torch.int32, device=m_splits.device)
+    ops.group_table(m_splits.cumsum(0), rows=rows, out=table)
+    return table
+
+
+def grouped_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    *,
+    given: Given,
+    biases: Sequence[Tensor] = (),
+    beside: Sequence[Tensor] = (),
+) -> Tensor:
+    """The rows of every group of `x` (T, K) times its matrix (N, K) transposed, plus its bias: (T, N).
+
+    Rows behind the last group are zeros, in the output and in the gradient of `x`; where the caller owns the memory,
+    they are left as they are.
+
+    Args:
+        x: plain; or a QuantizedTensor whose rowwise direction is multiplied. Of what that stands for, the columnwise
+            direction is quantized in groups where the gradient of a weight is wanted. With a front, its input.
+        weights: one tensor (G, N, K), or one (N, K) for each group; plain or quantized, all in one format. Gradients
+            are plain, in the nominal dtype; those of several are views of one tensor.
+        biases: none, one tensor (G, N), or (N,) for each group.
+        beside: what the front reads beside `x`.
+    """
+    saves_input = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+    return _GroupedLinear.apply(x, given, _Counts(len(weights), len(biases), saves_input), *weights, *biases, *beside)
+
+
+class _Counts(NamedTuple):
+    """How many tensors of a call are what, and whether backward needs the input."""
+
+    weights: int
+    biases: int
+    saves_input: bool
+
+    def split(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """(weights, biases, beside)."""
+        second = self.weights + self.biases
+        return tensors[: self.weights], tensors[self.weights : second], tensors[second:]
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """What backward is about: `wants` gradients of the input or what is beside it, of weights, and of biases.
+
+    Attributes:
+        grad: (T, N).
+        inputs: the input columnwise, as `GroupedRows.as_matrix`; None where it is quantized once more.
+        x: the input itself, where that or a front needs it.
+        beside: what the front reads beside it.
+        weights: as they came in; none where they are not read.
+        main_grad: fp32 (G, N, K), to which the gradient of the weights is added; None to return it.
+        shape: (G, N, K).
+        dtypes: of input, weights and biases.
+    """
+
+    grad: Tensor
+    inputs: QuantizedTensor | None
+    x: Tensor | None
+    beside: Sequence[Tensor]
+    weights: Sequence[Tensor]
+    main_grad: Tensor | None
+    wants: tuple[bool, bool, bool]
+    shape: tuple[int, int, int]
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """See [Note: What a linear map saves]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, given: Given, counts: _Counts, *tensors: Tensor) -> Tensor:
+        weights, biases, beside = counts.split(tensors)
+        (out, *buffers), saved = _taped_forward(x, tensors, counts, given)
+        wants_input = ctx.needs_input_grad[0] or any(counts.split(ctx.needs_input_grad[3:])[2])
+        ctx.given, ctx.counts, ctx.shape = replace(given, out=None), counts, shape_of(weights)
+        ctx.dtypes = x.dtype, weights[0].dtype, biases[0].dtype if biases else None
+        ctx.is_one = weights[0].dim() == 3, bool(biases) and biases[0].dim() == 2
+        ctx.parameters = weights if counts.saves_input and (given.plan.fuses_wgrad or given.later) else ()
+        inputs = None if saved is None else QuantizedTensor(saved.storage(buffers))
+        keeps_x = (counts.saves_input and saved is None) or (given.front is not None and wants_input)
+        held = tuple(weights) if wants_input and given.cached is None else ()
+        ctx.num_held = len(held)
+        ctx.save_for_backward(given.table, inputs, x if keeps_x else None, *held, *(beside if keeps_x else ()))
+        return out.detach() if out is given.out else out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        table, inputs, x, *rest = ctx.saved_tensors
+        wants, given = ctx.needs_input_grad, replace(ctx.given, table=table)
+        of_weights, of_biases, of_beside = ctx.counts.split(wants[3:])
+        if any(of_weights) and inputs is None and x is None:
+            raise RuntimeError(
+                "a forward pass that ran inside of autocast ran again outside of it, after another pass had: torch's "
+                "checkpoint needs context_fn=te_dist.recompute.context_fn then; or use te_dist.checkpoint"
+            )
+        wanted = (wants[0] or any(of_beside), any(of_weights), any(of_biases))
+        weights, beside = rest[: ctx.num_held], rest[ctx.num_held :]
+        of = _Backward(grad.contiguous(), inputs, x, beside, weights, None, wanted, ctx.shape, ctx.dtypes)
+        of_x, of_weight, of_bias = _gradients(of, given, ctx.parameters)
+        if given.plan.moves_histories:
+            delayed.update_when_backward_ends()
+        of_x = of_x or (None,) * (1 + len(of_beside))
+        each = *_each(of_weight, of_weights, ctx.is_one[0]), *_each(of_bias, of_biases, ctx.is_one[1])
+        return of_x[0] if wants[0] else None, None, None, *each, *of_x[1:]
+
+
+def _each(gradient: Tensor | None, wanted: Sequence[bool], is_one: bool) -> Sequence[Tensor | None]:
+    """The gradient of one tensor of all groups, or its parts for one tensor of each."""
+    if gradient is None:
+        return (None,) * len(wanted)
+    parts = (gradient,) if is_one else gradient.unbind()
+    return tuple(part if wants else None for part, wants in zip(parts, wanted, strict=True))
+
+
+def _taped_forward(
+    x: Tensor, tensors: Sequence[Tensor], counts: _Counts, given: Given
+) -> tuple[tuple[Tensor, ...], Saved | None]:
+    """(output, buffers of the input that backward needs), what these are; no autograd."""
+    held = (*plain_parts(x), *(part for tensor in tensors for part in plain_parts(tensor)), *given.tensors)
+    key = ("forward", kind_of(x), kind_of(tensors[0]), counts, given.kind)
+    return given.plan.tapes.run(key, held, lambda: _forward(x, tensors, counts, given))
+
+
+def _forward(
+    x: Tensor, tensors: Sequence[Tensor], counts: _Counts, given: Given
+) -> tuple[tuple[Tensor, ...], Saved | None]:
+    weights, biases, beside = counts.split(tensors)
+    plan, saves = given.plan, counts.saves_input and not given.saves_itself(x)
+    rows, operand = _quantized_input(x, beside, given, (ROWWISE, COLUMNWISE) if saves else (ROWWISE,))
+    stack = given.cached or stacked(weights, plan.weight, ROWWISE)
+    bias = torch.stack(tuple(biases)) if biases and biases[0].dim() == 1 else biases[0] if biases else None
+    out = given.out
+    if out is None:
+        out = _blank((operand.region.shape[0], shape_of(weights)[1]), x.dtype, given.table)
+    multiply_rows(operand, stack.members(ROWWISE), Result(given.table, bias, False, out))
+    if not saves:
+        return (out,), None
+    part = rows.as_matrix(COLUMNWISE)
+    return (out, *part.buffers.values()), Saved(part.format, tuple(part.buffers), part.region, part.dtype)
+
+
+def _quantized_input(
+    x: Tensor, beside: Sequence[Tensor], given: Given, directions: tuple[Direction, ...]
+) -> tuple[GroupedRows | None, Rows]:
+    """The input quantized in groups, None where it came quantized; and as the product reads it."""
+    if isinstance(x, QuantizedTensor):
+        if ROWWISE not in x.storage.directions:
+            raise x.storage.absent(ROWWISE)
+        return None, _operand(x.storage, ROWWISE)
+    rows = given.plan.input.encode_groups(given.source(x, beside), given.table, *directions)
+    return rows, _operand(rows.as_matrix(ROWWISE), ROWWISE)
+
+
+def _operand(storage: QuantizedStorage, direction: Direction) -> Rows:
+    sums_over = 1 if direction is ROWWISE else 0
+    return Rows(storage.format[direction], storage.stored(direction), storage.region, sums_over)
+
+
+def _blank(shape: tuple[int, int], dtype: torch.dtype, table: Tensor) -> Tensor:
+    """Where products of rows go, whose rows behind the last group are zeros."""
+    return torch.zeros(shape, dtype=dtype, device=table.device)
+
+
+def _gradients(
+    of: _Backward, given: Given, parameters: Sequence[Tensor]
+) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None]:
+    """Gradients of the input and what is beside it, of the weights, of the biases, those that are wanted."""
+    main = None
+    if of.wants[1] and given.plan.fuses_wgrad and given.later is None:
+        main = MainGrads.of(parameters, of.shape, adds=given.adds)
+        of = replace(of, main_grad=main.whole)
+    found, saved = _taped_backward(of, given)
+    of_x, found = found[: _num_inputs(of)], found[_num_inputs(of) :]
+    of_bias, found = (found[0], found[1:]) if of.wants[2] else (None, found)
+    if saved is not None:
+        given.later(lambda: _finish(of, saved.storage(found), given, parameters))
+        return of_x, None, of_bias
+    if main is not None:
+        main.finish()
+    return of_x, found[0] if found else None, of_bias
+
+
+def _num_inputs(of: _Backward) -> int:
+    return 1 + len(of.beside) if of.wants[0] else 0
+
+
+def _finish(of: _Backward, grads: QuantizedStorage, given: Given, parameters: Sequence[Tensor]) -> None:
+    """The gradient of the weights, computed after backward, is where backward would have put it."""
+    main = MainGrads.of(parameters, of.shape, adds=given.adds) if given.plan.fuses_wgrad else None
+    of = replace(of, main_grad=None if main is None else main.whole)
+    inputs = () if of.inputs is None else plain_parts(of.inputs)
+    held = (of.grad, *grads.buffers.values(), *inputs, *_parts(of.x, *of.beside, of.main_grad), *given.tensors)
+    key = ("sums", grads.format, of.shape, of.dtypes, kind_of(of.inputs), kind_of(of.x), given.kind)
+    (found,) = given.plan.tapes.run(key, held, lambda: ((_weight_gradient(of, grads, given),), None))[0]
+    if main is not None:
+        return main.finish()
+    for parameter, gradient in zip(
+        parameters, _each(found, [True] * len(parameters), parameters[0].dim() == 3), strict=True
+    ):
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def _parts(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(part for tensor in tensors for part in plain_parts(tensor))
+
+
+def _taped_backward(of: _Backward, given: Given) -> tuple[tuple[Tensor, ...], Saved | None]:
+    """(gradients of inputs, of biases, of weights), None; or instead of the last, buffers of the gradient of the output
+    and what these are, for the product that is computed later. No autograd."""
+    held = (of.grad, of.inputs, of.x, *of.beside, *of.weights, of.main_grad)
+    kinds = kind_of(of.inputs), kind_of(of.x), kind_of(of.weights[0] if of.weights else None)
+    key = ("backward", kinds, of.x is None, of.main_grad is None, of.wants, of.shape, of.dtypes, given.kind)
+    return given.plan.tapes.run(key, (*_parts(*held), *given.tensors), lambda: _backward(of, given))
+
+
+def _backward(of: _Backward, given: Given) -> tuple[tuple[Tensor, ...], Saved | None]:
+    wants_input, wants_weight, wants_bias = of.wants
+    directions = (ROWWISE,) * wants_input + (COLUMNWISE,) * wants_weight
+    grads, sums = _quantized_grad(of.grad, given, directions, wants_bias)
+    gradients: list[Tensor] = []
+    if wants_input:
+        gradients += _input_gradients(of, grads.as_matrix(ROWWISE), given)
+    if wants_bias:
+        gradients.append(sums.to(of.dtypes[2]))
+    if not wants_weight:
+        return tuple(gradients), None
+    columns = grads.as_matrix(COLUMNWISE)
+    if given.later is not None:
+        saved = Saved(columns.format, tuple(columns.buffers), columns.region, columns.dtype)
+        return (*gradients, *columns.buffers.values()), saved
+    found = _weight_gradient(of, columns, given)
+    return (*gradients, *(() if of.main_grad is not None else (found,))), None
+
+
+def _input_gradients(of: _Backward, grads: QuantizedStorage, given: Given) -> Sequence[Tensor]:
+    stack = given.cached or stacked(of.weights, given.plan.weight, COLUMNWISE)
+    shape = of.grad.shape[0], of.shape[2]
+    out = _blank(shape, of.dtypes[0], given.table) if given.dgrad_out is None else given.dgrad_out
+    multiply_rows(_operand(grads, ROWWISE), stack.members(COLUMNWISE), Result(given.table, None, False, out))
+    return (out,) if given.front is None else given.front.gradients(of.x, *of.beside, out)
+
+
+def _weight_gradient(of: _Backward, grads: QuantizedStorage, given: Given) -> Tensor:
+    """(G, N, K), returned or added to `main_grad`."""
+    inputs = None if of.inputs is None else of.inputs.storage
+    if inputs is None:
+        x = of.x.dequantize() if isinstance(of.x, QuantizedTensor) else given.source(of.x, of.beside)
+        inputs = given.plan.input.encode_groups(x, given.table, COLUMNWISE).as_matrix(COLUMNWISE)
+    out, adds = of.main_grad, of.main_grad is not None and given.adds
+    if out is None:
+        out = torch.empty(of.shape, dtype=of.dtypes[1], device=given.table.device)
+    return multiply_sums(_operand(grads, COLUMNWISE), _operand(inputs, COLUMNWISE), SumsResult(given.table, adds, out))
+
+
+def _quantized_grad(
+    grad: Tensor, given: Given, directions: tuple[Direction, ...], wants_sums: bool
+) -> tuple[GroupedRows | None, Tensor | None]:
+    """`grad` along `directions`, and the sums (G, N) of its columns, in one pass over it where a quantizer reads it."""
+    quantizer = given.plan.grad_output
+    if wants_sums and directions and quantizer.declare(grad.dtype)[directions[0]].codec.pads_groups:
+        return quantizer.encode_groups_and_sum(grad, given.table, *directions)
+    grads = quantizer.encode_groups(grad, given.table, *directions) if directions else None
+    return grads, _plain_sums(grad, given.table) if wants_sums else None
+
+
+def _plain_sums(x: Tensor, table: Tensor) -> Tensor:
+    """The sums of the columns of every group, f32 (G, N): its product with ones."""
+    ones = torch.ones((x.shape[0], _ONES), dtype=x.dtype, device=x.device)
+    out = torch.empty((table.shape[1] - 1, _ONES, x.shape[1]), dtype=torch.float32, device=x.device)
+    operands = (
+        _operand(IdentityQuantizer().encode_groups(side, table, COLUMNWISE).as_matrix(COLUMNWISE), COLUMNWISE)
+        for side in (ones, x)
+    )
+    return multiply_sums(*operands, SumsResult(table, False, out))[:, 0]

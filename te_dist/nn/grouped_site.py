@@ -1,0 +1,161 @@
+"""Where a linear map of rows in groups meets the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import lcm
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from te_dist.codecs import grouped_gemm
+from te_dist.formats import Direction
+from te_dist.nn.grouped_products import Given, grouped_linear
+from te_dist.nn.products import Plan
+from te_dist.nn.site import LinearSite, answers_of, quantizer_of
+from te_dist.quantizers import Float8Quantizer, HybridQuantizer, IdentityQuantizer, Quantizer
+from te_dist.recipe import Recipe
+from te_dist.tensor import QuantizedTensor
+
+ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
+PLAIN = Plan(IdentityQuantizer(), IdentityQuantizer(), IdentityQuantizer())
+
+
+class GroupedSite(LinearSite):
+    """One linear map for each group of rows; as `LinearSite`, with a scale for every group where a tensor has one.
+
+    Attributes:
+        num_groups: G.
+        saves_original: see `grouped_products.Given`.
+    """
+
+    module_type: ClassVar[str] = "grouped_linear"
+
+    def __init__(
+        self, num_groups: int, in_features: int, out_features: int, *, name: str, saves_original: bool = False
+    ) -> None:
+        super().__init__(in_features, out_features, name=name)
+        self.num_groups = num_groups
+        self.saves_original = saves_original
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        *,
+        given: Given,
+        biases: Sequence[Tensor] = (),
+        beside: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """(T, N) in the dtype of `x`, see `grouped_products.grouped_linear`; `given.plan` is replaced by the recipe's.
+
+        Inside of `autocast` all three products are computed by its recipe; a quantized weight is used in its own
+        format. Outside, the weights are plain.
+
+        Raises:
+            ValueError: weights of different formats, or quantized weights outside of `autocast`; the recipe cannot
+                compute this map.
+            NotImplementedError: there is no product in groups of the encodings that meet.
+        """
+        self._check_weights(weights)
+        plan = self.plan(x, next((weight for weight in weights if weight.requires_grad), weights[0]))
+        if plan is None:
+            return self._outside(x, weights, given=given, biases=biases, beside=beside)
+        if given.saves_original and isinstance(plan.input, Float8Quantizer):
+            raise ValueError(
+                f"{self._label}: save_original_input quantizes the input once more in backward, by when delayed "
+                "scaling may have moved its scale; leave save_original_input out, or take another recipe"
+            )
+        return grouped_linear(x, weights, given=replace(given, plan=plan), biases=biases, beside=beside)
+
+    def check(self, recipe: Recipe, device: str) -> None:
+        if device != "meta":
+            _check(recipe, (self.name, self.in_features, self.out_features), device)
+
+    def row_multiple(self, recipe: Recipe, dtype: torch.dtype, device: str) -> int:
+        return 1  # quantizers pad groups, not rows
+
+    @property
+    def _label(self) -> str:
+        return self.name or "GroupedLinear"
+
+    def _outside(
+        self, x: Tensor, weights: Sequence[Tensor], *, given: Given, biases: Sequence[Tensor], beside: Sequence[Tensor]
+    ) -> Tensor:
+        """Outside of `autocast`."""
+        if isinstance(x, QuantizedTensor) or isinstance(weights[0], QuantizedTensor):
+            what = "input" if isinstance(x, QuantizedTensor) else "weight"
+            raise ValueError(
+                f"{self._label}: the {what} is quantized, and there is no product in groups of it with plain values; "
+                "call this inside of te_dist.autocast(recipe=...), or dequantize it"
+            )
+        weights = [weight.to(x.dtype) for weight in weights]
+        biases = [bias.to(x.dtype) for bias in biases]
+        return grouped_linear(x, weights, given=replace(given, plan=PLAIN), biases=biases, beside=beside)
+
+    def _check_weights(self, weights: Sequence[Tensor]) -> None:
+        """All are plain, or all in one format."""
+        if weights[0].is_meta:
+            return
+        formats = {weight.format if isinstance(weight, QuantizedTensor) else None for weight in weights}
+        if len(formats) > 1:
+            found = sorted("plain" if format is None else str(list(format.fields)) for format in formats)
+            raise ValueError(
+                f"{self._label}: weights of one GroupedLinear have one format, or are all plain, got {found}; quantize "
+                "all of them by one recipe (hybrid and plain quantizers do not mix)"
+            )
+
+
+@lru_cache(maxsize=4096)
+def _check(recipe: Recipe, place: tuple[str, int, int], device: str) -> None:
+    """Raises where a map of `place` (name, K, N) cannot be computed by `recipe` on this type of device."""
+    name, in_features, out_features = place
+    answers = answers_of(recipe, name, GroupedSite.module_type)
+    quantizers = {kind: quantizer_of(answer) for kind, answer in answers.items()}
+    for quantizer in quantizers.values():
+        _check_columnwise_source(quantizer)
+    multiple = _multiple_of(quantizers, device)
+    for what, extent, *needs in (
+        ("in_features", in_features, ("input", 1), ("weight", 1)),
+        ("out_features", out_features, ("grad_output", 1), ("weight", 0)),
+    ):
+        wanted = lcm(multiple, *(quantizers[kind].multiple(dim, torch.bfloat16) for kind, dim in needs))
+        if extent % wanted:
+            raise ValueError(
+                f"{name or 'GroupedLinear'}: {what}={extent} does not fit {recipe}, which takes multiples of {wanted} "
+                f"for products in groups; change {what}, or compute this module outside of the recipe"
+            )
+
+
+def _multiple_of(quantizers: dict[str, Quantizer], device: str) -> int:
+    """What the features have to be multiples of; raises where there is no function for one of the products."""
+    formats = {kind: quantizer.declare(torch.bfloat16) for kind, quantizer in quantizers.items()}
+    multiple = 1
+    for find, a, b, directions in (
+        (grouped_gemm.find, "input", "weight", (ROWWISE, ROWWISE)),
+        (grouped_gemm.find, "grad_output", "weight", (ROWWISE, COLUMNWISE)),
+        (grouped_gemm.find_sums, "grad_output", "input", (COLUMNWISE, COLUMNWISE)),
+    ):
+        for kind, direction in zip((a, b), directions, strict=True):
+            if direction not in formats[kind]:
+                raise NotImplementedError(
+                    f"{quantizers[kind]} has no {direction.value} direction, which the products of {kind} in groups "
+                    "need; choose another quantizer for it"
+                )
+        encodings = [formats[kind][direction] for kind, direction in zip((a, b), directions, strict=True)]
+        multiple = lcm(multiple, find(*encodings, device).multiple)
+    return multiple
+
+
+def _check_columnwise_source(quantizer: Quantizer) -> None:
+    if not isinstance(quantizer, HybridQuantizer) or quantizer.columnwise_source == "original":
+        return
+    fields = quantizer.rowwise_quantizer.declare(torch.bfloat16)[ROWWISE].fields
+    if any(field.grain[0] != 1 for field in fields):
+        raise NotImplementedError(
+            f'columnwise_source="rowwise_dequantized" in groups needs rows with scales of their own, got {quantizer}; '
+            'take "original", or another format rowwise'
+        )

@@ -1,0 +1,138 @@
+"""GroupedLinear over recipes: each group as if it were alone in a Linear, whatever the sizes."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import te_dist as te
+from te_dist import recipe
+from te_dist.nn import group_table
+from te_dist.recipe import Recipe
+from te_dist.testing import assert_bitwise
+from tests.nn.recipes import CASES, relative_error
+
+IN, OUT, SPARE = 128, 256, 3
+# What grouped products refuse: squares and rows' own amaxes as operands, and pairs of unlike encodings.
+REFUSED = {"block_2d", "nvfp4_row_scaled", "delayed_inputs_only"}
+COMPUTED: dict[str, Any] = {"plain": None} | {name: case.recipe for name, case in CASES.items() if name not in REFUSED}
+NO_PARAMETER = {"plain", "high_precision_backward"}  # recipes whose weights are no parameters
+SIZES = {
+    "ragged": [5, 0, 130, 37],
+    "one": [200],
+    "one_has_all": [0, 0, 150, 0],
+    "aligned": [128, 256],
+    "none": [0, 0],
+    "many": [3, 0, 17, 1] * 5,
+}
+every_recipe = pytest.mark.parametrize("made_by", COMPUTED.values(), ids=COMPUTED.keys())
+Gradients = dict[str, Tensor]
+
+
+def normal(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def make(num: int, quantized: Recipe | None = None, **options: Any) -> te.GroupedLinear:
+    """A GroupedLinear of the same values every time; its weights quantized if there is a recipe."""
+    torch.manual_seed(0)
+    with te.quantized_model_init(enabled=quantized is not None, recipe=quantized):
+        return te.GroupedLinear(num, IN, OUT, **options)
+
+
+def inside(made_by: Recipe | None) -> Any:
+    """Of autocast by a recipe; of nothing without."""
+    return nullcontext() if made_by is None else te.autocast(recipe=made_by)
+
+
+def step(module: te.GroupedLinear, made_by: Recipe | None, sizes: Any, x: Tensor, **options: Any) -> Gradients:
+    """Output and gradients of one pass, by name."""
+    x = x.detach().requires_grad_()
+    module.zero_grad()
+    with inside(made_by):
+        out = module(x, sizes, **options)
+    out.backward(normal(*out.shape, seed=2, dtype=out.dtype))
+    return {"y": out.detach(), "dx": x.grad} | {name: p.grad for name, p in module.named_parameters()}
+
+
+def alone(module: te.GroupedLinear, made_by: Recipe | None, sizes: list[int], passes: list[Tensor]) -> Gradients:
+    """What a Linear for every group computes in the last of several passes, zeros behind the last group."""
+    rows = len(passes[0])
+    found: dict[str, Any] = {"y": torch.zeros(rows, OUT), "dx": torch.zeros(rows, IN)}
+    begin = 0
+    for number, size in enumerate(sizes):
+        twin, its = te.Linear(IN, OUT), slice(begin, begin + size)
+        with torch.no_grad():
+            weight = getattr(module, f"weight{number}")
+            twin.weight.copy_(weight.dequantize() if isinstance(weight, te.QuantizedTensor) else weight)
+            twin.bias.copy_(getattr(module, f"bias{number}"))
+        for whole in passes:
+            x = whole[its].detach().requires_grad_()
+            twin.zero_grad()
+            with inside(made_by):
+                out = twin(x)
+            out.backward(normal(rows, OUT, seed=2)[its])
+        found["y"][its], found["dx"][its] = out.detach(), x.grad
+        found |= {f"weight{number}": twin.weight.grad, f"bias{number}": twin.bias.grad}
+        begin += size
+    return found
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+@every_recipe
+def test_every_group_is_as_if_it_were_alone(made_by: Recipe | None, sizes: list[int]) -> None:
+    module = make(len(sizes))
+    passes = [normal(sum(sizes) + SPARE, IN, seed=seed) for seed in (1, 5)]
+    for x in passes:
+        got = step(module, made_by, sizes, x)
+    want = alone(module, made_by, sizes, passes)
+    assert got.keys() == want.keys()
+    for name, value in got.items():
+        assert relative_error(value, want[name]) < 2e-6, name
+
+
+@pytest.mark.parametrize("name", [name for name in COMPUTED if name not in NO_PARAMETER])
+def test_quantized_and_plain_weights_give_the_same_bits(name: str) -> None:
+    made_by, sizes, x = COMPUTED[name], SIZES["ragged"], normal(180, IN, dtype=torch.bfloat16)
+    options = dict(params_dtype=torch.bfloat16)
+    plain, quantized = (step(make(4, by, **options), made_by, sizes, x) for by in (None, made_by))
+    for key, value in quantized.items():
+        assert_bitwise(value, plain[key], key)
+
+
+@every_recipe
+def test_sizes_may_be_a_list_a_tensor_or_a_table(made_by: Recipe | None) -> None:
+    sizes, x = SIZES["ragged"], normal(180, IN)
+    want = step(make(4), made_by, sizes, x)
+    tensor = torch.tensor(sizes)
+    for given in (tensor, tensor.int(), group_table(tensor, len(x))):
+        for key, value in step(make(4), made_by, given, x).items():
+            assert_bitwise(value, want[key], key)
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    module, x = make(2), normal(10, IN)
+    for wrong in ([5], [5, 6], [-1, 5]):
+        with pytest.raises(ValueError, match="m_splits has 2 sizes of 0 or more, which add up to at most the 10 rows"):
+            module(x, wrong)
+    for tensor in (torch.tensor([1, 2, 3]), torch.tensor([1.0, 2.0])):
+        with pytest.raises(ValueError, match=r"m_splits is an int32 or int64 tensor of shape \(2,\)"):
+            module(x, tensor)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_has_no_product_in_groups_is_refused(name: str) -> None:
+    made_by = CASES[name].recipe
+    with pytest.raises(NotImplementedError, match="no products in groups of"):
+        make(2, made_by)
+    with te.autocast(recipe=made_by), pytest.raises(NotImplementedError, match="no products in groups of"):
+        make(2)(normal(10, IN), [5, 5])
+
+
+def test_quantized_weights_are_refused_outside_of_autocast() -> None:
+    with pytest.raises(ValueError, match="the weight is quantized, and there is no product in groups of it with plain"):
+        make(2, recipe.Float8BlockScaling())(normal(10, IN), [5, 5])
