@@ -10,7 +10,7 @@ from te_dist.kernels.evaluation import evaluate, panel_sums, rms_rstd
 from te_dist.kernels.gemm import gemm_float8_block
 from te_dist.kernels.gemm_decoded import gemm_decoded
 from te_dist.kernels.grouped_decoded import grouped_gemm_decoded, grouped_wgrad_decoded
-from te_dist.kernels.grouped_gemm import group_table, grouped_gemm_float8_block, grouped_wgrad_float8_block
+from te_dist.kernels.grouped_gemm import clear_rest, group_table, grouped_gemm_float8_block, grouped_wgrad_float8_block
 from te_dist.kernels.grouped_quantize import (
     group_sums,
     grouped_amax,
@@ -40,6 +40,7 @@ from te_dist.kernels.quantize import (
 __all__ = [
     "CompilerError",
     "assemble",
+    "clear_rest",
     "dequantize_float8",
     "dequantize_mxfp8",
     "dequantize_nvfp4",

@@ -8,12 +8,14 @@ from torch import Tensor
 
 from te_dist.formats.region import Pair
 from te_dist.kernels import gemm
-from te_dist.kernels.arguments import CODES, ELEMENTS, INTEGERS, matrix_map
+from te_dist.kernels.arguments import CODES, ELEMENTS, INTEGERS, access_bytes, matrix_map
 from te_dist.kernels.gemm import DEPTH, Extents, Kind, Rates, Tiling
 from te_dist.kernels.runtime import launch, multiprocessors, record
 from te_dist.kernels.spec import Layout, Spec
 
 HEIGHTS = (128, 192, 256)  # of tiles, in the order of a group table's rows behind the first
+_WIDEST = 16  # bytes
+_REST_BLOCKS = 512  # that write zeros: enough for the whole of a GPU, most of which end at once where there is no rest
 _TABLE = Layout("ends:P groups:q rows:q table:P")
 GROUPS = "tiles.table.begins:P tiles.table.tiles:P tiles.table.groups:q "
 _ROWS = Layout(
@@ -32,6 +34,22 @@ def group_table(ends: Tensor, rows: int, table: Tensor) -> None:
     """See te_dist.ops.group_table."""
     values = (ends.data_ptr(), ends.shape[0], rows, table.data_ptr())
     launch(find_groups(INTEGERS[ends.dtype]), table, (1, 1), values)
+
+
+@cache
+def rest(width: int) -> Spec:
+    """Spec of zeros behind the last group; `width`: bytes written at a time."""
+    return Spec("clear_rest.cuh", f"ClearRest<{width}>", Layout("out:P row_bytes:q rows:q end:P"))
+
+
+def clear_rest(table: Tensor, out: Tensor) -> None:
+    """See te_dist.ops.clear_rest."""
+    rows, row_bytes = out.shape[0], out.shape[1] * out.element_size()
+    if out.numel() == 0:
+        return
+    end = table.data_ptr() + (table.shape[1] - 1) * table.element_size()
+    spec = rest(access_bytes(_WIDEST, out.data_ptr(), row_bytes))
+    launch(spec, out, (_REST_BLOCKS, 1), (out.data_ptr(), row_bytes, rows, end))
 
 
 # 8 groups of 32768 rows, N = 4096, K = 7168 in `python -m benchmarks.grouped_cuda --tilings`. With scales of runs,

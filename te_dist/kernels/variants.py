@@ -215,6 +215,7 @@ def movers() -> Iterator[Spec]:
     yield amax.ZERO
     yield from map(grouped_gemm.find_groups, ("int32_t", "int64_t"))
     yield grouped_quantize.SUMS
+    yield from map(grouped_gemm.rest, (16, 4, 2))
 
 
 def variants(*elements: str) -> list[Spec]:

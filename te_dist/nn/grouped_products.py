@@ -283,7 +283,9 @@ def _operand(storage: QuantizedStorage, direction: Direction) -> Rows:
 
 def _blank(shape: tuple[int, int], dtype: torch.dtype, table: Tensor) -> Tensor:
     """Where products of rows go, whose rows behind the last group are zeros."""
-    return torch.zeros(shape, dtype=dtype, device=table.device)
+    out = torch.empty(shape, dtype=dtype, device=table.device)
+    ops.clear_rest(out, table=table)
+    return out
 
 
 def _gradients(

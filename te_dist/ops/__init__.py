@@ -4,6 +4,7 @@ All outputs are arguments. A tile grid is anchored at the whole matrix; `phase` 
 """
 
 from te_dist.ops.assemble import assemble
+from te_dist.ops.clear_rest import clear_rest
 from te_dist.ops.dequantize_float8 import dequantize_float8
 from te_dist.ops.dequantize_mxfp8 import dequantize_mxfp8
 from te_dist.ops.dequantize_nvfp4 import dequantize_nvfp4
@@ -41,6 +42,7 @@ from te_dist.ops.transpose import transpose
 
 __all__ = [
     "assemble",
+    "clear_rest",
     "dequantize_float8",
     "dequantize_mxfp8",
     "dequantize_nvfp4",

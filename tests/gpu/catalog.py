@@ -385,6 +385,9 @@ def grouped_quantizers() -> Iterator[Call]:
             found = dict(row_amax=torch.zeros(count), col_amax=torch.zeros(count))
             inputs = dict(x=x, table=table, hadamard=0xD7E8)
             yield Call(f"amaxes {count} {routing} {dtype}", ops.grouped_direction_amax, inputs, found)
+        for cols in (64, 33):
+            rest = shifted(matrix("normal", (rows, cols), dtype), cols % 2)
+            yield Call(f"rest {cols} {routing} {dtype}", ops.clear_rest, dict(table=table), dict(out=rest))
         sums = matrix("normal", (int(table[1, -1]) + 1, 70), torch.float32)
         out = torch.zeros(len(sizes), 70)
         yield Call(f"sums {routing} {dtype}", ops.group_sums, dict(sums=sums, table=table), dict(out=out))

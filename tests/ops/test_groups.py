@@ -33,6 +33,16 @@ def test_ends_behind_the_matrix_are_read_as_its_last_row():
     assert table[0].tolist() == [0, 10, 300, 300]
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_rows_behind_the_last_group_become_zeros_and_no_others(sizes, dtype):
+    out = torch.randn(sum(sizes) + 9, 20).to(dtype)
+    want = out.clone()
+    want[sum(sizes) :] = 0
+    ops.clear_rest(out, table=table_of(sizes, len(out)))
+    assert_bitwise(out, want, "rows")
+
+
 @pytest.mark.parametrize("b_tile", (SQUARE, RUN))
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_product_of_each_group(sizes, b_tile):
