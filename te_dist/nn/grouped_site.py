@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import lcm
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_dist.codecs import grouped_gemm
 from te_dist.formats import Direction
 from te_dist.nn.grouped_products import Given, grouped_linear
+from te_dist.nn.grouped_weights import Stack, stacked
 from te_dist.nn.products import Plan
 from te_dist.nn.site import LinearSite, answers_of, quantizer_of
 from te_dist.quantizers import Float8Quantizer, HybridQuantizer, IdentityQuantizer, Quantizer
@@ -21,7 +23,9 @@ from te_dist.recipe import Recipe
 from te_dist.tensor import QuantizedTensor
 
 ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
-PLAIN = Plan(IdentityQuantizer(), IdentityQuantizer(), IdentityQuantizer())
+PLAIN = Plan(IdentityQuantizer(), IdentityQuantizer(), IdentityQuantizer())  # until a site knows better
+# By site, type of the input and whether main gradients are added to; beside the modules, since tapes are not copied.
+_plain: WeakKeyDictionary[nn.Module, dict[tuple[torch.dtype, bool], Plan]] = WeakKeyDictionary()
 
 
 class GroupedSite(LinearSite):
@@ -29,17 +33,14 @@ class GroupedSite(LinearSite):
 
     Attributes:
         num_groups: G.
-        saves_original: see `grouped_products.Given`.
     """
 
     module_type: ClassVar[str] = "grouped_linear"
 
-    def __init__(
-        self, num_groups: int, in_features: int, out_features: int, *, name: str, saves_original: bool = False
-    ) -> None:
+    def __init__(self, num_groups: int, in_features: int, out_features: int, *, name: str) -> None:
         super().__init__(in_features, out_features, name=name)
         self.num_groups = num_groups
-        self.saves_original = saves_original
+        self._kept: _Kept | None = None
 
     def forward(  # type: ignore[override]
         self,
@@ -63,13 +64,15 @@ class GroupedSite(LinearSite):
         self._check_weights(weights)
         plan = self.plan(x, next((weight for weight in weights if weight.requires_grad), weights[0]))
         if plan is None:
-            return self._outside(x, weights, given=given, biases=biases, beside=beside)
+            given = self._outside(x, weights, given=given)
+            return grouped_linear(x, weights, given=given, biases=biases, beside=beside)
         if given.saves_original and isinstance(plan.input, Float8Quantizer):
             raise ValueError(
                 f"{self._label}: save_original_input quantizes the input once more in backward, by when delayed "
                 "scaling may have moved its scale; leave save_original_input out, or take another recipe"
             )
-        return grouped_linear(x, weights, given=replace(given, plan=plan), biases=biases, beside=beside)
+        given = replace(given, plan=plan, cached=self._cached(weights, plan.weight, given.is_first))
+        return grouped_linear(x, weights, given=given, biases=biases, beside=beside)
 
     def check(self, recipe: Recipe, device: str) -> None:
         if device != "meta":
@@ -82,19 +85,34 @@ class GroupedSite(LinearSite):
     def _label(self) -> str:
         return self.name or "GroupedLinear"
 
-    def _outside(
-        self, x: Tensor, weights: Sequence[Tensor], *, given: Given, biases: Sequence[Tensor], beside: Sequence[Tensor]
-    ) -> Tensor:
-        """Outside of `autocast`."""
+    def _outside(self, x: Tensor, weights: Sequence[Tensor], *, given: Given) -> Given:
+        """What holds outside of `autocast`: values in the type of the input, products in it."""
         if isinstance(x, QuantizedTensor) or isinstance(weights[0], QuantizedTensor):
             what = "input" if isinstance(x, QuantizedTensor) else "weight"
             raise ValueError(
                 f"{self._label}: the {what} is quantized, and there is no product in groups of it with plain values; "
                 "call this inside of te_dist.autocast(recipe=...), or dequantize it"
             )
-        weights = [weight.to(x.dtype) for weight in weights]
-        biases = [bias.to(x.dtype) for bias in biases]
-        return grouped_linear(x, weights, given=replace(given, plan=PLAIN), biases=biases, beside=beside)
+        plans = _plain.setdefault(self, {})
+        if (x.dtype, self.fuses_wgrad) not in plans:
+            plans[x.dtype, self.fuses_wgrad] = _plain_plan(x.dtype, fuses_wgrad=self.fuses_wgrad)
+        return replace(given, plan=plans[x.dtype, self.fuses_wgrad])
+
+    def _cached(self, weights: Sequence[Tensor], quantizer: Quantizer, is_first: bool | None) -> Stack | None:
+        """The weights quantized once for several calls; None where that is not asked for, or they are quantized."""
+        if is_first is None or isinstance(weights[0], QuantizedTensor):
+            return None
+        versions = tuple(weight._version for weight in weights)
+        if is_first:
+            stack = stacked([weight.detach() for weight in weights], quantizer, ROWWISE, COLUMNWISE)
+            self._kept = _Kept(quantizer, versions, stack)
+        elif self._kept is None or self._kept[:2] != (quantizer, versions):
+            raise RuntimeError(
+                f"{self._label}: is_first_microbatch=False takes the weights as an earlier call quantized them, and "
+                f"{'there was none' if self._kept is None else 'they, or the recipe, have changed since'}; call it "
+                "with True first"
+            )
+        return self._kept.stack
 
     def _check_weights(self, weights: Sequence[Tensor]) -> None:
         """All are plain, or all in one format."""
@@ -107,6 +125,18 @@ class GroupedSite(LinearSite):
                 f"{self._label}: weights of one GroupedLinear have one format, or are all plain, got {found}; quantize "
                 "all of them by one recipe (hybrid and plain quantizers do not mix)"
             )
+
+
+def _plain_plan(dtype: torch.dtype, *, fuses_wgrad: bool) -> Plan:
+    return Plan(*(IdentityQuantizer(dtype=dtype) for _ in range(3)), fuses_wgrad=fuses_wgrad)
+
+
+class _Kept(NamedTuple):
+    """Weights quantized for several calls: how, at which versions of them, and what came of it."""
+
+    quantizer: Quantizer
+    versions: tuple[int, ...]
+    stack: Stack
 
 
 @lru_cache(maxsize=4096)

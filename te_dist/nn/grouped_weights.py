@@ -80,8 +80,9 @@ def encoded(whole: Tensor, quantizer: Quantizer, *directions: Direction) -> Stac
     """Every matrix of `whole` (G, N, K), plain, quantized alone; values that stay what they are are not copied."""
     num_members, rows, cols = whole.shape
     region, format = Region.whole(rows, cols), quantizer.declare(whole.dtype)
-    if isinstance(quantizer, IdentityQuantizer) and format.canonical.fields[0].dtype == whole.dtype:
-        return Stack(format, {format.canonical.fields[0].name: whole.detach().contiguous()}, region)
+    if isinstance(quantizer, IdentityQuantizer):
+        (field,) = format.canonical.fields
+        return Stack(format, {field.name: whole.detach().to(field.dtype).contiguous()}, region)
     format = format.select(*directions)
     for direction in format.directions:
         format[direction].codec.check(region)

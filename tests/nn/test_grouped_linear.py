@@ -136,3 +136,35 @@ def test_what_has_no_product_in_groups_is_refused(name: str) -> None:
 def test_quantized_weights_are_refused_outside_of_autocast() -> None:
     with pytest.raises(ValueError, match="the weight is quantized, and there is no product in groups of it with plain"):
         make(2, recipe.Float8BlockScaling())(normal(10, IN), [5, 5])
+
+
+def test_types_may_differ_between_input_weights_and_biases() -> None:
+    sizes, x = SIZES["ragged"], normal(180, IN, dtype=torch.bfloat16)
+    wide = step(make(4), None, sizes, x)
+    narrow = step(make(4).bfloat16(), None, sizes, x)
+    assert wide["y"].dtype == wide["dx"].dtype == torch.bfloat16
+    assert wide["weight1"].dtype == wide["bias1"].dtype == torch.float32
+    for name, value in wide.items():
+        assert relative_error(value, narrow[name]) < 4e-3, name
+
+
+@pytest.mark.parametrize("name", ["plain", "block", "nvfp4"])
+def test_weights_are_quantized_once_for_several_microbatches(name: str) -> None:
+    made_by, sizes = COMPUTED[name], SIZES["ragged"]
+    passes = [normal(180, IN, seed=seed) for seed in range(3)]
+    want = [step(make(4), made_by, sizes, x) for x in passes]
+    module = make(4)
+    for number, x in enumerate(passes):
+        for key, value in step(module, made_by, sizes, x, is_first_microbatch=number == 0).items():
+            assert_bitwise(value, want[number][key], key)
+
+
+def test_weights_that_were_kept_are_never_stale() -> None:
+    made_by, module, x = recipe.Float8BlockScaling(), make(2), normal(10, IN)
+    with te.autocast(recipe=made_by), pytest.raises(RuntimeError, match="there was none"):
+        module(x, [5, 5], is_first_microbatch=False)
+    step(module, made_by, [5, 5], x, is_first_microbatch=True)
+    with torch.no_grad():
+        module.weight1.add_(1.0)
+    with te.autocast(recipe=made_by), pytest.raises(RuntimeError, match="they, or the recipe, have changed since"):
+        module(x, [5, 5], is_first_microbatch=False)
