@@ -63,10 +63,10 @@ class GroupedLinear(QuantizedModule):
         self.single_grouped_weight: bool = known.get("single_grouped_weight", False)
         self.single_grouped_bias: bool = known.get("single_grouped_bias", False)
         self.delay_wgrad_compute: bool = known.get("delay_wgrad_compute", False)
-        self._saves_original: bool = known.get("save_original_input", False)
         self._later: list[Callable[[], None]] = []
         self.gemm = GroupedSite(num_gemms, self.in_features, self.out_features, name=self.name)
         self.gemm.fuses_wgrad = self._fuses_wgrad
+        self.gemm.saves_original = known.get("save_original_input", False)
         self._make_parameters(known.get("init_method"))
 
     @property
@@ -128,7 +128,7 @@ class GroupedLinear(QuantizedModule):
             PLAIN,
             out=out,
             dgrad_out=dgrad_out,
-            saves_original=self._saves_original,
+            saves_original=self.gemm.saves_original,
             later=self._later.append if self.delay_wgrad_compute else None,
             is_first=is_first_microbatch,
         )

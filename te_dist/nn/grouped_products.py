@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 from te_dist import ops
 from te_dist.codecs.grouped_gemm import Result, Rows, SumsResult, multiply_rows, multiply_sums
 from te_dist.formats import Direction
-from te_dist.nn.grouped_weights import MainGrads, Stack, shape_of, stacked
+from te_dist.grouped import GroupedStorage
+from te_dist.nn.grouped_weights import MainGrads, members_of, shape_of, stacked
 from te_dist.nn.products import Plan, Saved, kind_of, plain_parts
 from te_dist.ops.evaluate import values
 from te_dist.ops.panel_sums import column_sums
@@ -83,7 +84,7 @@ class Given:
     dgrad_out: Tensor | None = None
     saves_original: bool = False
     later: Callable[[Callable[[], None]], None] | None = None
-    cached: Stack | None = None
+    cached: GroupedStorage | None = None
     is_first: bool | None = None
 
     @property
@@ -257,7 +258,7 @@ def _forward(
     out = given.out
     if out is None:
         out = _blank((operand.region.shape[0], shape_of(weights)[1]), x.dtype, given.table)
-    multiply_rows(operand, stack.members(ROWWISE), Result(given.table, bias, False, out))
+    multiply_rows(operand, members_of(stack, ROWWISE), Result(given.table, bias, False, out))
     if not saves:
         return (out,), None
     part = rows.as_matrix(COLUMNWISE)
@@ -363,7 +364,7 @@ def _input_gradients(of: _Backward, grads: QuantizedStorage, given: Given) -> Se
     stack = given.cached or stacked(of.weights, given.plan.weight, COLUMNWISE)
     shape = of.grad.shape[0], of.shape[2]
     out = _blank(shape, of.dtypes[0], given.table) if given.dgrad_out is None else given.dgrad_out
-    multiply_rows(_operand(grads, ROWWISE), stack.members(COLUMNWISE), Result(given.table, None, False, out))
+    multiply_rows(_operand(grads, ROWWISE), members_of(stack, COLUMNWISE), Result(given.table, None, False, out))
     return (out,) if given.front is None else given.front.gradients(of.x, *of.beside, out)
 
 

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from te_dist.codecs import grouped_gemm
 from te_dist.formats import Direction
+from te_dist.grouped import GroupedStorage
 from te_dist.nn.grouped_products import Given, grouped_linear
-from te_dist.nn.grouped_weights import Stack, stacked
+from te_dist.nn.grouped_weights import stacked
 from te_dist.nn.products import Plan
 from te_dist.nn.site import LinearSite, answers_of, quantizer_of
-from te_dist.quantizers import Float8Quantizer, HybridQuantizer, IdentityQuantizer, Quantizer
+from te_dist.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from te_dist.recipe import Recipe
+from te_dist.scaling.history import DelayedScalingRequest
 from te_dist.tensor import QuantizedTensor
 
 ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
@@ -33,9 +35,12 @@ class GroupedSite(LinearSite):
 
     Attributes:
         num_groups: G.
+        saves_original: see `grouped_products.Given`.
     """
 
     module_type: ClassVar[str] = "grouped_linear"
+
+    saves_original: bool = False
 
     def __init__(self, num_groups: int, in_features: int, out_features: int, *, name: str) -> None:
         super().__init__(in_features, out_features, name=name)
@@ -66,17 +71,17 @@ class GroupedSite(LinearSite):
         if plan is None:
             given = self._outside(x, weights, given=given)
             return grouped_linear(x, weights, given=given, biases=biases, beside=beside)
-        if given.saves_original and isinstance(plan.input, Float8Quantizer):
-            raise ValueError(
-                f"{self._label}: save_original_input quantizes the input once more in backward, by when delayed "
-                "scaling may have moved its scale; leave save_original_input out, or take another recipe"
-            )
         given = replace(given, plan=plan, cached=self._cached(weights, plan.weight, given.is_first))
         return grouped_linear(x, weights, given=given, biases=biases, beside=beside)
 
     def check(self, recipe: Recipe, device: str) -> None:
-        if device != "meta":
-            _check(recipe, (self.name, self.in_features, self.out_features), device)
+        _check(recipe, (self.name, self.in_features, self.out_features), device)
+        answer = answers_of(recipe, self.name, self.module_type)["input"]
+        if self.saves_original and isinstance(answer, DelayedScalingRequest):
+            raise ValueError(
+                f"{self._label}: save_original_input quantizes the input once more in backward, by when delayed "
+                "scaling may have moved its scale; leave save_original_input out, or take another recipe"
+            )
 
     def row_multiple(self, recipe: Recipe, dtype: torch.dtype, device: str) -> int:
         return 1  # quantizers pad groups, not rows
@@ -98,7 +103,7 @@ class GroupedSite(LinearSite):
             plans[x.dtype, self.fuses_wgrad] = _plain_plan(x.dtype, fuses_wgrad=self.fuses_wgrad)
         return replace(given, plan=plans[x.dtype, self.fuses_wgrad])
 
-    def _cached(self, weights: Sequence[Tensor], quantizer: Quantizer, is_first: bool | None) -> Stack | None:
+    def _cached(self, weights: Sequence[Tensor], quantizer: Quantizer, is_first: bool | None) -> GroupedStorage | None:
         """The weights quantized once for several calls; None where that is not asked for, or they are quantized."""
         if is_first is None or isinstance(weights[0], QuantizedTensor):
             return None
@@ -136,7 +141,7 @@ class _Kept(NamedTuple):
 
     quantizer: Quantizer
     versions: tuple[int, ...]
-    stack: Stack
+    stack: GroupedStorage
 
 
 @lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""The matrices of a linear map of rows in groups, as products read them: stacked, one buffer for each field."""
+"""The matrices of a linear map of rows in groups, as products read them: one storage, a member for each group."""
 
 from __future__ import annotations
 
@@ -9,60 +9,35 @@ import torch
 from torch import Tensor
 
 from te_dist.codecs.grouped_gemm import Members
-from te_dist.formats import Direction, Encoding, Format, Region
+from te_dist.formats import Direction, Group
+from te_dist.grouped import GroupedStorage, GroupedTensor
+from te_dist.grouped import storage as groups
 from te_dist.nn.products import main_grad_of
 from te_dist.quantizers import IdentityQuantizer, Quantizer
-from te_dist.tensor import QuantizedStorage, QuantizedTensor
-
-
-class Stack(NamedTuple):
-    """Matrices of one shape and format, a member for each group.
-
-    Attributes:
-        format: of each member.
-        buffers: by field name (G, *field.shape(region)), of one direction or of both.
-        region: of a member, (N, K).
-    """
-
-    format: Format
-    buffers: dict[str, Tensor]
-    region: Region
-
-    def members(self, direction: Direction) -> Members:
-        """As a product reads them that sums along `direction`; derived from the other one where it is absent.
-
-        Raises:
-            RuntimeError: the direction is neither present nor a relayout of the one that is.
-        """
-        encoding, sums_over = self.format[direction], 1 if direction is Direction.ROWWISE else 0
-        if all(name in self.buffers for name in encoding.names):
-            stored = tuple(self.buffers[name] for name in encoding.names)
-        else:
-            stored = self._derived(encoding, direction)
-        return Members(encoding, stored, self.region, sums_over)
-
-    def _derived(self, encoding: Encoding, direction: Direction) -> tuple[Tensor, ...]:
-        num_members = len(next(iter(self.buffers.values())))
-        made = []
-        for member in range(num_members):
-            buffers = {name: buffer[member] for name, buffer in self.buffers.items()}
-            storage = QuantizedStorage(self.format, buffers, self.region, dtype=torch.float32)
-            if not self.format.columnwise_is_derivable:
-                raise storage.absent(direction)
-            made.append(storage.with_derived(direction).stored(direction))
-        return tuple(torch.stack(parts) for parts in zip(*made, strict=True))
+from te_dist.tensor import QuantizedTensor
 
 
 def shape_of(weights: Sequence[Tensor]) -> tuple[int, int, int]:
     """(G, N, K) of weights as `stacked` takes them."""
-    if len(weights) == 1 and weights[0].dim() == 3:
-        groups, rows, cols = weights[0].shape
-        return groups, rows, cols
-    rows, cols = weights[0].shape
-    return len(weights), rows, cols
+    first = tuple(weights[0].shape)
+    return first if len(first) == 3 else (len(weights), *first)  # type: ignore[return-value]  # noqa: PLR2004
 
 
-def stacked(weights: Sequence[Tensor], quantizer: Quantizer, *directions: Direction) -> Stack:
+def members_of(stack: GroupedStorage, direction: Direction) -> Members:
+    """As a product reads them that sums along `direction`; derived from the other one where it is absent.
+
+    Raises:
+        RuntimeError: the direction is neither present nor a relayout of the one that is.
+    """
+    if not stack.has(direction):
+        if not stack.format.columnwise_is_derivable:
+            raise stack.absent(direction)
+        stack = stack.with_derived(direction)
+    sums_over = 1 if direction is Direction.ROWWISE else 0
+    return Members(stack.format[direction], stack.stored(direction), stack.region, sums_over)
+
+
+def stacked(weights: Sequence[Tensor], quantizer: Quantizer, *directions: Direction) -> GroupedStorage:
     """Weights as products along `directions` read them; plain ones are quantized, quantized ones are taken as they are.
 
     Args:
@@ -70,43 +45,39 @@ def stacked(weights: Sequence[Tensor], quantizer: Quantizer, *directions: Direct
         quantizer: of plain weights.
     """
     first = weights[0]
+    if isinstance(first, GroupedTensor):
+        return first.storage
     if isinstance(first, QuantizedTensor):
-        return _stacked_quantized(weights, *directions)
-    whole = first if first.dim() == 3 else torch.stack(tuple(weights))
-    return encoded(whole, quantizer, *directions)
+        return _joined(weights, *directions)
+    whole = first if first.dim() == 3 else torch.stack(tuple(weights))  # noqa: PLR2004
+    return encoded(whole.detach(), quantizer, *directions)
 
 
-def encoded(whole: Tensor, quantizer: Quantizer, *directions: Direction) -> Stack:
+def encoded(whole: Tensor, quantizer: Quantizer, *directions: Direction) -> GroupedStorage:
     """Every matrix of `whole` (G, N, K), plain, quantized alone; values that stay what they are are not copied."""
-    num_members, rows, cols = whole.shape
-    region, format = Region.whole(rows, cols), quantizer.declare(whole.dtype)
+    group, format = Group.whole(*whole.shape), quantizer.declare(whole.dtype)
     if isinstance(quantizer, IdentityQuantizer):
         (field,) = format.canonical.fields
-        return Stack(format, {field.name: whole.detach().to(field.dtype).contiguous()}, region)
+        return GroupedStorage(format, {field.name: whole.to(field.dtype).contiguous()}, group, dtype=whole.dtype)
     format = format.select(*directions)
     for direction in format.directions:
-        format[direction].codec.check(region)
-    buffers = {
-        field.name: (torch.zeros if field.is_padded(region) else torch.empty)(
-            (num_members, *field.shape(region)), dtype=field.dtype, device=whole.device
-        )
-        for field in format.fields
-    }
-    for number, member in enumerate(whole.detach()):
-        its = {name: buffer[number] for name, buffer in buffers.items()}
-        quantizer.write(member, QuantizedStorage(format, its, region, dtype=whole.dtype))
-    return Stack(format, buffers, region)
+        format[direction].codec.check(group.region)
+    storage = groups.empty(format, group, dtype=whole.dtype, device=whole.device)
+    for matrix, member in zip(whole, storage.members, strict=True):
+        quantizer.write(matrix, member)
+    return storage
 
 
-def _stacked_quantized(weights: Sequence[Tensor], *directions: Direction) -> Stack:
+def _joined(weights: Sequence[QuantizedTensor], *directions: Direction) -> GroupedStorage:
+    """Quantized matrices in one buffer for each field: what is needed for `directions`, by a copy."""
     storages = [weight.storage for weight in weights]
-    format, region = storages[0].format, storages[0].region
-    names = [f.name for f in format.fields if all(f.name in storage.buffers for storage in storages)]
-    wanted = {name for direction in directions for name in format[direction].names}
+    first = storages[0]
+    names = [field.name for field in first.fields]
+    wanted = {name for direction in directions for name in first.format[direction].names}
     if wanted <= set(names):
         names = [name for name in names if name in wanted]
     buffers = {name: torch.stack([storage.buffers[name] for storage in storages]) for name in names}
-    return Stack(format, buffers, region)
+    return GroupedStorage(first.format, buffers, Group.whole(len(weights), *first.region.shape), dtype=first.dtype)
 
 
 class MainGrads(NamedTuple):

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from te_dist.context import current_model_init
-from te_dist.formats import Region
+from te_dist.formats import Group, Region
 from te_dist.fsdp2.parameter import QuantizedParameter
+from te_dist.grouped import GroupedTensor
+from te_dist.grouped import storage as groups
 from te_dist.nn import rehearsal
 from te_dist.nn.options import InitMethod
 from te_dist.nn.site import LinearSite
+from te_dist.tensor import QuantizedStorage
 from te_dist.tensor import storage as storages
 from te_dist.tensor.placement import local_tensor
 
@@ -92,17 +95,22 @@ class QuantizedModule(nn.Module):
 
 
 def weight_of(site: LinearSite, plain: Tensor) -> nn.Parameter:
-    """A weight of these values for a linear map; quantized where the surrounding `quantized_model_init` says so."""
+    """A weight of these values, (N, K) or (G, N, K); quantized where the surrounding `quantized_model_init` says so."""
     init = current_model_init()
     if init.recipe is None:
         return nn.Parameter(plain)
     rehearsal.expect(site, init.recipe)
-    format, region = site.weight_format(init.recipe, plain), Region.whole(*plain.shape)
-    storage = storages.empty(format, region, dtype=plain.dtype, device=plain.device, fields=format.canonical.fields)
+    format, kind = site.weight_format(init.recipe, plain), dict(dtype=plain.dtype, device=plain.device)
+    fields, is_group = format.canonical.fields, plain.dim() == 3  # noqa: PLR2004
+    storage: QuantizedStorage
+    if is_group:
+        storage = groups.empty(format, Group.whole(*plain.shape), fields=fields, **kind)
+    else:
+        storage = storages.empty(format, Region.whole(*plain.shape), fields=fields, **kind)
     if not plain.is_meta:
         storage.quantize_(plain)
         storage.initial = plain.cpu() if init.keeps_initial else None
-    weight = QuantizedParameter(storage, plain.shape)
+    weight = (GroupedTensor if is_group else QuantizedParameter)(storage, plain.shape)
     weight.keep_initial = init.keeps_initial
     return nn.Parameter(weight)
 

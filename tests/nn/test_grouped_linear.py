@@ -168,3 +168,23 @@ def test_weights_that_were_kept_are_never_stale() -> None:
         module.weight1.add_(1.0)
     with te.autocast(recipe=made_by), pytest.raises(RuntimeError, match="they, or the recipe, have changed since"):
         module(x, [5, 5], is_first_microbatch=False)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@every_recipe
+def test_one_parameter_of_all_groups_gives_the_bits_of_one_for_each(made_by: Recipe | None, quantized: bool) -> None:
+    name = next(name for name, found in COMPUTED.items() if found is made_by)
+    if quantized and name in NO_PARAMETER:
+        pytest.skip("its weights cannot be parameters")
+    sizes, x, of = SIZES["ragged"], normal(180, IN), made_by if quantized else None
+    want = step(make(4, of), made_by, sizes, x)
+    for weight, bias in ((True, False), (False, True), (True, True)):
+        module = make(4, of, single_grouped_weight=weight, single_grouped_bias=bias)
+        if not bias:  # drawn in another order
+            for number in range(4):
+                getattr(module, f"bias{number}").data.copy_(getattr(make(4, of), f"bias{number}"))
+        got = step(module, made_by, sizes, x)
+        for key, value in want.items():
+            kind = key.rstrip("0123456789")
+            found = got[key] if key in got else got[kind][int(key[len(kind) :])]
+            assert_bitwise(found, value, key)
