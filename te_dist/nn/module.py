@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from te_dist.context import current_model_init
 from te_dist.formats import Group, Region
-from te_dist.fsdp2.parameter import QuantizedParameter
-from te_dist.grouped import GroupedTensor
+from te_dist.fsdp2.parameter import GroupedParameter, QuantizedParameter, ShardedParameter
 from te_dist.grouped import storage as groups
 from te_dist.nn import rehearsal
 from te_dist.nn.options import InitMethod
@@ -61,7 +60,7 @@ class QuantizedModule(nn.Module):
             self.init_parameter(name, values)
             if not local.is_meta:
                 local.copy_(values)
-                if isinstance(local, QuantizedParameter) and local.keep_initial:
+                if isinstance(local, ShardedParameter) and local.keep_initial:
                     local.storage.initial = values.cpu().view(local.storage.shape)
 
     def rehearse(self, dtype: torch.dtype | None) -> None:
@@ -110,7 +109,7 @@ def weight_of(site: LinearSite, plain: Tensor) -> nn.Parameter:
     if not plain.is_meta:
         storage.quantize_(plain)
         storage.initial = plain.cpu() if init.keeps_initial else None
-    weight = (GroupedTensor if is_group else QuantizedParameter)(storage, plain.shape)
+    weight = (GroupedParameter if is_group else QuantizedParameter)(storage, plain.shape)
     weight.keep_initial = init.keeps_initial
     return nn.Parameter(weight)
 
