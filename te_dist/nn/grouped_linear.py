@@ -15,6 +15,7 @@ from te_dist.nn import rehearsal
 from te_dist.nn.grouped_options import GroupedLinearOptions, check, local_sizes
 from te_dist.nn.grouped_products import Given, group_table
 from te_dist.nn.grouped_site import PLAIN, GroupedSite
+from te_dist.nn.grouped_weights import together
 from te_dist.nn.module import QuantizedModule, weight_of
 from te_dist.nn.options import read
 from te_dist.tensor.placement import local_tensor
@@ -142,6 +143,16 @@ class GroupedLinear(QuantizedModule):
         with torch.no_grad():
             for compute in waiting:
                 compute()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Takes weights and biases of all groups together, or one by one, whichever of the two this module has."""
+        for what, names in (("weight", self.weight_names), ("bias", self.bias_names)):
+            each = [prefix + name for name in _names(what, self.num_gemms, is_one=False)]
+            if names == (what,) and prefix + what not in state_dict and all(key in state_dict for key in each):
+                state_dict[prefix + what] = together([state_dict.pop(key) for key in each])
+            elif len(names) == len(each) and prefix + what in state_dict and names != (what,):
+                state_dict |= dict(zip(each, state_dict.pop(prefix + what).unbind(), strict=True))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def rehearse(self, dtype: torch.dtype | None) -> None:
         """See `rehearsal.rehearse`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from te_dist.codecs.grouped_gemm import Members
 from te_dist.formats import Direction, Group
-from te_dist.grouped import GroupedStorage, GroupedTensor
+from te_dist.grouped import GroupedStorage, GroupedTensor, join
 from te_dist.grouped import storage as groups
 from te_dist.nn.products import main_grad_of
 from te_dist.quantizers import IdentityQuantizer, Quantizer
@@ -66,6 +66,13 @@ def encoded(whole: Tensor, quantizer: Quantizer, *directions: Direction) -> Grou
     for matrix, member in zip(whole, storage.members, strict=True):
         quantizer.write(matrix, member)
     return storage
+
+
+def together(weights: Sequence[Tensor]) -> Tensor:
+    """One tensor of all groups, of one of each: plain or quantized."""
+    if isinstance(weights[0], QuantizedTensor):
+        return join(weights)  # type: ignore[arg-type]
+    return torch.stack(tuple(weights))
 
 
 def _joined(weights: Sequence[QuantizedTensor], *directions: Direction) -> GroupedStorage:
