@@ -15,7 +15,7 @@ from te_dist.nn import rehearsal
 from te_dist.nn.grouped_options import GroupedLinearOptions, check, local_sizes
 from te_dist.nn.grouped_products import Given, group_table
 from te_dist.nn.grouped_site import PLAIN, GroupedSite
-from te_dist.nn.grouped_weights import together
+from te_dist.nn.grouped_weights import apart, together
 from te_dist.nn.module import QuantizedModule, weight_of
 from te_dist.nn.options import read
 from te_dist.tensor.placement import local_tensor
@@ -149,7 +149,8 @@ class GroupedLinear(QuantizedModule):
         for what, names in (("weight", self.weight_names), ("bias", self.bias_names)):
             each = [prefix + name for name in _names(what, self.num_gemms, is_one=False)]
             if names == (what,) and prefix + what not in state_dict and all(key in state_dict for key in each):
-                state_dict[prefix + what] = together([state_dict.pop(key) for key in each])
+                values = [state_dict.pop(key) for key in each]
+                state_dict[prefix + what] = together(values, dims=values[0].dim() + 1)
             elif len(names) == len(each) and prefix + what in state_dict and names != (what,):
                 state_dict |= dict(zip(each, state_dict.pop(prefix + what).unbind(), strict=True))
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -163,25 +164,34 @@ class GroupedLinear(QuantizedModule):
         return f"num_gemms={self.num_gemms}, {features}, bias={self.use_bias}"
 
     def _make_parameters(self, init_method: Callable[[Tensor], Any] | None) -> None:
-        uniform = partial(nn.init.uniform_, a=-self._bound, b=self._bound)
-        dim = self.weight_placement.dim if self.weight_placement is not None else None
-        for name in self.weight_names:
-            self._fillers[name] = partial(_each_member, init_method or uniform)
-            members = (self.num_gemms,) if self.single_grouped_weight else ()
-            plain = torch.empty(
-                (*members, self.out_features, self.in_features), dtype=self.params_dtype, device=self._device
-            )
-            self.init_parameter(name, plain)
-            parameter = weight_of(self.gemm, plain)
-            parameter.tensor_model_parallel = dim is not None
-            parameter.partition_dim, parameter.partition_stride = -1 if dim is None else dim, 1
+        """Those of one kind lie in one buffer, also where there is one for each group."""
+        uniform, shape = partial(nn.init.uniform_, a=-self._bound, b=self._bound), (self.num_gemms, self.out_features)
+        weight = weight_of(
+            self.gemm, self._values((*shape, self.in_features), self.weight_names, init_method or uniform)
+        )
+        weights = [weight]
+        if not self.single_grouped_weight:
+            weights, self.gemm.one_buffer = apart(weight)
+        dim = -1 if self.weight_placement is None else self.weight_placement.dim
+        for name, parameter in zip(self.weight_names, weights, strict=True):
+            parameter.tensor_model_parallel = dim >= 0
+            parameter.partition_dim, parameter.partition_stride = dim, 1
             parameter.skip_backward_post_hook = self.delay_wgrad_compute
             self.register_parameter(name, parameter)
-        for name in self.bias_names:
-            shape = (self.num_gemms, self.out_features) if self.single_grouped_bias else (self.out_features,)
-            self._add_plain(name, shape, uniform if init_method is None else nn.init.zeros_)
         if not self.use_bias:
             self.register_parameter("bias", None)
+            return
+        bias = nn.Parameter(self._values(shape, self.bias_names, uniform if init_method is None else nn.init.zeros_))
+        biases = [bias] if self.single_grouped_bias else apart(bias)[0]
+        for name, parameter in zip(self.bias_names, biases, strict=True):
+            self.register_parameter(name, parameter)
+
+    def _values(self, shape: tuple[int, ...], names: Sequence[str], fill: Callable[[Tensor], Any]) -> Tensor:
+        """Initial values of all groups, which parameters of these names are going to have."""
+        self._fillers |= dict.fromkeys(names, partial(_each_member, fill, dims=len(shape)))
+        values = torch.empty(shape, dtype=self.params_dtype, device=self._device)
+        self.init_parameter(names[0], values)
+        return values
 
     @property
     def _bound(self) -> float:
@@ -240,9 +250,9 @@ def _names(what: str, num: int, *, is_one: bool) -> tuple[str, ...]:
     return (what,) if is_one else tuple(f"{what}{number}" for number in range(num))
 
 
-def _each_member(fill: Callable[[Tensor], Any], tensor: Tensor) -> None:
-    """Fills every matrix of `tensor`, as if each were a parameter of its own."""
-    for member in tensor if tensor.dim() == 3 else (tensor,):  # noqa: PLR2004
+def _each_member(fill: Callable[[Tensor], Any], tensor: Tensor, *, dims: int) -> None:
+    """Fills every member of a tensor of so many dimensions, as if each were a parameter of its own; else the tensor."""
+    for member in tensor if tensor.dim() == dims else (tensor,):
         fill(member)
 
 

@@ -19,7 +19,7 @@ from te_dist import ops
 from te_dist.codecs.grouped_gemm import Result, Rows, SumsResult, multiply_rows, multiply_sums
 from te_dist.formats import Direction
 from te_dist.grouped import GroupedStorage
-from te_dist.nn.grouped_weights import MainGrads, members_of, shape_of, stacked
+from te_dist.nn.grouped_weights import MainGrads, as_one, members_of, shape_of, stacked, together
 from te_dist.nn.products import Plan, Saved, kind_of, plain_parts
 from te_dist.ops.evaluate import values
 from te_dist.ops.panel_sums import column_sums
@@ -29,6 +29,7 @@ from te_dist.scaling import delayed
 from te_dist.tensor import GroupedRows, QuantizedStorage, QuantizedTensor
 
 ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
+_Operands = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]  # weights, biases, what is beside the input
 _TABLE_ROWS = 4
 _ONES = 8  # columns of ones that plain values are summed by: a row of 16 bytes
 
@@ -195,7 +196,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, given: Given, counts: _Counts, *tensors: Tensor) -> Tensor:
         weights, biases, beside = counts.split(tensors)
-        (out, *buffers), saved = _taped_forward(x, tensors, counts, given)
+        (out, *buffers), saved = _taped_forward(x, (as_one(weights), as_one(biases), beside), counts, given)
         wants_input = ctx.needs_input_grad[0] or any(counts.split(ctx.needs_input_grad[3:])[2])
         ctx.given, ctx.counts, ctx.shape = replace(given, out=None), counts, shape_of(weights)
         ctx.dtypes = x.dtype, weights[0].dtype, biases[0].dtype if biases else None
@@ -221,7 +222,7 @@ class _GroupedLinear(torch.autograd.Function):
             )
         wanted = (wants[0] or any(of_beside), any(of_weights), any(of_biases))
         weights, beside = rest[: ctx.num_held], rest[ctx.num_held :]
-        of = _Backward(grad.contiguous(), inputs, x, beside, weights, None, wanted, ctx.shape, ctx.dtypes)
+        of = _Backward(grad.contiguous(), inputs, x, beside, as_one(weights), None, wanted, ctx.shape, ctx.dtypes)
         of_x, of_weight, of_bias = _gradients(of, given, ctx.parameters)
         if given.plan.moves_histories:
             delayed.update_when_backward_ends()
@@ -239,25 +240,25 @@ def _each(gradient: Tensor | None, wanted: Sequence[bool], is_one: bool) -> Sequ
 
 
 def _taped_forward(
-    x: Tensor, tensors: Sequence[Tensor], counts: _Counts, given: Given
+    x: Tensor, tensors: _Operands, counts: _Counts, given: Given
 ) -> tuple[tuple[Tensor, ...], Saved | None]:
     """(output, buffers of the input that backward needs), what these are; no autograd."""
-    held = (*plain_parts(x), *(part for tensor in tensors for part in plain_parts(tensor)), *given.tensors)
-    key = ("forward", kind_of(x), kind_of(tensors[0]), counts, given.kind)
+    weights, biases, beside = tensors
+    read = weights if given.cached is None else ()
+    held = (*_parts(x, *read, *biases, *beside), *given.tensors)
+    key = ("forward", kind_of(x), kind_of(weights[0]), counts, given.kind)
     return given.plan.tapes.run(key, held, lambda: _forward(x, tensors, counts, given))
 
 
-def _forward(
-    x: Tensor, tensors: Sequence[Tensor], counts: _Counts, given: Given
-) -> tuple[tuple[Tensor, ...], Saved | None]:
-    weights, biases, beside = counts.split(tensors)
+def _forward(x: Tensor, tensors: _Operands, counts: _Counts, given: Given) -> tuple[tuple[Tensor, ...], Saved | None]:
+    weights, biases, beside = tensors
     plan, saves = given.plan, counts.saves_input and not given.saves_itself(x)
     rows, operand = _quantized_input(x, beside, given, (ROWWISE, COLUMNWISE) if saves else (ROWWISE,))
     stack = given.cached or stacked(weights, plan.weight, ROWWISE)
-    bias = torch.stack(tuple(biases)) if biases and biases[0].dim() == 1 else biases[0] if biases else None
+    bias = together(biases, dims=2) if biases else None
     out = given.out
     if out is None:
-        out = _blank((operand.region.shape[0], shape_of(weights)[1]), x.dtype, given.table)
+        out = _blank((operand.region.shape[0], weights[0].shape[-2]), x.dtype, given.table)
     multiply_rows(operand, members_of(stack, ROWWISE), Result(given.table, bias, False, out))
     if not saves:
         return (out,), None

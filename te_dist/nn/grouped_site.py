@@ -16,7 +16,7 @@ from te_dist.codecs import grouped_gemm
 from te_dist.formats import Direction
 from te_dist.grouped import GroupedStorage
 from te_dist.nn.grouped_products import Given, grouped_linear
-from te_dist.nn.grouped_weights import stacked
+from te_dist.nn.grouped_weights import OneBuffer, stacked
 from te_dist.nn.products import Plan
 from te_dist.nn.site import LinearSite, answers_of, quantizer_of
 from te_dist.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
@@ -36,11 +36,13 @@ class GroupedSite(LinearSite):
     Attributes:
         num_groups: G.
         saves_original: see `grouped_products.Given`.
+        one_buffer: what knows whether quantized weights of each group lie in one buffer.
     """
 
     module_type: ClassVar[str] = "grouped_linear"
 
     saves_original: bool = False
+    one_buffer: OneBuffer | None = None
 
     def __init__(self, num_groups: int, in_features: int, out_features: int, *, name: str) -> None:
         super().__init__(in_features, out_features, name=name)
@@ -104,8 +106,10 @@ class GroupedSite(LinearSite):
         return replace(given, plan=plans[x.dtype, self.fuses_wgrad])
 
     def _cached(self, weights: Sequence[Tensor], quantizer: Quantizer, is_first: bool | None) -> GroupedStorage | None:
-        """The weights quantized once for several calls; None where that is not asked for, or they are quantized."""
-        if is_first is None or isinstance(weights[0], QuantizedTensor):
+        """The weights as one storage: quantized once for several calls, or made so; None where neither is the case."""
+        if isinstance(weights[0], QuantizedTensor):
+            return self.one_buffer.storage if self.one_buffer is not None and self.one_buffer.holds(weights) else None
+        if is_first is None:
             return None
         versions = tuple(weight._version for weight in weights)
         if is_first:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_dist.codecs.grouped_gemm import Members
 from te_dist.formats import Direction, Group
+from te_dist.fsdp2.parameter import GroupedParameter, QuantizedParameter
 from te_dist.grouped import GroupedStorage, GroupedTensor, join
 from te_dist.grouped import storage as groups
 from te_dist.nn.products import main_grad_of
@@ -49,8 +50,7 @@ def stacked(weights: Sequence[Tensor], quantizer: Quantizer, *directions: Direct
         return first.storage
     if isinstance(first, QuantizedTensor):
         return _joined(weights, *directions)
-    whole = first if first.dim() == 3 else torch.stack(tuple(weights))  # noqa: PLR2004
-    return encoded(whole.detach(), quantizer, *directions)
+    return encoded(together(weights, dims=3).detach(), quantizer, *directions)
 
 
 def encoded(whole: Tensor, quantizer: Quantizer, *directions: Direction) -> GroupedStorage:
@@ -68,11 +68,47 @@ def encoded(whole: Tensor, quantizer: Quantizer, *directions: Direction) -> Grou
     return storage
 
 
-def together(weights: Sequence[Tensor]) -> Tensor:
-    """One tensor of all groups, of one of each: plain or quantized."""
-    if isinstance(weights[0], QuantizedTensor):
-        return join(weights)  # type: ignore[arg-type]
-    return torch.stack(tuple(weights))
+def together(tensors: Sequence[Tensor], *, dims: int) -> Tensor:
+    """One tensor of all groups, of so many dimensions: itself where there is one, else a copy of those of each."""
+    if tensors[0].dim() == dims:
+        return tensors[0]
+    if isinstance(tensors[0], QuantizedTensor):
+        return join(tensors)  # type: ignore[arg-type]
+    return torch.stack(tuple(tensors))
+
+
+def as_one(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """One plain tensor of all groups, where those of each lie one behind the other; else these."""
+    if len(tensors) < 2 or isinstance(tensors[0], QuantizedTensor):  # noqa: PLR2004
+        return tensors
+    whole = in_one_piece(tensors)
+    return tensors if whole is None else (whole,)
+
+
+class OneBuffer:
+    """Quantized matrices of each group that were made as members of one storage, as long as they are its members.
+
+    Attributes:
+        storage: of all groups.
+    """
+
+    def __init__(self, storage: GroupedStorage) -> None:
+        self.storage = storage
+        self.members = storage.members
+        self._buffers = [member.buffers for member in self.members]
+
+    def holds(self, weights: Sequence[Tensor]) -> bool:
+        """Whether these are the members still, and have the very buffers that they were made with."""
+        return len(weights) == len(self.members) and all(
+            isinstance(weight, QuantizedTensor) and weight.storage is member and member.buffers is buffers
+            for weight, member, buffers in zip(weights, self.members, self._buffers, strict=True)
+        )
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """Nothing: what is copied of the members is no view of a copy of the storage."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 def _joined(weights: Sequence[QuantizedTensor], *directions: Direction) -> GroupedStorage:
@@ -85,6 +121,30 @@ def _joined(weights: Sequence[QuantizedTensor], *directions: Direction) -> Group
         names = [name for name in names if name in wanted]
     buffers = {name: torch.stack([storage.buffers[name] for storage in storages]) for name in names}
     return GroupedStorage(first.format, buffers, Group.whole(len(weights), *first.region.shape), dtype=first.dtype)
+
+
+def apart(whole: nn.Parameter) -> tuple[list[nn.Parameter], OneBuffer | None]:
+    """A parameter for each group, in the memory of the one of all; and what knows of quantized ones that they are."""
+    if not isinstance(whole, GroupedParameter):
+        return [nn.Parameter(part) for part in _parts(whole.detach())], None
+    made, initial = OneBuffer(whole.storage), whole.storage.initial
+    parameters = []
+    for number, member in enumerate(made.members):
+        member.initial = None if initial is None else initial[number]
+        parameter = QuantizedParameter(member)
+        parameter.keep_initial = whole.keep_initial
+        parameters.append(nn.Parameter(parameter))
+    return parameters, made
+
+
+def _parts(whole: Tensor) -> list[Tensor]:
+    """Tensors in the memory of one, none of which counts as a view of it: each has versions of its own."""
+    if whole.is_meta:
+        return [torch.empty_like(part) for part in whole]
+    home, size = whole.untyped_storage(), whole[0].numel()
+    starts = (whole.storage_offset() + number * size for number in range(len(whole)))
+    blank = torch.empty(0, dtype=whole.dtype, device=whole.device)
+    return [blank.new_empty(0).set_(home, start, whole.shape[1:], whole.stride()[1:]) for start in starts]
 
 
 class MainGrads(NamedTuple):
@@ -126,9 +186,13 @@ def in_one_piece(tensors: Sequence[Tensor]) -> Tensor | None:
     """Contiguous tensors of one shape as one, where they lie one behind the other in one allocation; else None."""
     first = tensors[0]
     start, size = first.data_ptr(), first.nbytes
+    if first.is_meta or not first.is_contiguous():
+        return None
     home = first.untyped_storage().data_ptr()
     for number, tensor in enumerate(tensors):
         if tensor.data_ptr() != start + number * size or tensor.untyped_storage().data_ptr() != home:
+            return None
+        if tensor.dtype != first.dtype or tensor.shape != first.shape or not tensor.is_contiguous():
             return None
     strides = first.numel(), *first.stride()
     return first.detach().as_strided((len(tensors), *first.shape), strides, first.storage_offset())

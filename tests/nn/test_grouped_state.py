@@ -15,7 +15,7 @@ import te_dist as te
 from te_dist import offload, recipe
 from te_dist.fsdp2 import GroupedParameter
 from te_dist.nn.grouped_products import SWIGLU, WEIGHTED_SWIGLU, Given, group_table
-from te_dist.nn.grouped_weights import in_one_piece
+from te_dist.nn.grouped_weights import as_one, in_one_piece
 from te_dist.recipe import Recipe
 from te_dist.tensor import QuantizedTensor
 from te_dist.testing import assert_bitwise
@@ -333,3 +333,36 @@ def test_swiglu_in_front_is_that_of_values_written(made_by: Recipe | None, weigh
     for got, want in zip(*results, strict=True):
         assert (got is None) == (want is None)
         assert got is None or relative_error(got, want) < 2e-2
+
+
+@pytest.mark.parametrize("made_by", [None, QUANTIZED["block"], QUANTIZED["nvfp4"]], ids=["plain", "block", "nvfp4"])
+def test_one_weight_for_each_group_is_multiplied_without_a_copy(made_by: Recipe | None) -> None:
+    module = make(made_by)
+    weights = [getattr(module, name) for name in module.weight_names]
+    want = step(module, made_by)
+
+    def is_one() -> bool:
+        return as_one(weights) is not weights if made_by is None else module.gemm.one_buffer.holds(weights)
+
+    assert is_one()
+    moved = copy.deepcopy(module)
+    weights = [getattr(moved, name) for name in moved.weight_names]
+    weights[1].data = weights[1].detach().clone()
+    assert not is_one()
+    moved.zero_grad()
+    for key, value in step(moved, made_by).items():
+        assert_bitwise(value, want[key], key)
+
+
+def test_weights_of_other_groups_are_not_seen_as_changed() -> None:
+    module = make(None)
+    out = module(normal(ROWS, IN).requires_grad_(), SIZES)
+    versions = [getattr(module, name)._version for name in module.weight_names]
+    with torch.no_grad():
+        module.weight0.add_(1)
+    assert [getattr(module, name)._version - v for name, v in zip(module.weight_names, versions, strict=True)][1:] == [
+        0,
+        0,
+    ]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
