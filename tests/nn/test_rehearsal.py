@@ -79,6 +79,34 @@ def test_a_rehearsal_notes_what_a_step_launches(model_recipe, quantized, monkeyp
     assert launched <= {spec.template for spec in kernels_of(model)}
 
 
+class Grouped(nn.Module):
+    """Rows in groups of some sizes."""
+
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.experts = te.GroupedLinear(4, 128, 256, params_dtype=torch.bfloat16, **options)
+
+    def forward(self, x):
+        return self.experts(x, torch.tensor([5, 0, ROWS - 9, 4]))
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("model_recipe", DEFAULTS, ids=lambda r: type(r).__name__)
+def test_a_rehearsal_notes_what_rows_in_groups_launch(model_recipe, quantized, single, monkeypatch):
+    monkeypatch.setattr(rehearsal, "ROWS", (ROWS,))
+    monkeypatch.setattr(base, "READS_ANY_ORDER", ())
+    with te.quantized_model_init(quantized, recipe=model_recipe):
+        model = Grouped(single_grouped_weight=single, single_grouped_bias=single)
+    if not quantized:
+        te.prepare(model, model_recipe)
+    with Launches() as launches:
+        step(model, model_recipe)
+    launched = {spec.template for spec in launches.specs}
+    assert any("Group" in template for template in launched)
+    assert launched <= {spec.template for spec in kernels_of(model)}
+
+
 def test_a_rehearsal_leaves_no_trace():
     model = made(recipe.DelayedScaling(), quantized=True)
     step(model, recipe.DelayedScaling())

@@ -1,0 +1,215 @@
+"""GroupedLinear on the GPU: the products of the CPU, never a wait for the device, graphs that replay other sizes."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import te_dist as te
+from te_dist import recipe
+from te_dist.nn import group_table
+from te_dist.nn.grouped_products import WEIGHTED_SWIGLU, Given
+from te_dist.recipe import Recipe
+from te_dist.testing import assert_bitwise
+from tests.nn.recipes import CASES, relative_error
+
+pytestmark = pytest.mark.gpu
+
+IN, OUT, ROWS = 256, 384, 700
+# Ragged with empty ones, one that has everything, many, aligned, none with rows; the rest of the rows is nobody's.
+SIZES = {
+    "ragged": [5, 0, 300, 1, 64, 200],
+    "one": [0, 650, 0],
+    "many": [3, 0, 30, 1] * 16,
+    "aligned": [128, 256, 256],
+    "none": [0, 0],
+}
+REFUSED = {"block_2d", "nvfp4_row_scaled", "delayed_inputs_only"}
+RECIPES: dict[str, Recipe | None] = {"plain": None} | {n: c.recipe for n, c in CASES.items() if n not in REFUSED}
+NO_PARAMETER = {"plain", "high_precision_backward"}
+every_recipe = pytest.mark.parametrize("name", RECIPES)
+KINDS = [(name, False, True) for name in RECIPES] + [
+    (name, True, single) for name in RECIPES if name not in NO_PARAMETER for single in (False, True)
+]
+every_kind = pytest.mark.parametrize(("name", "quantized", "single"), KINDS, ids=str)
+
+
+def normal(*shape: int, seed: int = 1, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+
+def make(num: int, made_by: Recipe | None = None, *, single: bool = True, device: str = "cuda", **options: Any) -> Any:
+    """A GroupedLinear of the same values on every device; its weights quantized if there is a recipe."""
+    kind = dict(single_grouped_weight=single, single_grouped_bias=single, device=device, params_dtype=torch.bfloat16)
+    with te.quantized_model_init(enabled=made_by is not None, recipe=made_by):
+        module = te.GroupedLinear(num, IN, OUT, **(kind | options))
+    weights = normal(num, OUT, IN, seed=3, dtype=module.params_dtype, device=device) / 16
+    biases = normal(num, OUT, seed=4, dtype=module.params_dtype, device=device)
+    with torch.no_grad():
+        for names, values in ((module.weight_names, weights), (module.bias_names, biases)):
+            for name, value in zip(names, [values] if len(names) == 1 else values, strict=True):
+                getattr(module, name).copy_(value)
+    return module
+
+
+def inside(made_by: Recipe | None) -> Any:
+    """Of autocast by a recipe; of nothing without."""
+    return nullcontext() if made_by is None else te.autocast(recipe=made_by)
+
+
+def step(module: te.GroupedLinear, made_by: Recipe | None, splits: Any, x: Tensor) -> dict[str, Tensor]:
+    """Output and gradients of one pass, by name; those of parameters of all groups as one."""
+    x = x.detach().requires_grad_()
+    module.zero_grad()
+    with inside(made_by):
+        out = module(x, splits)
+    out.backward(normal(*out.shape, seed=2, dtype=out.dtype, device=out.device.type))
+    found = {"y": out.detach(), "dx": x.grad}
+    for what, names in (("dw", module.weight_names), ("db", module.bias_names)):
+        grads = [getattr(module, name).grad for name in names]
+        found[what] = grads[0] if len(grads) == 1 else torch.stack(grads)
+    return found
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@every_recipe
+def test_products_are_those_of_the_cpu(name: str, sizes: list[int]) -> None:
+    made_by, num = RECIPES[name], len(sizes)
+    want = step(make(num, device="cpu"), made_by, sizes, normal(ROWS, IN, device="cpu"))
+    module, splits = make(num), torch.tensor(sizes, device="cuda")
+    for _ in range(2):  # recorded, and played
+        got = step(make(num) if name.startswith("delayed") else module, made_by, splits, normal(ROWS, IN))
+    for key, value in got.items():
+        assert value.isfinite().all(), key
+        assert relative_error(value.cpu(), want[key]) < 4e-3, key
+
+
+@every_kind
+def test_later_passes_and_other_kinds_of_parameters_give_the_same_bits(
+    name: str, quantized: bool, single: bool
+) -> None:
+    made_by, sizes = RECIPES[name], SIZES["ragged"]
+    splits = torch.tensor(sizes, device="cuda")
+    module = make(len(sizes), made_by if quantized else None, single=single)
+    for seed in (1, 5, 6):
+        if name.startswith("delayed"):
+            module = make(len(sizes), made_by if quantized else None, single=single)
+        x = normal(ROWS, IN, seed=seed)
+        want = step(make(len(sizes)), made_by, splits, x)
+        for key, value in step(module, made_by, splits, x).items():
+            assert_bitwise(value, want[key], f"{key} of {seed}")
+
+
+@every_kind
+def test_no_pass_waits_for_the_gpu(name: str, quantized: bool, single: bool) -> None:
+    made_by, sizes = RECIPES[name], SIZES["ragged"]
+    module, splits = make(len(sizes), made_by if quantized else None, single=single), torch.tensor(sizes).cuda()
+    x, grad = normal(ROWS, IN), normal(ROWS, OUT, seed=2)
+    for _ in range(2):
+        step(module, made_by, splits, x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for given in (splits, sizes, group_table(splits, ROWS)):
+            with inside(made_by):
+                module(x.requires_grad_(), given).backward(grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("rest", ["delay", "fuse", "original", "buffers", "microbatches"])
+@pytest.mark.parametrize("name", ["plain", "block", "mxfp8"])
+def test_no_option_waits_for_the_gpu(name: str, rest: str) -> None:
+    made_by, sizes = RECIPES[name], SIZES["ragged"]
+    options = dict(delay_wgrad_compute=rest == "delay", fuse_wgrad_accumulation=rest == "fuse")
+    module = make(len(sizes), save_original_input=rest == "original", **options)
+    module.weight.main_grad = torch.zeros(module.weight.shape, device="cuda")
+    splits, x, grad = torch.tensor(sizes).cuda(), normal(ROWS, IN).requires_grad_(), normal(ROWS, OUT, seed=2)
+    buffers = (normal(ROWS, OUT), normal(ROWS, IN)) if rest == "buffers" else (None, None)
+    for number in range(4):
+        torch.cuda.set_sync_debug_mode("error" if number else "default")
+        try:
+            with inside(made_by):
+                out = module(x, splits, number == 0 if rest == "microbatches" else None, *buffers)
+            out.backward(grad)
+            module.backward_dw()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+GRAPHED = [kind for kind in KINDS if kind[2] and not kind[0].startswith("delayed")]
+
+
+@pytest.mark.parametrize(("name", "quantized", "single"), GRAPHED, ids=str)
+def test_a_captured_pass_replays_with_other_sizes(name: str, quantized: bool, single: bool) -> None:
+    made_by, num = RECIPES[name], 6
+    of = made_by if quantized else None
+    module, graph, stream = make(num, of, single=single), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    splits, x, grad = torch.tensor(SIZES["ragged"]).cuda(), normal(ROWS, IN).requires_grad_(), normal(ROWS, OUT, seed=2)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(module, made_by, splits, x)
+    torch.cuda.current_stream().wait_stream(stream)
+    module.zero_grad()
+    x.grad = None
+    with torch.cuda.graph(graph), inside(made_by):
+        out = module(x, splits)
+        out.backward(grad)
+    captured = {"y": out.detach(), "dx": x.grad, "dw": module.weight.grad, "db": module.bias.grad}
+    for seed, sizes in enumerate(([100, 200, 0, 0, 300, 1], [0, 0, 0, 0, 0, 650], SIZES["ragged"], [0] * 6)):
+        with torch.no_grad():
+            x.copy_(normal(ROWS, IN, seed=seed))
+            splits.copy_(torch.tensor(sizes))
+        graph.replay()
+        want = step(make(num, of), made_by, splits, x)
+        for key, value in captured.items():
+            assert_bitwise(value, want[key], f"{key} of {sizes}")
+
+
+@every_recipe
+def test_weighted_swiglu_in_front_is_computed_as_on_the_cpu(name: str) -> None:
+    made_by, sizes = RECIPES[name], SIZES["ragged"]
+    results = []
+    for device in ("cpu", "cuda"):
+        module = make(len(sizes), device=device)
+        x = normal(ROWS, 2 * IN, device=device).requires_grad_()
+        p = normal(ROWS, seed=9, dtype=torch.float32, device=device).sigmoid().requires_grad_()
+        table = group_table(torch.tensor(sizes, device=device), ROWS)
+        given = Given(table, None, front=WEIGHTED_SWIGLU)  # type: ignore[arg-type]
+        with inside(made_by):
+            out = module.gemm(x, [module.weight], given=given, biases=[module.bias], beside=[p])
+        out.backward(normal(*out.shape, seed=2, device=device))
+        end = sum(sizes)
+        results.append([out.detach(), x.grad[:end], p.grad[:end], module.weight.grad, module.bias.grad])
+    for number, (want, got) in enumerate(zip(*results, strict=True)):
+        assert relative_error(got.cpu(), want) < 2e-2, number
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_main_gradients_are_added_to_by_the_product(single: bool) -> None:
+    made_by, sizes, x = recipe.Float8BlockScaling(), SIZES["ragged"], normal(ROWS, IN)
+    want = step(make(len(sizes), params_dtype=torch.float32), made_by, sizes, x)["dw"]
+    module = make(len(sizes), single=single, params_dtype=torch.float32, fuse_wgrad_accumulation=True)
+    whole = normal(len(sizes), OUT, IN, seed=8, dtype=torch.float32)
+    expected = whole + 2 * want
+    for name, part in zip(module.weight_names, [whole] if single else whole, strict=True):
+        getattr(module, name).main_grad = part
+    for _ in range(2):
+        with inside(made_by):
+            out = module(x.clone().requires_grad_(), sizes)
+        out.backward(normal(*out.shape, seed=2))
+    torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_fp32_is_multiplied_group_by_group() -> None:
+    sizes = SIZES["ragged"]
+    module = make(len(sizes), params_dtype=torch.float32)
+    want = step(
+        make(len(sizes), params_dtype=torch.float32, device="cpu"), None, sizes, normal(ROWS, IN, device="cpu").float()
+    )
+    for key, value in step(module, None, sizes, normal(ROWS, IN).float()).items():
+        assert relative_error(value.cpu(), want[key]) < 1e-3, key
