@@ -35,6 +35,8 @@ class GroupedLinear(QuantizedModule):
             in_features), with `single_grouped_weight`.
         bias0, bias1, ...: (out_features,); or `bias`, (num_gemms, out_features), with `single_grouped_bias`; None
             without a bias.
+        weight_names: of the parameters that hold the weights, in the order of the groups.
+        bias_names: of those that hold the biases; none without a bias.
     """
 
     def __init__(
@@ -64,21 +66,13 @@ class GroupedLinear(QuantizedModule):
         self.single_grouped_weight: bool = known.get("single_grouped_weight", False)
         self.single_grouped_bias: bool = known.get("single_grouped_bias", False)
         self.delay_wgrad_compute: bool = known.get("delay_wgrad_compute", False)
+        self.weight_names = _names("weight", num_gemms, is_one=self.single_grouped_weight)
+        self.bias_names = _names("bias", num_gemms, is_one=self.single_grouped_bias) if bias else ()
         self._later: list[Callable[[], None]] = []
         self.gemm = GroupedSite(num_gemms, self.in_features, self.out_features, name=self.name)
         self.gemm.fuses_wgrad = self._fuses_wgrad
         self.gemm.saves_original = known.get("save_original_input", False)
         self._make_parameters(known.get("init_method"))
-
-    @property
-    def weight_names(self) -> tuple[str, ...]:
-        """Names of the parameters that hold the weights, in the order of the groups."""
-        return _names("weight", self.num_gemms, is_one=self.single_grouped_weight)
-
-    @property
-    def bias_names(self) -> tuple[str, ...]:
-        """Those of the biases; none without a bias."""
-        return _names("bias", self.num_gemms, is_one=self.single_grouped_bias) if self.use_bias else ()
 
     @property
     def weight_placement(self) -> Shard | None:

@@ -68,12 +68,15 @@ class GroupedSite(LinearSite):
                 compute this map.
             NotImplementedError: there is no product in groups of the encodings that meet.
         """
-        self._check_weights(weights)
+        is_one = self.one_buffer is not None and self.one_buffer.holds(weights)
+        if not is_one:
+            self._check_weights(weights)
         plan = self.plan(x, next((weight for weight in weights if weight.requires_grad), weights[0]))
         if plan is None:
             given = self._outside(x, weights, given=given)
             return grouped_linear(x, weights, given=given, biases=biases, beside=beside)
-        given = replace(given, plan=plan, cached=self._cached(weights, plan.weight, given.is_first))
+        cached = self.one_buffer.storage if is_one else self._cached(weights, plan.weight, given.is_first)
+        given = replace(given, plan=plan, cached=cached)
         return grouped_linear(x, weights, given=given, biases=biases, beside=beside)
 
     def check(self, recipe: Recipe, device: str) -> None:
@@ -106,10 +109,8 @@ class GroupedSite(LinearSite):
         return replace(given, plan=plans[x.dtype, self.fuses_wgrad])
 
     def _cached(self, weights: Sequence[Tensor], quantizer: Quantizer, is_first: bool | None) -> GroupedStorage | None:
-        """The weights as one storage: quantized once for several calls, or made so; None where neither is the case."""
-        if isinstance(weights[0], QuantizedTensor):
-            return self.one_buffer.storage if self.one_buffer is not None and self.one_buffer.holds(weights) else None
-        if is_first is None:
+        """The weights quantized once for several calls; None where that is not asked for, or they are quantized."""
+        if is_first is None or isinstance(weights[0], QuantizedTensor):
             return None
         versions = tuple(weight._version for weight in weights)
         if is_first:
@@ -125,11 +126,11 @@ class GroupedSite(LinearSite):
 
     def _check_weights(self, weights: Sequence[Tensor]) -> None:
         """All are plain, or all in one format."""
-        if weights[0].is_meta:
+        if weights[0].is_meta or len(weights) == 1:
             return
-        formats = {weight.format if isinstance(weight, QuantizedTensor) else None for weight in weights}
-        if len(formats) > 1:
-            found = sorted("plain" if format is None else str(list(format.fields)) for format in formats)
+        formats = [weight.storage.format if isinstance(weight, QuantizedTensor) else None for weight in weights]
+        if any(format is not formats[0] and format != formats[0] for format in formats):
+            found = sorted({"plain" if format is None else str(list(format.fields)) for format in formats})
             raise ValueError(
                 f"{self._label}: weights of one GroupedLinear have one format, or are all plain, got {found}; quantize "
                 "all of them by one recipe (hybrid and plain quantizers do not mix)"
