@@ -51,6 +51,11 @@ class Codec:
         """Planes whose keys are equal are written in one pass over the input."""
         return self
 
+    @property
+    def turned(self) -> Codec | None:
+        """What makes of the transpose of a matrix the transpose of what this makes of it; None where nothing does."""
+        return None
+
     def alignment(self, dim: int) -> int:
         """Logical `dim` may be cut at multiples of this only."""
         return 1

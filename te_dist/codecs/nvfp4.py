@@ -54,6 +54,11 @@ class NvFp4(TiledCodec):
         return not self.stochastic
 
     @property
+    def turned(self) -> NvFp4 | None:
+        is_bound = self.hadamard is not None or self.row_scaled or self.stochastic
+        return None if is_bound else replace(self, tile=self.tile[::-1])
+
+    @property
     def amax_tiles(self) -> tuple[Pair, ...]:
         return ((1, WHOLE) if self.row_scaled else (WHOLE, WHOLE), self.tile)
 

@@ -31,6 +31,10 @@ class Tensorwise(Codec):
     eps: float = 0.0
 
     @property
+    def turned(self) -> Tensorwise | None:
+        return self
+
+    @property
     def amax_tiles(self) -> tuple[Pair, ...]:
         return ((WHOLE, WHOLE),)
 

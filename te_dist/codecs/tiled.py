@@ -25,6 +25,10 @@ class TiledCodec(Codec):
     def amax_tiles(self) -> tuple[Pair, ...]:
         return (self.tile,)
 
+    @property
+    def turned(self) -> TiledCodec | None:
+        return replace(self, tile=self.tile[::-1])
+
     @cached_property
     def pass_key(self) -> object:
         return replace(self, tile=(0, 0))

@@ -169,7 +169,7 @@ class _Backward:
     """What backward is about: `wants` gradients of the input or what is beside it, of weights, and of biases.
 
     Attributes:
-        grad: (T, N).
+        grad: (T, N); None once it is quantized.
         inputs: the input columnwise, as `GroupedRows.as_matrix`; None where it is quantized once more.
         x: the input itself, where that or a front needs it.
         beside: what the front reads beside it.
@@ -179,7 +179,7 @@ class _Backward:
         dtypes: of input, weights and biases.
     """
 
-    grad: Tensor
+    grad: Tensor | None
     inputs: QuantizedTensor | None
     x: Tensor | None
     beside: Sequence[Tensor]
@@ -302,7 +302,8 @@ def _gradients(
     of_x, found = found[: _num_inputs(of)], found[_num_inputs(of) :]
     of_bias, found = (found[0], found[1:]) if of.wants[2] else (None, found)
     if saved is not None:
-        given.later(lambda: _finish(of, saved.storage(found), given, parameters))
+        rest = replace(of, grad=None, weights=())
+        given.later(lambda: _finish(rest, saved.storage(found), given, parameters))
         return of_x, None, of_bias
     if main is not None:
         main.finish()
@@ -318,7 +319,7 @@ def _finish(of: _Backward, grads: QuantizedStorage, given: Given, parameters: Se
     main = MainGrads.of(parameters, of.shape, adds=given.adds) if given.plan.fuses_wgrad else None
     of = replace(of, main_grad=None if main is None else main.whole)
     inputs = () if of.inputs is None else plain_parts(of.inputs)
-    held = (of.grad, *grads.buffers.values(), *inputs, *_parts(of.x, *of.beside, of.main_grad), *given.tensors)
+    held = (*grads.buffers.values(), *inputs, *_parts(of.x, *of.beside, of.main_grad), *given.tensors)
     key = ("sums", grads.format, of.shape, of.dtypes, kind_of(of.inputs), kind_of(of.x), given.kind)
     (found,) = given.plan.tapes.run(key, held, lambda: ((_weight_gradient(of, grads, given),), None))[0]
     if main is not None:

@@ -13,6 +13,7 @@ from te_dist.formats import Direction, Group
 from te_dist.fsdp2.parameter import GroupedParameter, QuantizedParameter
 from te_dist.grouped import GroupedStorage, GroupedTensor, join
 from te_dist.grouped import storage as groups
+from te_dist.nn.members import at_once
 from te_dist.nn.products import main_grad_of
 from te_dist.quantizers import IdentityQuantizer, Quantizer
 from te_dist.tensor import QuantizedTensor
@@ -54,7 +55,10 @@ def stacked(weights: Sequence[Tensor], quantizer: Quantizer, *directions: Direct
 
 
 def encoded(whole: Tensor, quantizer: Quantizer, *directions: Direction) -> GroupedStorage:
-    """Every matrix of `whole` (G, N, K), plain, quantized alone; values that stay what they are are not copied."""
+    """Every matrix of `whole` (G, N, K), plain, quantized alone, if need be by launches of its own.
+
+    Values that stay what they are are not copied.
+    """
     group, format = Group.whole(*whole.shape), quantizer.declare(whole.dtype)
     if isinstance(quantizer, IdentityQuantizer):
         (field,) = format.canonical.fields
@@ -62,6 +66,9 @@ def encoded(whole: Tensor, quantizer: Quantizer, *directions: Direction) -> Grou
     format = format.select(*directions)
     for direction in format.directions:
         format[direction].codec.check(group.region)
+    buffers = at_once(whole, format) if quantizer.writes_by_format else None
+    if buffers is not None:
+        return GroupedStorage(format, buffers, group, dtype=whole.dtype)
     storage = groups.empty(format, group, dtype=whole.dtype, device=whole.device)
     for matrix, member in zip(whole, storage.members, strict=True):
         quantizer.write(matrix, member)

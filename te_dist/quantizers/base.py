@@ -150,6 +150,11 @@ class Quantizer:
         planes = [codecs.Plane(rows.format[d], rows.stored(d)) for d in rows.format.independent]
         codecs.encode_groups(as_matrix(x, rows.shape), rows.table, planes)
 
+    @property
+    def writes_by_format(self) -> bool:
+        """Whether `write` does what the format alone says, and nothing else."""
+        return type(self).write is Quantizer.write
+
     def update_quantized(self, src: Tensor, dst: QuantizedTensor) -> QuantizedTensor:
         """Quantizes `src` into the buffers that `dst` has."""
         self.write(src, dst.storage)
@@ -221,6 +226,10 @@ class AgreeingQuantizer(Quantizer):
         for amax, agreed in zip(of_tensor, together.split([a.numel() for a in of_tensor]), strict=True):
             amax.copy_(agreed)
         storage.quantize_(x, amaxes)
+
+    @property
+    def writes_by_format(self) -> bool:
+        return type(self).write is AgreeingQuantizer.write and not self.with_amax_reduction
 
     def write_groups(self, x: Tensor | Source, rows: GroupedRows) -> None:
         if self.with_amax_reduction:

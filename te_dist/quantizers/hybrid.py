@@ -61,6 +61,12 @@ class HybridQuantizer(Quantizer):
     def declare(self, dtype: torch.dtype) -> Format:
         return declared(catalog.hybrid, self.rowwise_quantizer.declare(dtype), self.columnwise_quantizer.declare(dtype))
 
+    @property
+    def writes_by_format(self) -> bool:
+        parts = self.rowwise_quantizer, self.columnwise_quantizer
+        is_plain = type(self).write is HybridQuantizer.write and self.columnwise_source == "original"
+        return is_plain and all(part.writes_by_format for part in parts)
+
     def write(self, x: Tensor | Source, storage: QuantizedStorage) -> None:
         for direction in storage.directions:
             part = storage.select(direction)
