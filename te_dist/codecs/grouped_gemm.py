@@ -101,14 +101,14 @@ class SumsResult(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Two functions of the table: products of rows, and sums over the rows of groups.
+    """Two functions of the table: products of rows, and sums over the rows of groups, if there are any.
 
     Attributes:
         multiple: extents of a member are multiples of this.
     """
 
     rows: Callable[[Rows, Members, Result], None]
-    sums: Callable[[Rows, Rows, SumsResult], None]
+    sums: Callable[[Rows, Rows, SumsResult], None] | None
     multiple: int
 
 
@@ -143,27 +143,27 @@ def multiply_sums(a: Rows, b: Rows, result: SumsResult) -> Tensor:
 
 def find(a: Encoding, b: Encoding, device: str) -> Entry:
     """What multiplies rows of `a` with members of `b` on devices of this type; raises as `multiply_rows` does."""
-    return _find(a.codec, b.codec, device, 1)
+    return _find(a.codec, b.codec, device, sums=False)
 
 
 def find_sums(a: Encoding, b: Encoding, device: str) -> Entry:
     """What sums products of `a` and `b` over rows; raises as `multiply_sums` does."""
-    return _find(a.codec, b.codec, device, 2)
+    return _find(a.codec, b.codec, device, sums=True)
 
 
 @lru_cache(maxsize=1024)
-def _find(a: Codec, b: Codec, device: str, of_rows: int) -> Entry:
-    """`of_rows`: how many of the two, from the left, are rows in groups, and no members."""
+def _find(a: Codec, b: Codec, device: str, *, sums: bool) -> Entry:
+    """`sums`: whether both are rows in groups, not the first alone."""
     device = "cuda" if device == "meta" else device  # where kernels are rehearsed, see [Note: Kernels ahead of time]
     entry = _TABLE.get((type(a), type(b), device))
-    if entry is None:
+    if entry is None or (sums and entry.sums is None):
         raise NotImplementedError(
-            f"no products in groups of {type(a).__name__} by {type(b).__name__} on {device}; there are those of "
-            f"{sorted({f'{x.__name__} by {y.__name__}' for x, y, kind in _TABLE if kind == device})}. Choose a recipe "
+            f"no {'sums' if sums else 'products'} in groups of {type(a).__name__} by {type(b).__name__} on {device}; "
+            f"there are those of {_known(device, sums=sums)}. Choose a recipe "
             "whose pairs are among them, or multiply each group alone (te_dist.Linear)"
         )
     check_transforms(a, b)
-    for codec in (a, b)[:of_rows]:
+    for codec in (a, b) if sums else (a,):
         if isinstance(codec, Block) and 1 not in codec.tile:
             raise NotImplementedError(
                 f"no products in groups of rows whose scales cover squares, got {codec}; take runs for what is no "
@@ -174,6 +174,14 @@ def _find(a: Codec, b: Codec, device: str, of_rows: int) -> Entry:
                 "no products in groups of NVFP4 with an amax for every row; set row_scaled_activation=False"
             )
     return entry
+
+
+def _known(device: str, *, sums: bool) -> list[str]:
+    """Pairs that there are functions for."""
+    entries = ((*key, entry) for key, entry in _TABLE.items())
+    return sorted(
+        f"{a.__name__} by {b.__name__}" for a, b, kind, e in entries if kind == device and (e.sums or not sums)
+    )
 
 
 def implements(pairs: Iterable[tuple[type[Codec], type[Codec]]], entry: Entry) -> None:
@@ -321,6 +329,17 @@ def _plain_sums(a: Rows, b: Rows, result: SumsResult) -> None:
         (out[group].add_ if accumulate else out[group].copy_)(product)
 
 
+def _valued_rows(a: Rows, b: Members, result: Result) -> None:
+    """Plain rows with the values of quantized members, which are written for the product, each by its own launch."""
+    encoding, stored, region, sums_over = b
+    dtype = a.stored[0].dtype
+    whole = torch.empty((len(stored[0]), *region.shape), dtype=dtype, device=result.out.device)
+    for number, out in enumerate(whole):
+        encoding.codec.operand(tuple(part[number] for part in stored), encoding.fields, region, out=out)
+    plain = Encoding(HighPrecision(dtype), a.encoding.fields)
+    _plain_rows(a, Members(plain, (whole,), region, sums_over), result)
+
+
 def _groups(table: Tensor) -> list[tuple[int, slice]]:
     """See [Note: What products in groups wait for]."""
     begins = table[0].tolist()
@@ -338,3 +357,4 @@ implements([(Tensorwise, Tensorwise)], Entry(_whole_rows, _whole_sums, 16))
 implements([(NvFp4, NvFp4)], Entry(_decoded_rows, _decoded_sums, 64))
 implements([(MxFp8, MxFp8), (MxFp8, NvFp4), (NvFp4, MxFp8)], Entry(_decoded_rows, _decoded_sums, 128))
 implements([(HighPrecision, HighPrecision)], Entry(_plain_rows, _plain_sums, 1))
+implements([(HighPrecision, kind) for kind in (Block, Tensorwise, *_DECODED)], Entry(_valued_rows, None, 1))

@@ -49,6 +49,10 @@ class GroupedSite(LinearSite):
         self.num_groups = num_groups
         self._kept: _Kept | None = None
 
+    @torch.compiler.disable(
+        reason="linear maps of groups are no part of a compiled graph: what they launch is decided in Python. They "
+        "wait for nothing, and can be captured in a CUDA graph; leave out fullgraph=True"
+    )
     def forward(  # type: ignore[override]
         self,
         x: Tensor,
@@ -61,10 +65,10 @@ class GroupedSite(LinearSite):
         """(T, N) in the dtype of `x`, see `grouped_products.grouped_linear`; `given.plan` is replaced by the recipe's.
 
         Inside of `autocast` all three products are computed by its recipe; a quantized weight is used in its own
-        format. Outside, the weights are plain.
+        format. Outside, quantized weights stand for their values, which are written for each product.
 
         Raises:
-            ValueError: weights of different formats, or quantized weights outside of `autocast`; the recipe cannot
+            ValueError: weights of different formats, or a quantized input outside of `autocast`; the recipe cannot
                 compute this map.
             NotImplementedError: there is no product in groups of the encodings that meet.
         """
@@ -97,10 +101,9 @@ class GroupedSite(LinearSite):
 
     def _outside(self, x: Tensor, weights: Sequence[Tensor], *, given: Given) -> Given:
         """What holds outside of `autocast`: values in the type of the input, products in it."""
-        if isinstance(x, QuantizedTensor) or isinstance(weights[0], QuantizedTensor):
-            what = "input" if isinstance(x, QuantizedTensor) else "weight"
+        if isinstance(x, QuantizedTensor):
             raise ValueError(
-                f"{self._label}: the {what} is quantized, and there is no product in groups of it with plain values; "
+                f"{self._label}: the input is quantized, and there is no product in groups of it with plain weights; "
                 "call this inside of te_dist.autocast(recipe=...), or dequantize it"
             )
         plans = _plain.setdefault(self, {})

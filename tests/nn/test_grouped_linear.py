@@ -133,9 +133,24 @@ def test_what_has_no_product_in_groups_is_refused(name: str) -> None:
         make(2)(normal(10, IN), [5, 5])
 
 
-def test_quantized_weights_are_refused_outside_of_autocast() -> None:
-    with pytest.raises(ValueError, match="the weight is quantized, and there is no product in groups of it with plain"):
-        make(2, recipe.Float8BlockScaling())(normal(10, IN), [5, 5])
+@pytest.mark.parametrize("name", [name for name in COMPUTED if name not in NO_PARAMETER])
+def test_quantized_weights_stand_for_their_values_outside_of_autocast(name: str) -> None:
+    sizes, x, module = SIZES["ragged"], normal(180, IN), make(4, COMPUTED[name])
+    got, plain = step(module, None, sizes, x), make(4)
+    with torch.no_grad():
+        for number in range(4):
+            getattr(plain, f"weight{number}").copy_(getattr(module, f"weight{number}").dequantize())
+    want = step(plain, None, sizes, x)
+    for key, value in got.items():
+        if key == "dx" and not module.weight0.format.columnwise_is_derivable:
+            continue  # by the columnwise direction, which has other values
+        assert relative_error(value, want[key]) < 1e-6, key
+
+
+def test_quantized_inputs_are_refused_outside_of_autocast() -> None:
+    x = te.Float8BlockQuantizer(block_scaling_dim=1)(normal(10, IN))
+    with pytest.raises(ValueError, match="the input is quantized, and there is no product in groups of it with plain"):
+        make(2)(x, [5, 5])
 
 
 def test_types_may_differ_between_input_weights_and_biases() -> None:
@@ -188,3 +203,16 @@ def test_one_parameter_of_all_groups_gives_the_bits_of_one_for_each(made_by: Rec
             kind = key.rstrip("0123456789")
             found = got[key] if key in got else got[kind][int(key[len(kind) :])]
             assert_bitwise(found, value, key)
+
+
+def test_a_recipe_without_a_product_for_the_gradient_is_refused_when_made() -> None:
+    def mixed(role: recipe.QuantizerRole) -> te.quantizers.Quantizer:
+        return te.Float8BlockQuantizer() if role.tensor_type == "weight" else te.IdentityQuantizer()
+
+    def unlike(role: recipe.QuantizerRole) -> te.quantizers.Quantizer:
+        is_block = role.tensor_type == "input"
+        return te.Float8BlockQuantizer(block_scaling_dim=1) if is_block else te.IdentityQuantizer()
+
+    make(2, recipe.CustomRecipe(mixed))
+    with pytest.raises(NotImplementedError, match="no products in groups of Block by HighPrecision"):
+        make(2, recipe.CustomRecipe(unlike))
