@@ -21,6 +21,8 @@ from te_dist.quantizers import (
 from te_dist.recompute import checkpoint
 from te_dist.tensor import QuantizedTensor
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",

@@ -25,7 +25,7 @@ from te_dist.kernels.runtime import ARCHES, entry_of
 from te_dist.kernels.spec import Spec
 from te_dist.kernels.variants import variants
 
-_FAILURE, _USAGE = 1, 2  # exit statuses
+_FAILURE, _USAGE, _STOPPED = 1, 2, 130  # exit statuses
 Element = Literal["BFloat16", "Float16", "Float32"]
 
 
@@ -43,10 +43,15 @@ def build(arch: str = "sm_90a", elements: tuple[Element, ...] = ("BFloat16",)) -
     cache = _cache()
     work = [(spec, name) for name in arches for spec in variants(*elements) if spec.runs_on(name)]
     missing = [(spec, name) for spec, name in work if cache.get(entry_of(spec, name)) is None]
+    console = Console(stderr=True, soft_wrap=True)
+    if missing and not console.is_terminal:  # which would show how far it is
+        console.print(f"compiling {len(missing)} of {len(work)} kernels for {', '.join(arches)}")
     try:
         made = _compile(missing, cache)
     except CompilerError as error:
         _end(str(error), _FAILURE)
+    except KeyboardInterrupt:
+        _end(f"stopped; what was compiled until now stays in {cache.folder}", _STOPPED)
     except OSError as error:
         _end(f"{error}; name a folder that can be written, with enough space, in {env.KERNEL_CACHE.name}", _FAILURE)
     size = sum(len(kernel.cubin) for kernel in made) / 2**20

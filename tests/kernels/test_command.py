@@ -51,6 +51,16 @@ def test_build_takes_several_architectures(run, tmp_path):
     assert {folder.name for folder in (tmp_path / "cache").iterdir()} == {"sm_90a", "sm_100a"}
 
 
+def test_a_build_that_is_stopped_says_so(run, monkeypatch, tmp_path):
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_compile", stop)
+    printed, status = run("kernels", "build")
+    assert printed.startswith("compiling 3 of 3 kernels for sm_90a")
+    assert printed.endswith(f"stays in {tmp_path / 'cache'}") and status == 130
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a,", "sm_90a, sm_100a", ""])
 def test_an_unknown_architecture_is_refused_before_anything_is_compiled(run, arch, tmp_path):
     printed, status = run("kernels", "build", "--arch", arch)
