@@ -1,6 +1,6 @@
 """Groups of quantized matrices, such as the weights of experts: one buffer per field, members as views."""
 
-from te_dist.grouped import aten  # noqa: F401  (it fills the op table)
+from te_dist.grouped import aten, redistribute  # noqa: F401  (they fill the op table)
 from te_dist.grouped.grouped_tensor import OPS, GroupedTensor, empty, join, quantize
 from te_dist.grouped.placing import first_member, quantized_part
 from te_dist.grouped.storage import GroupCut, GroupedStorage, Values

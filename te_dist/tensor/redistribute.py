@@ -16,9 +16,9 @@ from te_dist.tensor import collectives
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
 from te_dist.tensor.storage import QuantizedStorage
 
-_WAITS = [torch.ops._c10d_functional.wait_tensor.default]
+WAITS = [torch.ops._c10d_functional.wait_tensor.default]
 if hasattr(torch.ops._c10d_functional, "_wrap_tensor_autograd"):  # later than torch 2.11
-    _WAITS.append(torch.ops._c10d_functional._wrap_tensor_autograd.default)
+    WAITS.append(torch.ops._c10d_functional._wrap_tensor_autograd.default)
 
 
 @OPS.implements(torch.ops._c10d_functional.all_gather_into_tensor.default)
@@ -64,7 +64,7 @@ def _cut(own: QuantizedStorage, rank: int, world: int) -> tuple[Region, tuple[Re
     return whole, parts
 
 
-@OPS.implements(*_WAITS)
+@OPS.implements(*WAITS)
 def _wait(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     """Nothing: what was gathered is there."""
     return args[0]

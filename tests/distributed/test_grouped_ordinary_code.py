@@ -1,0 +1,120 @@
+"""Code that knows nothing of groups: state dictionaries, whole tensors, `distribute_tensor`, norms of gradients."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from te_dist import fsdp2, grouped
+from te_dist.fsdp2 import GroupedParameter
+from te_dist.tensor.placement import local_tensor
+from te_dist.testing import assert_bitwise, mesh, pool
+from tests.distributed.probe import FORMATS, random_matrix
+from tests.distributed.test_grouped_fsdp2 import (
+    COLS,
+    MEMBERS,
+    TOGETHER,
+    Experts,
+    assert_seen,
+    every_cut,
+    every_format,
+    placed,
+    random_group,
+    wires,
+)
+
+
+def sharded(name: str, world: int, cut: str = "members", seed: int = 0) -> Experts:
+    layer = Experts(FORMATS[name], random_group(seed))
+    local_tensor(layer.weight).storage.initial = None
+    fsdp2.fully_shard(layer, mesh=mesh((world,), ("dp",)), shard_placement_fn=placed(cut))
+    return layer
+
+
+def assert_whole(weight: torch.Tensor, name: str, seed: int = 0) -> None:
+    assert isinstance(weight, grouped.GroupedTensor)
+    assert weight.shape == random_group(seed).shape
+    want = wires(grouped.quantize(random_group(seed), FORMATS[name]).storage)
+    got = wires(weight.storage)
+    for field in FORMATS[name].canonical.fields:
+        assert_bitwise(got[field.name], want[field.name], field.name)
+
+
+def gather_whole(rank: int, world: int, name: str) -> None:
+    layer = sharded(name, world)
+    assert_whole(layer.weight.full_tensor(), name)
+    state = get_model_state_dict(layer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    assert state.keys() == ({"weight"} if rank == 0 else set())
+    state = {key: 2 * value.dequantize() for key, value in state.items()}
+    set_model_state_dict(layer, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    layer(random_matrix(4, COLS, rank).requires_grad_()).sum().backward()
+    assert_seen(layer, 2 * grouped.quantize(random_group(0), FORMATS[name]).dequantize())
+
+
+@every_format
+def test_the_whole_of_uneven_shards_is_gathered(name: str) -> None:
+    pool(4).run(gather_whole, name)  # of six members two, two, two and none
+
+
+def gather_rows(rank: int, world: int) -> str:
+    with pytest.raises(NotImplementedError, match="checkpoints.save") as error:
+        sharded("mxfp8_1d", world, "rows").weight.full_tensor()
+    return str(error.value)
+
+
+def test_rows_are_refused_on_every_rank() -> None:
+    first, second = pool(2).run(gather_rows)
+    assert first == second
+
+
+def save_and_load(rank: int, world: int, name: str, cut: str) -> None:
+    first, second = (sharded(name, world, cut, seed) for seed in (0, 1))
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second.load_state_dict(torch.load(file, weights_only=False))
+    second(random_matrix(4, COLS, rank).requires_grad_()).sum().backward()
+    assert_seen(second, random_group(0))
+
+
+@every_cut
+@pytest.mark.parametrize("name", TOGETHER)
+def test_state_of_shards_is_pickled(name: str, cut: str) -> None:
+    pool(4).run(save_and_load, name, cut)
+
+
+def distribute(rank: int, world: int, name: str) -> None:
+    """The part that `distribute_tensor` leaves on a rank is that of `torch.chunk`; norms are those of the values."""
+    whole = GroupedParameter(grouped.quantize(random_group(0), FORMATS[name]).storage)
+    weight = nn.Parameter(distribute_tensor(whole, mesh((world,), ("ep",)), [Shard(0)], src_data_rank=None))
+    assert isinstance(weight, DTensor)
+    mine = range(MEMBERS)[grouped.first_member(weight) :][: local_tensor(weight).shape[0]]
+    want = wires(whole.storage)
+    for field, wire in wires(local_tensor(weight).storage).items():
+        assert_bitwise(wire, want[field][list(mine)], field)
+    assert_whole(weight.full_tensor(), name)
+    assert_bitwise(local_tensor(weight).norm(), whole.dequantize()[list(mine)].norm(), "norm")
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_distributed_members(name: str) -> None:
+    pool(2).run(distribute, name)
+
+
+def evaluate_first(rank: int, world: int, name: str) -> None:
+    layer = sharded(name, world)
+    for _ in range(2):
+        with torch.inference_mode():
+            layer(random_matrix(4, COLS, 1))
+        layer(random_matrix(4, COLS, 1).requires_grad_()).sum().backward()
+        assert_seen(layer, random_group(0))
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_the_first_pass_may_be_one_in_inference_mode(name: str) -> None:
+    pool(2).run(evaluate_first, name)
