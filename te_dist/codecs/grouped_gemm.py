@@ -15,9 +15,10 @@ host has to know. On a GPU that is one wait for the device in every product, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from math import lcm
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,14 +132,25 @@ def multiply_rows(a: Rows, b: Members, result: Result) -> Tensor:
             f"members of {kept} x {summed} do not fit products of {a.encoding.codec} in groups, which take multiples "
             f"of {entry.multiple}; pad with zeros"
         )
-    entry.rows(a, b, result)
+    with _as_given(result.out.device.type):
+        entry.rows(a, b, result)
     return result.out
 
 
 def multiply_sums(a: Rows, b: Rows, result: SumsResult) -> Tensor:
     """Writes a[rows of g]^T b[rows of g] for every group g; returns `result.out`. Raises as `multiply_rows` does."""
-    find_sums(a.encoding, b.encoding, result.out.device.type).sums(a, b, result)
+    sums = find_sums(a.encoding, b.encoding, result.out.device.type).sums
+    assert sums is not None
+    with _as_given(result.out.device.type):
+        sums(a, b, result)
     return result.out
+
+
+def _as_given(device: str) -> AbstractContextManager[Any]:
+    """A block in which products of torch are computed in the types of their operands, whatever its autocast says."""
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 def find(a: Encoding, b: Encoding, device: str) -> Entry:

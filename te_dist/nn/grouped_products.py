@@ -147,6 +147,7 @@ def grouped_linear(
         biases: none, one tensor (G, N), or (N,) for each group.
         beside: what the front reads beside `x`.
     """
+    x = x if given.front is None else x.contiguous()
     saves_input = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     return _GroupedLinear.apply(x, given, _Counts(len(weights), len(biases), saves_input), *weights, *biases, *beside)
 
@@ -327,7 +328,7 @@ def _finish(of: _Backward, grads: QuantizedStorage, given: Given, parameters: Se
     for parameter, gradient in zip(
         parameters, _each(found, [True] * len(parameters), parameters[0].dim() == 3), strict=True
     ):
-        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 def _parts(*tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -335,8 +336,10 @@ def _parts(*tensors: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def _taped_backward(of: _Backward, given: Given) -> tuple[tuple[Tensor, ...], Saved | None]:
-    """(gradients of inputs, of biases, of weights), None; or instead of the last, buffers of the gradient of the output
-    and what these are, for the product that is computed later. No autograd."""
+    """(gradients of inputs, of biases, of weights), None; no autograd.
+
+    Instead of the last, where they are computed later, buffers of the gradient of the output, and what these are.
+    """
     held = (of.grad, of.inputs, of.x, *of.beside, *of.weights, of.main_grad)
     kinds = kind_of(of.inputs), kind_of(of.x), kind_of(of.weights[0] if of.weights else None)
     key = ("backward", kinds, of.x is None, of.main_grad is None, of.wants, of.shape, of.dtypes, given.kind)

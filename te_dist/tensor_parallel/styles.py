@@ -37,6 +37,7 @@ from te_dist.tensor_parallel.gather import (
 from te_dist.tensor_parallel.spread import FormatWriter
 
 SITE, WEIGHT, BIAS = "gemm", "weight", "bias"
+_PLACED_TYPE = "linear"  # of the roles that a recipe is asked for: others have weights of other dimensions
 
 
 class ColumnParallel(ParallelStyle):
@@ -231,10 +232,11 @@ def sum_gradients(module: nn.Module, names: list[str], mesh: DeviceMesh) -> None
 def _site_of(module: nn.Module, style: str) -> Any:
     """The submodule in which a linear module of te_dist multiplies."""
     site = getattr(module, SITE, None)
-    if site is None or not hasattr(site, "placed"):
+    if site is None or not hasattr(site, "placed") or site.module_type != _PLACED_TYPE:
         raise ValueError(
             f"{style} is for te_dist's Linear and LayerNormLinear, got {type(module).__name__}; use the style of that "
-            "name in torch.distributed.tensor.parallel for torch's modules, or build yours from these two"
+            "name in torch.distributed.tensor.parallel for torch's modules, parallel_mode for GroupedLinear, or build "
+            "yours from these two"
         )
     return site
 

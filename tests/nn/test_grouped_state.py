@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 import te_dist as te
-from te_dist import offload, recipe
+from te_dist import offload, recipe, tensor_parallel
 from te_dist.fsdp2 import GroupedParameter
 from te_dist.nn.grouped_products import SWIGLU, WEIGHTED_SWIGLU, Given, group_table
 from te_dist.nn.grouped_weights import as_one, in_one_piece
@@ -366,3 +366,30 @@ def test_weights_of_other_groups_are_not_seen_as_changed() -> None:
     ]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("style", [tensor_parallel.ColumnParallel, tensor_parallel.RowParallel])
+@pytest.mark.parametrize("single", [False, True])
+def test_styles_of_tensor_parallelism_refuse_groups(style: Any, single: bool) -> None:
+    module = te.GroupedLinear(GROUPS, IN, OUT, bias=False, single_grouped_weight=single)
+    with pytest.raises(ValueError, match=r"got GroupedLinear; .*parallel_mode for GroupedLinear"):
+        style()._apply(module, None)
+
+
+def test_delayed_gradients_are_added_to_those_that_are_there() -> None:
+    made_by, want = QUANTIZED["block"], step(make(QUANTIZED["block"]), QUANTIZED["block"])["dw"]
+    module = make(made_by, delay_wgrad_compute=True, single_grouped_weight=True)
+    for count in (1, 2):
+        with te.autocast(recipe=made_by):
+            out = module(normal(ROWS, IN), SIZES)
+        out.backward(normal(ROWS, OUT, seed=2))
+        module.backward_dw()
+        module.backward_dw()  # which has nothing left to do
+        torch.testing.assert_close(module.weight.grad, count * want, rtol=1e-6, atol=1e-6)
+
+
+def test_inside_of_torch_autocast_plain_groups_are_multiplied_in_its_type() -> None:
+    x = normal(ROWS, IN)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = make(None)(x, SIZES)
+    assert_bitwise(got, make(None)(x.bfloat16(), SIZES), "y")
