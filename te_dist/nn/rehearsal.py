@@ -35,7 +35,7 @@ def rehearse(module: nn.Module, dtype: torch.dtype | None, *rest: Tensor) -> Non
         dtype: of activations and of plain parameters; None leaves those of the parameters.
         rest: what its forward pass takes besides the input, on the meta device.
     """
-    recipe = next((_recipes[site] for site in module.children() if site in _recipes), None)
+    recipe = next((_recipes[site] for site in module.modules() if site in _recipes), None)
     if recipe is None:
         return
     held = (*module.named_parameters(), *module.named_buffers())

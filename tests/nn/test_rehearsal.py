@@ -16,6 +16,7 @@ from te_dist.fsdp2.ahead import kernels_of
 from te_dist.kernels import movement, runtime
 from te_dist.kernels.cache import Compiled
 from te_dist.nn import products, rehearsal
+from te_dist.nn.moe import MoE, Routing
 from te_dist.quantizers import base
 from tests.nn.recipes import DEFAULTS
 
@@ -30,6 +31,14 @@ def made(model_recipe: recipe.Recipe, *, quantized: bool) -> nn.Module:
             te.Linear(256, 128, bias=False, **options),
             te.LayerNormMLP(128, 256, activation="swiglu", normalization="RMSNorm", **options),
         )
+    if not quantized:
+        te.prepare(model, model_recipe)
+    return model
+
+
+def made_of_experts(model_recipe: recipe.Recipe, *, quantized: bool) -> nn.Module:
+    with te.quantized_model_init(quantized, recipe=model_recipe):
+        model = MoE(128, 128, Routing(4, 2), shared_ffn_hidden_size=128, params_dtype=torch.bfloat16)
     if not quantized:
         te.prepare(model, model_recipe)
     return model
@@ -59,15 +68,16 @@ def step(model: nn.Module, model_recipe: recipe.Recipe) -> None:
     out.float().square().mean().backward()
 
 
+@pytest.mark.parametrize("make", [made, made_of_experts])
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("model_recipe", DEFAULTS, ids=lambda r: type(r).__name__)
-def test_a_rehearsal_notes_what_a_step_launches(model_recipe, quantized, monkeypatch):
+def test_a_rehearsal_notes_what_a_step_launches(model_recipe, quantized, make, monkeypatch):
     monkeypatch.setattr(rehearsal, "ROWS", (ROWS,))
     for module in (products, base):
         monkeypatch.setattr(module, "READS_ANY_ORDER", ())
     for a, b, device in list(gemm._TABLE):  # on a GPU other functions multiply than those that run here
         monkeypatch.setitem(gemm._TABLE, (a, b, device), gemm._TABLE[a, b, "cpu"])
-    model = made(model_recipe, quantized=quantized)
+    model = make(model_recipe, quantized=quantized)
     optimizer = te.optim.FusedAdam(model.parameters())
     with Launches() as launches:
         for _ in range(2):

@@ -1,0 +1,24 @@
+"""Mixtures of experts: router, sorting of rows by expert, experts over ranks, and the block of all of it."""
+
+from te_dist.nn.moe.block import ExpertParallel, MoE
+from te_dist.nn.moe.experts import GroupedMLP, SwiGluMLP
+from te_dist.nn.moe.permutation import Permutation, permute, permute_probabilities, sort_by_expert, unpermute
+from te_dist.nn.moe.router import Routed, TopKRouter, attach_loss, update_expert_biases
+from te_dist.nn.moe.routing import Routing
+
+__all__ = [
+    "ExpertParallel",
+    "GroupedMLP",
+    "MoE",
+    "SwiGluMLP",
+    "Permutation",
+    "Routed",
+    "Routing",
+    "TopKRouter",
+    "attach_loss",
+    "permute",
+    "permute_probabilities",
+    "sort_by_expert",
+    "unpermute",
+    "update_expert_biases",
+]

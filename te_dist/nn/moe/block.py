@@ -1,0 +1,138 @@
+"""MoE: a feed-forward part of many experts, of which each token takes a few."""
+
+from __future__ import annotations
+
+from typing import Literal, Unpack, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from te_dist._torch_private import in_backward
+from te_dist.nn.moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from te_dist.nn.moe.experts import GroupedMLP, SwiGluMLP
+from te_dist.nn.moe.router import Routed, TopKRouter
+from te_dist.nn.moe.routing import Routing
+from te_dist.nn.options import LinearOptions, read
+
+Payload = Literal["plain", "quantized"]
+
+
+class MoE(nn.Module):
+    """`y = sum over the chosen experts of probability * fc2(silu(gate) * up)`, gates and ups by `fc1`.
+
+    Attributes:
+        router: chooses, see `TopKRouter`.
+        experts: multiply, see `GroupedMLP`.
+        shared_experts: what every token goes through besides, as one wide expert; or None.
+        dispatcher: brings rows to experts; `ExpertParallel` replaces it.
+        payload: "plain" or "quantized", see `ExpertParallel`.
+        dropped: int64 scalar, copies of this rank's tokens that found no slot in training passes since it was last set
+            to zero; None unless there is a capacity. Each stands for one choice of one token that added nothing.
+    """
+
+    dropped: Tensor | None
+    shared_experts: SwiGluMLP | None
+    payload: Payload = "plain"
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        routing: Routing,
+        *,
+        shared_ffn_hidden_size: int = 0,
+        **options: Unpack[LinearOptions],
+    ) -> None:
+        """See `LinearOptions` for the keywords, which are for the experts' maps.
+
+        Args:
+            hidden_size: H, of tokens.
+            ffn_hidden_size: F, of each expert.
+            routing: how experts are chosen.
+            shared_ffn_hidden_size: F of the shared experts, all together; 0 for none.
+
+        Raises:
+            ValueError: inside of `quantized_model_init`, sizes that do not fit the recipe.
+        """
+        super().__init__()
+        known = read(dict(options), LinearOptions, "MoE")
+        name = known.pop("name", None) or ""
+        prefix = f"{name}." if name else ""
+        place = {key: known.get(key) for key in ("params_dtype", "device")}
+        self.hidden_size = hidden_size
+        self.router = TopKRouter(hidden_size, routing, **place)
+        experts = {**known, "name": f"{prefix}experts"}
+        self.experts = GroupedMLP(routing.num_experts, hidden_size, ffn_hidden_size, **experts)
+        self.shared_experts = None
+        if shared_ffn_hidden_size:
+            shared = {**known, "name": f"{prefix}shared_experts"}
+            self.shared_experts = SwiGluMLP(hidden_size, shared_ffn_hidden_size, **shared)
+        self.dispatcher: Dispatcher = LocalDispatcher(routing.num_experts)
+        self.register_buffer("dropped", None, persistent=False)
+
+    def reset_parameters(self) -> None:
+        """Forgets what was dropped; parameters are those of the parts."""
+        if self.dropped is not None:
+            self.dropped.zero_()
+
+    def forward(self, inp: Tensor) -> Tensor:
+        """(..., hidden_size) of `inp` of that shape."""
+        x = inp.reshape(-1, inp.shape[-1])
+        routed = self.router(x)
+        out = self._outside_of_graphs(x, routed) if torch.compiler.is_compiling() else self._mix(x, routed)
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(x)
+        return out.view(inp.shape)
+
+    def _mix(self, x: Tensor, routed: Routed) -> Tensor:
+        """(T, H): what the chosen experts make of every row of `x` (T, H)."""
+        quantizer = self.experts.input_quantizer(x) if self.payload == "quantized" else None
+        arrived = self.dispatcher.dispatch(x, routed, quantizer=quantizer)
+        if arrived.dropped is not None and self.dropped is not None and self.training and not in_backward():
+            self.dropped += arrived.dropped
+        return self.dispatcher.combine(self.experts(arrived.rows, arrived), arrived)
+
+    @torch.compiler.disable(
+        reason="experts are multiplied and exchanged by code that decides in Python; leave out fullgraph=True: the "
+        "router, shared experts and what surrounds a mixture are compiled"
+    )
+    def _outside_of_graphs(self, x: Tensor, routed: Routed) -> Tensor:
+        return self._mix(x, routed)
+
+
+class ExpertParallel(ParallelStyle):
+    """Gives each rank of a mesh some of the experts of a `MoE`. See [Note: Expert parallelism].
+
+        parallelize_module(model, mesh["ep"], {"blocks.*.feed_forward": ExpertParallel()})
+
+    Gradients of experts' weights are means over the mesh, see [Note: Gradients of experts over ranks]; shard these over
+    the other data-parallel ranks, the rest of the model over all.
+
+    Args:
+        capacity: slots for rows that each rank has at every other; None for as many as rows want, at the price of one
+            copy of sizes to the host per pass.
+        payload: "quantized" sends tokens to experts as codes and scales, where a recipe quantizes; see [Note: Quantized
+            payload].
+    """
+
+    def __init__(self, *, capacity: int | None = None, payload: Payload = "plain") -> None:
+        """Raises ValueError for another payload."""
+        super().__init__()
+        if payload not in get_args(Payload):
+            raise ValueError(f"payload: got {payload!r}, wanted one of {get_args(Payload)}")
+        self.capacity = capacity
+        self.payload: Payload = payload
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, MoE):
+            raise ValueError(f"ExpertParallel is for te_dist's MoE, got {type(module).__name__}")
+        num_experts = module.router.routing.num_experts
+        module.dispatcher = AllToAllDispatcher(num_experts, device_mesh, capacity=self.capacity)
+        module.payload = self.payload
+        module.experts.cut(device_mesh)
+        if self.capacity is not None:
+            device = module.router.weight.device
+            module.register_buffer("dropped", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
+        return module

@@ -1,0 +1,211 @@
+"""How rows come to their experts: on this rank, or over a mesh of ranks of which each has some of them.
+
+Shapes: T tokens, k choices of each, E experts, P ranks, L = E / P experts of a rank, C slots.
+
+[Note: Expert parallelism]
+Rank p has the experts from p * L on. Copies of tokens travel sorted by expert; those that arrive come by rank and then
+by expert, and are sorted by expert with the ranks in order, which is the order they would have on one rank with all
+tokens. That second sorting is an index: who multiplies the rows gathers them by it.
+
+Without a capacity no copy is lost. The sizes of messages are device data that the collective wants on the host: one
+copy to the host per dispatch, counted. With a capacity of C, every rank sends C slots to every other, full or not:
+nothing waits for the device, and a CUDA graph can hold it. Copies beyond C are dropped, last choices first and among
+them last tokens first; what a dropped copy would have added to its token is zero, and their number is returned.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from te_dist.nn.moe.exchange import Exchange, bring_back, send
+from te_dist.nn.moe.payload import Route, check_rows, send_quantized
+from te_dist.nn.moe.permutation import Permutation, permute_probabilities, sort_by_expert, unpermute
+from te_dist.nn.moe.router import Routed
+from te_dist.quantizers import Quantizer
+
+
+class Arrived:
+    """Rows at the experts of this rank. No tuple or dataclass, in which FSDP2 would cast what it finds.
+
+    Attributes:
+        rows: (S, H), in the order in which they arrived, of which experts multiply `rows[by_expert.index]`; or a
+            QuantizedTensor (R, H), which is sorted already.
+        by_expert: sorts them by expert; counts of this rank's experts, (L,).
+        probabilities: f32 (R,), of the sorted rows.
+        outgoing: how this rank sorted its own tokens; None where they stayed.
+        exchange: how they came; None where they stayed.
+        dropped: int64 scalar, copies of this rank's tokens that were not sent; None without a capacity.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor,
+        by_expert: Permutation,
+        probabilities: Tensor,
+        *,
+        outgoing: Permutation | None = None,
+        exchange: Exchange | None = None,
+        dropped: Tensor | None = None,
+    ) -> None:
+        self.rows = rows
+        self.by_expert = by_expert
+        self.probabilities = probabilities
+        self.outgoing = outgoing
+        self.exchange = exchange
+        self.dropped = dropped
+
+
+class Dispatcher(Protocol):
+    """Brings rows to experts and back."""
+
+    num_local_experts: int
+
+    def dispatch(self, x: Tensor, routed: Routed, *, quantizer: Quantizer | None = None) -> Arrived:
+        """Rows (T, H) at their experts; quantized on the way where there is a quantizer."""
+        ...
+
+    def combine(self, y: Tensor, arrived: Arrived) -> Tensor:
+        """(T, H): sums of what experts made, `y` (R, H) in their order, of every token's copies."""
+        ...
+
+
+class LocalDispatcher:
+    """All experts are on this rank: nothing is moved but by who multiplies."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_local_experts = num_experts
+
+    def dispatch(self, x: Tensor, routed: Routed, *, quantizer: Quantizer | None = None) -> Arrived:
+        """See `Dispatcher`; nothing is sent, and nothing quantized."""
+        by_expert = sort_by_expert(routed.experts, self.num_local_experts)
+        return Arrived(x, by_expert, permute_probabilities(routed.probabilities, by_expert))
+
+    def combine(self, y: Tensor, arrived: Arrived) -> Tensor:
+        """See `Dispatcher`."""
+        return unpermute(y, arrived.by_expert)
+
+
+class AllToAllDispatcher:
+    """Each rank of a mesh has some experts. See [Note: Expert parallelism]. Methods are collective.
+
+    Attributes:
+        capacity: C, or None for no limit.
+        num_host_syncs: how often a dispatch waited for the device.
+    """
+
+    def __init__(self, num_experts: int, mesh: DeviceMesh, *, capacity: int | None = None) -> None:
+        """Raises ValueError where experts or capacity do not fit the mesh, on every rank alike."""
+        if mesh.ndim != 1:
+            raise ValueError(f"mesh: got {mesh.ndim} dimensions, wanted the one of the experts; pass mesh[name]")
+        if num_experts % mesh.size():
+            raise ValueError(
+                f"num_experts: got {num_experts} over {mesh.size()} ranks, wanted a multiple of them; change either"
+            )
+        if capacity is not None and capacity < 1:
+            raise ValueError(f"capacity: got {capacity}, wanted at least one slot, or None for no limit")
+        self.num_local_experts = num_experts // mesh.size()
+        self.num_ranks = mesh.size()
+        self.group: dist.ProcessGroup = mesh.get_group()
+        self.capacity = capacity
+        self.num_host_syncs = 0
+
+    def dispatch(self, x: Tensor, routed: Routed, *, quantizer: Quantizer | None = None) -> Arrived:
+        """See `Dispatcher` and [Note: Quantized payload].
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured, and there is no capacity.
+            ValueError: rows of this quantizer cannot be moved one by one; on every rank alike, before any collective.
+        """
+        if quantizer is not None:
+            check_rows(quantizer, x.dtype)
+        with torch.no_grad():
+            plan = self._plan_any_sizes if self.capacity is None else self._plan_slots
+            outgoing, incoming, exchange = plan(routed.experts)
+            dropped = None if self.capacity is None else routed.experts.numel() - outgoing.counts.sum()
+        if quantizer is not None:
+            route = Route(outgoing, incoming, exchange)
+            rows, probabilities = send_quantized(x, routed.probabilities, route, quantizer=quantizer)
+        else:
+            rows, probabilities = send(x, routed.probabilities, outgoing, by=exchange)
+            probabilities = permute_probabilities(probabilities[:, None], incoming)
+        return Arrived(rows, incoming, probabilities, outgoing=outgoing, exchange=exchange, dropped=dropped)
+
+    def combine(self, y: Tensor, arrived: Arrived) -> Tensor:
+        """See `Dispatcher`."""
+        assert arrived.outgoing is not None and arrived.exchange is not None
+        return bring_back(unpermute(y, arrived.by_expert), arrived.outgoing, by=arrived.exchange)
+
+    def _plan_any_sizes(self, experts: Tensor) -> tuple[Permutation, Permutation, Exchange]:
+        if experts.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "expert parallelism without a capacity copies sizes to the host, which a CUDA graph cannot hold; "
+                "choose a capacity"
+            )
+        outgoing = sort_by_expert(experts, self.num_local_experts * self.num_ranks)
+        counts = self._swap_counts(outgoing.counts)
+        sizes = torch.stack((outgoing.counts.view_as(counts).sum(1), counts.sum(1)))
+        sent, received = map(tuple, sizes.tolist())
+        self.num_host_syncs += 1
+        exchange = Exchange(self.group, self.num_ranks, sum(sent), sum(received), sent, received)
+        return outgoing, by_expert(counts, sum(received)), exchange
+
+    def _plan_slots(self, experts: Tensor) -> tuple[Permutation, Permutation, Exchange]:
+        assert self.capacity is not None
+        num_slots = self.capacity * self.num_ranks
+        outgoing = fill_slots(experts, self.num_ranks, self.num_local_experts, capacity=self.capacity)
+        counts = self._swap_counts(outgoing.counts)
+        empty = self.capacity - counts.sum(1, keepdim=True)
+        index, choices, positions, counts = by_expert(torch.cat((counts, empty), dim=1), num_slots)
+        exchange = Exchange(self.group, self.num_ranks, num_slots, num_slots, has_spare_row=True)
+        return outgoing, Permutation(index, choices, positions, counts[:-1]), exchange
+
+    def _swap_counts(self, counts: Tensor) -> Tensor:
+        """int64 (P, L): rows that come from each rank for each expert here, of rows that go to each expert, (E,)."""
+        out = torch.empty_like(counts)
+        dist.all_to_all_single(out, counts, group=self.group)
+        return out.view(self.num_ranks, self.num_local_experts)
+
+
+def by_expert(counts: Tensor, num_rows: int) -> Permutation:
+    """Sorts rows that come by rank and then by expert.
+
+    Args:
+        counts: int64 (P, L), rows from each rank for each expert; `num_rows` in all.
+    """
+    ends = counts.flatten().cumsum(0)
+    begins = (ends - counts.flatten()).view_as(counts)
+    sorted_begins = (counts.T.flatten().cumsum(0) - counts.T.flatten()).view_as(counts.T).T
+    rows = torch.arange(num_rows, device=counts.device)
+    positions = rows + (sorted_begins - begins).flatten()[torch.searchsorted(ends, rows, right=True)]
+    index = torch.empty_like(positions)
+    index[positions] = rows
+    return Permutation(index, index, positions[:, None], counts.sum(0))
+
+
+def fill_slots(experts: Tensor, num_ranks: int, num_local_experts: int, *, capacity: int) -> Permutation:
+    """Sorts copies into `capacity` slots for each rank, by expert. Counts are those of copies that have a slot.
+
+    Copies without one have the position behind the last slot. Empty slots have index 0: whatever they hold, it lies
+    behind the rows of all experts where it arrives, and nobody reads it.
+
+    Args:
+        experts: int64 (T, k), choices of falling score.
+    """
+    (tokens, copies), device = experts.shape, experts.device
+    owners = experts // num_local_experts
+    first = sort_by_expert(owners.T.contiguous(), num_ranks)  # all first choices before all second ones
+    begins = first.counts.cumsum(0) - first.counts
+    has_slot = (first.positions.T - begins[owners]) < capacity
+    num_experts, num_slots = num_ranks * num_local_experts, num_ranks * capacity
+    kept = sort_by_expert(torch.where(has_slot, experts, num_experts), num_experts)
+    begins = (kept.counts.cumsum(0) - kept.counts)[::num_local_experts]
+    shift = torch.arange(0, num_slots, capacity, device=device) - begins
+    positions = torch.where(has_slot, kept.positions + shift[owners], num_slots)
+    choices = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+    choices[positions.flatten()] = torch.arange(tokens * copies, device=device)
+    return Permutation(choices[:-1] // copies, choices[:-1], positions, kept.counts)

@@ -1,0 +1,111 @@
+"""Rows sent to the ranks of their experts and back, as autograd sees it.
+
+Shapes: P ranks, S source rows, k copies of each, H columns.
+
+[Note: Gradients of experts over ranks]
+Data parallelism takes the mean of gradients over ranks, each of which has a loss of its own. Weights of experts that P
+ranks share see the rows of all of them, so that their gradients would be sums over P losses. Gradients are divided by P
+on their way to the experts and multiplied by P on their way back: those of weights are means over the P ranks, whatever
+shards these further takes the mean over the others, and those of rows are what they were. P is a power of two as a
+rule, and then nothing is rounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_dist.nn.moe.permutation import Permutation, gather_sum
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One all-to-all of rows, and the way back.
+
+    Attributes:
+        group: the P ranks.
+        num_ranks: P.
+        num_sent, num_received: rows of this rank, before and after.
+        sent, received: of these, rows by rank; None for equal parts.
+        has_spare_row: whether a row of zeros follows rows that came back: that of copies which were never sent.
+    """
+
+    group: dist.ProcessGroup
+    num_ranks: int
+    num_sent: int
+    num_received: int
+    sent: tuple[int, ...] | None = None
+    received: tuple[int, ...] | None = None
+    has_spare_row: bool = False
+
+    def send(self, rows: Tensor) -> Tensor:
+        """(num_received, ...) of (num_sent, ...). Collective."""
+        out = rows.new_empty(self.num_received, *rows.shape[1:])
+        self._swap(out, rows, self.received, self.sent)
+        return out
+
+    def send_back(self, rows: Tensor) -> Tensor:
+        """(num_sent, ...), and a row of zeros where there is a spare one, of (num_received, ...). Collective."""
+        out = rows.new_empty(self.num_sent + self.has_spare_row, *rows.shape[1:])
+        if self.has_spare_row:
+            out[-1].zero_()
+        self._swap(out[: self.num_sent], rows, self.sent, self.received)
+        return out
+
+    def _swap(self, out: Tensor, rows: Tensor, received: Any, sent: Any) -> None:
+        sizes = [None if each is None else list(each) for each in (received, sent)]
+        dist.all_to_all_single(out, rows.contiguous(), *sizes, group=self.group)
+
+
+def chosen_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of `x`; slots that stay empty ask for the first one, which a rank without rows does not have."""
+    return x.index_select(0, index) if x.shape[0] else x.new_zeros(index.shape[0], *x.shape[1:])
+
+
+def send(x: Tensor, probabilities: Tensor, outgoing: Permutation, *, by: Exchange) -> tuple[Tensor, Tensor]:
+    """Copies of rows and their probabilities, as they arrive: (num_received, H) and f32 (num_received,).
+
+    Args:
+        x: (S, H), of which copies are sent in the order of `outgoing`.
+        probabilities: f32 (S, k).
+    """
+    return _Send.apply(x, probabilities, outgoing, by)
+
+
+def bring_back(rows: Tensor, outgoing: Permutation, *, by: Exchange) -> Tensor:
+    """(S, H): sums of copies of rows (num_received, H), which travel back to where they were sent from."""
+    return _BringBack.apply(rows, outgoing, by)
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, probabilities: Tensor, outgoing: Permutation, by: Exchange
+    ) -> tuple[Tensor, Tensor]:
+        ctx.by = by
+        ctx.save_for_backward(outgoing.positions)
+        return by.send(chosen_rows(x, outgoing.index)), by.send(chosen_rows(probabilities.flatten(), outgoing.choices))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, of_probabilities: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (positions,) = ctx.saved_tensors
+        copies, values = ctx.by.send_back(grad), ctx.by.send_back(of_probabilities)
+        num_ranks = ctx.by.num_ranks  # see [Note: Gradients of experts over ranks]
+        return gather_sum(copies, positions) * num_ranks, values[positions] * num_ranks, None, None
+
+
+class _BringBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, outgoing: Permutation, by: Exchange) -> Tensor:
+        ctx.by = by
+        ctx.save_for_backward(outgoing.index)
+        return gather_sum(by.send_back(rows), outgoing.positions)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        return ctx.by.send(chosen_rows(grad / ctx.by.num_ranks, index)), None, None

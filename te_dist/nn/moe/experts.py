@@ -1,0 +1,144 @@
+"""What experts compute: SwiGLU between two linear maps, for each group of rows, and as one dense part."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from te_dist.nn import activations, rehearsal
+from te_dist.nn.grouped_linear import GroupedLinear
+from te_dist.nn.grouped_products import WEIGHTED_SWIGLU, Given, GroupFront, group_table
+from te_dist.nn.grouped_site import PLAIN
+from te_dist.nn.module import QuantizedModule
+from te_dist.nn.moe.dispatch import Arrived
+from te_dist.nn.moe.permutation import Permutation, gather_sum
+from te_dist.nn.options import LinearOptions, read
+from te_dist.nn.products import FRONTS
+from te_dist.nn.site import LinearSite
+from te_dist.ops.source import Gathered
+from te_dist.quantizers import Quantizer
+from te_dist.tensor import QuantizedTensor
+from te_dist.tensor.placement import local_tensor
+
+
+def _gradients_of_gathered(x: Tensor, index: Tensor, positions: Tensor, product: Tensor) -> tuple[Tensor, ...]:
+    return gather_sum(product, positions), index, positions  # whole numbers have no gradient: autograd reads the first
+
+
+# Rows of the input by their numbers, gathered on the way into the quantizer; beside: `Permutation.index`, `.positions`.
+GATHERED = GroupFront("gathered", lambda x, index, positions: Gathered(x, index), _gradients_of_gathered)
+
+
+class GroupedMLP(nn.Module):
+    """Experts, each `fc2(probability * silu(gate) * up)`, gates and ups by `fc1`, for rows sorted by expert.
+
+    SwiGLU and the probability are computed in fp32 on the way into the quantizer of `fc2`, rounded once; their
+    gradients are found in one pass. No host reads how many rows an expert has.
+
+    Attributes:
+        fc1: its `weight` (num_experts, 2 ffn_hidden_size, hidden_size), gates first.
+        fc2: its `weight` (num_experts, hidden_size, ffn_hidden_size).
+    """
+
+    def __init__(
+        self, num_experts: int, hidden_size: int, ffn_hidden_size: int, **options: Unpack[LinearOptions]
+    ) -> None:
+        """See `LinearOptions` for the keywords; raises as `GroupedLinear` does."""
+        super().__init__()
+        known = read(dict(options), LinearOptions, "GroupedMLP")
+        name = known.pop("name", None)
+        for part, sizes in (("fc1", (hidden_size, 2 * ffn_hidden_size)), ("fc2", (ffn_hidden_size, hidden_size))):
+            own = {**known, "name": f"{name}.{part}" if name else part}
+            self.register_module(
+                part, GroupedLinear(num_experts, *sizes, bias=False, single_grouped_weight=True, **own)
+            )
+
+    def forward(self, rows: Tensor, arrived: Arrived) -> Tensor:
+        """(R, hidden_size): what experts make of `rows[arrived.by_expert.index]`; zeros behind the last expert's rows.
+
+        Args:
+            rows: those of `arrived`, plain or quantized; they stand alone so that FSDP2 sees them.
+            arrived: how they are sorted, and their probabilities.
+        """
+        index, _, positions, counts = arrived.by_expert
+        table = group_table(counts, index.shape[0])
+        first, second = (
+            fc.weight.to_local() if isinstance(fc.weight, DTensor) else fc.weight for fc in (self.fc1, self.fc2)
+        )
+        if isinstance(rows, QuantizedTensor):
+            hidden = self.fc1.gemm(rows, [first], given=Given(table, PLAIN))
+        else:
+            gathered = Given(table, PLAIN, front=GATHERED)
+            hidden = self.fc1.gemm(rows.contiguous(), [first], beside=[index, positions], given=gathered)
+        given = Given(table, PLAIN, front=WEIGHTED_SWIGLU)
+        return self.fc2.gemm(hidden, [second], beside=[arrived.probabilities], given=given)
+
+    def input_quantizer(self, x: Tensor) -> Quantizer | None:
+        """What `fc1` quantizes its input by at this moment; None outside of `autocast`."""
+        plan = self.fc1.gemm.plan(x, local_tensor(self.fc1.weight))
+        return None if plan is None else plan.input
+
+    def rehearse(self, dtype: torch.dtype | None) -> None:
+        """See `rehearsal.rehearse`."""
+        rehearsal.rehearse(_OneEach(self), dtype)
+
+    def cut(self, mesh: DeviceMesh) -> None:
+        """Leaves this rank its experts. Every rank of `mesh` has all of them."""
+        for module in (self.fc1, self.fc2):
+            cut = distribute_tensor(module.weight.data, mesh, [Shard(0)], src_data_rank=None)
+            module.register_parameter("weight", nn.Parameter(cut))
+            module.num_gemms = module.gemm.num_groups = module.num_gemms // mesh.size()
+            module.gemm.scaling = None  # a history for each expert here, made when it is asked for
+
+
+class _OneEach(nn.Module):
+    """Experts of rows of which each goes to one of them."""
+
+    def __init__(self, experts: GroupedMLP) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
+        counts = torch.empty(self.experts.fc1.num_gemms, dtype=torch.int64, device=x.device)
+        probabilities = torch.empty(x.shape[0], dtype=torch.float32, device=x.device, requires_grad=True)
+        by_expert = Permutation(numbers, numbers, numbers[:, None], counts)
+        return self.experts.forward(x, Arrived(x, by_expert, probabilities))
+
+
+class SwiGluMLP(QuantizedModule):
+    """`y = (silu(gate) * up) fc2_weight^T`, gates and ups being `x fc1_weight^T`.
+
+    Attributes:
+        fc1_weight: (2 ffn_hidden_size, hidden_size), gates first.
+        fc2_weight: (hidden_size, ffn_hidden_size).
+    """
+
+    fc1_weight: nn.Parameter
+    fc2_weight: nn.Parameter
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, **options: Unpack[LinearOptions]) -> None:
+        """See `LinearOptions` for the keywords; raises as `Linear` does."""
+        known = read(dict(options), LinearOptions, "SwiGluMLP")
+        super().__init__(known)
+        self.hidden_size = hidden_size
+        self.ffn_hidden_size = ffn_hidden_size
+        prefix = f"{self.name}." if self.name else ""
+        self.fc1 = LinearSite(hidden_size, 2 * ffn_hidden_size, name=f"{prefix}fc1")
+        self.fc2 = LinearSite(ffn_hidden_size, hidden_size, name=f"{prefix}fc2")
+        self._add_linear(self.fc1, ("fc1_weight", None), known.get("init_method"))
+        self._add_linear(self.fc2, ("fc2_weight", None), known.get("init_method"))
+
+    def forward(self, inp: Tensor) -> Tensor:
+        """(..., hidden_size) of `inp` of that shape."""
+        hidden, front = self.fc1(inp, self.fc1_weight), "swiglu"
+        if front not in FRONTS or self.fc2.is_hooked:
+            hidden, front = activations.find("swiglu")(hidden), ""
+        return self.fc2(hidden, self.fc2_weight, front=front)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, {self.ffn_hidden_size}"

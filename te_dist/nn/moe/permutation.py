@@ -1,0 +1,144 @@
+"""Rows sorted by expert and back again: on the device, without waiting for it, in an order that never varies.
+
+Shapes: S source rows, k copies of each, R sorted rows, E experts, H columns.
+
+[Note: Sorted rows]
+Every source row is copied to the rows of its k experts. `index` leads from sorted rows to source rows, `positions` from
+the copies of a source row to sorted rows. Forward and backward of both directions are gathers: a source row takes the
+sum of its k sorted rows, where a scatter would add in an order of its own. Rows keep the order of their sources within
+an expert, so that sums over an expert's rows do not depend on how sources are spread over ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NARROW = torch.iinfo(torch.int16).max  # experts that int16 holds: a radix sort passes over fewer bytes
+
+
+class Permutation(NamedTuple):
+    """Where rows lie once sorted. See [Note: Sorted rows].
+
+    Attributes:
+        index: int64 (R,), the source row of every sorted row.
+        choices: int64 (R,), which of the S * k copies every sorted row is: copy j of row s is s * k + j.
+        positions: int64 (S, k), the sorted row of every copy.
+        counts: int64 (E,), rows of each expert; they come one expert after the other, then rows that are nobody's.
+    """
+
+    index: Tensor
+    choices: Tensor
+    positions: Tensor
+    counts: Tensor
+
+
+def sort_by_expert(experts: Tensor, num_experts: int) -> Permutation:
+    """Sorts copies of rows by the experts they go to, copies for one expert in the order of the rows.
+
+    Nothing waits for the device, and it can be captured in a CUDA graph.
+
+    Args:
+        experts: int64 (S, k), numbers below `num_experts`; others, from there on, sort behind and are nobody's.
+        num_experts: E.
+    """
+    num_copies = experts.shape[1]
+    keys = experts.flatten()
+    keys = keys.to(torch.int16) if num_experts < NARROW else keys
+    found, choices = keys.sort(stable=True)
+    numbers = torch.arange(num_experts, dtype=found.dtype, device=found.device)
+    ends = torch.searchsorted(found, numbers, right=True)
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    positions = torch.empty_like(choices)
+    positions[choices] = torch.arange(choices.shape[0], device=choices.device)
+    return Permutation(choices // num_copies, choices, positions.view_as(experts), counts)
+
+
+def permute(x: Tensor, permutation: Permutation) -> Tensor:
+    """Sorted rows (R, H) of source rows `x` (S, H). The gradient of a source row is the sum of those of its copies."""
+    return _Permute.apply(x, permutation.index, permutation.positions)
+
+
+def unpermute(rows: Tensor, permutation: Permutation, *, probabilities: Tensor | None = None) -> Tensor:
+    """(S, H): sums, in fp32 and rounded once, of the copies of every source row in sorted rows `rows` (R, H).
+
+    Args:
+        probabilities: f32 (S, k), by which copies are multiplied; differentiable. None where that was done before.
+    """
+    if probabilities is None:
+        return _Unpermute.apply(rows, permutation.index, permutation.positions)
+    return _WeightedUnpermute.apply(rows, probabilities, permutation)
+
+
+def permute_probabilities(probabilities: Tensor, permutation: Permutation) -> Tensor:
+    """f32 (R,) of f32 (S, k): the probability of each sorted row; differentiable."""
+    return _PermuteValues.apply(probabilities, permutation.choices, permutation.positions)
+
+
+def gather_sum(rows: Tensor, positions: Tensor) -> Tensor:
+    """(S, H): of every row of `positions` (S, k) the sum of those rows of `rows` (R, H), in fp32 and rounded once."""
+    if positions.shape[1] == 1:
+        return rows.index_select(0, positions[:, 0])
+    if rows.is_cuda and rows.shape[0]:
+        return F.embedding_bag(positions, rows, mode="sum")  # one pass, sums in fp32
+    total = rows.index_select(0, positions[:, 0]).float()
+    for copy in range(1, positions.shape[1]):
+        total += rows.index_select(0, positions[:, copy])
+    return total.to(rows.dtype)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(positions)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (positions,) = ctx.saved_tensors
+        return gather_sum(grad.contiguous(), positions), None, None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        return gather_sum(rows, positions)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        return grad.index_select(0, index), None, None
+
+
+class _WeightedUnpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, probabilities: Tensor, permutation: Permutation) -> Tensor:
+        ctx.save_for_backward(rows, probabilities, permutation.index, permutation.choices, permutation.positions)
+        total = torch.zeros(probabilities.shape[0], rows.shape[1], dtype=torch.float32, device=rows.device)
+        for copy, of_copy in enumerate(permutation.positions.unbind(1)):
+            total += rows.index_select(0, of_copy).float() * probabilities[:, copy, None]
+        return total.to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, probabilities, index, choices, positions = ctx.saved_tensors
+        spread = grad.index_select(0, index).float()
+        of_rows = (spread * probabilities.flatten()[choices, None]).to(rows.dtype)
+        of_values = (spread * rows).sum(1)[positions.flatten()].view_as(probabilities)
+        return of_rows, of_values, None
+
+
+class _PermuteValues(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(positions)
+        return values.flatten().index_select(0, choices)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (positions,) = ctx.saved_tensors
+        return grad.index_select(0, positions.flatten()).view_as(positions), None, None

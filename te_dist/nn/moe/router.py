@@ -1,0 +1,229 @@
+"""TopKRouter: which experts a token goes to, and with which weight.
+
+[Note: When choices are counted]
+A training pass adds its choices to `tokens_per_expert`. A pass that runs again in backward (activation checkpointing)
+does not: its choices were counted. `update_expert_biases` moves the biases by what was counted since its last call, so
+it is called once a step, after backward, when no pass is left to run again with the biases of the first time.
+
+[Note: fp32 from bf16]
+Products of bf16 values are exact in fp32, so that on a GPU tensor cores give fp32 logits of bf16 tokens without a copy
+in fp32. In backward one operand is fp32: it is split in two bf16 values, whose products are added up by the same sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from te_dist._torch_private import in_backward
+from te_dist.nn.moe import routing as rules
+from te_dist.nn.moe.routing import Routing
+
+INIT_STD = 0.02
+
+
+class Routed(NamedTuple):
+    """What a router decides for T tokens.
+
+    Attributes:
+        probabilities: f32 (T, k), weights of the experts' outputs; differentiable.
+        experts: int64 (T, k), different ones in each row, of falling score.
+    """
+
+    probabilities: Tensor
+    experts: Tensor
+
+
+class TopKRouter(nn.Module):
+    """Chooses `top_k` of `num_experts` experts for each token by a linear map. Computed in fp32.
+
+    Attributes:
+        weight: (E, hidden_size).
+        expert_bias: f32 (E,), see `routing.next_bias`; None without a `bias_update_rate`.
+        tokens_per_expert: f32 (E,), choices since the last `update_expert_biases`; None without a bias.
+        aux_loss_scale: by which the gradient of the balancing loss is multiplied: what the loss itself is multiplied by
+            before `backward`, one over the number of micro batches for instance.
+        last_aux_loss: scalar f32 without gradient, of the latest training pass; None before one or without that loss.
+    """
+
+    weight: nn.Parameter
+    expert_bias: Tensor | None
+    tokens_per_expert: Tensor | None
+    last_aux_loss: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        routing: Routing,
+        *,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.routing = routing
+        self.aux_loss_scale = 1.0
+        self.last_aux_loss = None
+        self.weight = nn.Parameter(torch.empty(routing.num_experts, hidden_size, dtype=params_dtype, device=device))
+        keeps_bias = routing.bias_update_rate > 0
+        for name in ("expert_bias", "tokens_per_expert"):
+            buffer = torch.empty(routing.num_experts, dtype=torch.float32, device=device) if keeps_bias else None
+            self.register_buffer(name, buffer, persistent=name == "expert_bias")
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """A normal weight, no bias, nothing counted."""
+        nn.init.normal_(self.weight, std=INIT_STD)
+        if self.expert_bias is not None and self.tokens_per_expert is not None:
+            self.expert_bias.zero_()
+            self.tokens_per_expert.zero_()
+
+    def forward(self, x: Tensor) -> Routed:
+        """Experts and probabilities for `x` (T, hidden_size).
+
+        Raises:
+            ValueError: `x` is no matrix of that width.
+        """
+        if x.dim() != 2 or x.shape[1] != self.hidden_size:
+            raise ValueError(
+                f"TopKRouter: got an input of shape {tuple(x.shape)}, wanted (tokens, {self.hidden_size}); flatten the "
+                "dimensions in front"
+            )
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        kind = x.device.type
+        with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
+            scores = rules.scores_of(_Logits.apply(x, weight), self.routing)
+            experts = rules.choose(scores, self.expert_bias, self.routing)
+            probabilities = rules.probabilities_of(scores, experts, self.routing)
+            if self.training:
+                probabilities = self._balance(probabilities, scores, experts)
+        return Routed(probabilities, experts)
+
+    def _balance(self, probabilities: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
+        """Counts choices and attaches the balancing loss. See [Note: When choices are counted]."""
+        if self.tokens_per_expert is None and not self.routing.aux_loss_coefficient:
+            return probabilities
+        counts = rules.count_choices(experts, self.routing.num_experts)
+        if self.tokens_per_expert is not None and (torch.compiler.is_compiling() or not in_backward()):
+            self.tokens_per_expert.add_(counts)
+        if self.routing.aux_loss_coefficient:
+            loss = rules.balancing_loss(scores, counts, self.routing)
+            self.last_aux_loss = loss.detach()
+            probabilities = attach_loss(probabilities, loss, scale=self.aux_loss_scale)
+        return probabilities
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Moves what it holds; `bfloat16()` and the like leave bias and counts in fp32."""
+        kept = {name: tensor for name, tensor in self.named_buffers(recurse=False)}
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            if getattr(self, name).dtype != before.dtype:
+                # NOTE: conversions ask whether a tensor is floating-point; the same bits as integers are moved only.
+                setattr(self, name, fn(before.view(torch.int32)).view(torch.float32))
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, {self.routing}"
+
+
+class _Logits(torch.autograd.Function):
+    """f32 (T, E) of `x` (T, H) and `weight` (E, H), accumulated in fp32. See [Note: fp32 from bf16]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        if _multiplies_bf16(x, weight):
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return F.linear(x.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad
+        if not _multiplies_bf16(x, weight):
+            of_x = (grad @ weight.float()).to(x.dtype) if wants_x else None
+            return of_x, (grad.t() @ x.float()).to(weight.dtype) if wants_weight else None
+        halves = in_halves(grad)
+        of_x = halves @ torch.cat((weight, weight)) if wants_x else None
+        if not wants_weight:
+            return of_x, None
+        return of_x, torch.mm(halves.t(), x, out_dtype=torch.float32).view(2, *weight.shape).sum(0).to(weight.dtype)
+
+
+def in_halves(values: Tensor) -> Tensor:
+    """bf16 (T, 2 E) of f32 (T, E): the leading bits of every value, and to the right of all those the bits that follow.
+
+    Products with them that accumulate in fp32 are off by 2^-17 of a value at most.
+    """
+    leading = values.bfloat16()
+    return torch.cat((leading, (values - leading).bfloat16()), dim=1)
+
+
+def _multiplies_bf16(x: Tensor, weight: Tensor) -> bool:
+    return x.is_cuda and x.dtype == weight.dtype == torch.bfloat16
+
+
+class _AttachLoss(torch.autograd.Function):
+    """The first input; in backward the second one, a loss, gets a gradient of `scale`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        ctx.like = loss.dtype, loss.device
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        dtype, device = ctx.like
+        return grad, torch.full((), ctx.scale, dtype=dtype, device=device), None
+
+
+def attach_loss(x: Tensor, loss: Tensor, *, scale: float = 1.0) -> Tensor:
+    """`x`, whose backward pass also adds the gradients of `scale * loss`.
+
+    Args:
+        x: any tensor on the way to the loss of the model.
+        loss: scalar.
+    """
+    return _AttachLoss.apply(x, loss, scale)
+
+
+@torch.no_grad()
+def update_expert_biases(model: nn.Module, *, mesh: DeviceMesh | None = None) -> int:
+    """Moves the biases of all routers of `model` by the choices counted since the last call. Collective over `mesh`.
+
+    Choices of all routers are added up over the mesh in one reduction for each of its dimensions; nothing waits for
+    the device.
+
+    Args:
+        model: with routers that have a `bias_update_rate`; others are left alone.
+        mesh: the ranks whose tokens count together, usually those that share the batch; None for this rank alone.
+
+    Returns:
+        How many routers were updated.
+    """
+    held = [
+        (router, router.expert_bias, router.tokens_per_expert)
+        for router in model.modules()
+        if isinstance(router, TopKRouter)
+    ]
+    routers = [(r, bias, counts) for r, bias, counts in held if bias is not None and counts is not None]
+    if not routers:
+        return 0
+    total = torch.cat([counts for _, _, counts in routers])
+    for dim in range(mesh.ndim if mesh is not None else 0):
+        assert mesh is not None
+        dist.all_reduce(total, group=mesh.get_group(dim))
+    parts = total.split([counts.shape[0] for _, _, counts in routers])
+    for (router, bias, counts), part in zip(routers, parts, strict=True):
+        bias.copy_(rules.next_bias(bias, part, router.routing.bias_update_rate))
+        counts.zero_()
+    return len(routers)

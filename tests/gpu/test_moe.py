@@ -1,0 +1,158 @@
+"""A mixture of experts on the GPU: it never waits for the GPU, and one graph of it serves every routing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import te_dist as te
+from te_dist import recipe, testing
+from te_dist.nn.moe import ExpertParallel, MoE, Routing, sort_by_expert
+from te_dist.nn.moe.dispatch import by_expert, fill_slots
+from te_dist.recipe import Recipe
+from te_dist.testing import assert_bitwise, pool
+from tests.nn.recipes import relative_error
+
+pytestmark = pytest.mark.gpu
+
+HIDDEN, FFN, EXPERTS, TOKENS = 256, 128, 8, 96
+ROUTING = Routing(EXPERTS, 2, aux_loss_coefficient=0.01, bias_update_rate=0.01)
+RECIPES: dict[str, Recipe | None] = {
+    "bf16": None,
+    "block": recipe.Float8BlockScaling(),
+    "current": recipe.Float8CurrentScaling(),
+    "mxfp8": recipe.MXFP8BlockScaling(),
+}
+every_recipe = pytest.mark.parametrize("name", RECIPES)
+
+
+def make(name: str, *, device: torch.device | str = "cuda") -> MoE:
+    """A mixture of the same values every time, its weights quantized where there is a recipe."""
+    torch.manual_seed(0)
+    with te.quantized_model_init(enabled=RECIPES[name] is not None, recipe=RECIPES[name]):
+        return MoE(HIDDEN, FFN, ROUTING, shared_ffn_hidden_size=FFN, params_dtype=torch.bfloat16, device=device)
+
+
+def tokens(seed: int, device: torch.device | str = "cuda") -> Tensor:
+    """Tokens that are routed otherwise for every seed; from seed 2 on all alike, so that most experts have none."""
+    few = torch.randn(TOKENS if seed < 2 else 1, HIDDEN, generator=torch.Generator().manual_seed(seed))
+    return few.expand(TOKENS, HIDDEN).bfloat16().to(device)
+
+
+def run(module: MoE, name: str, x: Tensor, grad: Tensor) -> list[Tensor]:
+    """Forward and backward; output, all gradients, and what was counted."""
+    with te.autocast(enabled=RECIPES[name] is not None, recipe=RECIPES[name]):
+        out = module(x)
+    out.backward(grad)
+    gradients = [param.grad for param in module.parameters()]
+    counted = [t for t in (module.router.tokens_per_expert, module.dropped) if t is not None]
+    return [out.detach(), x.grad, *gradients, *counted]
+
+
+def fresh(name: str, x: Tensor, grad: Tensor) -> list[Tensor]:
+    """What a module of its own makes of `x`."""
+    return run(make(name), name, x.detach().clone().requires_grad_(), grad)
+
+
+@every_recipe
+def test_no_pass_waits_for_the_gpu(name: str) -> None:
+    module, grad = make(name), tokens(9)
+    for _ in range(2):
+        run(module, name, tokens(0).requires_grad_(), grad)
+    x = tokens(1).requires_grad_()
+    module.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(module, name, x, grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_routing_is_that_of_fp32() -> None:
+    router, x = make("bf16").router, tokens(0).requires_grad_()
+    down = torch.randn(TOKENS, ROUTING.top_k, generator=torch.Generator().manual_seed(4)).cuda()
+    (router(x).probabilities * down).sum().backward()
+    got = x.grad, router.weight.grad
+    twin = make("bf16", device="cpu").router
+    asking = tokens(0, "cpu").requires_grad_()
+    want = twin(asking)
+    (want.probabilities * down.cpu()).sum().backward()
+    assert_bitwise(router(x).experts.cpu(), want.experts, "experts")
+    torch.testing.assert_close(router(x).probabilities.cpu(), want.probabilities, rtol=1e-5, atol=1e-7)
+    for gradient, expected in zip(got, (asking.grad, twin.weight.grad), strict=True):
+        assert relative_error(gradient.cpu(), expected.double()) < 4e-3  # of their bf16
+
+
+def test_plans_of_rows_wait_for_nothing_and_are_those_of_the_cpu() -> None:
+    experts = torch.stack([torch.randperm(EXPERTS)[:3] for _ in range(TOKENS)])
+    counts = torch.randint(0, 9, (4, 5))
+    number = int(counts.sum())
+    here = [sort_by_expert(experts, EXPERTS), fill_slots(experts, 4, 2, capacity=60), by_expert(counts, number)]
+    experts, counts = experts.cuda(), counts.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        there = [sort_by_expert(experts, EXPERTS), fill_slots(experts, 4, 2, capacity=60), by_expert(counts, number)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for a, b in zip(there, here, strict=True):
+        for field in a._fields:
+            assert_bitwise(getattr(a, field).cpu(), getattr(b, field), field)
+
+
+@every_recipe
+def test_a_captured_pass_replays_with_other_routings(name: str) -> None:
+    module, grad = make(name), tokens(9)
+    check_replays(module, name, grad, lambda x: fresh(name, x, grad))
+
+
+def check_replays(module: MoE, name: str, grad: Tensor, expected: Any) -> None:
+    """Captures forward and backward once, and compares replays with what `expected` gives for the same tokens."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for seed in range(3):
+            run(module, name, tokens(seed).requires_grad_(), grad)
+    torch.cuda.current_stream().wait_stream(stream)
+    module.zero_grad()
+    x, graph = tokens(0).requires_grad_(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(module, name, x, grad)
+    for seed in (0, 1, 2, 3):
+        with torch.no_grad():
+            x.copy_(tokens(seed))
+        module.router.tokens_per_expert.zero_()
+        if module.dropped is not None:
+            module.dropped.zero_()
+        graph.replay()
+        for index, (got, want) in enumerate(zip(captured, expected(x), strict=True)):
+            assert_bitwise(got, want, f"{index} of seed {seed}")
+
+
+def slots_replayed(rank: int, world: int, name: str, payload: Any) -> None:
+    """On each rank of experts at a fixed capacity, which some routings exceed."""
+
+    mesh, grad = testing.mesh((world,), ("ep",)), tokens(9)
+    style = ExpertParallel(capacity=TOKENS * ROUTING.top_k * 3 // (4 * world), payload=payload)
+    module, eager = (parallelize_module(make(name), mesh, style) for _ in range(2))
+
+    def expected(x: Tensor) -> list[Tensor]:
+        eager.zero_grad()
+        eager.router.tokens_per_expert.zero_()
+        eager.dropped.zero_()
+        return run(eager, name, x.detach().clone().requires_grad_(), grad)
+
+    check_replays(module, name, grad, expected)
+    assert int(eager.dropped) > 0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("name", "payload"), [("bf16", "plain"), ("block", "plain"), ("block", "quantized")])
+def test_a_captured_pass_with_slots_replays_with_other_routings(name: str, payload: str, world: int) -> None:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    pool(world, "cuda").run(slots_replayed, name, payload)

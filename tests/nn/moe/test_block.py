@@ -1,0 +1,152 @@
+"""A mixture of experts on one rank against every token computed on its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import te_dist as te
+from te_dist import recipe
+from te_dist.kernels.runtime import recording
+from te_dist.nn.moe import ExpertParallel, MoE, Routing
+from te_dist.recipe import Recipe
+from te_dist.testing import assert_bitwise
+from tests.nn.recipes import relative_error
+
+HIDDEN, FFN, EXPERTS, TOKENS = 128, 128, 6, 40
+ROUTING = Routing(EXPERTS, 2, "sigmoid", scaling_factor=1.5, aux_loss_coefficient=0.01, bias_update_rate=0.01)
+RECIPES: dict[str, Recipe | None] = {
+    "plain": None,
+    "block": recipe.Float8BlockScaling(),
+    "current": recipe.Float8CurrentScaling(),
+    "delayed": recipe.DelayedScaling(),
+    "mxfp8": recipe.MXFP8BlockScaling(),
+    "nvfp4": recipe.NVFP4BlockScaling(),
+}
+TOLERANCES = {"plain": 1e-2, "nvfp4": 0.35}  # of gradients; by format, of two products in a row
+every_recipe = pytest.mark.parametrize("name", RECIPES)
+shared = pytest.mark.parametrize("shared_ffn", [0, 256])
+
+
+def make(shared_ffn: int = 0, *, dtype: torch.dtype = torch.bfloat16) -> MoE:
+    torch.manual_seed(0)
+    module = MoE(HIDDEN, FFN, ROUTING, shared_ffn_hidden_size=shared_ffn, params_dtype=dtype)
+    torch.nn.init.normal_(module.router.weight, std=0.1)
+    return module
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def run(module: MoE, name: str, x: Tensor) -> list[Tensor]:
+    """Output and all gradients of one pass."""
+    torch.manual_seed(3)  # of stochastic rounding
+    x = x.detach().requires_grad_()
+    module.zero_grad()
+    with te.autocast(enabled=RECIPES[name] is not None, recipe=RECIPES[name]):
+        out = module(x)
+    out.backward(tokens(*out.shape[:-1], seed=2))
+    return [out.detach(), x.grad, *(param.grad for param in module.parameters())]
+
+
+def swiglu(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    gate, up = (x @ first.T).chunk(2, dim=-1)
+    return (F.silu(gate) * up) @ second.T
+
+
+def expected(module: MoE, x: Tensor) -> list[Tensor]:
+    """The same in float64 by definition, with the choices of the module; its balancing loss as well."""
+    params = [param.detach().double().requires_grad_() for param in module.parameters()]
+    router, first, second, *dense = params
+    x = x.detach().double().requires_grad_()
+    with torch.no_grad():
+        experts = module.router(x.float()).experts
+    scores = (x @ router.T).sigmoid()
+    chosen = scores.gather(1, experts)
+    weights = chosen / chosen.sum(1, keepdim=True) * ROUTING.scaling_factor
+    spread = torch.zeros_like(scores).scatter(1, experts, weights)
+    out = sum(swiglu(x, first[e], second[e]) * spread[:, e, None] for e in range(EXPERTS))
+    out = out + (swiglu(x, *dense) if dense else 0)
+    counts = torch.bincount(experts.flatten(), minlength=EXPERTS) / (TOKENS * ROUTING.top_k)
+    balance = 0.01 * EXPERTS * (counts * (scores / scores.sum(1, keepdim=True)).mean(0)).sum()
+    torch.autograd.backward([out, balance], [tokens(TOKENS, seed=2).double(), torch.ones((), dtype=torch.float64)])
+    return [out.detach(), x.grad, *(param.grad for param in params)]
+
+
+@shared
+@every_recipe
+def test_outputs_and_gradients_are_those_of_the_definition(name: str, shared_ffn: int) -> None:
+    module, x = make(shared_ffn), tokens(TOKENS)
+    names = ["out", "x", *(key for key, _ in module.named_parameters())]
+    for what, got, want in zip(names, run(module, name, x), expected(module, x), strict=True):
+        assert relative_error(got, want) < TOLERANCES.get(name, 0.1), what
+
+
+@every_recipe
+def test_a_pass_that_is_recomputed_gives_the_same_bits(name: str) -> None:
+    module, x = make(256), tokens(TOKENS)
+    want = run(make(256), name, x)
+    asking = x.clone().requires_grad_()
+    torch.manual_seed(3)
+    with te.autocast(enabled=RECIPES[name] is not None, recipe=RECIPES[name]):
+        out = te.checkpoint(module, asking)
+    out.backward(tokens(TOKENS, seed=2))
+    got = [out.detach(), asking.grad, *(param.grad for param in module.parameters())]
+    for index, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert_bitwise(a, b, str(index))
+    assert float(module.router.tokens_per_expert.sum()) == ROUTING.top_k * TOKENS
+
+
+def test_dimensions_in_front_are_kept() -> None:
+    module, x = make(), tokens(4, 10)
+    assert_bitwise(module(x).detach().flatten(0, 1), module(x.flatten(0, 1)).detach(), "out")
+
+
+def test_an_expert_without_tokens_gets_a_gradient_of_zeros() -> None:
+    module, x = make(), tokens(TOKENS)
+    module.router.expert_bias[3] = -10.0
+    run(module, "block", x)
+    for weight in (module.experts.fc1.weight, module.experts.fc2.weight):
+        moved = weight.grad.flatten(1).any(1)
+        assert moved.tolist() == [expert != 3 for expert in range(EXPERTS)]
+
+
+def test_evaluation_leaves_no_trace() -> None:
+    module, x = make().eval(), tokens(TOKENS)
+    with torch.no_grad(), te.autocast(recipe=RECIPES["block"]):
+        module(x)
+    assert not module.router.tokens_per_expert.any()
+    assert module.router.last_aux_loss is None
+
+
+@pytest.mark.parametrize("name", ["plain", "block"])
+def test_a_compiled_mixture_gives_the_bits_of_eager(name: str) -> None:
+    torch.compiler.reset()
+    module, x = make(256), tokens(TOKENS)
+    want = [t.clone() for t in run(module, name, x)]
+    compiled = torch.compile(module, backend="aot_eager")
+    for index, (a, b) in enumerate(zip(run(compiled, name, x), want, strict=True)):
+        assert_bitwise(a, b, str(index))
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="leave out fullgraph=True"):
+        run(torch.compile(module, backend="aot_eager", fullgraph=True), name, x)
+
+
+def test_passes_on_the_meta_device_ask_for_no_value() -> None:
+    """What waits for a device has to ask for a value; here there are none."""
+    module = make(256).to("meta")
+    with recording():
+        out = module(tokens(TOKENS).to("meta").requires_grad_())
+        out.backward(torch.empty_like(out))
+    assert module.experts.fc1.weight.grad.is_meta
+
+
+def test_the_style_of_experts_is_for_mixtures() -> None:
+    with pytest.raises(ValueError, match="ExpertParallel is for te_dist's MoE, got Linear"):
+        apply: Any = ExpertParallel()._apply
+        apply(torch.nn.Linear(2, 2), None)

@@ -1,0 +1,177 @@
+"""The router: scores and choices against their formulas written out, balancing by a loss and by biases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import te_dist as te
+from te_dist.nn.moe import Routing, TopKRouter, attach_loss, update_expert_biases
+from te_dist.nn.moe import routing as rules
+from te_dist.nn.moe.router import in_halves
+from te_dist.testing import assert_bitwise
+
+TOKENS, HIDDEN, EXPERTS = 40, 16, 8
+
+
+def make(routing: Routing, dtype: torch.dtype = torch.float32) -> TopKRouter:
+    torch.manual_seed(1)
+    router = TopKRouter(HIDDEN, routing, params_dtype=dtype)
+    nn.init.normal_(router.weight)
+    return router
+
+
+def tokens(count: int = TOKENS, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+def expected(router: TopKRouter, x: Tensor) -> list[dict[int, float]]:
+    """Of each token, probability by expert; in float64, one token after the other."""
+    routing, found = router.routing, []
+    for logits in x.double() @ router.weight.detach().double().T:
+        scores = logits.softmax(0) if routing.score_function == "softmax" else logits.sigmoid()
+        biased = scores if router.expert_bias is None else scores + router.expert_bias
+        size = routing.num_experts // routing.num_groups
+        of_group = {g: sum(sorted(biased[g * size : (g + 1) * size].tolist())[-2:]) for g in range(routing.num_groups)}
+        groups = sorted(of_group, key=lambda g: -of_group[g])[: routing.top_groups]
+        reachable = [e for e in range(routing.num_experts) if e // size in groups]
+        experts = sorted(reachable, key=lambda e: -biased[e])[: routing.top_k]
+        total = sum(float(scores[e]) for e in experts) if routing.normalizes else 1.0
+        found.append({e: float(scores[e]) / total * routing.scaling_factor for e in experts})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("function", "normalizes", "groups"), [*product(("softmax", "sigmoid"), (False, True), ((1, 1), (4, 2)))]
+)
+def test_choices_and_probabilities_are_those_of_the_formulas(
+    function: str, normalizes: bool, groups: tuple[int, int]
+) -> None:
+    num_groups, top_groups = groups
+    routing = Routing(EXPERTS, 3, function, normalizes, 2.5, bias_update_rate=0.1)
+    router, x = make(replace(routing, num_groups=num_groups, top_groups=top_groups)), tokens()
+    router.expert_bias.copy_(torch.linspace(-0.2, 0.2, EXPERTS))
+    probabilities, experts = router(x)
+    for row, (chosen, weights) in enumerate(zip(experts.tolist(), probabilities.tolist(), strict=True)):
+        want = expected(router, x)[row]
+        assert chosen == list(want), row
+        assert weights == pytest.approx(list(want.values()), rel=1e-5)
+
+
+def test_halves_add_up_to_sixteen_bits() -> None:
+    values = torch.randn(50, 7, generator=torch.Generator().manual_seed(1))
+    halves = in_halves(values)
+    assert halves.dtype == torch.bfloat16
+    error = (halves.double().view(50, 2, 7).sum(1) - values.double()).abs() / values.double().abs()
+    assert 0 < float(error.max()) <= 2**-16
+
+
+def test_what_is_chosen_does_not_depend_on_autocast_of_torch() -> None:
+    router, x = make(Routing(EXPERTS, 2), torch.bfloat16), tokens(dtype=torch.bfloat16)
+    want = router(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = router(x)
+    assert_bitwise(got.experts, want.experts, "experts")
+    assert_bitwise(got.probabilities.detach(), want.probabilities.detach(), "probabilities")
+    assert got.probabilities.dtype == torch.float32
+
+
+def test_the_balancing_loss_is_its_coefficient_where_all_experts_are_chosen_alike() -> None:
+    routing = Routing(EXPERTS, 2, aux_loss_coefficient=0.3)
+    scores = torch.full((TOKENS, EXPERTS), 1 / EXPERTS)
+    counts = torch.full((EXPERTS,), TOKENS * 2 / EXPERTS)
+    assert float(rules.balancing_loss(scores, counts, routing)) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
+def test_the_balancing_loss_reaches_the_router_by_autograd(function: str) -> None:
+    routing = Routing(EXPERTS, 2, function, aux_loss_coefficient=0.5)
+    plain, balanced, x = make(replace(routing, aux_loss_coefficient=0.0)), make(routing), tokens()
+    balanced.aux_loss_scale = 0.25
+    down = torch.linspace(-1, 1, TOKENS * 2).view(TOKENS, 2)
+    (plain(x).probabilities * down).sum().backward()
+    (balanced(x).probabilities * down).sum().backward()
+    weight = plain.weight.detach().double().requires_grad_()
+    logits = x.double() @ weight.T
+    scores = logits.softmax(-1) if function == "softmax" else logits.sigmoid()
+    parts = torch.bincount(scores.topk(2).indices.flatten(), minlength=EXPERTS) / (TOKENS * 2)
+    means = (scores / scores.sum(-1, keepdim=True)).mean(0)
+    loss = 0.5 * EXPERTS * (parts * means).sum()
+    loss.backward()
+    assert float(balanced.last_aux_loss) == pytest.approx(loss.item(), rel=1e-5)
+    torch.testing.assert_close(
+        balanced.weight.grad - plain.weight.grad, 0.25 * weight.grad.float(), rtol=1e-3, atol=1e-6
+    )
+
+
+def test_an_attached_loss_changes_no_value() -> None:
+    x, loss = torch.randn(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    out = attach_loss(x, loss, scale=0.5)
+    assert_bitwise(out.detach(), x.detach(), "out")
+    out.backward(torch.ones(3))
+    assert (x.grad.tolist(), float(loss.grad)) == ([1.0] * 3, 0.5)
+
+
+def test_biases_even_out_what_a_router_chooses() -> None:
+    router, x = make(Routing(EXPERTS, 2, "sigmoid", bias_update_rate=0.01)), tokens(400)
+    router.weight.data *= torch.linspace(0.1, 0.5, EXPERTS)[:, None]
+    first = rules.count_choices(router(x).experts, EXPERTS)
+    for _ in range(60):
+        assert update_expert_biases(router) == 1
+        last = rules.count_choices(router(x).experts, EXPERTS)
+    assert first.max() / first.mean() > 1.4
+    assert last.max() / last.mean() < 1.1
+
+
+def test_biases_choose_and_do_not_weigh() -> None:
+    router, x = make(Routing(EXPERTS, 2, "sigmoid", bias_update_rate=0.1)), tokens()
+    router.expert_bias[5] = 10.0
+    probabilities, experts = router(x)
+    assert (experts[:, 0] == 5).all()
+    assert float(probabilities.detach().sum(-1).max()) == pytest.approx(1.0)
+
+
+def test_choices_are_counted_in_training_once() -> None:
+    router, x = make(Routing(EXPERTS, 2, bias_update_rate=0.1)), tokens().requires_grad_()
+    te.checkpoint(router, x).probabilities.sum().backward()
+    counted = router.tokens_per_expert.clone()
+    assert_bitwise(counted, rules.count_choices(router(x.detach()).experts, EXPERTS), "counts")
+    router.eval()
+    router(x)
+    assert float(router.tokens_per_expert.sum()) == 2 * 2 * TOKENS
+
+
+def test_the_bias_stays_in_fp32_and_in_checkpoints() -> None:
+    router = make(Routing(EXPERTS, 2, bias_update_rate=0.1))
+    router.expert_bias.copy_(torch.rand(EXPERTS))
+    before = router.expert_bias.clone()
+    router.bfloat16()
+    assert router.weight.dtype == torch.bfloat16
+    assert_bitwise(router.expert_bias, before, "bias")
+    assert set(router.state_dict()) == {"weight", "expert_bias"}
+    assert TopKRouter(HIDDEN, router.routing, device="meta").to_empty(device="cpu").expert_bias.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"top_k": 9}, "top_k: got 9 of 8"),
+        ({"num_groups": 3}, "num_groups: got 3"),
+        ({"num_groups": 4, "top_groups": 5}, "top_groups: got 5 of 4"),
+        ({"num_groups": 8, "top_groups": 1}, "hold 1 experts"),
+        ({"score_function": "relu"}, "score_function: got 'relu'"),
+        ({"bias_update_rate": -1.0}, "bias_update_rate: got -1.0"),
+    ],
+)
+def test_options_that_cannot_be_are_named(options: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Routing(**({"num_experts": EXPERTS, "top_k": 2} | options))
+
+
+def test_an_input_of_another_width_is_named() -> None:
+    with pytest.raises(ValueError, match=r"shape \(2, 3, 16\), wanted \(tokens, 16\)"):
+        make(Routing(EXPERTS, 2))(torch.zeros(2, 3, HIDDEN))
