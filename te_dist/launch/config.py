@@ -54,11 +54,53 @@ class MeshConfig:
     """Ranks that shard the parameters and share the batch; "rest" takes all that tp leaves."""
     tp: int = 1
     """Ranks that share each matrix multiplication."""
+    ep: int = 1
+    """Of the dp ranks, those next to each other that share the experts; each has some of them."""
 
     def __post_init__(self) -> None:
-        _at_least("mesh", self, 1, "tp")
+        _at_least("mesh", self, 1, "tp", "ep")
         if self.dp != "rest":
             _at_least("mesh", self, 1, "dp")
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Experts in the place of each block's feed-forward part."""
+
+    count: int = 0
+    """Experts of a block; 0 for one dense part."""
+    top_k: int = 2
+    """Experts that a token goes to."""
+    ffn: int = 256
+    """Width of one expert."""
+    shared_ffn: int = 0
+    """Width of what every token goes through besides; 0 for nothing."""
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """Of the router's logits."""
+    normalize: bool = True
+    """Whether the chosen scores add up to one."""
+    scaling_factor: float = 1.0
+    """By which the experts' outputs are multiplied."""
+    aux_loss_coefficient: float = 0.0
+    """Of the loss that evens out how often experts are chosen."""
+    bias_update_rate: float = 0.0
+    """Step of the biases that do so without a loss."""
+    capacity_factor: float = 0.0
+    """With mesh.ep: rows a rank sends to another, over the mean; what exceeds it is dropped. 0: nothing is dropped."""
+    payload: Literal["plain", "quantized"] = "plain"
+    """With mesh.ep: whether rows travel to experts in bf16, or as the codes and scales that are multiplied there."""
+
+    def __post_init__(self) -> None:
+        _at_least("model.experts", self, 0, "count", "shared_ffn", "aux_loss_coefficient", "bias_update_rate")
+        _at_least("model.experts", self, 0, "capacity_factor")
+        _at_least("model.experts", self, 1, "top_k", "ffn")
+        require(
+            self.count == 0 or self.top_k <= self.count,
+            "model.experts.top_k",
+            got=f"{self.top_k} of {self.count} experts",
+            wanted="at most model.experts.count",
+            remedy="lower it",
+        )
 
 
 @dataclass(frozen=True)
@@ -81,6 +123,7 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     norm_epsilon: float = 1e-5
     """Added under the root of every RMS norm."""
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 
     def __post_init__(self) -> None:
         _at_least("model", self, 1, "hidden", "ffn", "layers", "heads", "kv_heads", "rope_base")

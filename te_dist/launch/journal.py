@@ -92,6 +92,8 @@ class Journal:
             f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s  "
             f"{size(values['memory_bytes'])}  lr {values['learning_rate']:.2e}"
         )
+        if "dropped" in values:
+            text += f"  dropped {values['dropped']:.2%}"
         self._bar.update(self._task, completed=step, description=text)
         if not self._console.is_terminal:
             self.note(f"step {step}  {text}")

@@ -15,19 +15,21 @@ class Layout:
     Attributes:
         dp: ranks that split the batch and the parameters.
         tp: ranks that split each matrix multiplication; all of them see the same sequences.
+        ep: of the dp ranks, those that share the experts.
         accumulate: micro batches a rank runs in one step.
     """
 
     dp: int
     tp: int
     accumulate: int
+    ep: int = 1
 
 
 def plan(config: Config, world_size: int) -> Layout:
     """The layout of `world_size` ranks.
 
     Raises:
-        JobError: the mesh does not hold all ranks, or the batch or the heads do not divide.
+        JobError: the mesh does not hold all ranks, or the batch, the heads or the experts do not divide.
     """
     tp = config.mesh.tp
     require(
@@ -67,4 +69,37 @@ def plan(config: Config, world_size: int) -> Layout:
         wanted=f"a multiple of {at_once}",
         remedy="change train.batch or train.micro_batch",
     )
-    return Layout(dp, tp, config.train.batch // at_once)
+    _check_experts(config, dp)
+    return Layout(dp, tp, config.train.batch // at_once, config.mesh.ep)
+
+
+def _check_experts(config: Config, dp: int) -> None:
+    ep, experts = config.mesh.ep, config.model.experts
+    require(
+        config.mesh.tp == 1 or not experts.count,
+        "mesh.tp",
+        got=f"{config.mesh.tp} with {experts.count} experts",
+        wanted="1 with experts, whose multiplications are not shared",
+        remedy="set mesh.tp = 1 and raise mesh.ep",
+    )
+    require(
+        ep == 1 or experts.count > 0,
+        "mesh.ep",
+        got=f"{ep} without experts",
+        wanted="1, or a model with experts",
+        remedy="set model.experts.count",
+    )
+    require(
+        dp % ep == 0 and experts.count % ep == 0,
+        "mesh.ep",
+        got=f"{ep} with dp {dp} and {experts.count} experts",
+        wanted="a divisor of both",
+        remedy="change mesh.ep or model.experts.count",
+    )
+    require(
+        ep > 1 or not experts.capacity_factor,
+        "model.experts.capacity_factor",
+        got=f"{experts.capacity_factor} with mesh.ep = {ep}",
+        wanted="0 where rows are not sent to other ranks",
+        remedy="set it to 0, or raise mesh.ep",
+    )

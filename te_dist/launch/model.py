@@ -1,4 +1,4 @@
-"""A decoder in the manner of Llama, its projections `te_dist.Linear`.
+"""A decoder in the manner of Llama, its projections `te_dist.Linear`, its feed-forward part dense or of experts.
 
 Embedding and head stay in high precision: they are looked up and read out by token, their rows differ in scale by how
 often a token occurs, and the head's errors go straight into the loss.
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import te_dist as te
 from te_dist.launch.config import ModelConfig
+from te_dist.nn.moe import MoE, Routing
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, (S, D / 2) fp32 each
 PARAMS_DTYPE = torch.bfloat16  # of what is not quantized; the optimizer holds fp32 masters
@@ -91,6 +92,22 @@ class FeedForward(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+def mixture(config: ModelConfig) -> MoE:
+    """Experts, each a SwiGLU, and the router that chooses of them."""
+    experts = config.experts
+    routing = Routing(
+        experts.count,
+        experts.top_k,
+        experts.score_function,
+        experts.normalize,
+        experts.scaling_factor,
+        experts.aux_loss_coefficient,
+        experts.bias_update_rate,
+    )
+    shared = experts.shared_ffn
+    return MoE(config.hidden, experts.ffn, routing, shared_ffn_hidden_size=shared, params_dtype=PARAMS_DTYPE)
+
+
 class Block(nn.Module):
     """One layer; `call` says how it runs."""
 
@@ -102,7 +119,7 @@ class Block(nn.Module):
         self.attention_norm = norm(config)
         self.attention = Attention(config)
         self.feed_forward_norm = norm(config)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = mixture(config) if config.experts.count else FeedForward(config)
 
     def forward(self, x: Tensor, table: Rotary) -> Tensor:
         """x: (B, S, hidden)."""

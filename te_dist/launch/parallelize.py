@@ -6,6 +6,7 @@ forward pass. A training script of one's own needs these five and nothing else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -22,6 +23,7 @@ from te_dist import fsdp2, offload, optim, quantizers, recipe, recompute
 from te_dist.launch.config import Config, OptimizerConfig, RecipeName
 from te_dist.launch.layout import Layout
 from te_dist.launch.model import Block, Decoder
+from te_dist.nn.moe import ExpertParallel
 from te_dist.tensor_parallel import ColumnParallel, GatherInput, RowParallel, SequenceParallel
 
 SEQUENCE = Shard(1)  # of (batch, sequence, columns)
@@ -82,6 +84,16 @@ def make_mesh(layout: Layout, device: torch.device, timeout_seconds: float) -> D
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("dp", "tp"))
 
 
+def make_expert_mesh(layout: Layout, device: torch.device, timeout_seconds: float) -> DeviceMesh | None:
+    """The same ranks as (edp, ep): `ep` neighbours share the experts, `edp` ranks have the same ones; None for one."""
+    if layout.ep == 1:
+        return None
+    ranks = torch.arange(layout.dp).view(-1, layout.ep)
+    timeout = timedelta(seconds=timeout_seconds)
+    groups = [_group_of_this_rank(lines, timeout) for lines in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("edp", "ep"))
+
+
 def _group_of_this_rank(lines: Tensor, timeout: timedelta) -> dist.ProcessGroup:
     """Makes a group of each row of ranks. Called by every rank."""
     group, _ = dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)
@@ -89,7 +101,9 @@ def _group_of_this_rank(lines: Tensor, timeout: timedelta) -> dist.ProcessGroup:
     return group
 
 
-def build_model(config: Config, mesh: DeviceMesh, device: torch.device) -> Decoder:
+def build_model(
+    config: Config, mesh: DeviceMesh, device: torch.device, *, expert_mesh: DeviceMesh | None = None
+) -> Decoder:
     """The decoder in the recipe's format, cut over the mesh and initialized alike for every mesh.
 
     Blocks free their gathered parameters after forward and gather them again for backward; the root's embedding, norm
@@ -105,6 +119,10 @@ def build_model(config: Config, mesh: DeviceMesh, device: torch.device) -> Decod
             block.call = recompute.checkpoint
         if mesh["tp"].size() > 1:
             parallelize_module(block, mesh["tp"], block_plan())
+        if expert_mesh is not None:
+            experts = ExpertParallel(capacity=expert_capacity(config), payload=config.model.experts.payload)
+            parallelize_module(block, expert_mesh["ep"], {"feed_forward": experts})
+            fsdp2.fully_shard(block.feed_forward.experts, mesh=expert_mesh["edp"], recompute=recomputes)
         fsdp2.fully_shard(block, mesh=mesh["dp"], recompute=recomputes)
     if mesh["tp"].size() > 1:
         parallelize_module(model, mesh["tp"], root_plan())
@@ -112,6 +130,14 @@ def build_model(config: Config, mesh: DeviceMesh, device: torch.device) -> Decod
     fsdp2.fully_shard(model, mesh=mesh["dp"])
     fsdp2.materialize(model, device=device, seed=config.seed)
     return model
+
+
+def expert_capacity(config: Config) -> int | None:
+    """Rows that a rank sends to each other one; None for as many as there are."""
+    experts, tokens = config.model.experts, config.train.micro_batch * config.data.sequence_length
+    if not experts.capacity_factor:
+        return None
+    return math.ceil(experts.capacity_factor * tokens * experts.top_k / config.mesh.ep)
 
 
 def _part(tokens: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -173,4 +199,11 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
 
 
 def _whole(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """A norm over all ranks. Along one mesh dimension after the other: at once, torch warns of two reductions."""
+    if not isinstance(norm, DTensor):
+        return norm
+    placements = list(norm.placements)
+    for dim in range(len(placements)):
+        placements[dim] = Replicate()
+        norm = norm.redistribute(placements=placements)
+    return norm.to_local()

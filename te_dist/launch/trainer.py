@@ -27,6 +27,7 @@ from te_dist.launch.progress import Progress
 from te_dist.launch.schedule import learning_rate
 from te_dist.launch.unigram import unigram_loss
 from te_dist.launch.world import World
+from te_dist.nn.moe import MoE, update_expert_biases
 
 
 class Meter:
@@ -68,12 +69,14 @@ class Trainer:
         unigram: loss of the unigram model on the held-out sequences that are evaluated, in nats.
         validation_loss: of the latest evaluation on the same sequences; NaN before one.
         gathered_bytes: what all-gathers of weights deliver to this rank in one step; None before the first step.
+        mixtures: the parts of the model that have experts.
     """
 
     progress: Progress
     unigram: float
     validation_loss: float
     gathered_bytes: int | None
+    mixtures: list[MoE]
 
     def __init__(self, config: Config, layout: Layout, world: World, *, device: torch.device, corpus: Corpus) -> None:
         self.config = config
@@ -81,7 +84,8 @@ class Trainer:
         self.world = world
         self.device = device
         mesh = parallelize.make_mesh(layout, device, config.timeout_seconds)
-        self.shards = mesh["dp"].get_group()
+        self.data_mesh = mesh["dp"]
+        self.shards = self.data_mesh.get_group()
         self.share = Share(mesh["dp"].get_local_rank(), layout.dp, config.train.micro_batch)
         length = config.data.sequence_length
         self.order = TrainingOrder(Windows(corpus.training, length, "training"), config.seed)
@@ -89,6 +93,9 @@ class Trainer:
         self.held_out = validation_batches(held_out, config.evaluation.sequences, self.share)
         self.unigram = self._mean(torch.tensor(unigram_loss(corpus.counts, self.held_out), device=device))
         self.model = self._build(mesh)
+        self.mixtures = [module for module in self.model.modules() if isinstance(module, MoE)]
+        for mixture in self.mixtures:
+            mixture.router.aux_loss_scale = 1 / layout.accumulate
         self.optimizer = parallelize.build_optimizer(self.model, config.optimizer)
         self.precision = parallelize.Precision(config)
         self.progress = Progress(step=0, position=0, text=corpus.digest)
@@ -96,8 +103,9 @@ class Trainer:
         self.gathered_bytes = None
 
     def _build(self, mesh: DeviceMesh) -> Decoder:
+        experts = parallelize.make_expert_mesh(self.layout, self.device, self.config.timeout_seconds)
         try:
-            return parallelize.build_model(self.config, mesh, self.device)
+            return parallelize.build_model(self.config, mesh, self.device, expert_mesh=experts)
         except ValueError as error:
             raise JobError(
                 f"recipe {self.config.recipe}",
@@ -157,6 +165,7 @@ class Trainer:
         norm = parallelize.clip_gradients(self.model.parameters(), config.optimizer.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        update_expert_biases(self.model, mesh=self.data_mesh)
         self.progress = Progress(now.step + 1, now.position + config.train.batch, now.text)
         return torch.stack(losses).sum(), norm
 
@@ -198,8 +207,19 @@ class Trainer:
             learning_rate=self.optimizer.param_groups[0]["lr"],
             tokens_per_second=tokens / (time.perf_counter() - meter.started),
             memory_bytes=measure.memory_in_use(self.device),
+            **self._dropped(tokens),
         )
         meter.reset()
+
+    def _dropped(self, tokens: int) -> dict[str, float]:
+        """What part of the choices of `tokens` found no slot at their experts; nothing where all find one."""
+        counts = [mixture.dropped for mixture in self.mixtures if mixture.dropped is not None]
+        if not counts:
+            return {}
+        total = self._mean(torch.stack(counts).sum()) * self.world.size
+        for count in counts:
+            count.zero_()
+        return {"dropped": total / (tokens * self.config.model.experts.top_k * len(counts))}
 
     @torch.no_grad()
     def _evaluate(self, journal: Journal) -> None:

@@ -1,0 +1,111 @@
+"""Jobs with experts: what is refused, that they resume, that ranks which share experts take the same steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_dist.launch import config_file, train
+from te_dist.launch.config import Config, ModelConfig
+from te_dist.launch.errors import JobError
+from te_dist.launch.layout import plan
+from te_dist.launch.model import Decoder, next_token_loss
+from te_dist.launch.parallelize import expert_capacity
+
+CONFIGS = Path(__file__).parents[2] / "launch" / "configs"
+EXPERTS = """
+[model.experts]
+count = 4
+ffn = 128
+aux_loss_coefficient = 0.01
+bias_update_rate = 0.01
+"""
+SLOTS = ("--model.experts.capacity-factor", "0.6", "--model.experts.payload", "quantized")
+TWO_RANKS = ("--standalone", "--nproc-per-node", "2")
+
+
+@pytest.fixture
+def expert_job(tiny_job: Callable):
+    """Makes a tiny job whose blocks have experts."""
+
+    def make(recipe: str):
+        job = tiny_job(recipe)
+        job.path.write_text(job.path.read_text() + EXPERTS)
+        return job
+
+    return make
+
+
+def configured(**changes: dict) -> Config:
+    return config_file.build(Config, {"model": {"experts": {"count": 4}}} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mesh": {"dp": 1, "tp": 2}}, "mesh.tp: got 2 with 4 experts"),
+        ({"mesh": {"ep": 2}, "model": {}}, "mesh.ep: got 2 without experts"),
+        ({"mesh": {"ep": 4}}, "mesh.ep: got 4 with dp 2 and 4 experts"),
+        ({"mesh": {"ep": 2}, "model": {"experts": {"count": 3}}}, "mesh.ep: got 2 with dp 2 and 3 experts"),
+        ({"model": {"experts": {"count": 4, "capacity_factor": 1.5}}}, "capacity_factor: got 1.5 with mesh.ep = 1"),
+    ],
+)
+def test_what_does_not_fit_the_ranks_is_named(changes: dict, words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        plan(configured(**changes), 2)
+
+
+def test_more_choices_than_experts_are_named() -> None:
+    with pytest.raises(JobError, match=r"model.experts.top_k: got 5 of 4 experts"):
+        config_file.build(Config, {"model": {"experts": {"count": 4, "top_k": 5}}})
+
+
+def test_the_quickstart_of_experts_is_a_job_for_two_ranks() -> None:
+    config = config_file.read(CONFIGS / "moe.toml")
+    layout = plan(config, 2)
+    assert (layout.dp, layout.ep, config.model.experts.count) == (2, 2, 8)
+    assert expert_capacity(config) is None
+
+
+def test_a_capacity_is_a_multiple_of_what_ranks_send_on_average() -> None:
+    config = configured(mesh={"ep": 2}, model={"experts": {"count": 4, "capacity_factor": 1.5}})
+    assert expert_capacity(config) == 1.5 * config.train.micro_batch * config.data.sequence_length * 2 / 2
+
+
+def test_every_parameter_of_a_mixture_gets_a_gradient() -> None:
+    torch.manual_seed(0)
+    experts = config_file.build(ModelConfig, {"experts": {"count": 4, "ffn": 64, "shared_ffn": 32}}).experts
+    model = Decoder(ModelConfig(300, hidden=64, ffn=96, layers=2, heads=4, kv_heads=2, experts=experts))
+    tokens = torch.randint(300, (2, 33))
+    next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+
+
+@pytest.mark.usefixtures("own_process")
+@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
+def test_a_resumed_run_repeats_the_losses_of_the_unbroken_one(expert_job: Callable) -> None:
+    unbroken, resumed = expert_job("float8_block"), expert_job("float8_block")
+    short = ("--train.steps", "4", "--checkpoint.every", "2", "--train.batch", "4")
+    train.main([str(unbroken.path), *short])
+    checkpoint = unbroken.run_dir / "checkpoints" / "step_00000002"
+    train.main([str(resumed.path), *short, "--checkpoint.resume", str(checkpoint)])
+    losses = unbroken.metrics("loss")
+    assert resumed.metrics("loss") == {step: losses[step] for step in (3, 4)}
+
+
+@pytest.mark.xdist_group("jobs")
+def test_ranks_share_experts_and_tell_what_they_drop(expert_job: Callable, launcher) -> None:
+    losses, dropped = [], []
+    for overrides in (("--mesh.ep", "2"), ("--mesh.ep", "2", *SLOTS)):
+        job = expert_job("float8_block")
+        code, output = launcher.run(*TWO_RANKS, *job.command("--train.steps", "4", *overrides))
+        assert code == 0, output
+        losses.append(job.metrics("loss"))
+        dropped.append(job.metrics("dropped"))
+    assert losses[1] == pytest.approx(losses[0], rel=5e-2)
+    assert dropped[0] == {}
+    assert all(0.1 < part < 0.5 for part in dropped[1].values())
+    assert "dropped" in output
