@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,14 +99,10 @@ def test_a_resumed_run_repeats_the_losses_of_the_unbroken_one(expert_job: Callab
 
 @pytest.mark.xdist_group("jobs")
 def test_ranks_share_experts_and_tell_what_they_drop(expert_job: Callable, launcher) -> None:
-    losses, dropped = [], []
-    for overrides in (("--mesh.ep", "2"), ("--mesh.ep", "2", *SLOTS)):
-        job = expert_job("float8_block")
-        code, output = launcher.run(*TWO_RANKS, *job.command("--train.steps", "4", *overrides))
-        assert code == 0, output
-        losses.append(job.metrics("loss"))
-        dropped.append(job.metrics("dropped"))
-    assert losses[1] == pytest.approx(losses[0], rel=5e-2)
-    assert dropped[0] == {}
-    assert all(0.1 < part < 0.5 for part in dropped[1].values())
+    job = expert_job("float8_block")
+    code, output = launcher.run(*TWO_RANKS, *job.command("--mesh.ep", "2", "--recompute", "full", *SLOTS))
+    assert code == 0, output
+    loss = job.metrics("loss")
+    assert loss[8] < loss[1] == pytest.approx(math.log(320), abs=0.7)
+    assert all(0.1 < part < 0.5 for part in job.metrics("dropped").values())  # four tenths of evenly spread choices
     assert "dropped" in output
