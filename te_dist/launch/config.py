@@ -85,6 +85,8 @@ class ExpertsConfig:
     """Of the loss that evens out how often experts are chosen."""
     bias_update_rate: float = 0.0
     """Step of the biases that do so without a loss."""
+    save_original_input: bool = False
+    """Whether backward quantizes the inputs of the experts' maps once more, instead of forward keeping their codes."""
     capacity_factor: float = 0.0
     """With mesh.ep: rows a rank sends to another, over the mean; what exceeds it is dropped. 0: nothing is dropped."""
     payload: Literal["plain", "quantized"] = "plain"

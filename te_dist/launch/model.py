@@ -104,8 +104,14 @@ def mixture(config: ModelConfig) -> MoE:
         experts.aux_loss_coefficient,
         experts.bias_update_rate,
     )
-    shared = experts.shared_ffn
-    return MoE(config.hidden, experts.ffn, routing, shared_ffn_hidden_size=shared, params_dtype=PARAMS_DTYPE)
+    return MoE(
+        config.hidden,
+        experts.ffn,
+        routing,
+        shared_ffn_hidden_size=experts.shared_ffn,
+        save_original_input=experts.save_original_input,
+        params_dtype=PARAMS_DTYPE,
+    )
 
 
 class Block(nn.Module):

@@ -5,17 +5,22 @@ from te_dist.nn.grouped_products import group_table
 from te_dist.nn.layernorm_linear import LayerNormLinear
 from te_dist.nn.layernorm_mlp import LayerNormMLP
 from te_dist.nn.linear import Linear
+from te_dist.nn.moe import ExpertParallel, MoE, Routing, update_expert_biases
 from te_dist.nn.norms import LayerNorm, RMSNorm
 from te_dist.nn.site import LinearSite, prepare
 
 __all__ = [
+    "ExpertParallel",
     "GroupedLinear",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
     "LinearSite",
+    "MoE",
     "RMSNorm",
+    "Routing",
     "group_table",
     "prepare",
+    "update_expert_biases",
 ]

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from te_dist._torch_private import in_backward
 from te_dist.nn.moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
-from te_dist.nn.moe.experts import GroupedMLP, SwiGluMLP
+from te_dist.nn.moe.experts import ExpertOptions, GroupedMLP, SwiGluMLP
 from te_dist.nn.moe.router import Routed, TopKRouter
 from te_dist.nn.moe.routing import Routing
 from te_dist.nn.options import LinearOptions, read
@@ -43,9 +43,9 @@ class MoE(nn.Module):
         routing: Routing,
         *,
         shared_ffn_hidden_size: int = 0,
-        **options: Unpack[LinearOptions],
+        **options: Unpack[ExpertOptions],
     ) -> None:
-        """See `LinearOptions` for the keywords, which are for the experts' maps.
+        """See `ExpertOptions` for the keywords, which are for the experts' maps.
 
         Args:
             hidden_size: H, of tokens.
@@ -57,7 +57,7 @@ class MoE(nn.Module):
             ValueError: inside of `quantized_model_init`, sizes that do not fit the recipe.
         """
         super().__init__()
-        known = read(dict(options), LinearOptions, "MoE")
+        known = read(dict(options), ExpertOptions, "MoE")
         name = known.pop("name", None) or ""
         prefix = f"{name}." if name else ""
         place = {key: known.get(key) for key in ("params_dtype", "device")}
@@ -67,7 +67,8 @@ class MoE(nn.Module):
         self.experts = GroupedMLP(routing.num_experts, hidden_size, ffn_hidden_size, **experts)
         self.shared_experts = None
         if shared_ffn_hidden_size:
-            shared = {**known, "name": f"{prefix}shared_experts"}
+            shared = {key: value for key, value in known.items() if key in LinearOptions.__annotations__}
+            shared["name"] = f"{prefix}shared_experts"
             self.shared_experts = SwiGluMLP(hidden_size, shared_ffn_hidden_size, **shared)
         self.dispatcher: Dispatcher = LocalDispatcher(routing.num_experts)
         self.register_buffer("dropped", None, persistent=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Unpack
 
 import torch
@@ -33,6 +34,16 @@ def _gradients_of_gathered(x: Tensor, index: Tensor, positions: Tensor, product:
 GATHERED = GroupFront("gathered", lambda x, index, positions: Gathered(x, index), _gradients_of_gathered)
 
 
+class ExpertOptions(LinearOptions, total=False):
+    """Further keywords of experts.
+
+    save_original_input: both maps keep their inputs as they are, which others keep too (the tokens before they are
+        copied, the gates and ups), and quantize them once more in backward: one more read of each, no codes kept.
+    """
+
+    save_original_input: bool
+
+
 class GroupedMLP(nn.Module):
     """Experts, each `fc2(probability * silu(gate) * up)`, gates and ups by `fc1`, for rows sorted by expert.
 
@@ -45,12 +56,13 @@ class GroupedMLP(nn.Module):
     """
 
     def __init__(
-        self, num_experts: int, hidden_size: int, ffn_hidden_size: int, **options: Unpack[LinearOptions]
+        self, num_experts: int, hidden_size: int, ffn_hidden_size: int, **options: Unpack[ExpertOptions]
     ) -> None:
-        """See `LinearOptions` for the keywords; raises as `GroupedLinear` does."""
+        """See `ExpertOptions` for the keywords; raises as `GroupedLinear` does."""
         super().__init__()
-        known = read(dict(options), LinearOptions, "GroupedMLP")
+        known = read(dict(options), ExpertOptions, "GroupedMLP")
         name = known.pop("name", None)
+        self.save_original_input: bool = known.pop("save_original_input", False)
         for part, sizes in (("fc1", (hidden_size, 2 * ffn_hidden_size)), ("fc2", (ffn_hidden_size, hidden_size))):
             own = {**known, "name": f"{name}.{part}" if name else part}
             self.register_module(
@@ -69,13 +81,14 @@ class GroupedMLP(nn.Module):
         first, second = (
             fc.weight.to_local() if isinstance(fc.weight, DTensor) else fc.weight for fc in (self.fc1, self.fc2)
         )
+        given = Given(table, PLAIN, saves_original=self.save_original_input)
         if isinstance(rows, QuantizedTensor):
-            hidden = self.fc1.gemm(rows, [first], given=Given(table, PLAIN))
+            hidden = self.fc1.gemm(rows, [first], given=given)
         else:
-            gathered = Given(table, PLAIN, front=GATHERED)
+            gathered = replace(given, front=GATHERED)
             hidden = self.fc1.gemm(rows.contiguous(), [first], beside=[index, positions], given=gathered)
-        given = Given(table, PLAIN, front=WEIGHTED_SWIGLU)
-        return self.fc2.gemm(hidden, [second], beside=[arrived.probabilities], given=given)
+        weighted = replace(given, front=WEIGHTED_SWIGLU)
+        return self.fc2.gemm(hidden, [second], beside=[arrived.probabilities], given=weighted)
 
     def input_quantizer(self, x: Tensor) -> Quantizer | None:
         """What `fc1` quantizes its input by at this moment; None outside of `autocast`."""
