@@ -6,7 +6,7 @@ Functions named as ops take the arguments of their op and launch its kernel; the
 from te_dist.kernels.amax import tile_amax
 from te_dist.kernels.compiler import CompilerError
 from te_dist.kernels.dequantize import dequantize_float8, dequantize_mxfp8, dequantize_nvfp4
-from te_dist.kernels.evaluation import evaluate, panel_sums, rms_rstd
+from te_dist.kernels.evaluation import evaluate, gather_sum, panel_sums, rms_rstd
 from te_dist.kernels.gemm import gemm_float8_block
 from te_dist.kernels.gemm_decoded import gemm_decoded
 from te_dist.kernels.grouped_decoded import grouped_gemm_decoded, grouped_wgrad_decoded
@@ -46,6 +46,7 @@ __all__ = [
     "dequantize_nvfp4",
     "direction_amax",
     "evaluate",
+    "gather_sum",
     "gemm_decoded",
     "gemm_float8_block",
     "group_sums",

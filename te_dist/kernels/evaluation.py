@@ -7,14 +7,17 @@ from functools import cache
 
 from torch import Tensor
 
-from te_dist.kernels.arguments import EXTENTS, PANEL, access_bytes, blocks_for
+from te_dist.kernels.arguments import ELEMENTS, EXTENTS, PANEL, access_bytes, blocks_for
 from te_dist.kernels.inputs import Source, layout, read
 from te_dist.kernels.runtime import launch
-from te_dist.kernels.spec import Spec
+from te_dist.kernels.spec import Layout, Spec
 
 _EVALUATE = f"{EXTENTS} out:P"
 _RMS_RSTD = f"{EXTENTS} eps:f out:P"
+_WIDEST = 16  # bytes
 _RSTD_ROWS = 8  # rows of a block of threads
+_GATHERED_ROWS = 8  # the same
+_GATHERED = Layout("x:P x_rows:q cols:q positions:P rows:q copies:q out:P")
 
 
 @cache
@@ -58,3 +61,20 @@ def rms_rstd(x: Tensor, eps: float, out: Tensor) -> None:
     input = read(x, "plain", ())
     arguments = (*input.values, *input.shape, eps, out.data_ptr())
     launch(rstd(input.source, input.load_bytes()), x, (-(-x.shape[0] // _RSTD_ROWS), 1), arguments)
+
+
+@cache
+def sums_of_rows(element: str, width: int) -> Spec:
+    """Spec of sums of rows. `width`: bytes read and written at a time."""
+    return Spec("gather_sum.cuh", f"GatherSum<{element}, {width}>", _GATHERED)
+
+
+def gather_sum(x: Tensor, positions: Tensor, out: Tensor) -> None:
+    """See te_dist.ops.gather_sum."""
+    if out.numel() == 0:
+        return
+    (rows, copies), (x_rows, cols), itemsize = positions.shape, x.shape, x.element_size()
+    widest = access_bytes(_WIDEST, x.data_ptr(), out.data_ptr(), cols * itemsize)
+    values = (x.data_ptr(), x_rows, cols, positions.data_ptr(), rows, copies, out.data_ptr())
+    spec = sums_of_rows(ELEMENTS[x.dtype], widest if widest == _WIDEST else itemsize)
+    launch(spec, x, (-(-rows // _GATHERED_ROWS), 1), values)

@@ -67,6 +67,7 @@ def quantizers(element: str) -> Iterator[Spec]:
 
 def fused(element: str) -> Iterator[Spec]:
     """What is computed in front of quantizers of whole matrices, and found beside, for inputs of one type."""
+    yield from (evaluation.sums_of_rows(element, width) for width in (16, _BYTES[element]))
     computed = (swiglu(element), swiglu_gradient(element), rms_norm(element, element, "false"))
     computed = (*computed, gathered(plain(element), "int32_t"))
     routed = (swiglu(element, "kWeighted"), swiglu_gradient(element, "kDifferentiated"))

@@ -10,6 +10,7 @@ from te_dist.ops.dequantize_mxfp8 import dequantize_mxfp8
 from te_dist.ops.dequantize_nvfp4 import dequantize_nvfp4
 from te_dist.ops.direction_amax import direction_amax
 from te_dist.ops.evaluate import evaluate
+from te_dist.ops.gather_sum import gather_sum
 from te_dist.ops.gemm_decoded import gemm_decoded
 from te_dist.ops.gemm_float8_block import gemm_float8_block
 from te_dist.ops.group_sums import group_sums
@@ -48,6 +49,7 @@ __all__ = [
     "dequantize_nvfp4",
     "direction_amax",
     "evaluate",
+    "gather_sum",
     "gemm_decoded",
     "gemm_float8_block",
     "group_sums",

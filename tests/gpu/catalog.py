@@ -36,6 +36,7 @@ PLACES = [
 ]
 EVEN_PLACES = [((256, 384), (0, 0), 0), ((70, 300), (6, 10), 1), ((2, 514), (14, 2), 0), ((0, 128), (0, 0), 0)]
 DTYPES = (torch.bfloat16, torch.float32)
+HALF_AND_FULL = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def calls() -> Iterator[Call]:
     yield from quantizers()
     yield from fp4_quantizers()
     yield from sources()
+    yield from gathers()
     yield from dequantizers()
     yield from movers()
     yield from products_of_blocks()
@@ -184,6 +186,15 @@ def sources() -> Iterator[Call]:
             rule = dict(phase=(0, 0), fp8="e4m3", row_tile=(1, 32), col_tile=(32, 1))
             op = of_source(ops.quantize_mxfp8, case.make, tuple(tensors))
             yield Call(f"mx of {name}", op, tensors | rule, outputs)
+
+
+def gathers() -> Iterator[Call]:
+    """Sums of rows, of which some are not there."""
+    for (rows, cols, copies, shift), dtype in product(((70, 256, 8, 0), (33, 45, 3, 1), (5, 64, 11, 4)), HALF_AND_FULL):
+        x = shifted(matrix("normal", (rows, cols), dtype), shift)
+        positions = torch.randint(-2, rows + 3, (2 * rows + 1, copies), generator=torch.Generator().manual_seed(1))
+        out = shifted(torch.zeros(2 * rows + 1, cols, dtype=dtype), shift)
+        yield Call(f"sums of {copies} rows {dtype}", ops.gather_sum, dict(x=x, positions=positions), dict(out=out))
 
 
 def of_source(op: Callable[..., None], make: Callable[..., Source], names: tuple[str, ...]) -> Callable[..., None]:

@@ -348,3 +348,21 @@ def test_a_compiled_function_may_quantize_a_source():
     torch.compile(quantize, backend="aot_eager", fullgraph=True)(x, *traced)
     for got, want in zip(traced, eager, strict=True):
         assert_bitwise(got, want, "traced")
+
+
+@pytest.mark.parametrize("dtype", (F32, BF16, torch.float16))
+def test_rows_are_summed_by_their_numbers_and_rounded_once(dtype):
+    x, positions = torch.randn(9, 5).to(dtype), torch.tensor([[0, 8, 3], [-1, 2, 9], [4, 4, 4], [9, -7, 12]])
+    out = torch.full((4, 5), 7.0, dtype=dtype)
+    ops.gather_sum(x, positions=positions, out=out)
+    wide = x.float()
+    want = torch.stack((wide[0] + wide[8] + wide[3], wide[2], wide[4] + wide[4] + wide[4], torch.zeros(5)))
+    assert_bitwise(out, (want + 0.0).to(dtype), "sums")
+
+
+def test_positions_of_other_types_are_named():
+    x, out = torch.randn(9, 5), torch.zeros(2, 5)
+    with pytest.raises(ValueError, match="positions: got 1 dimensions"):
+        ops.gather_sum(x, positions=torch.zeros(2, dtype=torch.int64), out=out)
+    with pytest.raises(ValueError, match="positions: got torch.int32"):
+        ops.gather_sum(x, positions=torch.zeros(2, 3, dtype=torch.int32), out=out)

@@ -14,8 +14,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from te_dist import ops
 
 NARROW = torch.iinfo(torch.int16).max  # experts that int16 holds: a radix sort passes over fewer bytes
 
@@ -82,12 +83,9 @@ def gather_sum(rows: Tensor, positions: Tensor) -> Tensor:
     """(S, H): of every row of `positions` (S, k) the sum of those rows of `rows` (R, H), in fp32 and rounded once."""
     if positions.shape[1] == 1:
         return rows.index_select(0, positions[:, 0])
-    if rows.is_cuda and rows.shape[0]:
-        return F.embedding_bag(positions, rows, mode="sum")  # one pass, sums in fp32
-    total = rows.index_select(0, positions[:, 0]).float()
-    for copy in range(1, positions.shape[1]):
-        total += rows.index_select(0, positions[:, copy])
-    return total.to(rows.dtype)
+    out = torch.empty(positions.shape[0], rows.shape[1], dtype=rows.dtype, device=rows.device)
+    ops.gather_sum(rows, positions=positions, out=out)
+    return out
 
 
 class _Permute(torch.autograd.Function):
