@@ -205,7 +205,7 @@ def fill_slots(experts: Tensor, num_ranks: int, num_local_experts: int, *, capac
     kept = sort_by_expert(torch.where(has_slot, experts, num_experts), num_experts)
     begins = (kept.counts.cumsum(0) - kept.counts)[::num_local_experts]
     shift = torch.arange(0, num_slots, capacity, device=device) - begins
-    positions = torch.where(has_slot, kept.positions + shift[owners], num_slots)
+    positions = torch.where(has_slot, kept.positions + shift[owners], num_slots).contiguous()
     choices = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
     choices[positions.flatten()] = torch.arange(tokens * copies, device=device)
     return Permutation(choices[:-1] // copies, choices[:-1], positions, kept.counts)

@@ -16,7 +16,7 @@ from te_dist.nn.grouped_products import WEIGHTED_SWIGLU, Given, GroupFront, grou
 from te_dist.nn.grouped_site import PLAIN
 from te_dist.nn.module import QuantizedModule
 from te_dist.nn.moe.dispatch import Arrived
-from te_dist.nn.moe.permutation import Permutation, gather_sum
+from te_dist.nn.moe.permutation import Permutation, gather_sum, unpermute
 from te_dist.nn.options import LinearOptions, read
 from te_dist.nn.products import FRONTS
 from te_dist.nn.site import LinearSite
@@ -97,7 +97,7 @@ class GroupedMLP(nn.Module):
 
     def rehearse(self, dtype: torch.dtype | None) -> None:
         """See `rehearsal.rehearse`."""
-        rehearsal.rehearse(_OneEach(self), dtype)
+        rehearsal.rehearse(_TwoEach(self), dtype)
 
     def cut(self, mesh: DeviceMesh) -> None:
         """Leaves this rank its experts. Every rank of `mesh` has all of them."""
@@ -108,19 +108,19 @@ class GroupedMLP(nn.Module):
             module.gemm.scaling = None  # a history for each expert here, made when it is asked for
 
 
-class _OneEach(nn.Module):
-    """Experts of rows of which each goes to one of them."""
+class _TwoEach(nn.Module):
+    """Experts of rows of which each goes to two of them, and the sums of what they make."""
 
     def __init__(self, experts: GroupedMLP) -> None:
         super().__init__()
         self.experts = experts
 
     def forward(self, x: Tensor) -> Tensor:
-        numbers = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
+        index = torch.empty(2 * x.shape[0], dtype=torch.int64, device=x.device)
         counts = torch.empty(self.experts.fc1.num_gemms, dtype=torch.int64, device=x.device)
-        probabilities = torch.empty(x.shape[0], dtype=torch.float32, device=x.device, requires_grad=True)
-        by_expert = Permutation(numbers, numbers, numbers[:, None], counts)
-        return self.experts.forward(x, Arrived(x, by_expert, probabilities))
+        by_expert = Permutation(index, index, index.view(-1, 2), counts)
+        probabilities = torch.empty(index.shape[0], dtype=torch.float32, device=x.device, requires_grad=True)
+        return unpermute(self.experts.forward(x, Arrived(x, by_expert, probabilities)), by_expert)
 
 
 class SwiGluMLP(QuantizedModule):
