@@ -43,7 +43,7 @@ def fully_shard(
         recompute: whether backward runs this module's forward again (activation checkpointing); then both directions
             of a format whose directions are independent are gathered in backward.
         **kwargs: further arguments of torch's `fully_shard`. `shard_placement_fn` may return `Shard(1)` for groups of
-            matrices (`GroupedParameter`), whose rows are cut then instead of their members.
+            matrices (`GroupedParameter`), whose rows are cut then instead of their members, and a mesh for the experts.
 
     Raises:
         ValueError: a parameter cannot be cut over this mesh; on every rank alike, before any collective.
@@ -58,7 +58,8 @@ def fully_shard(
     taken = [found for each in modules for found in _own_quantized(each)]
     placed = kwargs.get("shard_placement_fn")
     for name, param in taken:
-        _check_cuts(name, param, mesh, _sharded_dim(name, param, placed(param) if placed is not None else None))
+        placement, over = _placed(placed(param) if placed is not None else None, mesh)
+        _check_cuts(name, param, over, _sharded_dim(name, param, placement))
     if mesh.device_type == "cuda":
         policy = kwargs.get("mp_policy")
         for each in modules:
@@ -96,6 +97,12 @@ def _own_quantized(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, param in module.named_parameters():
         if id(param) not in taken and isinstance(local_tensor(param), ShardedParameter):
             yield name, param
+
+
+def _placed(result: Any, mesh: DeviceMesh) -> tuple[Any, DeviceMesh]:
+    """(placement or None, mesh) of what shard_placement_fn says of a parameter, which may bring a mesh of its own."""
+    info = getattr(result, "mesh_info", None)
+    return (result, mesh) if info is None else (result.placement, info.mesh)
 
 
 def _sharded_dim(name: str, param: Any, placement: Any) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from te_dist import checkpoints, fsdp2, grouped, optim
 from te_dist.formats import geometry
@@ -48,6 +49,13 @@ class Separate(nn.Module):
 
 def made(kind: type[nn.Module], seed: int, names: list[str], world: int, cut: str) -> nn.Module:
     model = kind(seed, names)
+    if cut == "experts":  # over a mesh dimension of their own, then each rank's between data parallel ranks
+        over = mesh((2, world // 2), ("dp", "ep"))
+        for name, param in list(model.named_parameters()):
+            part = distribute_tensor(param.data, over["ep"], [Shard(0)], src_data_rank=None)
+            model.register_parameter(name, nn.Parameter(part))
+        fsdp2.fully_shard(model, mesh=over["dp"])
+        return model
     by_group = placed(cut)
     is_matrix = lambda p: isinstance(local_tensor(p), GroupedParameter)  # noqa: E731
     choose = (lambda p: by_group(p) if is_matrix(p) else None) if by_group else None
@@ -92,7 +100,12 @@ def load(rank: int, world: int, path: Path, kind: type[nn.Module], names: list[s
 
 @pytest.mark.parametrize(
     ("ranks", "cuts"),
-    [((1, 4), ("members", "rows")), ((4, 2), ("members", "members")), ((2, 4), ("rows", "members"))],
+    [
+        ((1, 4), ("members", "rows")),
+        ((4, 2), ("members", "members")),
+        ((2, 4), ("rows", "experts")),
+        ((4, 2), ("experts", "members")),
+    ],
     ids=str,
 )
 def test_resharding_keeps_every_byte(ranks: tuple[int, int], cuts: tuple[str, str], tmp_path: Path) -> None:
@@ -150,7 +163,7 @@ def continue_from(rank: int, world: int, path: Path, kind: type[nn.Module], cut:
         assert_bitwise(got, want[key], str(key))
 
 
-@pytest.mark.parametrize(("ranks", "cuts"), [((2, 4), ("members", "rows")), ((4, 1), ("rows", "members"))], ids=str)
+@pytest.mark.parametrize(("ranks", "cuts"), [((2, 4), ("members", "experts")), ((4, 1), ("rows", "members"))], ids=str)
 def test_training_goes_on_where_it_was(ranks: tuple[int, int], cuts: tuple[str, str], tmp_path: Path) -> None:
     pool(ranks[0]).run(train_and_save, tmp_path / "c", Packed, cuts[0])
     pool(ranks[1]).run(continue_from, tmp_path / "c", Packed, cuts[1])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 
 from te_dist import fsdp2, grouped, optim
@@ -18,7 +19,8 @@ from te_dist.launch.measure import GatheredBytes
 from te_dist.tensor import empty
 from te_dist.tensor.placement import local_tensor
 from te_dist.testing import assert_bitwise, mesh, pool
-from tests.distributed.probe import FORMATS, random_matrix
+from tests.distributed.probe import FORMATS, Layer, random_matrix
+from tests.distributed.probe import assert_seen as assert_matrix
 from tests.distributed.test_grouped_fsdp2 import (
     COLS,
     MEMBERS,
@@ -144,6 +146,45 @@ def train_experts(rank: int, world: int, name: str, how: str, cut: str) -> None:
 )
 def test_experts_on_a_mesh_dimension_of_their_own(how: str, cut: str, name: str) -> None:
     pool(4).run(train_experts, name, how, cut)
+
+
+class Block(nn.Module):
+    """A weight of its own beside experts."""
+
+    def __init__(self, format: Format, master: Tensor, experts: Tensor) -> None:
+        super().__init__()
+        self.proj = Layer(format, master)
+        self.experts = LocalExperts(format, experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x).sum() + self.experts(x).sum()
+
+
+def wrap_together(rank: int, world: int, name: str, cut: str) -> None:
+    """One unit whose experts are sharded over another mesh than the rest."""
+    over = mesh((2, 2), ("edp", "ep"))
+    half, ep = MEMBERS // 2, over["ep"].get_local_rank()
+    master, experts = random_matrix(128, COLS, 1), random_group(3)[ep * half : (ep + 1) * half]
+    block = Block(FORMATS[name], master, experts)
+    info = fsdp_common.FSDPMeshInfo(mesh=over["edp"], shard_mesh_dim=0)
+    of_experts = fsdp_common.ShardPlacementResult(Shard(1 if cut == "rows" else 0), info)
+    fsdp2.fully_shard(
+        block,
+        mesh=mesh((world,), ("dp",)),
+        reshard_after_forward=True,
+        shard_placement_fn=lambda p: of_experts if isinstance(p, GroupedParameter) else None,
+    )
+    assert local_tensor(block.experts.weight).numel() == experts.numel() // 2 or cut == "members"
+    block(random_matrix(4, COLS, rank).requires_grad_()).backward()
+    assert_seen(block.experts, experts)
+    assert_matrix(block.proj, master, backward=True)
+
+
+@every_cut
+@pytest.mark.skipif(not hasattr(fsdp_common, "ShardPlacementResult"), reason="one mesh a unit in this torch")
+def test_experts_and_the_rest_in_one_unit(cut: str) -> None:
+    for name in ("float8_block_2d", "mxfp8_1d"):
+        pool(4).run(wrap_together, name, cut)
 
 
 def replicate(rank: int, world: int, name: str, cut: str) -> None:
