@@ -110,8 +110,10 @@ def _report(journal: Journal, trainer: Trainer) -> None:
     model.reshard()  # an evaluation leaves what the root holds gathered
     plain_gathered = measure.plain_gathered_bytes(model, trainer.layout.accumulate)
     gathered = "-" if trainer.gathered_bytes is None else size(trainer.gathered_bytes)
+    mesh = f"dp {trainer.layout.dp} x tp {trainer.layout.tp}"
+    mesh += f", experts over {trainer.layout.ep}" if config.model.experts.count else ""
     journal.table(
-        f"{config.recipe}, dp {trainer.layout.dp} x tp {trainer.layout.tp}, step {trainer.progress.step}",
+        f"{config.recipe}, {mesh}, step {trainer.progress.step}",
         ("", "this run", "bf16"),
         (
             ("parameters", f"{measure.num_parameters(model):,}", f"{measure.num_parameters(model):,}"),
