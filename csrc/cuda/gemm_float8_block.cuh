@@ -25,7 +25,8 @@ struct GemmFloat8Block {
   static constexpr int kThreads = 128 * (1 + kConsumers), kBlocks = 1;
   static constexpr int kRows = 64 * kWaves * kConsumers, kDepth = 128;  // of a tile
   using Tiles = Walk<TileShape<kRows, kCols, kCluster, kSquareB>>;
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;  // together as many as there are
+  // Together as many as there are; where scales of columns are held, consumers need what producers can spare.
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kSquareB || !Tiles::kRowsAreAligned ? 40 : 24;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : (504 - kProducerRegisters) / 2;
   static constexpr int kSums = kCols / 2;  // of a wave, by thread
   static constexpr bool kHoldsColScales = kWaves > 1;  // from wave to wave, in registers

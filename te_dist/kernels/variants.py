@@ -119,8 +119,8 @@ def products(out: str) -> Iterator[Spec]:
     for codes, kind in product(_PAIRS, kinds):
         for shape in gemm.RATES[kind]:
             yield gemm.float8_block(codes, out, kind.square, shape, adds=kind.adds)
-            if not kind.square:
-                yield grouped_gemm.sums_float8_block(codes, out, shape, adds=kind.adds)
+        for shape in grouped_gemm.SUMS_RATES.get(kind, ()):
+            yield grouped_gemm.sums_float8_block(codes, out, shape, adds=kind.adds)
         for shape in grouped_gemm.ROWS_RATES[kind]:
             yield grouped_gemm.rows_float8_block(codes, out, kind.square, shape, adds=kind.adds)
 

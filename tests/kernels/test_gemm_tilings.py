@@ -11,11 +11,13 @@ from te_dist.kernels import gemm, grouped_gemm
 
 @pytest.mark.parametrize("kind", gemm.RATES)
 def test_large_products_are_given_the_tiling_that_was_measured_fastest(kind):
-    for tiling, rates in (
+    chosen = [
         (gemm.tiling(2**16, 2**14, 64, kind), gemm.RATES[kind]),
         (grouped_gemm.rows_tiling(2**18, 2**14, 2, 64, kind), grouped_gemm.ROWS_RATES[kind]),
-        (grouped_gemm.sums_tiling(2**14, 2**14, 2, 128, kind), gemm.RATES[kind]),
-    ):
+    ]
+    if not kind.square:
+        chosen.append((grouped_gemm.sums_tiling(2**14, 2**14, 2, 128, kind), grouped_gemm.SUMS_RATES[kind]))
+    for tiling, rates in chosen:
         assert rates[tiling] > 0.99 * max(rates.values())
 
 
@@ -42,9 +44,7 @@ def test_short_sums_are_added_in_shared_memory():
 
 def test_every_tiling_that_is_chosen_is_one_to_choose_from():
     for rows, cols, groups, kind in product((1, 700, 2**17), (8, 129, 2**13), (1, 9), gemm.RATES):
-        chosen = (
-            gemm.tiling(rows, cols, 8, kind),
-            grouped_gemm.rows_tiling(rows, cols, groups, 8, kind),
-            grouped_gemm.sums_tiling(rows, cols, groups, 8, kind),
-        )
-        assert set(chosen) <= {*gemm.RATES[kind], *grouped_gemm.ROWS_RATES[kind]}
+        assert gemm.tiling(rows, cols, 8, kind) in gemm.RATES[kind]
+        assert grouped_gemm.rows_tiling(rows, cols, groups, 8, kind) in grouped_gemm.ROWS_RATES[kind]
+        if not kind.square:
+            assert grouped_gemm.sums_tiling(rows, cols, groups, 8, kind) in grouped_gemm.SUMS_RATES[kind]
