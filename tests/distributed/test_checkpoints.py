@@ -299,8 +299,8 @@ class One(nn.Module):
         self.weight = nn.Parameter(weight)
 
 
-def one(seed: int, world: int, name: str | None, shape: tuple[int, ...] = (ROWS, COLS)) -> One:
-    weight = random_matrix(ROWS, COLS, seed).view(shape).to(device())
+def one(seed: int, world: int, name: str | None) -> One:
+    weight = random_matrix(ROWS, COLS, seed).to(device())
     return fsdp2.fully_shard(One(weight, name), mesh=data_parallel(world).mesh())
 
 
@@ -359,27 +359,3 @@ def test_optimizer_state_without_a_master_does_not_serve_a_quantized_weight(rank
     first, second = ranks(2).run(load_with_optimizer, tmp_path / "c")
     assert first == second
     assert "has no master_param" in first
-
-
-# -- stacked weights -----------------------------------------------------------------------------------------------
-
-STACK = (8, ROWS // 8, COLS)  # members of 41 rows: over 3 ranks, cuts go through tiles
-
-
-def save_stack(rank: int, world: int, path: Path, name: str) -> None:
-    checkpoints.save(path, model=one(1, world, name, STACK))
-
-
-def load_stack(rank: int, world: int, path: Path, name: str) -> None:
-    model = one(2, world, name, STACK)
-    checkpoints.load(path, model=model)
-    assert model.weight.shape == STACK
-    assert_storage(
-        local_tensor(model.weight).storage, storages.quantize(random_matrix(ROWS, COLS, 1), FORMATS[name]), name
-    )
-
-
-@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.alignment(0) == 1])
-def test_stacked_weights_keep_their_members(ranks, tmp_path: Path, name: str) -> None:
-    ranks(2).run(save_stack, tmp_path / "c", name)
-    ranks(3).run(load_stack, tmp_path / "c", name)
