@@ -120,7 +120,8 @@ def check_replays(module: MoE, name: str, grad: Tensor, expected: Any) -> None:
     torch.cuda.current_stream().wait_stream(stream)
     module.zero_grad()
     x, graph = tokens(0).requires_grad_(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has a thread of its own
         captured = run(module, name, x, grad)
     for seed in (0, 1, 2, 3):
         with torch.no_grad():

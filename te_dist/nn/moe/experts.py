@@ -55,6 +55,9 @@ class GroupedMLP(nn.Module):
         fc2: its `weight` (num_experts, hidden_size, ffn_hidden_size).
     """
 
+    fc1: GroupedLinear
+    fc2: GroupedLinear
+
     def __init__(
         self, num_experts: int, hidden_size: int, ffn_hidden_size: int, **options: Unpack[ExpertOptions]
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import te_dist as te
-from te_dist import fsdp2, optim, recipe, testing
+from te_dist import checkpoints, fsdp2, optim, recipe, testing
 from te_dist._torch_private import TorchDispatchMode
 from te_dist.nn.moe import ExpertParallel, MoE, Routing, update_expert_biases
 from te_dist.recipe import Recipe
@@ -179,6 +180,46 @@ def test_rows_sent_as_codes_are_multiplied_as_they_are(ranks: Callable, name: st
         )
         assert float(first) < 0.05  # quantized by columns from what the codes stand for
         assert float(second) == 0
+
+
+def saved(rank: int, world: int, name: str, sizes: tuple[int, int], path: str) -> dict[str, Tensor]:
+    """Trains a step and saves; what was saved."""
+    model, optimizer = trained(name, sizes)
+    checkpoints.save(path, model=model, optimizer=optimizer)
+    return whole_bytes(model) | {"bias": model.moe.router.expert_bias.cpu()}
+
+
+def loaded(rank: int, world: int, name: str, sizes: tuple[int, int], path: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Loads into a model of other values; what it holds, and what it makes of tokens."""
+    model, optimizer = trained(name, sizes)
+    checkpoints.load(path, model=model, optimizer=optimizer)
+    with te.autocast(enabled=RECIPES[name] is not None, recipe=RECIPES[name]), torch.no_grad():
+        out = model.eval()(tokens().chunk(world)[rank].to(testing.device()))
+    return whole_bytes(model) | {"bias": model.moe.router.expert_bias.cpu()}, out.cpu()
+
+
+def trained(name: str, sizes: tuple[int, int]) -> tuple[Model, torch.optim.Optimizer]:
+    made_by, mesh = RECIPES[name], testing.mesh(sizes, ("edp", "ep"))
+    model = build(made_by, mesh)
+    optimizer = optim.FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
+    with te.autocast(enabled=made_by is not None, recipe=made_by):
+        out = model(tokens().to(testing.device()) * (1 + sizes[1]))
+    out.float().square().mean().backward()
+    optimizer.step()
+    update_expert_biases(model, mesh=mesh)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("name", ["bf16", "block"])
+def test_checkpoints_do_not_depend_on_how_experts_lie(ranks: Callable, name: str, tmp_path: Path) -> None:
+    want = ranks(2).run(saved, name, (1, 2), str(tmp_path / "saved"))[0]
+    outputs = []
+    for sizes in ((1, 1), (1, 4), (2, 2)):
+        results = ranks(sizes[0] * sizes[1]).run(loaded, name, sizes, str(tmp_path / "saved"))
+        for key, values in want.items():
+            assert_bitwise(results[0][0][key], values, f"{key} over {sizes}")
+        outputs.append(torch.cat([result[1] for result in results]))
+        assert_bitwise(outputs[-1], outputs[0], f"outputs over {sizes}")
 
 
 def mixed(rank: int, world: int) -> None:
