@@ -82,10 +82,6 @@ class GroupedLinear(QuantizedModule):
             return None
         return Shard(int(self.single_grouped_weight) + (0 if self.parallel_mode == "column" else 1))
 
-    @torch.compiler.disable(
-        reason="GroupedLinear is no part of a compiled graph: it decides in Python what it launches. It never waits, "
-        "and can be captured in a CUDA graph; leave out fullgraph=True"
-    )
     def forward(
         self,
         inp: Tensor,

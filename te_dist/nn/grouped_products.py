@@ -28,7 +28,7 @@ from te_dist.quantizers import IdentityQuantizer
 from te_dist.scaling import delayed
 from te_dist.tensor import GroupedRows, QuantizedStorage, QuantizedTensor
 
-ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
+ROWWISE, COLUMNWISE = BOTH = Direction.ROWWISE, Direction.COLUMNWISE
 _Operands = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]  # weights, biases, what is beside the input
 _TABLE_ROWS = 4
 _ONES = 8  # columns of ones that plain values are summed by: a row of 16 bytes
@@ -149,10 +149,10 @@ def grouped_linear(
     """
     x = x if given.front is None else x.contiguous()
     saves_input = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-    return _GroupedLinear.apply(x, given, _Counts(len(weights), len(biases), saves_input), *weights, *biases, *beside)
+    return _GroupedLinear.apply(x, given, Counts(len(weights), len(biases), saves_input), *weights, *biases, *beside)
 
 
-class _Counts(NamedTuple):
+class Counts(NamedTuple):
     """How many tensors of a call are what, and whether backward needs the input."""
 
     weights: int
@@ -166,7 +166,7 @@ class _Counts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Backward:
+class Backward:
     """What backward is about: `wants` gradients of the input or what is beside it, of weights, and of biases.
 
     Attributes:
@@ -195,9 +195,9 @@ class _GroupedLinear(torch.autograd.Function):
     """See [Note: What a linear map saves]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, given: Given, counts: _Counts, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, given: Given, counts: Counts, *tensors: Tensor) -> Tensor:
         weights, biases, beside = counts.split(tensors)
-        (out, *buffers), saved = _taped_forward(x, (as_one(weights), as_one(biases), beside), counts, given)
+        (out, *buffers), saved = taped_forward(x, (as_one(weights), as_one(biases), beside), counts, given=given)
         wants_input = ctx.needs_input_grad[0] or any(counts.split(ctx.needs_input_grad[3:])[2])
         ctx.given, ctx.counts, ctx.shape = replace(given, out=None), counts, shape_of(weights)
         ctx.dtypes = x.dtype, weights[0].dtype, biases[0].dtype if biases else None
@@ -223,7 +223,7 @@ class _GroupedLinear(torch.autograd.Function):
             )
         wanted = (wants[0] or any(of_beside), any(of_weights), any(of_biases))
         weights, beside = rest[: ctx.num_held], rest[ctx.num_held :]
-        of = _Backward(grad.contiguous(), inputs, x, beside, as_one(weights), None, wanted, ctx.shape, ctx.dtypes)
+        of = Backward(grad.contiguous(), inputs, x, beside, as_one(weights), None, wanted, ctx.shape, ctx.dtypes)
         of_x, of_weight, of_bias = _gradients(of, given, ctx.parameters)
         if given.plan.moves_histories:
             delayed.update_when_backward_ends()
@@ -240,8 +240,8 @@ def _each(gradient: Tensor | None, wanted: Sequence[bool], is_one: bool) -> Sequ
     return tuple(part if wants else None for part, wants in zip(parts, wanted, strict=True))
 
 
-def _taped_forward(
-    x: Tensor, tensors: _Operands, counts: _Counts, given: Given
+def taped_forward(
+    x: Tensor, tensors: _Operands, counts: Counts, *, given: Given
 ) -> tuple[tuple[Tensor, ...], Saved | None]:
     """(output, buffers of the input that backward needs), what these are; no autograd."""
     weights, biases, beside = tensors
@@ -251,7 +251,7 @@ def _taped_forward(
     return given.plan.tapes.run(key, held, lambda: _forward(x, tensors, counts, given))
 
 
-def _forward(x: Tensor, tensors: _Operands, counts: _Counts, given: Given) -> tuple[tuple[Tensor, ...], Saved | None]:
+def _forward(x: Tensor, tensors: _Operands, counts: Counts, given: Given) -> tuple[tuple[Tensor, ...], Saved | None]:
     weights, biases, beside = tensors
     plan, saves = given.plan, counts.saves_input and not given.saves_itself(x)
     rows, operand = _quantized_input(x, beside, given, (ROWWISE, COLUMNWISE) if saves else (ROWWISE,))
@@ -263,8 +263,14 @@ def _forward(x: Tensor, tensors: _Operands, counts: _Counts, given: Given) -> tu
     multiply_rows(operand, members_of(stack, ROWWISE), Result(given.table, bias, False, out))
     if not saves:
         return (out,), None
+    buffers, saved = saved_part(rows)
+    return (out, *buffers), saved
+
+
+def saved_part(rows: GroupedRows) -> tuple[tuple[Tensor, ...], Saved]:
+    """What backward needs of the input: its buffers, and what these are."""
     part = rows.as_matrix(COLUMNWISE)
-    return (out, *part.buffers.values()), Saved(part.format, tuple(part.buffers), part.region, part.dtype)
+    return tuple(part.buffers.values()), Saved(part.format, tuple(part.buffers), part.region, part.dtype)
 
 
 def _quantized_input(
@@ -292,14 +298,14 @@ def _blank(shape: tuple[int, int], dtype: torch.dtype, table: Tensor) -> Tensor:
 
 
 def _gradients(
-    of: _Backward, given: Given, parameters: Sequence[Tensor]
+    of: Backward, given: Given, parameters: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None]:
     """Gradients of the input and what is beside it, of the weights, of the biases, those that are wanted."""
     main = None
     if of.wants[1] and given.plan.fuses_wgrad and given.later is None:
         main = MainGrads.of(parameters, of.shape, adds=given.adds)
         of = replace(of, main_grad=main.whole)
-    found, saved = _taped_backward(of, given)
+    found, saved = taped_backward(of, given)
     of_x, found = found[: _num_inputs(of)], found[_num_inputs(of) :]
     of_bias, found = (found[0], found[1:]) if of.wants[2] else (None, found)
     if saved is not None:
@@ -311,11 +317,11 @@ def _gradients(
     return of_x, found[0] if found else None, of_bias
 
 
-def _num_inputs(of: _Backward) -> int:
+def _num_inputs(of: Backward) -> int:
     return 1 + len(of.beside) if of.wants[0] else 0
 
 
-def _finish(of: _Backward, grads: QuantizedStorage, given: Given, parameters: Sequence[Tensor]) -> None:
+def _finish(of: Backward, grads: QuantizedStorage, given: Given, parameters: Sequence[Tensor]) -> None:
     """The gradient of the weights, computed after backward, is where backward would have put it."""
     main = MainGrads.of(parameters, of.shape, adds=given.adds) if given.plan.fuses_wgrad else None
     of = replace(of, main_grad=None if main is None else main.whole)
@@ -335,7 +341,7 @@ def _parts(*tensors: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(part for tensor in tensors for part in plain_parts(tensor))
 
 
-def _taped_backward(of: _Backward, given: Given) -> tuple[tuple[Tensor, ...], Saved | None]:
+def taped_backward(of: Backward, given: Given) -> tuple[tuple[Tensor, ...], Saved | None]:
     """(gradients of inputs, of biases, of weights), None; no autograd.
 
     Instead of the last, where they are computed later, buffers of the gradient of the output, and what these are.
@@ -346,7 +352,7 @@ def _taped_backward(of: _Backward, given: Given) -> tuple[tuple[Tensor, ...], Sa
     return given.plan.tapes.run(key, (*_parts(*held), *given.tensors), lambda: _backward(of, given))
 
 
-def _backward(of: _Backward, given: Given) -> tuple[tuple[Tensor, ...], Saved | None]:
+def _backward(of: Backward, given: Given) -> tuple[tuple[Tensor, ...], Saved | None]:
     wants_input, wants_weight, wants_bias = of.wants
     directions = (ROWWISE,) * wants_input + (COLUMNWISE,) * wants_weight
     grads, sums = _quantized_grad(of.grad, given, directions, wants_bias)
@@ -357,15 +363,14 @@ def _backward(of: _Backward, given: Given) -> tuple[tuple[Tensor, ...], Saved | 
         gradients.append(sums.to(of.dtypes[2]))
     if not wants_weight:
         return tuple(gradients), None
-    columns = grads.as_matrix(COLUMNWISE)
     if given.later is not None:
-        saved = Saved(columns.format, tuple(columns.buffers), columns.region, columns.dtype)
-        return (*gradients, *columns.buffers.values()), saved
-    found = _weight_gradient(of, columns, given)
+        buffers, saved = saved_part(grads)
+        return (*gradients, *buffers), saved
+    found = _weight_gradient(of, grads.as_matrix(COLUMNWISE), given)
     return (*gradients, *(() if of.main_grad is not None else (found,))), None
 
 
-def _input_gradients(of: _Backward, grads: QuantizedStorage, given: Given) -> Sequence[Tensor]:
+def _input_gradients(of: Backward, grads: QuantizedStorage, given: Given) -> Sequence[Tensor]:
     stack = given.cached or stacked(of.weights, given.plan.weight, COLUMNWISE)
     shape = of.grad.shape[0], of.shape[2]
     out = _blank(shape, of.dtypes[0], given.table) if given.dgrad_out is None else given.dgrad_out
@@ -373,7 +378,7 @@ def _input_gradients(of: _Backward, grads: QuantizedStorage, given: Given) -> Se
     return (out,) if given.front is None else given.front.gradients(of.x, *of.beside, out)
 
 
-def _weight_gradient(of: _Backward, grads: QuantizedStorage, given: Given) -> Tensor:
+def _weight_gradient(of: Backward, grads: QuantizedStorage, given: Given) -> Tensor:
     """(G, N, K), returned or added to `main_grad`."""
     inputs = None if of.inputs is None else of.inputs.storage
     if inputs is None:

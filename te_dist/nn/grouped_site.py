@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from te_dist.codecs import grouped_gemm
+from te_dist.context import current_autocast, recipe_named
 from te_dist.formats import Direction
 from te_dist.grouped import GroupedStorage
+from te_dist.nn import grouped_traced
 from te_dist.nn.grouped_products import Given, grouped_linear
 from te_dist.nn.grouped_weights import OneBuffer, stacked
 from te_dist.nn.products import Plan
-from te_dist.nn.site import LinearSite, answers_of, quantizer_of
+from te_dist.nn.site import LinearSite, answers_of, described, quantizer_of
 from te_dist.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from te_dist.recipe import Recipe
 from te_dist.scaling.history import DelayedScalingRequest
@@ -49,10 +51,6 @@ class GroupedSite(LinearSite):
         self.num_groups = num_groups
         self._kept: _Kept | None = None
 
-    @torch.compiler.disable(
-        reason="linear maps of groups are no part of a compiled graph: what they launch is decided in Python. They "
-        "wait for nothing, and can be captured in a CUDA graph; leave out fullgraph=True"
-    )
     def forward(  # type: ignore[override]
         self,
         x: Tensor,
@@ -72,6 +70,39 @@ class GroupedSite(LinearSite):
                 compute this map.
             NotImplementedError: there is no product in groups of the encodings that meet.
         """
+        if torch.compiler.is_compiling():
+            return self._in_graph(x, weights, given=given, biases=biases, beside=beside)
+        return self._eager(x, weights, given=given, biases=biases, beside=beside)
+
+    def _in_graph(
+        self, x: Tensor, weights: Sequence[Tensor], *, given: Given, biases: Sequence[Tensor], beside: Sequence[Tensor]
+    ) -> Tensor:
+        """As `_eager`, see [Note: Compiled linear maps]."""
+        front = grouped_traced.PLAIN if given.front is None else given.front.name
+        asked = given.out, given.dgrad_out, given.later, given.is_first
+        is_plain = not isinstance(x, QuantizedTensor) and front in grouped_traced.FRONTS
+        plan = None
+        if is_plain and not self.fuses_wgrad and all([value is None for value in asked]):
+            place = (self.name, self.in_features, self.out_features)
+            plan = _traced_plan(current_autocast().name, place, x.dtype, weights[0].device.type)
+        if plan is None:
+            return self._outside_of_graphs(x, weights, given=given, biases=biases, beside=beside)
+        saves = torch.is_grad_enabled() and any([weight.requires_grad for weight in weights])
+        how = grouped_traced.How(plan, front, given.saves_original, len(weights), len(biases), saves)
+        return grouped_traced.linear(x, [*weights, *biases, *beside], table=given.table, how=how)
+
+    @torch.compiler.disable(
+        reason="this linear map keeps state in Python: delayed scaling, main or delayed gradients, weights kept over "
+        "microbatches, buffers of the caller or a quantized input. Leave these out, or fullgraph=True"
+    )
+    def _outside_of_graphs(
+        self, x: Tensor, weights: Sequence[Tensor], *, given: Given, biases: Sequence[Tensor], beside: Sequence[Tensor]
+    ) -> Tensor:
+        return self._eager(x, weights, given=given, biases=biases, beside=beside)
+
+    def _eager(
+        self, x: Tensor, weights: Sequence[Tensor], *, given: Given, biases: Sequence[Tensor], beside: Sequence[Tensor]
+    ) -> Tensor:
         is_one = self.one_buffer is not None and self.one_buffer.holds(weights)
         if not is_one:
             self._check_weights(weights)
@@ -138,6 +169,19 @@ class GroupedSite(LinearSite):
                 f"{self._label}: weights of one GroupedLinear have one format, or are all plain, got {found}; quantize "
                 "all of them by one recipe (hybrid and plain quantizers do not mix)"
             )
+
+
+@torch.compiler.assume_constant_result
+def _traced_plan(name: str, place: tuple[str, int, int], dtype: torch.dtype, device: str) -> str | None:
+    """Name of the plan of a map of `place` (name, K, N) by the recipe `name`; None where it needs more than tensors."""
+    recipe = recipe_named(name)
+    if recipe is None:
+        return grouped_traced.name_of(_plain_plan(dtype, fuses_wgrad=False), f"plain {dtype}")
+    answers = answers_of(recipe, place[0], GroupedSite.module_type)
+    _check(recipe, place, device)
+    if any(not isinstance(answer, Quantizer) for answer in answers.values()):
+        return None
+    return grouped_traced.name_of(Plan(**answers), described(name, place[0], dtype, device=device))
 
 
 def _plain_plan(dtype: torch.dtype, *, fuses_wgrad: bool) -> Plan:

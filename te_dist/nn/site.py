@@ -273,10 +273,15 @@ def _traced_plan(name: str, place: tuple[str, int, int], dtype: torch.dtype, dev
     _check(recipe, place, device)
     if _requests(answers):
         return None
-    text = f"{name} {place[0]!r} {dtype} {device}"
-    if " at 0x" in text:
-        text += _PROCESS  # of a function there is an address only, which means nothing to the caches of compilers
-    return traced.name_of(Plan(**answers, row_multiple=_row_multiple(recipe, place[0], dtype, device)), text)
+    plan = Plan(**answers, row_multiple=_row_multiple(recipe, place[0], dtype, device))
+    return traced.name_of(plan, described(name, place[0], dtype, device=device))
+
+
+def described(recipe: str, name: str, dtype: torch.dtype, *, device: str) -> str:
+    """The text that the plan of a map of this name, by the recipe of that, is known by in graphs."""
+    text = f"{recipe} {name!r} {dtype} {device}"
+    # Of a function there is an address only, which means nothing to the caches of compilers.
+    return text + _PROCESS if " at 0x" in text else text
 
 
 @lru_cache(maxsize=1024)

@@ -205,6 +205,23 @@ def test_main_gradients_are_added_to_by_the_product(single: bool) -> None:
     torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize(("name", "quantized"), [("plain", False), ("block", True), ("mxfp8", False), ("nvfp4", True)])
+def test_a_compiled_module_is_one_graph(name: str, quantized: bool) -> None:
+    torch.compiler.reset()
+    made_by, sizes, x = RECIPES[name], SIZES["ragged"], normal(ROWS, IN)
+    module, splits = make(len(sizes), made_by if quantized else None), torch.tensor(sizes).cuda()
+    want = step(module, made_by, splits, x)
+    compiled = torch.compile(module, fullgraph=True)
+    asking = x.clone().requires_grad_()
+    module.zero_grad()
+    with inside(made_by):
+        out = compiled(asking, splits)
+    out.backward(normal(*out.shape, seed=2))
+    got = {"y": out.detach(), "dx": asking.grad, "dw": module.weight.grad, "db": module.bias.grad}
+    for key, value in got.items():
+        assert_bitwise(value, want[key], key)
+
+
 def test_fp32_is_multiplied_group_by_group() -> None:
     sizes = SIZES["ragged"]
     module = make(len(sizes), params_dtype=torch.float32)

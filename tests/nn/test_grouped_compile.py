@@ -1,0 +1,92 @@
+"""GroupedLinear under torch.compile: one graph, the bits of eager mode; what keeps state in Python stays outside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import te_dist as te
+from te_dist import recipe
+from te_dist.nn.grouped_products import WEIGHTED_SWIGLU, Given, group_table
+from te_dist.nn.grouped_site import PLAIN
+from te_dist.recipe import Recipe
+from te_dist.testing import assert_bitwise
+from tests.nn.recipes import CASES
+from tests.nn.test_grouped_options import GROUPS, IN, OUT, SIZES, make, normal
+
+ROWS = sum(SIZES) + 2
+# (recipe, whether weights are quantized, whether they are one parameter)
+KINDS = {
+    "plain": (None, False, False),
+    "block, each": (recipe.Float8BlockScaling(), True, False),
+    "block, one": (recipe.Float8BlockScaling(), True, True),
+    "current": (recipe.Float8CurrentScaling(), False, True),
+    "mxfp8": (recipe.MXFP8BlockScaling(), True, True),
+    "nvfp4": (recipe.NVFP4BlockScaling(disable_stochastic_rounding=True), True, True),
+    "hybrid": (CASES["hybrid"].recipe, True, False),
+}
+
+
+class Experts(nn.Module):
+    """Two maps with SwiGLU, weighed by probabilities, in front of the second."""
+
+    def __init__(self, made_by: Recipe | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        with te.quantized_model_init(enabled=made_by is not None, recipe=made_by):
+            self.first = te.GroupedLinear(GROUPS, IN, 2 * OUT, bias=False, single_grouped_weight=True)
+            self.second = te.GroupedLinear(GROUPS, OUT, IN, bias=False, single_grouped_weight=True)
+
+    def forward(self, x: Tensor, m_splits: Tensor, probability: Tensor) -> Tensor:
+        table = group_table(m_splits, x.shape[0])
+        hidden = self.first(x, table)
+        given = Given(table, PLAIN, front=WEIGHTED_SWIGLU)
+        return self.second.gemm(hidden, [self.second.weight], given=given, beside=[probability])
+
+
+def results(module: nn.Module, called: nn.Module, made_by: Recipe | None, *rest: Tensor) -> list[Tensor]:
+    """Output and all gradients of one pass."""
+    x = normal(ROWS, IN).requires_grad_()
+    module.zero_grad()
+    with te.autocast(enabled=made_by is not None, recipe=made_by):
+        out = called(x, torch.tensor(SIZES), *rest)
+    out.backward(normal(*out.shape, seed=2))
+    return [out.detach(), x.grad, *(p.grad for p in module.parameters())]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_module_is_one_graph_with_the_bits_of_eager_mode(kind: str) -> None:
+    made_by, quantized, single = KINDS[kind]
+    torch.compiler.reset()
+    module = make(made_by if quantized else None, single_grouped_weight=single, single_grouped_bias=single)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    want = results(module, module, made_by)
+    for number, (a, b) in enumerate(zip(results(module, compiled, made_by), want, strict=True)):
+        assert_bitwise(a, b, f"result {number}")
+    with torch.no_grad(), te.autocast(enabled=made_by is not None, recipe=made_by):
+        assert_bitwise(compiled(normal(ROWS, IN), torch.tensor(SIZES)), want[0], "without gradients")
+
+
+@pytest.mark.parametrize("made_by", [None, recipe.Float8BlockScaling()], ids=["plain", "block"])
+def test_fronts_are_part_of_the_graph(made_by: Recipe | None) -> None:
+    torch.compiler.reset()
+    module, found = Experts(made_by), []
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for called in (module, compiled):
+        p = normal(ROWS, seed=4).sigmoid().requires_grad_()
+        found.append([*results(module, called, made_by, p), p.grad])
+    for number, (a, b) in enumerate(zip(*found, strict=True)):
+        assert_bitwise(a, b, f"result {number}")
+
+
+def test_what_keeps_state_in_python_stays_outside_of_graphs() -> None:
+    torch.compiler.reset()
+    made_by = recipe.DelayedScaling()
+    module = make(None)
+    want = results(make(None), module, made_by)[0]
+    module.gemm.scaling = None
+    assert_bitwise(results(module, torch.compile(module, backend="eager"), made_by)[0], want, "y")
+    compiled = torch.compile(make(None, delay_wgrad_compute=True), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="keeps state in Python"):
+        compiled(normal(ROWS, IN), torch.tensor(SIZES))
