@@ -25,6 +25,8 @@ from te_dist.checkpoints import conversion, folder, model_state, optimizer_state
 from te_dist.checkpoints.errors import CheckpointError, Ranks, listed
 from te_dist.checkpoints.part import Part
 from te_dist.conventions import Convention
+from te_dist.formats import Field, Region
+from te_dist.grouped import GroupedStorage, first_member
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
@@ -68,7 +70,8 @@ def export_safetensors(
         directory: of the files; made where it is not there.
         optimizer: takes values from its masters, where it has them; otherwise quantized weights are dequantized.
         dtype: of floating-point tensors in the files; their own by default.
-        convention: store the bytes of quantized weights by it (`te_dist.conventions.FP8_BLOCK`) instead of values.
+        convention: store the bytes of quantized weights by it (`te_dist.conventions.FP8_BLOCK`) instead of values; of
+            groups of matrices one by one, `weight` as `weight0`, `weight1` and so on.
 
     Raises:
         CheckpointError: something cannot be exported so; on every rank alike.
@@ -132,16 +135,30 @@ def _by_convention(name: str, tensor: Tensor, convention: Convention) -> Iterato
             f"{name} is {model_state.format_name(model_state.describe(tensor))}, wanted the format of the convention; "
             "save a checkpoint with masters, load it into a model of that format, and export this"
         )
-    if tensor.dim() != 2:
+    is_group = isinstance(storage, GroupedStorage)
+    if tensor.dim() != 2 and not is_group:  # noqa: PLR2004
         raise CheckpointError(
             f"{name} has shape {tuple(tensor.shape)}, wanted a matrix: a stack has no place in the convention; "
             "export it in high precision"
         )
-    for field in storage.format.rowwise.fields:
-        key, dtype = name + convention.suffixes[field.name], convention.dtypes.get(field.name) or field.dtype
-        yield _Entry(
-            key, dtype, field.compact_bytes(whole), functools.partial(Part.of_field, field, storage, whole), cast=False
-        )
+    for index in range(tensor.shape[0]) if is_group else [None]:
+        for field in storage.format.rowwise.fields:
+            part = Part.of_field if index is None else functools.partial(_member, tensor, index)
+            key = name + ("" if index is None else str(index)) + convention.suffixes[field.name]
+            dtype, held = (
+                convention.dtypes.get(field.name) or field.dtype,
+                functools.partial(part, field, storage, whole),
+            )
+            yield _Entry(key, dtype, field.compact_bytes(whole), held, cast=False)
+
+
+def _member(tensor: Tensor, index: int, field: Field, storage: GroupedStorage, whole: Region) -> Part:
+    """What this rank has of one member of a group: nothing, where others have it."""
+    first = first_member(tensor)
+    members = Part.of_members(field, storage, whole, place=(first, tensor.shape[0]))
+    here = members.held[index - first : index - first + 1] if first <= index else members.held[:0]
+    held = here[0] if len(here) else members.held.new_empty((0,) * (members.dim() - 1))
+    return Part(tuple(members.shape[1:]), held, offset=members.offset[1:], skipped=(0,) * held.dim())
 
 
 def _placed(tensor: Tensor) -> Tensor:

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from te_dist import checkpoints, fsdp2, grouped, optim
+from te_dist.conventions import FP8_BLOCK, Convention
 from te_dist.formats import geometry
 from te_dist.fsdp2 import GroupedParameter, QuantizedParameter
 from te_dist.tensor import quantize
@@ -224,3 +226,39 @@ def test_one_matrix_of_all_rows_is_not_taken_for_a_group(tmp_path: Path) -> None
     checkpoints.save(tmp_path / "c", model=One(QuantizedParameter(quantize(values, format).storage, values.shape)))
     with pytest.raises(checkpoints.CheckpointError, match="no high-precision values"):
         checkpoints.load(tmp_path / "c", model=One(GroupedParameter(grouped.quantize(values, format).storage)))
+
+
+def export(rank: int, world: int, path: Path, cut: str, convention: Convention | None) -> None:
+    checkpoints.export_safetensors(made(Packed, 1, ["float8_block_2d"], world, cut), path, convention=convention)
+
+
+@pytest.mark.parametrize(("world", "cut"), [(4, "members"), (2, "rows"), (4, "experts")])
+def test_members_are_exported_one_by_one(world: int, cut: str, tmp_path: Path) -> None:
+    name, values = "float8_block_2d", random_group(1)
+    pool(world).run(export, tmp_path, cut, FP8_BLOCK)
+    found = load_file(tmp_path / "model.safetensors")
+    fields = {f"{name}_weight{i}{suffix}" for i in range(MEMBERS) for suffix in ("", "_scale_inv")}
+    assert found.keys() == {*fields, "bias"}
+    for index, matrix in enumerate(values):
+        want = quantize(matrix, FORMATS[name])
+        codes = found[f"{name}_weight{index}"]
+        assert codes.dtype == torch.float8_e4m3fn
+        assert_bitwise(codes.view(torch.uint8), want.row_data, f"codes of member {index}")
+        scales = found[f"{name}_weight{index}_scale_inv"]
+        assert_bitwise(scales, want.row_scale[:, : scales.shape[1]], f"scales of member {index}")
+
+
+def fill(rank: int, world: int, path: Path, cut: str) -> None:
+    model = made(Packed, 2, ["float8_block_2d"], world, cut)
+    checkpoints.import_safetensors(model, path)
+    whole = grouped.quantize(random_group(1), FORMATS["float8_block_2d"]).dequantize()
+    for index, got in members_of(model, "float8_block_2d"):
+        want = quantize(whole[index], FORMATS["float8_block_2d"]).storage
+        for field in got.fields:
+            part = geometry.narrow(field, want.buffers[field.name], want.region, got.region)
+            assert_bitwise(got.buffers[field.name], part, f"{field.name} of member {index}")
+
+
+def test_values_of_groups_leave_and_come_back(tmp_path: Path) -> None:
+    pool(2).run(export, tmp_path, "members", None)
+    pool(4).run(fill, tmp_path, "rows")

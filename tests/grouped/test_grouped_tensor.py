@@ -15,6 +15,7 @@ from te_dist import grouped
 from te_dist.formats import Direction, Group, geometry
 from te_dist.grouped import GroupedTensor
 from te_dist.grouped import storage as storage_module
+from te_dist.offload.saved import take_apart
 from te_dist.tensor import OPS as OF_MATRICES
 from te_dist.tensor import QuantizedTensor, quantize
 from te_dist.tensor.aten_values import READING, WRITING, WRITING_LISTS
@@ -335,3 +336,15 @@ def test_members_that_are_quantized_together_are_quantized_as_if_alone(name: str
         x.mul_(factor)
         together.run()
         assert_members(group, x, f"times {factor}")
+
+
+@every_format
+@pytest.mark.parametrize("shapes", [None, RAGGED], ids=["uniform", "ragged"])
+def test_what_is_parked_of_a_group_makes_it_anew(name: str, shapes: Any) -> None:
+    group, matrices = ragged(name) if shapes else (sample(name), list(values(*SHAPE)))
+    leaves_of_group, rebuild = take_apart(group)
+    assert len(leaves_of_group) == len(FORMATS[name].canonical.fields)
+    back = rebuild([leaf.clone() for leaf in leaves_of_group])
+    assert type(back) is GroupedTensor
+    assert back.storage.buffers.keys() == group.storage.buffers.keys()
+    assert_members(back, matrices, "put together")
