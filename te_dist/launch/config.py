@@ -118,7 +118,9 @@ class ModelConfig:
     layers: int = 4
     """Decoder blocks."""
     heads: int = 4
-    """Query heads; hidden / heads is the width of one."""
+    """Query heads."""
+    head_width: int = 0
+    """Columns of a head; 0 for hidden / heads."""
     kv_heads: int = 2
     """Key and value heads, each shared by heads / kv_heads query heads."""
     rope_base: float = 10000.0
@@ -130,13 +132,20 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _at_least("model", self, 1, "hidden", "ffn", "layers", "heads", "kv_heads", "rope_base")
         _at_least("model", self, BYTE_ALPHABET + SPECIAL_TOKENS, "vocab_size")
-        _at_least("model", self, 0.0, "norm_epsilon")
+        _at_least("model", self, 0.0, "norm_epsilon", "head_width")
         require(
-            self.hidden % (2 * self.heads) == 0,
+            self.head_width > 0 or self.hidden % (2 * self.heads) == 0,
             "model.hidden",
             got=f"{self.hidden} over {self.heads} heads",
             wanted="an even number of columns per head (rotary embedding turns pairs)",
             remedy="change model.hidden or model.heads",
+        )
+        require(
+            self.head_width % 2 == 0,
+            "model.head_width",
+            got=self.head_width,
+            wanted="an even number of columns per head (rotary embedding turns pairs)",
+            remedy="change it",
         )
         require(
             self.heads % self.kv_heads == 0,
@@ -145,6 +154,11 @@ class ModelConfig:
             wanted="a divisor of model.heads",
             remedy="change model.kv_heads or model.heads",
         )
+
+    @property
+    def columns_of_a_head(self) -> int:
+        """Of query, key and value."""
+        return self.head_width or self.hidden // self.heads
 
 
 @dataclass(frozen=True)

@@ -60,11 +60,11 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.width = config.hidden // config.heads
-        self.query = projection(config.hidden, config.hidden)
+        self.width = config.columns_of_a_head
+        self.query = projection(config.hidden, config.heads * self.width)
         self.key = projection(config.hidden, config.kv_heads * self.width)
         self.value = projection(config.hidden, config.kv_heads * self.width)
-        self.out = projection(config.hidden, config.hidden)
+        self.out = projection(config.heads * self.width, config.hidden)
 
     def forward(self, x: Tensor, table: Rotary) -> Tensor:
         """x: (B, S, hidden). The number of heads follows from the projections: tensor parallelism leaves a part."""
@@ -150,7 +150,7 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits (B, S, vocab_size), fp32, of the token after each of `tokens` (B, S) int64."""
         x = self.embedding(tokens)
-        width = self.config.hidden // self.config.heads
+        width = self.config.columns_of_a_head
         table = rotary_table(tokens.shape[1], width, self.config.rope_base, device=tokens.device)
         for block in self.blocks:
             x = block(x, table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,6 +70,16 @@ def test_the_quickstart_of_experts_is_a_job_for_two_ranks() -> None:
     layout = plan(config, 2)
     assert (layout.dp, layout.ep, config.model.experts.count) == (2, 2, 8)
     assert expert_capacity(config) is None
+
+
+def test_the_file_of_experts_is_a_job_for_eight_ranks_at_other_sizes() -> None:
+    path = CONFIGS / "moe.toml"
+    lines = [line.removeprefix("#").strip().rstrip("\\") for line in path.read_text().splitlines() if "--" in line]
+    words = shlex.split(" ".join(lines[lines.index(next(line for line in lines if "nproc-per-node 8" in line)) :]))
+    config = config_file.load([str(path), *words[words.index("launch/configs/moe.toml") + 1 :]])
+    layout = plan(config, 8)
+    assert (layout.dp, layout.ep, layout.accumulate) == (8, 8, 1)
+    assert (config.model.experts.count, config.model.columns_of_a_head) == (128, 128)
 
 
 def test_a_capacity_is_a_multiple_of_what_ranks_send_on_average() -> None:

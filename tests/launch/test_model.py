@@ -1,6 +1,7 @@
 """The decoder and its schedule."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,6 +46,14 @@ def test_key_and_value_projections_are_narrower_than_the_query() -> None:
     attention = Decoder(CONFIG).blocks[0].attention
     rows = [projection.weight.shape[0] for projection in (attention.query, attention.key, attention.value)]
     assert rows == [64, 32, 32]
+
+
+def test_heads_may_be_wider_than_their_share_of_the_residual_stream() -> None:
+    model = Decoder(replace(CONFIG, head_width=32))
+    attention = model.blocks[0].attention
+    shapes = [tuple(p.weight.shape) for p in (attention.query, attention.key, attention.out)]
+    assert shapes == [(128, 64), (64, 64), (64, 128)]
+    assert model(torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5, 300)
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
