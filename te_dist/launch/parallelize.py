@@ -199,11 +199,4 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
 
 
 def _whole(norm: Tensor) -> Tensor:
-    """A norm over all ranks. Along one mesh dimension after the other: at once, torch warns of two reductions."""
-    if not isinstance(norm, DTensor):
-        return norm
-    placements = list(norm.placements)
-    for dim in range(len(placements)):
-        placements[dim] = Replicate()
-        norm = norm.redistribute(placements=placements)
-    return norm.to_local()
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
