@@ -145,10 +145,8 @@ def _by_convention(name: str, tensor: Tensor, convention: Convention) -> Iterato
         for field in storage.format.rowwise.fields:
             part = Part.of_field if index is None else functools.partial(_member, tensor, index)
             key = name + ("" if index is None else str(index)) + convention.suffixes[field.name]
-            dtype, held = (
-                convention.dtypes.get(field.name) or field.dtype,
-                functools.partial(part, field, storage, whole),
-            )
+            dtype = convention.dtypes.get(field.name) or field.dtype
+            held = functools.partial(part, field, storage, whole)
             yield _Entry(key, dtype, field.compact_bytes(whole), held, cast=False)
 
 

@@ -71,6 +71,11 @@ class QuantizedTensor(torch.Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         if isinstance(value, QuantizedTensor):
+            if value.storage.matrix_dim != self.storage.matrix_dim:
+                raise ValueError(
+                    f"cannot assign a {type(value).__name__} to a {type(self).__name__}: one is a matrix, the other a "
+                    "group of them; use copy_, which quantizes its values"
+                )
             torch.Tensor.data.__set__(self, value)
             self.storage = value.storage
         elif value.shape == self.shape:

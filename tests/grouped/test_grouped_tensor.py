@@ -348,3 +348,18 @@ def test_what_is_parked_of_a_group_makes_it_anew(name: str, shapes: Any) -> None
     assert type(back) is GroupedTensor
     assert back.storage.buffers.keys() == group.storage.buffers.keys()
     assert_members(back, matrices, "put together")
+
+
+@every_format
+def test_assigned_data_is_seen_by_whoever_holds_the_parameter(name: str) -> None:
+    param, x = nn.Parameter(sample(name)), values(*SHAPE, seed=3)
+    param.data = x
+    assert_members(param, x, "values")
+    other = grouped.quantize(2 * x, FORMATS[name])
+    param.data = other
+    assert param.storage is other.storage
+    assert_members(param, 2 * x, "another group")
+    with pytest.raises(ValueError, match="group of them"):
+        param.data = quantize(x, FORMATS[name])
+    assert_members(param, 2 * x, "as it was")
+    assert len(param.split_into_quantized_tensors()) == SHAPE[0]
