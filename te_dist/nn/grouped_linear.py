@@ -117,7 +117,7 @@ class GroupedLinear(QuantizedModule):
         self._check_input(x)
         for name, tensor, cols in (("out", out, self.out_features), ("dgrad_out", dgrad_out, self.in_features)):
             _check_buffer(name, tensor, x, cols)
-        weights, biases = ([self._local(name) for name in names] for names in (self.weight_names, self.bias_names))
+        weights, biases = self._local(self.weight_names), self._local(self.bias_names)
         table = self._table(m_splits, x)
         given = Given(
             table,
@@ -192,17 +192,18 @@ class GroupedLinear(QuantizedModule):
     def _bound(self) -> float:
         return 1 / math.sqrt(self.in_features) if self.in_features else 0.0
 
-    def _local(self, name: str) -> Tensor:
-        """A parameter, or the local part of one."""
-        parameter = getattr(self, name)
-        if not isinstance(parameter, DTensor):
-            return parameter
+    def _local(self, names: Sequence[str]) -> list[Tensor]:
+        """Parameters, or the local parts of those that are DTensors, which are all of these names or none."""
+        held = self._parameters
+        parameters: list[Any] = [held[name] for name in names]
+        if not parameters or not isinstance(parameters[0], DTensor):
+            return parameters
         if self.delay_wgrad_compute or self._fuses_wgrad:
             raise ValueError(
-                f"{self.name or 'GroupedLinear'}: {name} is a DTensor, which sees its gradient in backward only; leave "
-                "out delay_wgrad_compute and fuse_wgrad_accumulation"
+                f"{self.name or 'GroupedLinear'}: {names[0]} is a DTensor, which sees its gradient in backward only; "
+                "leave out delay_wgrad_compute and fuse_wgrad_accumulation"
             )
-        return parameter.to_local()
+        return [parameter.to_local() for parameter in parameters]
 
     def _check_input(self, x: Tensor) -> None:
         label = self.name or "GroupedLinear"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -106,9 +107,12 @@ class OneBuffer:
 
     def holds(self, weights: Sequence[Tensor]) -> bool:
         """Whether these are the members still, and have the very buffers that they were made with."""
-        return len(weights) == len(self.members) and all(
-            isinstance(weight, QuantizedTensor) and weight.storage is member and member.buffers is buffers
-            for weight, member, buffers in zip(weights, self.members, self._buffers, strict=True)
+        if len(weights) != len(self.members):
+            return False
+        # NOTE: a plain tensor has a method of the name `storage`, which is no member.
+        storages: list[Any] = [weight.storage for weight in weights]
+        return all(map(operator.is_, storages, self.members)) and all(
+            map(operator.is_, [member.buffers for member in self.members], self._buffers)
         )
 
     def __deepcopy__(self, memo: Any) -> None:
