@@ -129,6 +129,8 @@ def build_model(
         model.embedding.register_forward_pre_hook(lambda _, args: (_part(args[0], mesh["tp"]),))
     fsdp2.fully_shard(model, mesh=mesh["dp"])
     fsdp2.materialize(model, device=device, seed=config.seed)
+    if precision is not None:
+        te.prepare(model, precision)  # sizes are checked for the device, and histories are there to be loaded
     return model
 
 

@@ -108,6 +108,15 @@ def test_a_resumed_run_repeats_the_losses_of_the_unbroken_one(expert_job: Callab
     assert resumed.metrics("loss") == {step: losses[step] for step in (3, 4)}
 
 
+@pytest.mark.usefixtures("own_process")
+@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
+def test_sizes_that_products_in_groups_do_not_take_are_told_in_one_line(expert_job: Callable, capsys) -> None:
+    with pytest.raises(SystemExit):
+        train.main([str(expert_job("mxfp8").path)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "recipe mxfp8: got experts.fc1: in_features=64 does not fit" in line
+
+
 @pytest.mark.xdist_group("jobs")
 def test_ranks_share_experts_and_tell_what_they_drop(expert_job: Callable, launcher) -> None:
     job = expert_job("float8_block")
