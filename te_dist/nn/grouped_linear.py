@@ -15,7 +15,7 @@ from te_dist.nn import rehearsal
 from te_dist.nn.grouped_options import GroupedLinearOptions, check, local_sizes
 from te_dist.nn.grouped_products import Given, group_table
 from te_dist.nn.grouped_site import PLAIN, GroupedSite
-from te_dist.nn.grouped_weights import apart, together
+from te_dist.nn.grouped_weights import apart, packed, together
 from te_dist.nn.module import QuantizedModule, weight_of
 from te_dist.nn.options import read
 from te_dist.tensor import QuantizedTensor
@@ -131,6 +131,21 @@ class GroupedLinear(QuantizedModule):
         y = self.gemm(x, weights, given=given, biases=() if self.return_bias else biases)
         y = y if inp.dim() == 2 else y.unflatten(0, inp.shape[:-1])  # noqa: PLR2004
         return (y, (biases[0] if self.single_grouped_bias else biases) if biases else None) if self.return_bias else y
+
+    def pack(self) -> None:
+        """Lays parameters of each group into one buffer again, which products read without a copy.
+
+        They are made so, and moved so by `to` and the like. Nothing where they are sharded, or without values.
+        """
+        if not self.single_grouped_weight:
+            self.gemm.one_buffer = packed([self._parameters[name] for name in self.weight_names], self.gemm.one_buffer)
+        if not self.single_grouped_bias and self.use_bias:
+            packed([self._parameters[name] for name in self.bias_names], None)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.pack()
+        return self
 
     def backward_dw(self) -> None:
         """Computes the gradients of the weights that `delay_wgrad_compute` has left; nothing where it has left none."""

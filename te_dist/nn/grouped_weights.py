@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from te_dist.codecs.grouped_gemm import Members
 from te_dist.formats import Direction, Group
@@ -146,6 +147,33 @@ def apart(whole: nn.Parameter) -> tuple[list[nn.Parameter], OneBuffer | None]:
         parameter.keep_initial = whole.keep_initial
         parameters.append(nn.Parameter(parameter))
     return parameters, made
+
+
+@torch.no_grad()
+def packed(parameters: Sequence[Any], known: OneBuffer | None) -> OneBuffer | None:
+    """Lays parameters of each group into one buffer, where they do not lie so; what knows of quantized ones.
+
+    Those that are sharded, cut, without values or of different formats are left where they are.
+    """
+    first = parameters[0]
+    if len(parameters) < 2 or first.is_meta or any(isinstance(parameter, DTensor) for parameter in parameters):  # noqa: PLR2004
+        return known
+    if not isinstance(first, QuantizedTensor):
+        if in_one_piece(parameters) is None and len({(p.shape, p.dtype, p.device) for p in parameters}) == 1:
+            for parameter, part in zip(parameters, _parts(torch.stack(tuple(parameters))), strict=True):
+                parameter.data = part
+        return None
+    if known is not None and known.holds(parameters):
+        return known
+    storages = [parameter.storage for parameter in parameters]
+    kinds = {(storage.format, storage.region, storage.device, storage.cut, storage.cut_dims) for storage in storages}
+    if len(kinds) > 1 or storages[0].cut is not None or storages[0].cut_dims:
+        return None
+    made = OneBuffer(_joined(parameters, *storages[0].directions))
+    for parameter, member, old in zip(parameters, made.members, storages, strict=True):
+        member.initial, member.mastered, member.unsettled = old.initial, old.mastered, old.unsettled
+        parameter.storage = member
+    return made
 
 
 def _parts(whole: Tensor) -> list[Tensor]:

@@ -81,6 +81,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "set_parallel_mode": (False, _PARALLEL),
     "get_rng_state_tracker": (None, "fsdp2.materialize initializes alike on every mesh"),
     "rng_tracker_name": (None, "fsdp2.materialize initializes alike on every mesh"),
+    "use_grouped_tensor": (None, "products in groups read their sizes on the device, always; leave it out"),
     "parameters_split": (None, "make one Linear for each part"),
     "delay_wgrad_compute": (False, _DELAYED_WGRAD),
     "return_layernorm_output_gathered": (False, _PARALLEL),

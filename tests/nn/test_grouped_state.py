@@ -354,6 +354,23 @@ def test_one_weight_for_each_group_is_multiplied_without_a_copy(made_by: Recipe 
         assert_bitwise(value, want[key], key)
 
 
+@pytest.mark.parametrize("made_by", [None, *QUANTIZED.values()], ids=["plain", *QUANTIZED])
+def test_weights_that_are_moved_lie_in_one_buffer_again(made_by: Recipe | None) -> None:
+    module, want = make(made_by), make(made_by).to(torch.bfloat16).to(torch.float32)
+    twin = copy.deepcopy(module)
+    twin.to(torch.bfloat16).to(torch.float32)
+    weights, biases = ([getattr(twin, name) for name in names] for names in (twin.weight_names, twin.bias_names))
+    assert as_one(biases) is not biases
+    assert as_one(weights) is not weights if made_by is None else twin.gemm.one_buffer.holds(weights)
+    got = step(twin, made_by)
+    for key, value in step(want, made_by).items():
+        assert_bitwise(got[key], value, key)
+    twin.gemm.one_buffer = twin.gemm.scaling = None
+    for key, value in step(twin, made_by).items():  # joined in every pass
+        if key in ("y", "dx"):
+            assert_bitwise(value, got[key], key)
+
+
 def test_weights_of_other_groups_are_not_seen_as_changed() -> None:
     module = make(None)
     out = module(normal(ROWS, IN).requires_grad_(), SIZES)
