@@ -53,8 +53,12 @@ def kernels_of(
 
 
 def _rehearse_group(weight: GroupedParameter) -> None:
-    """What is gathered is derived; members are quantized by launches for many tensors, compiled when first needed."""
+    """Matrices are quantized to initialize them and decoded to make masters; what is gathered is derived."""
     gathered = weight.storage.blank(weight.format, device="meta", fields=weight.format.canonical.fields)
+    values = torch.empty(gathered.shape, dtype=weight.dtype, device="meta")
+    for matrix, own in gathered.matrices(values)[:1]:
+        matrix.quantize_(own)
+        matrix.dequantize(torch.float32)
     if weight.format.columnwise_is_derivable:
         gathered.derive(Direction.COLUMNWISE)
 

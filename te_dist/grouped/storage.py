@@ -269,6 +269,11 @@ class GroupedStorage(QuantizedStorage):
 
     def _decoded(self, how: How, dtype: torch.dtype | None, direction: Direction | None) -> Tensor:
         out = torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
+        whole = self._as_one_matrix()
+        if whole is not None:
+            wanted = None if self.format.columnwise_is_derivable else direction  # the same values in either
+            whole.decode_into(out.flatten(0, 1), how, direction=wanted)
+            return out
         for member, target in zip(self.members, self.split(out), strict=True):
             member.decode_into(target, how, direction=direction)
         return out

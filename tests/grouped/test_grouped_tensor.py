@@ -67,6 +67,11 @@ def test_members_of_whole_tiles_are_quantized_as_if_alone(name: str, rows: int) 
             )
     group.quantize_(x)
     assert_members(group, x, f"{rows} rows")
+    alone = [quantize(matrix, FORMATS[name]) for matrix in x]
+    assert_bitwise(group.dequantize(), torch.stack([each.dequantize() for each in alone]), "values")
+    for direction in FORMATS[name].directions:
+        operands = [each.storage.operand(direction, torch.float32) for each in alone]
+        assert_bitwise(group.storage.operand(direction, torch.float32), torch.stack(operands), direction.value)
 
 
 @every_format

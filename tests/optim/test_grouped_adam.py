@@ -25,8 +25,14 @@ def packed(matrices: list[Tensor]) -> Tensor:
     return torch.cat(matrices)
 
 
-@pytest.mark.parametrize("directions", ["both", "canonical"])
-@pytest.mark.parametrize("shapes", [[(128, 160)] * 3, [(96, 160)] * 3, list(RAGGED)], ids=["tiles", "rows", "ragged"])
+TILES, ROWS = [(128, 160)] * 3, [(96, 160)] * 3
+
+
+@pytest.mark.parametrize(
+    ("shapes", "directions"),
+    [(TILES, "canonical"), (TILES, "both"), (ROWS, "both"), (list(RAGGED), "both")],
+    ids=["tiles, canonical", "tiles", "rows", "ragged"],
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_each_member_is_updated_as_if_alone(name: str, shapes: list[tuple[int, int]], directions: str) -> None:
     format, starts = FORMATS[name], [values(*shape, seed=i) for i, shape in enumerate(shapes)]
