@@ -85,7 +85,8 @@ class MoE(nn.Module):
         out = self._outside_of_graphs(x, routed) if torch.compiler.is_compiling() else self._mix(x, routed)
         if self.shared_experts is not None:
             out = out + self.shared_experts(x)
-        return out.view(inp.shape)
+        # No view to autograd, since FSDP2 warns of modules that return one.
+        return out if out.shape == inp.shape else torch.ops.aten._unsafe_view(out, inp.shape)
 
     def _mix(self, x: Tensor, routed: Routed) -> Tensor:
         """(T, H): what the chosen experts make of every row of `x` (T, H)."""
