@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 import te_dist as te
-from te_dist import offload, recipe, tensor_parallel
+from te_dist import fsdp2, offload, recipe, tensor_parallel
 from te_dist.fsdp2 import GroupedParameter
 from te_dist.nn.grouped_products import SWIGLU, WEIGHTED_SWIGLU, Given, group_table
 from te_dist.nn.grouped_weights import as_one, in_one_piece
@@ -410,3 +410,19 @@ def test_inside_of_torch_autocast_plain_groups_are_multiplied_in_its_type() -> N
     with torch.autocast("cpu", torch.bfloat16):
         got = make(None)(x, SIZES)
     assert_bitwise(got, make(None)(x.bfloat16(), SIZES), "y")
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("made_by", [None, QUANTIZED["block"], QUANTIZED["nvfp4"]], ids=["plain", "block", "nvfp4"])
+def test_groups_made_on_meta_compute_once_they_have_values(made_by: Recipe | None, single: bool) -> None:
+    with te.quantized_model_init(enabled=made_by is not None, recipe=made_by), torch.device("meta"):
+        modules = [te.GroupedLinear(GROUPS, IN, OUT, single_grouped_weight=single) for _ in range(2)]
+    with pytest.raises(ValueError, match=r"on the meta device .* call te_dist.fsdp2.materialize"):
+        modules[0](normal(ROWS, IN), SIZES)
+    fsdp2.materialize(nn.Sequential(modules[0]), device="cpu", seed=0)
+    modules[1].to_empty(device="cpu")
+    modules[1].load_state_dict(modules[0].state_dict())
+    found = [step(module, made_by) for module in modules]
+    assert 0.5 < found[0]["y"].std() < 2
+    for key, value in found[1].items():
+        assert_bitwise(value, found[0][key], key)
