@@ -212,7 +212,7 @@ class MainGrads(NamedTuple):
         whole = in_one_piece(found)
         if whole is not None:
             return MainGrads(whole, (), adds)
-        return MainGrads(torch.zeros(shape, device=found[0].device), found, adds)
+        return MainGrads(torch.zeros(shape, dtype=torch.float32, device=found[0].device), found, adds)
 
     def finish(self) -> None:
         """Writes what does not lie in one piece."""
