@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _disabled_torch_function_impl as disabled_torch_function
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserved_versions
-from torch.distributed import distributed_c10d
+from torch.distributed import _composable_state, distributed_c10d
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
@@ -37,6 +38,7 @@ __all__ = [
     "gather_end_to_end",
     "in_backward",
     "is_dispatch_watched",
+    "is_gathered",
     "is_mutable",
     "is_traceable_wrapper_subclass",
     "preserved_versions",
@@ -107,6 +109,20 @@ def reshards_between_passes(unit: nn.Module) -> bool:
     if state._is_root is None and state._auto_reshard_after_forward:
         return False  # gathered by hand before any forward: it may turn out to be the root, which keeps them
     return all(g._reshard_after_forward and g.reshard_after_backward for g in _parameter_groups(unit))
+
+
+def is_gathered(tensor: Tensor) -> bool:
+    """Whether FSDP2 gathered this parameter, or the DTensor whose local part it is, for passes of the unit it is in."""
+    same = [found for found in (tensor, tensor._base) if found is not None]
+    for unit in list(_composable_state._module_state_mapping):
+        if isinstance(unit, FSDPModule):
+            for group in _parameter_groups(unit):
+                for param in group.fsdp_params:
+                    whole = getattr(param, "_unsharded_param", None)
+                    known = whole, getattr(whole, "_local_tensor", whole)
+                    if any(found is each for found in same for each in known):
+                        return True
+    return False
 
 
 def gather_end_to_end(unit: nn.Module, kind: type[Tensor]) -> None:
@@ -244,6 +260,11 @@ ATTRIBUTES = (
         "FSDP2 takes wires of extension tensors for shards where it cuts another dimension than 0; the size by which "
         "it lays them out is kept here alone",
         members=("padded_sharded_param_size", "fsdp_placement", "_sharded_local_tensor"),
+    ),
+    Private(
+        "torch.distributed._composable_state._module_state_mapping",
+        "finds the units of FSDP2, and by `FSDPParam._unsharded_param` what they gathered: in forward a gathered "
+        "parameter looks like any other, and what writes its `.grad` by hand is lost",
     ),
     Private(
         "torch.Tensor._make_wrapper_subclass",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +46,7 @@ def fully_shard(
             matrices (`GroupedParameter`), whose rows are cut then instead of their members, and a mesh for the experts.
 
     Raises:
-        ValueError: a parameter cannot be cut over this mesh; on every rank alike, before any collective.
+        ValueError: a parameter cannot be cut over this mesh, or a module keeps gradients from autograd; on every rank alike, before any collective.
         CompilerError: a kernel has to be compiled and there is no compiler.
     """
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
@@ -55,6 +55,7 @@ def fully_shard(
             "mesh; pass True, False or None"
         )
     modules = module if isinstance(module, list) else [module]
+    _check_autograd(modules, kwargs.get("ignored_params") or ())
     taken = [found for each in modules for found in _own_quantized(each)]
     placed = kwargs.get("shard_placement_fn")
     for name, param in taken:
@@ -97,6 +98,19 @@ def _own_quantized(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, param in module.named_parameters():
         if id(param) not in taken and isinstance(local_tensor(param), ShardedParameter):
             yield name, param
+
+
+def _check_autograd(modules: list[nn.Module], ignored: Collection[nn.Parameter]) -> None:
+    """FSDP2 reduces the gradients that autograd hands it."""
+    left_out = {id(param) for param in ignored}
+    for each in modules:
+        for name, found in each.named_modules():
+            option = getattr(found, "bypasses_autograd", None)
+            if option and any(id(param) not in left_out for param in found.parameters(recurse=False)):
+                raise ValueError(
+                    f"{name or type(found).__name__}: {option} keeps gradients of weights from autograd, where FSDP2 "
+                    "takes them to reduce; leave it out, or pass the parameters as ignored_params"
+                )
 
 
 def _placed(result: Any, mesh: DeviceMesh) -> tuple[Any, DeviceMesh]:

@@ -76,6 +76,11 @@ class GroupedLinear(QuantizedModule):
         self._make_parameters(known.get("init_method"))
 
     @property
+    def bypasses_autograd(self) -> str | None:
+        """See `QuantizedModule`."""
+        return "delay_wgrad_compute" if self.delay_wgrad_compute else super().bypasses_autograd
+
+    @property
     def weight_placement(self) -> Shard | None:
         """Which dimension of a parameter of weights `parallel_mode` cuts, as a placement of DTensor."""
         if self.parallel_mode is None:
@@ -108,7 +113,8 @@ class GroupedLinear(QuantizedModule):
             The output; with `return_bias`, (output without bias, the bias or the list of biases).
 
         Raises:
-            ValueError: sizes that do not fit, or buffers that cannot be written.
+            ValueError: sizes that do not fit, or buffers that cannot be written; `delay_wgrad_compute`,
+                `fuse_wgrad_accumulation` or, with plain weights, `is_first_microbatch` under FSDP2.
         """
         x = inp.flatten(0, -2) if inp.dim() != 2 else inp  # noqa: PLR2004
         kind = x.device.type

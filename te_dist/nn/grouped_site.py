@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from te_dist import _torch_private
 from te_dist.codecs import grouped_gemm
 from te_dist.context import current_autocast, recipe_named
 from te_dist.formats import Direction
@@ -106,6 +107,7 @@ class GroupedSite(LinearSite):
         is_one = self.one_buffer is not None and self.one_buffer.holds(weights)
         if not is_one:
             self._check_weights(weights)
+        self._check_gathered(weights, given)
         plan = self.plan(x, next((weight for weight in weights if weight.requires_grad), weights[0]))
         if plan is None:
             given = self._outside(x, weights, given=given)
@@ -157,6 +159,17 @@ class GroupedSite(LinearSite):
                 "with True first"
             )
         return self._kept.stack
+
+    def _check_gathered(self, weights: Sequence[Tensor], given: Given) -> None:
+        """What FSDP2 gathers sees its gradient in backward only, and is written anew without a trace."""
+        keeps = given.is_first is not None and not isinstance(weights[0], QuantizedTensor)
+        asked = {"delay_wgrad_compute": given.later, "fuse_wgrad_accumulation": self.fuses_wgrad}
+        found = [name for name, value in {**asked, "is_first_microbatch": keeps}.items() if value]
+        if found and any(_torch_private.is_gathered(weight) for weight in weights):
+            raise ValueError(
+                f"{self._label}: the weights are gathered by FSDP2, under which {' and '.join(found)} would lose "
+                "gradients or updates; leave it out"
+            )
 
     def _check_weights(self, weights: Sequence[Tensor]) -> None:
         """All are plain, or all in one format."""

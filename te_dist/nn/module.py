@@ -42,6 +42,11 @@ class QuantizedModule(nn.Module):
         self._fuses_wgrad: bool = options.get("fuse_wgrad_accumulation", False)
         self._fillers: dict[str, Callable[[Tensor], Any]] = {}  # by name of a parameter, what initializes it
 
+    @property
+    def bypasses_autograd(self) -> str | None:
+        """Name of the option by which gradients of weights are not returned to autograd; None where they are."""
+        return "fuse_wgrad_accumulation" if self._fuses_wgrad else None
+
     @torch.no_grad()
     def init_parameter(self, name: str, tensor: Tensor) -> None:
         """Fills `tensor`, plain and whole, with initial values of the parameter `name`."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import te_dist as te
 from te_dist import fsdp2, optim, recipe
@@ -54,3 +57,37 @@ def train(rank: int, world: int, name: str, single: bool, dim: int) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_sharded_groups_train_as_those_of_one_rank(name: str, single: bool, dim: int) -> None:
     pool(2).run(train, name, single, dim)
+
+
+def refuse(rank: int, world: int, option: str, single: bool) -> None:
+    """te_dist's `fully_shard` refuses at once, torch's leaves it to the first pass."""
+    make = partial(te.GroupedLinear, GROUPS, IN, OUT, single_grouped_weight=single, **{option: True})
+    over = mesh((world,), ("dp",))
+    with pytest.raises(ValueError, match=option):
+        fsdp2.fully_shard(torch.nn.Sequential(make()), mesh=over)
+    module = fully_shard(make(), mesh=over)
+    with pytest.raises(ValueError, match=f"gathered by FSDP2, under which {option}"):
+        module(normal(sum(SIZES), IN, seed=0), SIZES)
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("option", ["delay_wgrad_compute", "fuse_wgrad_accumulation"])
+def test_gradients_that_bypass_autograd_are_refused(option: str, single: bool) -> None:
+    pool(2).run(refuse, option, single)
+
+
+def keep(rank: int, world: int, dims: int) -> None:
+    """With plain weights; quantized ones are not kept. Of two dimensions, one is of groups and one of FSDP2."""
+    shape, names = ((world,), ("dp",)) if dims == 1 else ((1, world), ("ep", "dp"))
+    over = mesh(shape, names)
+    module = te.GroupedLinear(GROUPS, IN, OUT, bias=False, single_grouped_weight=True)
+    if dims > 1:
+        module.weight = torch.nn.Parameter(distribute_tensor(module.weight.data, over["ep"], [Shard(0)]))
+    module = fully_shard(module, mesh=over["dp"])
+    with te.autocast(recipe=RECIPES["block"]), pytest.raises(ValueError, match="is_first_microbatch"):
+        module(normal(sum(SIZES), IN, seed=0), SIZES, is_first_microbatch=True)
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_gathered_weights_are_not_kept(dims: int) -> None:
+    pool(2).run(keep, dims)
