@@ -97,6 +97,13 @@ def _check_experts(config: Config, dp: int) -> None:
         remedy="change mesh.ep or model.experts.count",
     )
     require(
+        ep == 1 or config.recipe != "float8_delayed",
+        "recipe",
+        got=f"{config.recipe} with mesh.ep = {ep}",
+        wanted="a recipe without histories, which experts of several ranks cannot keep",
+        remedy='take "float8_current" or "float8_block", or set mesh.ep = 1',
+    )
+    require(
         ep > 1 or not experts.capacity_factor,
         "model.experts.capacity_factor",
         got=f"{experts.capacity_factor} with mesh.ep = {ep}",

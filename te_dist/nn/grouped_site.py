@@ -21,7 +21,7 @@ from te_dist.nn import grouped_traced
 from te_dist.nn.grouped_products import Given, grouped_linear
 from te_dist.nn.grouped_weights import OneBuffer, stacked
 from te_dist.nn.products import Plan
-from te_dist.nn.site import LinearSite, answers_of, described, quantizer_of
+from te_dist.nn.site import Answers, LinearSite, answers_of, described, quantizer_of
 from te_dist.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from te_dist.recipe import Recipe
 from te_dist.scaling.history import DelayedScalingRequest
@@ -29,6 +29,10 @@ from te_dist.tensor import QuantizedTensor
 
 ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
 PLAIN = Plan(IdentityQuantizer(), IdentityQuantizer(), IdentityQuantizer())  # until a site knows better
+NO_HISTORIES = (
+    "experts of several ranks have none, since checkpoints hold those of one rank and a reduction mixes those of "
+    "different experts; take Float8CurrentScaling or a recipe with a scale for each block"
+)
 # By site, type of the input and whether main gradients are added to; beside the modules, since tapes are not copied.
 _plain: WeakKeyDictionary[nn.Module, dict[tuple[torch.dtype, bool], Plan]] = WeakKeyDictionary()
 
@@ -38,12 +42,14 @@ class GroupedSite(LinearSite):
 
     Attributes:
         num_groups: G.
+        num_ranks: of which each has groups of its own.
         saves_original: see `grouped_products.Given`.
         one_buffer: what knows whether quantized weights of each group lie in one buffer.
     """
 
     module_type: ClassVar[str] = "grouped_linear"
 
+    num_ranks: int = 1
     saves_original: bool = False
     one_buffer: OneBuffer | None = None
 
@@ -115,6 +121,21 @@ class GroupedSite(LinearSite):
         cached = self.one_buffer.storage if is_one else self._cached(weights, plan.weight, given.is_first)
         given = replace(given, plan=plan, cached=cached)
         return grouped_linear(x, weights, given=given, biases=biases, beside=beside)
+
+    def prepare(self, recipe: Recipe, device: torch.device) -> Answers:
+        self.check_ranks(recipe)
+        return super().prepare(recipe, device)
+
+    def check_ranks(self, recipe: Recipe) -> None:
+        """Raises ValueError where groups of several ranks would keep histories, on every rank alike."""
+        if self.num_ranks == 1:
+            return
+        answers = answers_of(recipe, self.name, self.module_type)
+        delayed = [kind for kind, answer in answers.items() if isinstance(answer, DelayedScalingRequest)]
+        if delayed:
+            raise ValueError(
+                f"{self._label}: {type(recipe).__name__} asks for histories of {', '.join(delayed)}; {NO_HISTORIES}"
+            )
 
     def check(self, recipe: Recipe, device: str) -> None:
         _check(recipe, (self.name, self.in_features, self.out_features), device)

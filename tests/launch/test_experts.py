@@ -52,6 +52,7 @@ def configured(**changes: dict) -> Config:
         ({"mesh": {"ep": 2}, "model": {}}, "mesh.ep: got 2 without experts"),
         ({"mesh": {"ep": 4}}, "mesh.ep: got 4 with dp 2 and 4 experts"),
         ({"mesh": {"ep": 2}, "model": {"experts": {"count": 3}}}, "mesh.ep: got 2 with dp 2 and 3 experts"),
+        ({"mesh": {"ep": 2}, "recipe": "float8_delayed"}, "recipe: got float8_delayed with mesh.ep = 2"),
         ({"model": {"experts": {"count": 4, "capacity_factor": 1.5}}}, "capacity_factor: got 1.5 with mesh.ep = 1"),
     ],
 )

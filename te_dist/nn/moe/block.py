@@ -90,6 +90,7 @@ class MoE(nn.Module):
 
     def _mix(self, x: Tensor, routed: Routed) -> Tensor:
         """(T, H): what the chosen experts make of every row of `x` (T, H)."""
+        self.experts.check_histories()  # on every rank, before it waits for others
         quantizer = self.experts.input_quantizer(x) if self.payload == "quantized" else None
         arrived = self.dispatcher.dispatch(x, routed, quantizer=quantizer)
         if arrived.dropped is not None and self.dropped is not None and self.training and not in_backward():
@@ -131,9 +132,9 @@ class ExpertParallel(ParallelStyle):
         if not isinstance(module, MoE):
             raise ValueError(f"ExpertParallel is for te_dist's MoE, got {type(module).__name__}")
         num_experts = module.router.routing.num_experts
-        module.dispatcher = AllToAllDispatcher(num_experts, device_mesh, capacity=self.capacity)
-        module.payload = self.payload
+        dispatcher = AllToAllDispatcher(num_experts, device_mesh, capacity=self.capacity)
         module.experts.cut(device_mesh)
+        module.dispatcher, module.payload = dispatcher, self.payload
         if self.capacity is not None:
             device = module.router.weight.device
             module.register_buffer("dropped", torch.zeros((), dtype=torch.int64, device=device), persistent=False)

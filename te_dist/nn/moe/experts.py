@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from te_dist.context import current_autocast
 from te_dist.nn import activations, rehearsal
 from te_dist.nn.grouped_linear import GroupedLinear
 from te_dist.nn.grouped_products import WEIGHTED_SWIGLU, Given, GroupFront, group_table
-from te_dist.nn.grouped_site import PLAIN
+from te_dist.nn.grouped_site import NO_HISTORIES, PLAIN
 from te_dist.nn.module import QuantizedModule
 from te_dist.nn.moe.dispatch import Arrived
 from te_dist.nn.moe.permutation import Permutation, gather_sum, unpermute
@@ -50,6 +51,8 @@ class GroupedMLP(nn.Module):
     SwiGLU and the probability are computed in fp32 on the way into the quantizer of `fc2`, rounded once; their
     gradients are found in one pass. No host reads how many rows an expert has.
 
+    The two maps are parts of one computation: hooks on `fc1` or `fc2` never run, and FSDP2 wraps the whole.
+
     Attributes:
         fc1: its `weight` (num_experts, 2 ffn_hidden_size, hidden_size), gates first.
         fc2: its `weight` (num_experts, hidden_size, ffn_hidden_size).
@@ -78,12 +81,13 @@ class GroupedMLP(nn.Module):
         Args:
             rows: those of `arrived`, plain or quantized; they stand alone so that FSDP2 sees them.
             arrived: how they are sorted, and their probabilities.
+
+        Raises:
+            ValueError: `fc1` or `fc2` alone was wrapped by FSDP2.
         """
         index, _, positions, counts = arrived.by_expert
         table = group_table(counts, index.shape[0])
-        first, second = (
-            fc.weight.to_local() if isinstance(fc.weight, DTensor) else fc.weight for fc in (self.fc1, self.fc2)
-        )
+        first, second = (_weight_of(fc) for fc in (self.fc1, self.fc2))
         given = Given(table, PLAIN, saves_original=self.save_original_input)
         if isinstance(rows, QuantizedTensor):
             hidden = self.fc1.gemm(rows, [first], given=given)
@@ -98,17 +102,61 @@ class GroupedMLP(nn.Module):
         plan = self.fc1.gemm.plan(x, local_tensor(self.fc1.weight))
         return None if plan is None else plan.input
 
+    def check_histories(self) -> None:
+        """Raises ValueError where the recipe of `autocast` keeps histories that experts of several ranks cannot."""
+        recipe = current_autocast().recipe
+        for fc in (self.fc1, self.fc2) if recipe is not None else ():
+            fc.gemm.check_ranks(recipe)
+
     def rehearse(self, dtype: torch.dtype | None) -> None:
         """See `rehearsal.rehearse`."""
         rehearsal.rehearse(_TwoEach(self), dtype)
 
     def cut(self, mesh: DeviceMesh) -> None:
-        """Leaves this rank its experts. Every rank of `mesh` has all of them."""
+        """Leaves this rank its experts. Every rank of `mesh` has all of them.
+
+        Raises:
+            ValueError: weights that are cut already, gradients that are added to `main_grad`, or histories of delayed
+                scaling; on every rank alike, before anything is changed.
+        """
         for module in (self.fc1, self.fc2):
-            cut = distribute_tensor(module.weight.data, mesh, [Shard(0)], src_data_rank=None)
-            module.register_parameter("weight", nn.Parameter(cut))
+            _check_cut(module, mesh)
+        for module in (self.fc1, self.fc2):
+            whole, values = module.weight, module.weight.data
+            cut = distribute_tensor(values, mesh, [Shard(0)], src_data_rank=None)
+            weight = nn.Parameter(cut, requires_grad=whole.requires_grad)
+            vars(weight).update({key: value for key, value in vars(whole).items() if key not in vars(values)})
+            module.register_parameter("weight", weight)
             module.num_gemms = module.gemm.num_groups = module.num_gemms // mesh.size()
+            module.gemm.num_ranks = mesh.size()
             module.gemm.scaling = None  # a history for each expert here, made when it is asked for
+
+
+def _weight_of(fc: GroupedLinear) -> Tensor:
+    """(num_gemms, N, K), what this rank has of it."""
+    weight = fc.weight.to_local() if isinstance(fc.weight, DTensor) else fc.weight
+    wanted = (fc.num_gemms, fc.out_features, fc.in_features)
+    if weight.shape != wanted and not weight.is_meta:  # kernels are rehearsed on shards
+        raise ValueError(
+            f"{fc.name}: got a weight of {tuple(weight.shape)}, wanted {wanted}: FSDP2 gathers what it wraps, in the "
+            "forward pass of that, and experts do not call fc1 and fc2; wrap experts, not fc1 or fc2"
+        )
+    return weight
+
+
+def _check_cut(fc: GroupedLinear, mesh: DeviceMesh) -> None:
+    if isinstance(fc.weight, DTensor):
+        raise ValueError(
+            f"{fc.name}: the weight is a DTensor over {fc.weight.device_mesh} already; apply ExpertParallel once, and "
+            "before fully_shard"
+        )
+    if fc.gemm.fuses_wgrad:
+        raise ValueError(
+            f"{fc.name}: fuse_wgrad_accumulation is for weights that are no DTensors, which ExpertParallel makes of "
+            "them; leave it out when MoE is made"
+        )
+    if fc.gemm.scaling is not None and mesh.size() > 1:
+        raise ValueError(f"{fc.name}: made for, or run with, delayed scaling, whose histories it holds; {NO_HISTORIES}")
 
 
 class _TwoEach(nn.Module):

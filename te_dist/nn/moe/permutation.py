@@ -43,11 +43,11 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> Permutation:
     Nothing waits for the device, and it can be captured in a CUDA graph.
 
     Args:
-        experts: int64 (S, k), numbers below `num_experts`; others, from there on, sort behind and are nobody's.
+        experts: int64 (S, k), numbers from 0 to below `num_experts`; all others sort behind and are nobody's.
         num_experts: E.
     """
     num_copies = experts.shape[1]
-    keys = experts.flatten()
+    keys = experts.flatten().clamp(-1, num_experts).remainder(num_experts + 1)  # E for nobody's, also -1
     keys = keys.to(torch.int16) if num_experts < NARROW else keys
     found, choices = keys.sort(stable=True)
     numbers = torch.arange(num_experts, dtype=found.dtype, device=found.device)

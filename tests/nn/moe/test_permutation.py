@@ -44,6 +44,16 @@ def test_rows_for_no_expert_sort_behind() -> None:
     assert found.index[-2:].tolist() == [4, 9]
 
 
+@pytest.mark.parametrize("nobody", [-1, -70_000, 5, 40_000, 65_536, 65_537])
+@pytest.mark.parametrize("num_experts", [5, 40_000])
+def test_numbers_of_no_expert_are_nobodys(num_experts: int, nobody: int) -> None:
+    if 0 <= nobody < num_experts:
+        return
+    found = sort_by_expert(torch.tensor([[0, 1], [nobody, 2]]), num_experts)
+    assert found.counts.tolist() == [1, 1, 1] + [0] * (num_experts - 3)
+    assert found.positions.tolist() == [[0, 1], [3, 2]]
+
+
 def test_no_rows_are_sorted_into_empty_experts() -> None:
     found = sort_by_expert(torch.empty(0, COPIES, dtype=torch.int64), 4)
     assert found.counts.tolist() == [0] * 4
