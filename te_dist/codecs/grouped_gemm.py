@@ -9,7 +9,7 @@ Every group of rows has a matrix of its own, a member of a stack (G, N, K):
 [Note: What products in groups wait for]
 Nothing: where groups begin is read on the device, from a group table, and all that is allocated follows from T, K and
 G. The exception is fp32, which has no kernel for groups: its products are torch's, one for each group, whose sizes the
-host has to know. On a GPU that is one wait for the device in every product, and no capture in a graph.
+host has to know. On a GPU that is one wait for the device in every product, and capture in a graph is refused.
 """
 
 from __future__ import annotations
@@ -354,6 +354,11 @@ def _valued_rows(a: Rows, b: Members, result: Result) -> None:
 
 def _groups(table: Tensor) -> list[tuple[int, slice]]:
     """See [Note: What products in groups wait for]."""
+    if table.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "products in groups of fp32 read the sizes of groups on the host, which a CUDA graph cannot hold; multiply "
+            "in bf16, inside of torch.autocast or of te_dist.autocast(recipe=...)"
+        )
     begins = table[0].tolist()
     return [(group, slice(*begins[group : group + 2])) for group in range(len(begins) - 1)]
 

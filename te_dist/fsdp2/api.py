@@ -46,7 +46,8 @@ def fully_shard(
             matrices (`GroupedParameter`), whose rows are cut then instead of their members, and a mesh for the experts.
 
     Raises:
-        ValueError: a parameter cannot be cut over this mesh, or a module keeps gradients from autograd; on every rank alike, before any collective.
+        ValueError: a parameter cannot be cut over this mesh, or a module keeps gradients from autograd; on every rank
+            alike, before any collective.
         CompilerError: a kernel has to be compiled and there is no compiler.
     """
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):

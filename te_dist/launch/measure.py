@@ -39,23 +39,24 @@ def memory_in_use(device: torch.device) -> int:
 
 
 class GatheredBytes(TorchDispatchMode):
-    """Counts the bytes of all-gathers over one group inside the context: those a rank receives and its own part.
+    """Counts the bytes of all-gathers over some groups inside the context: those a rank receives and its own part.
 
-    Over the group that parameters are sharded on these are weights; tensor parallelism gathers over another one.
+    Over the groups that parameters are sharded on these are weights; tensor parallelism gathers over another one.
     """
 
     total: int
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, *groups: dist.ProcessGroup) -> None:
         super().__init__()
         self.total = 0
-        self._group = group
+        self._groups = groups
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.c10d._allgather_base_.default and dist.ProcessGroup.unbox(args[2]) is self._group:
-            self.total += args[0].nbytes
+        if func is torch.ops.c10d._allgather_base_.default:
+            group = dist.ProcessGroup.unbox(args[2])
+            self.total += args[0].nbytes * any(group is each for each in self._groups)
         return func(*args, **(kwargs or {}))
 
 
@@ -67,9 +68,9 @@ def plain_gathered_bytes(model: nn.Module, passes: int) -> int:
     """
     total = 0
     for name, parameter in model.named_parameters():
-        if _along(parameter, "dp") > 1:
+        if max(_along(parameter, "dp"), _along(parameter, "edp")) > 1:
             gathers = 2 if name.startswith("blocks.") else 1
-            total += gathers * parameter.numel() // _along(parameter, "tp")
+            total += gathers * parameter.numel() // (_along(parameter, "tp") * _along(parameter, "ep"))
     return passes * total * PARAMS_DTYPE.itemsize
 
 

@@ -85,7 +85,7 @@ class Trainer:
         self.device = device
         mesh = parallelize.make_mesh(layout, device, config.timeout_seconds)
         self.data_mesh = mesh["dp"]
-        self.shards = self.data_mesh.get_group()
+        self.shards = [self.data_mesh.get_group()]
         self.share = Share(mesh["dp"].get_local_rank(), layout.dp, config.train.micro_batch)
         length = config.data.sequence_length
         self.order = TrainingOrder(Windows(corpus.training, length, "training"), config.seed)
@@ -104,6 +104,8 @@ class Trainer:
 
     def _build(self, mesh: DeviceMesh) -> Decoder:
         experts = parallelize.make_expert_mesh(self.layout, self.device, self.config.timeout_seconds)
+        if experts is not None:
+            self.shards.append(experts["edp"].get_group())
         try:
             return parallelize.build_model(self.config, mesh, self.device, expert_mesh=experts)
         except ValueError as error:
@@ -150,7 +152,7 @@ class Trainer:
             group["lr"] = learning_rate(now.step, config.train.steps, config.optimizer)
         self._seed_rounding()
         micro_batches = self.order.micro_batches(now.position, config.train.batch, self.share)
-        counter = measure.GatheredBytes(self.shards)
+        counter = measure.GatheredBytes(*self.shards)
         losses = []
         assert isinstance(self.model, FSDPModule)
         with counter if self.gathered_bytes is None else nullcontext():

@@ -18,7 +18,7 @@ from te_dist.nn.grouped_site import PLAIN, GroupedSite
 from te_dist.nn.grouped_weights import apart, packed, together
 from te_dist.nn.module import QuantizedModule, weight_of
 from te_dist.nn.options import read
-from te_dist.tensor import QuantizedTensor
+from te_dist.nn.site import autocast_of_torch
 from te_dist.tensor.placement import local_tensor
 
 Splits = Sequence[int] | Tensor
@@ -116,10 +116,7 @@ class GroupedLinear(QuantizedModule):
             ValueError: sizes that do not fit, or buffers that cannot be written; `delay_wgrad_compute`,
                 `fuse_wgrad_accumulation` or, with plain weights, `is_first_microbatch` under FSDP2.
         """
-        x = inp.flatten(0, -2) if inp.dim() != 2 else inp  # noqa: PLR2004
-        kind = x.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind) and not isinstance(x, QuantizedTensor):
-            x = x.to(torch.get_autocast_dtype(kind))
+        x = autocast_of_torch(inp.flatten(0, -2) if inp.dim() != 2 else inp)  # noqa: PLR2004
         self._check_input(x)
         for name, tensor, cols in (("out", out, self.out_features), ("dgrad_out", dgrad_out, self.in_features)):
             _check_buffer(name, tensor, x, cols)

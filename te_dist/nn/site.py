@@ -56,6 +56,14 @@ _PROCESS = uuid4().hex
 _WEIGHT_ONLY = Plan(IdentityQuantizer(), IdentityQuantizer(), IdentityQuantizer())
 
 
+def autocast_of_torch(x: Tensor) -> Tensor:
+    """`x` in the dtype of `torch.autocast` inside of it; quantized ones as they are."""
+    kind = x.device.type
+    if kind == "meta" or isinstance(x, QuantizedTensor) or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
 class LinearSite(nn.Module):
     """One linear map of a module. Holds no weights: those are the module's own, under the names its users know.
 
@@ -106,14 +114,12 @@ class LinearSite(nn.Module):
                 f"{self.name or 'Linear'}: the input of shape {tuple(x.shape)} has {x.shape[-1]} columns, the weight "
                 f"takes {weight.shape[-1]}"
             )
-        kind = weight.device.type
-        if kind == "meta" and not is_recording():
+        if weight.is_meta and not is_recording():
             raise ValueError(
                 f"{self.name or 'Linear'}: the weight is on the meta device and has no values; call "
                 "te_dist.fsdp2.materialize(model, device=..., seed=...) first"
             )
-        if kind != "meta" and torch.is_autocast_enabled(kind) and not isinstance(x, QuantizedTensor):
-            x = x.to(torch.get_autocast_dtype(kind))
+        x = autocast_of_torch(x)
         if torch.compiler.is_compiling():
             return self._in_graph(x, weight, bias, front)
         return self._at_once(x, weight, bias, front)

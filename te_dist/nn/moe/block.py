@@ -15,6 +15,7 @@ from te_dist.nn.moe.experts import ExpertOptions, GroupedMLP, SwiGluMLP
 from te_dist.nn.moe.router import Routed, TopKRouter
 from te_dist.nn.moe.routing import Routing
 from te_dist.nn.options import LinearOptions, read
+from te_dist.nn.site import autocast_of_torch
 
 Payload = Literal["plain", "quantized"]
 
@@ -90,6 +91,7 @@ class MoE(nn.Module):
 
     def _mix(self, x: Tensor, routed: Routed) -> Tensor:
         """(T, H): what the chosen experts make of every row of `x` (T, H)."""
+        x = autocast_of_torch(x)  # as rows travel
         self.experts.check_histories()  # on every rank, before it waits for others
         quantizer = self.experts.input_quantizer(x) if self.payload == "quantized" else None
         arrived = self.dispatcher.dispatch(x, routed, quantizer=quantizer)

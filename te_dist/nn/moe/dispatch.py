@@ -110,9 +110,14 @@ class AllToAllDispatcher:
             raise ValueError(f"capacity: got {capacity}, wanted at least one slot, or None for no limit")
         self.num_local_experts = num_experts // mesh.size()
         self.num_ranks = mesh.size()
-        self.group: dist.ProcessGroup = mesh.get_group()
+        self.mesh = mesh  # and no group, which cannot be copied
         self.capacity = capacity
         self.num_host_syncs = 0
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks of the mesh."""
+        return self.mesh.get_group()
 
     def dispatch(self, x: Tensor, routed: Routed, *, quantizer: Quantizer | None = None) -> Arrived:
         """See `Dispatcher` and [Note: Quantized payload].

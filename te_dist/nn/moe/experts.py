@@ -20,7 +20,7 @@ from te_dist.nn.moe.dispatch import Arrived
 from te_dist.nn.moe.permutation import Permutation, gather_sum, unpermute
 from te_dist.nn.options import LinearOptions, read
 from te_dist.nn.products import FRONTS
-from te_dist.nn.site import LinearSite
+from te_dist.nn.site import LinearSite, autocast_of_torch
 from te_dist.ops.source import Gathered
 from te_dist.quantizers import Quantizer
 from te_dist.tensor import QuantizedTensor
@@ -85,6 +85,7 @@ class GroupedMLP(nn.Module):
         Raises:
             ValueError: `fc1` or `fc2` alone was wrapped by FSDP2.
         """
+        rows = autocast_of_torch(rows)
         index, _, positions, counts = arrived.by_expert
         table = group_table(counts, index.shape[0])
         first, second = (_weight_of(fc) for fc in (self.fc1, self.fc2))

@@ -2,8 +2,9 @@
 
 [Note: When choices are counted]
 A training pass adds its choices to `tokens_per_expert`. A pass that runs again in backward (activation checkpointing)
-does not: its choices were counted. `update_expert_biases` moves the biases by what was counted since its last call, so
-it is called once a step, after backward, when no pass is left to run again with the biases of the first time.
+does not: its choices were counted. An op asks which of the two it is, so that compiled passes ask in every run.
+`update_expert_biases` moves the biases by what was counted since its last call, so it is called once a step, after
+backward, when no pass is left to run again with the biases of the first time.
 
 [Note: fp32 from bf16]
 Products of bf16 values are exact in fp32, so that on a GPU tensor cores give fp32 logits of bf16 tokens without a copy
@@ -26,8 +27,20 @@ from torch.distributed.tensor import DTensor
 from te_dist._torch_private import in_backward
 from te_dist.nn.moe import routing as rules
 from te_dist.nn.moe.routing import Routing
+from te_dist.ops._library import LIBRARY
 
 INIT_STD = 0.02
+
+
+def _add_choices(total: Tensor, counts: Tensor) -> None:
+    if not in_backward():
+        total.add_(counts)
+
+
+LIBRARY.define("add_choices(Tensor(a!) total, Tensor counts) -> ()")
+for _device in ("CPU", "CUDA"):
+    LIBRARY.impl("add_choices", _add_choices, _device)
+torch.library.register_fake("te_dist::add_choices", lambda total, counts: None, lib=LIBRARY)
 
 
 class Routed(NamedTuple):
@@ -112,8 +125,8 @@ class TopKRouter(nn.Module):
         if self.tokens_per_expert is None and not self.routing.aux_loss_coefficient:
             return probabilities
         counts = rules.count_choices(experts, self.routing.num_experts)
-        if self.tokens_per_expert is not None and (torch.compiler.is_compiling() or not in_backward()):
-            self.tokens_per_expert.add_(counts)
+        if self.tokens_per_expert is not None:
+            torch.ops.te_dist.add_choices(self.tokens_per_expert, counts)
         if self.routing.aux_loss_coefficient:
             loss = rules.balancing_loss(scores, counts, self.routing)
             self.last_aux_loss = loss.detach()

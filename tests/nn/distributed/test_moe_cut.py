@@ -119,6 +119,17 @@ def test_experts_are_cut_once_and_without_main_gradients(ranks: Callable) -> Non
     assert "fuse_wgrad_accumulation is for weights that are no DTensors" in first[1]
 
 
+def copied(rank: int, world: int) -> None:
+    module = cut(make(), testing.mesh((1, world), ("edp", "ep")))
+    other, x = copy.deepcopy(module), tokens()
+    assert_bitwise(other(x).detach(), module(x).detach(), "out")
+    assert other.dispatcher.num_host_syncs == 1
+
+
+def test_a_model_can_be_copied(ranks: Callable) -> None:
+    ranks(2).run(copied)
+
+
 def wrapped_apart(rank: int, world: int) -> None:
     mesh = testing.mesh((world, 1), ("edp", "ep"))
     module = make()

@@ -137,6 +137,21 @@ def test_dimensions_in_front_are_kept() -> None:
     assert out._base is None  # FSDP2 warns of modules that return views
 
 
+def test_experts_multiply_in_the_type_of_torchs_autocast() -> None:
+    torch.manual_seed(0)
+    module = MoE(HIDDEN, FFN, ROUTING, shared_ffn_hidden_size=FFN)
+    x = torch.randn(TOKENS, HIDDEN)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, routed = module(x), module.router(x)
+        want = module._mix(x.bfloat16(), routed) + module.shared_experts(x)
+        arrived = module.dispatcher.dispatch(x, routed)
+        assert module.experts(x, arrived).dtype == torch.bfloat16
+    assert out.dtype == torch.bfloat16
+    assert_bitwise(out.detach(), want.detach(), "out")
+    out.sum().backward()
+    assert module.experts.fc1.weight.grad.dtype == torch.float32
+
+
 def test_an_expert_without_tokens_gets_a_gradient_of_zeros() -> None:
     module, x = make(), tokens(TOKENS)
     module.router.expert_bias[3] = -10.0

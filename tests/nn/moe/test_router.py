@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import te_dist as te
 from te_dist.nn.moe import Routing, TopKRouter, attach_loss, update_expert_biases
 from te_dist.nn.moe import routing as rules
-from te_dist.nn.moe.router import in_halves
+from te_dist.nn.moe.router import Routed, in_halves
 from te_dist.testing import assert_bitwise
 
 TOKENS, HIDDEN, EXPERTS = 40, 16, 8
@@ -143,6 +145,30 @@ def test_choices_are_counted_in_training_once() -> None:
     router.eval()
     router(x)
     assert float(router.tokens_per_expert.sum()) == 2 * 2 * TOKENS
+
+
+def checkpointed_by_torch(module: nn.Module, x: Tensor) -> Routed:
+    return checkpoint(module, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("recompute", [None, te.checkpoint, checkpointed_by_torch])
+def test_compiled_choices_are_counted_in_training_once(recompute: Callable | None) -> None:
+    torch.compiler.reset()
+    router, x = make(Routing(EXPERTS, 2, bias_update_rate=0.1)), tokens().requires_grad_()
+    compiled = torch.compile(router, backend="aot_eager", fullgraph=True)
+    for passes in (1, 2):
+        routed = compiled(x) if recompute is None else recompute(compiled, x)
+        routed.probabilities.sum().backward()
+        assert_bitwise(router.tokens_per_expert, passes * rules.count_choices(routed.experts, EXPERTS), "counts")
+
+
+def test_compiled_choices_are_counted_once_where_the_graph_recomputes() -> None:
+    torch.compiler.reset()
+    router, x = make(Routing(EXPERTS, 2, bias_update_rate=0.1)), tokens().requires_grad_()
+    compiled = torch.compile(lambda x: checkpointed_by_torch(router, x), backend="aot_eager", fullgraph=True)
+    routed = compiled(x)
+    routed.probabilities.sum().backward()
+    assert_bitwise(router.tokens_per_expert, rules.count_choices(routed.experts, EXPERTS), "counts")
 
 
 def test_the_bias_stays_in_fp32_and_in_checkpoints() -> None:
