@@ -115,6 +115,8 @@ class GroupedLinear(QuantizedModule):
         Raises:
             ValueError: sizes that do not fit, or buffers that cannot be written; `delay_wgrad_compute`,
                 `fuse_wgrad_accumulation` or, with plain weights, `is_first_microbatch` under FSDP2.
+            RuntimeError: sizes on the host while a CUDA graph is captured; `is_first_microbatch=False` where the
+                weights or the recipe have changed.
         """
         x = autocast_of_torch(inp.flatten(0, -2) if inp.dim() != 2 else inp)  # noqa: PLR2004
         self._check_input(x)
@@ -272,6 +274,11 @@ def _each_member(fill: Callable[[Tensor], Any], tensor: Tensor, *, dims: int) ->
 
 def _on_device(sizes: list[int], device: torch.device) -> Tensor:
     """An int64 tensor of them, without waiting for the device."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"m_splits={sizes} is on the host, and a CUDA graph would read it where it lay when it was captured; pass "
+            "a tensor on the device"
+        )
     tensor = torch.tensor(sizes, dtype=torch.int64)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 

@@ -224,7 +224,7 @@ class _GroupedLinear(torch.autograd.Function):
         wanted = (wants[0] or any(of_beside), any(of_weights), any(of_biases))
         weights, beside = rest[: ctx.num_held], rest[ctx.num_held :]
         of = Backward(grad.contiguous(), inputs, x, beside, as_one(weights), None, wanted, ctx.shape, ctx.dtypes)
-        of_x, of_weight, of_bias = _gradients(of, given, ctx.parameters)
+        of_x, of_weight, of_bias = _gradients(of, given, ctx.parameters, of_weights)
         if given.plan.moves_histories:
             delayed.update_when_backward_ends()
         of_x = of_x or (None,) * (1 + len(of_beside))
@@ -298,19 +298,23 @@ def _blank(shape: tuple[int, int], dtype: torch.dtype, table: Tensor) -> Tensor:
 
 
 def _gradients(
-    of: Backward, given: Given, parameters: Sequence[Tensor]
+    of: Backward, given: Given, parameters: Sequence[Tensor], wanted: Sequence[bool]
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None]:
-    """Gradients of the input and what is beside it, of the weights, of the biases, those that are wanted."""
+    """Gradients of the input and what is beside it, of the weights, of the biases, those that are wanted.
+
+    Args:
+        parameters: the weights, where something is written into them; `wanted` says of which.
+    """
     main = None
     if of.wants[1] and given.plan.fuses_wgrad and given.later is None:
-        main = MainGrads.of(parameters, of.shape, adds=given.adds)
+        main = MainGrads.of(parameters, wanted, of.shape, adds=given.adds)
         of = replace(of, main_grad=main.whole)
     found, saved = taped_backward(of, given)
     of_x, found = found[: _num_inputs(of)], found[_num_inputs(of) :]
     of_bias, found = (found[0], found[1:]) if of.wants[2] else (None, found)
     if saved is not None:
         rest = replace(of, grad=None, weights=())
-        given.later(lambda: _finish(rest, saved.storage(found), given, parameters))
+        given.later(lambda: _finish(rest, saved.storage(found), given, (parameters, wanted)))
         return of_x, None, of_bias
     if main is not None:
         main.finish()
@@ -321,9 +325,16 @@ def _num_inputs(of: Backward) -> int:
     return 1 + len(of.beside) if of.wants[0] else 0
 
 
-def _finish(of: Backward, grads: QuantizedStorage, given: Given, parameters: Sequence[Tensor]) -> None:
-    """The gradient of the weights, computed after backward, is where backward would have put it."""
-    main = MainGrads.of(parameters, of.shape, adds=given.adds) if given.plan.fuses_wgrad else None
+def _finish(
+    of: Backward, grads: QuantizedStorage, given: Given, weights: tuple[Sequence[Tensor], Sequence[bool]]
+) -> None:
+    """The gradient of the weights, computed after backward, is where backward would have put it.
+
+    Args:
+        weights: these, and whose gradient is wanted.
+    """
+    parameters, wanted = weights
+    main = MainGrads.of(parameters, wanted, of.shape, adds=given.adds) if given.plan.fuses_wgrad else None
     of = replace(of, main_grad=None if main is None else main.whole)
     inputs = () if of.inputs is None else plain_parts(of.inputs)
     held = (*grads.buffers.values(), *inputs, *_parts(of.x, *of.beside, of.main_grad), *given.tensors)
@@ -331,10 +342,9 @@ def _finish(of: Backward, grads: QuantizedStorage, given: Given, parameters: Seq
     (found,) = given.plan.tapes.run(key, held, lambda: ((_weight_gradient(of, grads, given),), None))[0]
     if main is not None:
         return main.finish()
-    for parameter, gradient in zip(
-        parameters, _each(found, [True] * len(parameters), parameters[0].dim() == 3), strict=True
-    ):
-        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    for parameter, gradient in zip(parameters, _each(found, wanted, parameters[0].dim() == 3), strict=True):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 def _parts(*tensors: Tensor | None) -> tuple[Tensor, ...]:

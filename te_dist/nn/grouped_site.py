@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import lcm
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_dist import _torch_private
 from te_dist.codecs import grouped_gemm
@@ -57,6 +58,10 @@ class GroupedSite(LinearSite):
         super().__init__(in_features, out_features, name=name)
         self.num_groups = num_groups
         self._kept: _Kept | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: copies have weights of their own."""
+        return self.__dict__ | {"_kept": None}
 
     def forward(  # type: ignore[override]
         self,
@@ -169,11 +174,11 @@ class GroupedSite(LinearSite):
         """The weights quantized once for several calls; None where that is not asked for, or they are quantized."""
         if is_first is None or isinstance(weights[0], QuantizedTensor):
             return None
-        versions = tuple(weight._version for weight in weights)
+        sources = tuple(_Source.of(weight) for weight in weights)
         if is_first:
             stack = stacked([weight.detach() for weight in weights], quantizer, ROWWISE, COLUMNWISE)
-            self._kept = _Kept(quantizer, versions, stack)
-        elif self._kept is None or self._kept[:2] != (quantizer, versions):
+            self._kept = _Kept(quantizer, sources, stack)
+        elif self._kept is None or self._kept[:2] != (quantizer, sources):
             raise RuntimeError(
                 f"{self._label}: is_first_microbatch=False takes the weights as an earlier call quantized them, and "
                 f"{'there was none' if self._kept is None else 'they, or the recipe, have changed since'}; call it "
@@ -222,11 +227,29 @@ def _plain_plan(dtype: torch.dtype, *, fuses_wgrad: bool) -> Plan:
     return Plan(*(IdentityQuantizer(dtype=dtype) for _ in range(3)), fuses_wgrad=fuses_wgrad)
 
 
+class _Source(NamedTuple):
+    """The values of a plain tensor as of now: where they lie, and how often they were written.
+
+    A DTensor's local part is another tensor in every pass, in the same memory.
+    """
+
+    memory: StorageWeakRef
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+    version: int
+
+    @staticmethod
+    def of(weight: Tensor) -> _Source:
+        memory = StorageWeakRef(weight.untyped_storage())
+        return _Source(memory, int(weight.storage_offset()), weight.shape, weight.dtype, weight._version)
+
+
 class _Kept(NamedTuple):
-    """Weights quantized for several calls: how, at which versions of them, and what came of it."""
+    """Weights quantized for several calls: how, from what, and what came of it."""
 
     quantizer: Quantizer
-    versions: tuple[int, ...]
+    sources: tuple[_Source, ...]
     stack: GroupedStorage
 
 

@@ -191,34 +191,36 @@ class MainGrads(NamedTuple):
 
     Attributes:
         whole: fp32 (G, N, K), to which the product is added, or which it overwrites.
-        parts: for one weight for each group, what `whole` is added to afterwards; none where it is their memory.
+        parts: by number of a group, what of `whole` is added afterwards to what; none where it is their memory.
         adds: whether what is there counts.
     """
 
     whole: Tensor
-    parts: Sequence[Tensor]
+    parts: dict[int, Tensor]
     adds: bool
 
     @staticmethod
-    def of(parameters: Sequence[Tensor], shape: tuple[int, int, int], *, adds: bool) -> MainGrads:
-        """Of these weights.
+    def of(
+        parameters: Sequence[Tensor], wanted: Sequence[bool], shape: tuple[int, int, int], *, adds: bool
+    ) -> MainGrads:
+        """Of those of these weights whose gradient is wanted, which is so of one at least.
 
         Raises:
             RuntimeError: a weight has no `main_grad`, or one that does not fit.
         """
-        found = [main_grad_of(parameter) for parameter in parameters]
+        found = {number: main_grad_of(parameters[number]) for number, wants in enumerate(wanted) if wants}
         if parameters[0].dim() == 3:
-            return MainGrads(found[0], (), adds)
-        whole = in_one_piece(found)
+            return MainGrads(found[0], {}, adds)
+        whole = in_one_piece(list(found.values())) if all(wanted) else None
         if whole is not None:
-            return MainGrads(whole, (), adds)
-        return MainGrads(torch.zeros(shape, dtype=torch.float32, device=found[0].device), found, adds)
+            return MainGrads(whole, {}, adds)
+        return MainGrads(torch.zeros(shape, dtype=torch.float32, device=parameters[0].device), found, adds)
 
     def finish(self) -> None:
         """Writes what does not lie in one piece."""
         if self.parts:
             write = torch._foreach_add_ if self.adds else torch._foreach_copy_
-            write(list(self.parts), list(self.whole.unbind()))
+            write(list(self.parts.values()), [self.whole[number] for number in self.parts])
 
 
 def in_one_piece(tensors: Sequence[Tensor]) -> Tensor | None:

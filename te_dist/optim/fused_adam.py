@@ -179,6 +179,7 @@ class FusedAdam(torch.optim.Optimizer):
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._captured.append(plan)
         plan.run(grads, rules, [AdamSignals(lr, *signals) for lr in own])
+        torch.autograd.graph.increment_version(plan.plain)  # kernels write memory, which autograd does not see
         for each in plan.quantized:
             storage = each.storage
             storage.mastered, storage.unsettled, storage.initial = True, None, None
@@ -247,6 +248,7 @@ class _Plan:
         kinds: type and alignment of every gradient.
         states: ids of the states of all parameters of the optimizer.
         quantized: of the quantized parameters.
+        plain: the other parameters, and what they hold here.
     """
 
     kinds: list[tuple[torch.dtype, int]]
@@ -263,6 +265,7 @@ class _Plan:
         self._places = [local_tensor(tensor) for _, _, tensor in self._held]
         self._addresses = [tensor.data_ptr() for tensor in self._places]
         self.quantized = [each for each in tensors if each.storage is not None]
+        self.plain = [tensor for each in tensors if each.storage is None for tensor in {each.param, each.local}]
         noop = torch.zeros(1, dtype=torch.int32, device=grads[0].device)
         adapted = [each.adapted() for each in tensors]
         over: dict[Any, list[int]] = {}

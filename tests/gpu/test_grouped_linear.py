@@ -170,6 +170,14 @@ def test_a_captured_pass_replays_with_other_sizes(name: str, quantized: bool, si
             assert_bitwise(value, want[key], f"{key} of {sizes}")
 
 
+def test_sizes_on_the_host_are_not_captured() -> None:
+    module, x = make(6, None, single=True), normal(ROWS, IN)
+    module(x, SIZES["ragged"])
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="is on the host, .* pass a tensor on the device"), torch.cuda.graph(graph):
+        module(x, SIZES["ragged"])
+
+
 @every_recipe
 def test_weighted_swiglu_in_front_is_computed_as_on_the_cpu(name: str) -> None:
     made_by, sizes = RECIPES[name], SIZES["ragged"]
