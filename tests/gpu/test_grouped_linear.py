@@ -238,3 +238,13 @@ def test_fp32_is_multiplied_group_by_group() -> None:
     )
     for key, value in step(module, None, sizes, normal(ROWS, IN).float()).items():
         assert relative_error(value.cpu(), want[key]) < 1e-3, key
+
+
+def test_groups_of_fp32_are_not_captured() -> None:
+    sizes = SIZES["ragged"]
+    module, x = make(len(sizes), params_dtype=torch.float32), normal(ROWS, IN).float()
+    on_device = torch.tensor(sizes, device="cuda")
+    module(x, on_device)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="read the sizes of groups on the host"), torch.cuda.graph(graph):
+        module(x, on_device)
