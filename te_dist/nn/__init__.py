@@ -1,7 +1,7 @@
 """Modules that multiply in the formats of a recipe."""
 
 from te_dist.nn.grouped_linear import GroupedLinear
-from te_dist.nn.grouped_products import group_table
+from te_dist.nn.grouped_products import GroupTable, group_table
 from te_dist.nn.layernorm_linear import LayerNormLinear
 from te_dist.nn.layernorm_mlp import LayerNormMLP
 from te_dist.nn.linear import Linear
@@ -11,6 +11,7 @@ from te_dist.nn.site import LinearSite, prepare
 
 __all__ = [
     "ExpertParallel",
+    "GroupTable",
     "GroupedLinear",
     "LayerNorm",
     "LayerNormLinear",

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from te_dist.nn import rehearsal
 from te_dist.nn.grouped_options import GroupedLinearOptions, check, local_sizes
-from te_dist.nn.grouped_products import Given, group_table
+from te_dist.nn.grouped_products import Given, GroupTable, group_table
 from te_dist.nn.grouped_site import PLAIN, GroupedSite
 from te_dist.nn.grouped_weights import apart, packed, together
 from te_dist.nn.module import QuantizedModule, weight_of
@@ -21,8 +21,7 @@ from te_dist.nn.options import read
 from te_dist.nn.site import autocast_of_torch
 from te_dist.tensor.placement import local_tensor
 
-Splits = Sequence[int] | Tensor
-_TABLE_ROWS = 4
+Splits = Sequence[int] | Tensor | GroupTable
 
 
 class GroupedLinear(QuantizedModule):
@@ -242,15 +241,15 @@ class GroupedLinear(QuantizedModule):
     def _table(self, m_splits: Splits, x: Tensor) -> Tensor:
         """The group table of the rows of `x`."""
         rows, label = x.shape[0], self.name or "GroupedLinear"
+        if isinstance(m_splits, GroupTable):
+            return self._checked(m_splits, x)
         if isinstance(m_splits, Tensor) and m_splits.device == x.device:
-            if m_splits.dtype == torch.int32 and m_splits.shape == (_TABLE_ROWS, self.num_gemms + 1):
-                return m_splits
             if m_splits.shape != (self.num_gemms,) or m_splits.dtype not in (torch.int32, torch.int64):
                 raise ValueError(
                     f"{label}: m_splits is an int32 or int64 tensor of shape ({self.num_gemms},), got "
                     f"{m_splits.dtype} of {tuple(m_splits.shape)}"
                 )
-            return group_table(m_splits, rows)
+            return group_table(m_splits, rows).tensor
         if isinstance(m_splits, Tensor) and m_splits.device.type != "cpu":
             raise ValueError(f"{label}: m_splits is on {m_splits.device}, the input on {x.device}; move one of them")
         sizes = [int(size) for size in m_splits]
@@ -259,7 +258,18 @@ class GroupedLinear(QuantizedModule):
                 f"{label}: m_splits has {self.num_gemms} sizes of 0 or more, which add up to at most the {rows} rows "
                 f"of the input; got {len(sizes)} that add up to {sum(sizes)}, the smallest {min(sizes, default=0)}"
             )
-        return group_table(_on_device(sizes, x.device), rows)
+        return group_table(_on_device(sizes, x.device), rows).tensor
+
+    def _checked(self, table: GroupTable, x: Tensor) -> Tensor:
+        """Of a table made by the caller: kernels read as far as it says."""
+        num_groups = table.tensor.shape[1] - 1
+        if (table.rows, num_groups, table.tensor.device) != (x.shape[0], self.num_gemms, x.device):
+            raise ValueError(
+                f"{self.name or 'GroupedLinear'}: the group table is of {num_groups} groups in {table.rows} rows on "
+                f"{table.tensor.device}; wanted {self.num_gemms} groups in the {x.shape[0]} rows of the input on "
+                f"{x.device}: make one by te_dist.nn.group_table(m_splits, rows)"
+            )
+        return table.tensor
 
 
 def _names(what: str, num: int, *, is_one: bool) -> tuple[str, ...]:

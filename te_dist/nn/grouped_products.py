@@ -67,7 +67,7 @@ class Given:
     """What a call of `grouped_linear` is given besides differentiable tensors.
 
     Attributes:
-        table: int32 (4, G + 1), see `group_table`.
+        table: int32 (4, G + 1), see `GroupTable`; of as many rows as the input has.
         plan: how operands are quantized.
         front: what of the input is multiplied; None for itself.
         out: (T, N), where the output goes; made where None.
@@ -119,11 +119,23 @@ class Given:
         return (self.table, *made, *cached, *self.plan.tensors)
 
 
-def group_table(m_splits: Tensor, rows: int) -> Tensor:
-    """Where groups of these sizes, int (G,), begin in a matrix of `rows`: int32 (4, G + 1) on their device."""
+class GroupTable(NamedTuple):
+    """Where groups begin in a matrix, and how many rows that has: kernels read as far as a table says.
+
+    Attributes:
+        tensor: int32 (4, G + 1), as `ops.group_table` writes it.
+        rows: of the matrix.
+    """
+
+    tensor: Tensor
+    rows: int
+
+
+def group_table(m_splits: Tensor, rows: int) -> GroupTable:
+    """Where groups of these sizes, int (G,), begin in a matrix of `rows`; on their device, which is not waited for."""
     table = torch.empty((_TABLE_ROWS, m_splits.shape[0] + 1), dtype=torch.int32, device=m_splits.device)
     ops.group_table(m_splits.cumsum(0), rows=rows, out=table)
-    return table
+    return GroupTable(table, rows)
 
 
 def grouped_linear(

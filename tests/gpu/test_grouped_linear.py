@@ -186,7 +186,7 @@ def test_weighted_swiglu_in_front_is_computed_as_on_the_cpu(name: str) -> None:
         module = make(len(sizes), device=device)
         x = normal(ROWS, 2 * IN, device=device).requires_grad_()
         p = normal(ROWS, seed=9, dtype=torch.float32, device=device).sigmoid().requires_grad_()
-        table = group_table(torch.tensor(sizes, device=device), ROWS)
+        table = group_table(torch.tensor(sizes, device=device), ROWS).tensor
         given = Given(table, None, front=WEIGHTED_SWIGLU)  # type: ignore[arg-type]
         with inside(made_by):
             out = module.gemm(x, [module.weight], given=given, biases=[module.bias], beside=[p])

@@ -41,7 +41,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, m_splits: Tensor, probability: Tensor) -> Tensor:
         table = group_table(m_splits, x.shape[0])
         hidden = self.first(x, table)
-        given = Given(table, PLAIN, front=WEIGHTED_SWIGLU)
+        given = Given(table.tensor, PLAIN, front=WEIGHTED_SWIGLU)
         return self.second.gemm(hidden, [self.second.weight], given=given, beside=[probability])
 
 

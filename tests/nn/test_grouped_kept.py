@@ -1,4 +1,4 @@
-"""What GroupedLinear keeps between calls: quantized weights, gradients to come, sizes."""
+"""What GroupedLinear keeps between calls, or is told of: quantized weights, gradients to come, sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import te_dist as te
 from te_dist import optim, recipe
-from te_dist.nn import grouped_linear
+from te_dist.nn import GroupTable, group_table, grouped_linear
 from te_dist.testing import assert_bitwise, mesh, pool
 
 GROUPS, IN, OUT, SIZES = 3, 128, 128, [5, 0, 11]
@@ -122,3 +122,17 @@ def test_sizes_on_the_host_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match=r"m_splits=\[5, 0, 11\] is on the host, .* pass a tensor on the device"):
         grouped_linear._on_device(SIZES, GPU)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (group_table(torch.tensor([16, 0, 16]), 32), "3 groups in 32 rows on cpu; wanted 3 groups in the 16 rows"),
+        (group_table(torch.tensor([8, 8]), 16), "2 groups in 16 rows on cpu; wanted 3 groups"),
+        (GroupTable(torch.empty((4, 4), dtype=torch.int32, device="meta"), 16), "on meta; wanted .* on cpu"),
+        (group_table(torch.tensor([16, 0, 16]), 32).tensor, r"shape \(3,\), got torch.int32 of \(4, 4\)"),
+    ],
+)
+def test_tables_of_other_rows_are_refused(table: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()(normal(16, IN), table)

@@ -315,7 +315,7 @@ def test_swiglu_in_front_is_that_of_values_written(made_by: Recipe | None, weigh
     if made_by == QUANTIZED["delayed"]:
         pytest.skip("two passes have two scales")
     x, p = normal(ROWS, 2 * IN), torch.rand(ROWS, generator=torch.Generator().manual_seed(3))
-    table = group_table(torch.tensor(SIZES), ROWS)
+    table = group_table(torch.tensor(SIZES), ROWS).tensor
     given = Given(table, None, front=WEIGHTED_SWIGLU if weighted else SWIGLU)  # type: ignore[arg-type]
     results = []
     for fused in (True, False):

@@ -87,7 +87,7 @@ class GroupedMLP(nn.Module):
         """
         rows = autocast_of_torch(rows)
         index, _, positions, counts = arrived.by_expert
-        table = group_table(counts, index.shape[0])
+        table = group_table(counts, index.shape[0]).tensor
         first, second = (_weight_of(fc) for fc in (self.fc1, self.fc2))
         given = Given(table, PLAIN, saves_original=self.save_original_input)
         if isinstance(rows, QuantizedTensor):
