@@ -4,6 +4,9 @@
 
 #include <pybind11/pybind11.h>
 
+#include <stdexcept>
+#include <string>
+
 #include "../cpu/types.h"
 
 namespace te_dist {
@@ -60,6 +63,12 @@ inline TensorRef tensor_ref(pybind11::handle tensor) {
     const size_t dim = i + 2 - shape.size();
     ref.shape[dim] = shape[i].cast<int64_t>();
     ref.stride[dim] = stride[i].cast<int64_t>();
+  }
+  if (!ref.data && ref.numel()) {
+    throw std::runtime_error(
+        "a tensor of shape " + pybind11::str(shape).cast<std::string>() +
+        " has no memory, got a storage that was freed; a weight that FSDP2 gathers is there while its module runs: "
+        "leave set_unshard_in_backward(True), or do not read it outside");
   }
   return ref;
 }

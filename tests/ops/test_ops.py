@@ -41,6 +41,13 @@ def test_a_compiled_function_may_quantize():
     assert torch.equal(eager[1], traced[1])
 
 
+def test_a_tensor_without_memory_is_refused():
+    x, data, scale = torch.randn(64, 256, dtype=BF16), torch.zeros(64, 256, dtype=U8), torch.zeros(64, 2)
+    data.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"\[64, 256\]\) has no memory"):
+        ops.quantize_float8_block(x, **BLOCK_RULE, row_tile=(1, 128), row_data=data, row_scale=scale)
+
+
 def empty(*shape: int, dtype: torch.dtype = U8) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
