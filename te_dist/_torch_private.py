@@ -259,7 +259,7 @@ ATTRIBUTES = (
         "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
         "FSDP2 takes wires of extension tensors for shards where it cuts another dimension than 0; the size by which "
         "it lays them out is kept here alone",
-        members=("padded_sharded_param_size", "fsdp_placement", "_sharded_local_tensor"),
+        members=("padded_sharded_param_size", "fsdp_placement", "_sharded_local_tensor", "_unsharded_param"),
     ),
     Private(
         "torch.distributed._composable_state._module_state_mapping",
