@@ -87,7 +87,7 @@ def autocast(
     """
     if not enabled:
         return restore_autocast(_OUTSIDE)
-    known = _given(recipe, "autocast")
+    known = _given(recipe, "autocast", enabled)
     return restore_autocast(Autocast(known, amax_reduction_group, _name_of(known)))
 
 
@@ -113,11 +113,13 @@ def quantized_model_init(
     """
     value = _PLAIN
     if enabled:
-        value = ModelInit(_given(recipe, "quantized_model_init"), preserve_high_precision_init_val)
+        value = ModelInit(_given(recipe, "quantized_model_init", enabled), preserve_high_precision_init_val)
     return Scope("model_init", value, _PLAIN)
 
 
-def _given(recipe: Recipe | None, name: str) -> Recipe:
+def _given(recipe: Recipe | None, name: str, enabled: object) -> Recipe:
+    if isinstance(enabled, Recipe):
+        raise ValueError(f"{name} takes the recipe by keyword, got it as `enabled`; write {name}(recipe=...)")
     if not isinstance(recipe, Recipe):
         raise ValueError(
             f"{name} needs a recipe, got {recipe!r}; pass one of te_dist.recipe, such as "

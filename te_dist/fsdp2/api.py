@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -46,8 +47,8 @@ def fully_shard(
             matrices (`GroupedParameter`), whose rows are cut then instead of their members, and a mesh for the experts.
 
     Raises:
-        ValueError: a parameter cannot be cut over this mesh, or a module keeps gradients from autograd; on every rank
-            alike, before any collective.
+        ValueError: a parameter cannot be cut over this mesh, a module keeps gradients from autograd, or parameters
+            differ in dtype where torch takes one; on every rank alike, before any collective.
         CompilerError: a kernel has to be compiled and there is no compiler.
     """
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
@@ -56,7 +57,9 @@ def fully_shard(
             "mesh; pass True, False or None"
         )
     modules = module if isinstance(module, list) else [module]
-    _check_autograd(modules, kwargs.get("ignored_params") or ())
+    ignored = kwargs.get("ignored_params") or ()
+    _check_autograd(modules, ignored)
+    _check_dtypes(modules, ignored)
     taken = [found for each in modules for found in _own_quantized(each)]
     placed = kwargs.get("shard_placement_fn")
     for name, param in taken:
@@ -92,13 +95,35 @@ def settle(model: nn.Module) -> None:
         settle_parts(unsettled, placement.groups(params[0]))
 
 
-def _own_quantized(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Quantized parameters that wrapping `module` takes: all but those of units inside it."""
+def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Parameters that wrapping `module` takes: all but those of units inside it."""
     inner = [m for m in module.modules() if m is not module and isinstance(m, FSDPModule)]
     taken = {id(p) for unit in inner for p in unit.parameters()}
     for name, param in module.named_parameters():
-        if id(param) not in taken and isinstance(local_tensor(param), ShardedParameter):
+        if id(param) not in taken:
             yield name, param
+
+
+def _own_quantized(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Those of them that are quantized."""
+    return ((name, param) for name, param in _own(module) if isinstance(local_tensor(param), ShardedParameter))
+
+
+def _check_dtypes(modules: list[nn.Module], ignored: Collection[nn.Parameter]) -> None:
+    """The gradients of a unit are reduced in one buffer, in torch older than 2.15 of one type."""
+    if torch.__version__ >= (2, 15):
+        return
+    left_out = {id(param) for param in ignored}
+    trained = [(n, p) for each in modules for n, p in _own(each) if p.requires_grad and id(p) not in left_out]
+    first: dict[torch.dtype, str] = {}
+    for name, param in trained:
+        first.setdefault(param.dtype, name)
+    if len(first) > 1:
+        found = ", ".join(f"{dtype} ({name})" for dtype, name in first.items())
+        raise ValueError(
+            f"the trained parameters of one unit have one dtype in torch {torch.__version__}, got {found}; make them "
+            "of one (params_dtype=...), or wrap the modules of each dtype as a unit of their own"
+        )
 
 
 def _check_autograd(modules: list[nn.Module], ignored: Collection[nn.Parameter]) -> None:

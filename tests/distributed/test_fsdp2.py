@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from te_dist import fsdp2, optim
 from te_dist.formats import Region
 from te_dist.launch.measure import GatheredBytes
+from te_dist.nn import Linear
 from te_dist.tensor.placement import local_tensor
 from te_dist.testing import StorageTracker, mesh, pool
 from tests.distributed.probe import FORMATS, Layer, assert_seen, fits, random_matrix
@@ -204,6 +205,19 @@ def wrap_stacked(rank: int, world: int) -> str:
     with pytest.raises(ValueError, match="weight has shape .* te_dist.grouped.quantize") as error:
         fsdp2.fully_shard(layer, mesh=mesh((world,), ("dp",)))
     return str(error.value)
+
+
+def wrap_two_types(rank: int, world: int) -> None:
+    model = torch.nn.Sequential(Linear(32, 32, params_dtype=torch.bfloat16), Linear(32, 32))
+    with pytest.raises(ValueError, match=r"torch.bfloat16 \(0.weight\), torch.float32 \(1.weight\)"):
+        fsdp2.fully_shard(model, mesh=mesh((world,), ("dp",)))
+    model[1].requires_grad_(False)
+    fsdp2.fully_shard(model, mesh=mesh((world,), ("dp",)))
+
+
+@pytest.mark.skipif(torch.__version__ >= (2, 15), reason="torch takes several types from 2.15 on")
+def test_trained_parameters_of_a_unit_have_one_type() -> None:
+    pool(2).run(wrap_two_types)
 
 
 def test_stacked_matrices_have_to_be_a_group() -> None:

@@ -137,6 +137,8 @@ def test_initialization_nests() -> None:
 def test_an_enabled_context_needs_a_recipe(context) -> None:
     with pytest.raises(ValueError, match=f"{context.__name__} needs a recipe"):
         context()
+    with pytest.raises(ValueError, match="by keyword"):
+        context(recipe.Float8BlockScaling())
     with context(enabled=False, recipe=None):
         pass
 
