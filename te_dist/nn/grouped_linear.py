@@ -18,7 +18,7 @@ from te_dist.nn.grouped_site import PLAIN, GroupedSite
 from te_dist.nn.grouped_weights import apart, packed, together
 from te_dist.nn.module import QuantizedModule, weight_of
 from te_dist.nn.options import read
-from te_dist.nn.site import autocast_of_torch
+from te_dist.nn.site import autocast_of_torch, without_values
 from te_dist.tensor.placement import local_tensor
 
 Splits = Sequence[int] | Tensor | GroupTable
@@ -100,7 +100,8 @@ class GroupedLinear(QuantizedModule):
             inp: plain, or a QuantizedTensor: its rowwise direction is multiplied as it is; for the gradient of the
                 weights, what it stands for is quantized columnwise, group by group.
             m_splits: rows of each group. A list, which is checked; or an int tensor (num_gemms,) on the device of
-                `inp`, which is never waited for; or a group table made of one (`nn.group_table`), for several modules.
+                `inp`, which on a GPU is never waited for: ends behind the last row are cut; or a group table made of
+                one (`nn.group_table`), for several modules.
             is_first_microbatch: True quantizes plain weights and keeps that for the calls with False that follow; a
                 fused `main_grad` is overwritten, not added to. None quantizes in every call. A CUDA graph holds what
                 it was captured with: capture one pass with True and one with False.
@@ -233,10 +234,7 @@ class GroupedLinear(QuantizedModule):
             )
         weight = local_tensor(getattr(self, self.weight_names[0]))
         if weight.is_meta and not x.is_meta:
-            raise ValueError(
-                f"{label}: the weights are on the meta device and have no values; call "
-                "te_dist.fsdp2.materialize(model, device=..., seed=...) first"
-            )
+            raise without_values(label)
 
     def _table(self, m_splits: Splits, x: Tensor) -> Tensor:
         """The group table of the rows of `x`."""
@@ -249,16 +247,23 @@ class GroupedLinear(QuantizedModule):
                     f"{label}: m_splits is an int32 or int64 tensor of shape ({self.num_gemms},), got "
                     f"{m_splits.dtype} of {tuple(m_splits.shape)}"
                 )
+            if x.device.type == "cpu" and not torch.compiler.is_compiling():
+                self._check_sizes(m_splits.tolist(), rows)
             return group_table(m_splits, rows).tensor
         if isinstance(m_splits, Tensor) and m_splits.device.type != "cpu":
             raise ValueError(f"{label}: m_splits is on {m_splits.device}, the input on {x.device}; move one of them")
         sizes = [int(size) for size in m_splits]
+        self._check_sizes(sizes, rows)
+        return group_table(_on_device(sizes, x.device), rows).tensor
+
+    def _check_sizes(self, sizes: list[int], rows: int) -> None:
+        """Of groups, where the host knows them; on a device, ends are cut to what the input has."""
         if len(sizes) != self.num_gemms or min(sizes) < 0 or sum(sizes) > rows:
             raise ValueError(
-                f"{label}: m_splits has {self.num_gemms} sizes of 0 or more, which add up to at most the {rows} rows "
-                f"of the input; got {len(sizes)} that add up to {sum(sizes)}, the smallest {min(sizes, default=0)}"
+                f"{self.name or 'GroupedLinear'}: m_splits has {self.num_gemms} sizes of 0 or more, which add up to at "
+                f"most the {rows} rows of the input; got {len(sizes)} that add up to {sum(sizes)}, the smallest "
+                f"{min(sizes, default=0)}"
             )
-        return group_table(_on_device(sizes, x.device), rows).tensor
 
     def _checked(self, table: GroupTable, x: Tensor) -> Tensor:
         """Of a table made by the caller: kernels read as far as it says."""

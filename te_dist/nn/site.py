@@ -115,10 +115,7 @@ class LinearSite(nn.Module):
                 f"takes {weight.shape[-1]}"
             )
         if weight.is_meta and not is_recording():
-            raise ValueError(
-                f"{self.name or 'Linear'}: the weight is on the meta device and has no values; call "
-                "te_dist.fsdp2.materialize(model, device=..., seed=...) first"
-            )
+            raise without_values(self.name or "Linear")
         x = autocast_of_torch(x)
         if torch.compiler.is_compiling():
             return self._in_graph(x, weight, bias, front)
@@ -263,6 +260,14 @@ def prepare(model: nn.Module, recipe: Recipe) -> None:
             rehearsal.expect(site, recipe)
     if any(param.is_cuda for param in model.parameters()):
         prepare_kernels(model)
+
+
+def without_values(label: str) -> ValueError:
+    """The error of a module that is run on the meta device's weights."""
+    return ValueError(
+        f"{label}: the weights are on the meta device and have no values; call te_dist.fsdp2.materialize(model, "
+        "device=..., seed=...) first"
+    )
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -119,6 +119,9 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     for wrong in ([5], [5, 6], [-1, 5]):
         with pytest.raises(ValueError, match="m_splits has 2 sizes of 0 or more, which add up to at most the 10 rows"):
             module(x, wrong)
+    for wrong in ([5, 6], [-1, 5]):
+        with pytest.raises(ValueError, match="add up to at most the 10 rows"):
+            module(x, torch.tensor(wrong))
     for tensor in (torch.tensor([1, 2, 3]), torch.tensor([1.0, 2.0])):
         with pytest.raises(ValueError, match=r"m_splits is an int32 or int64 tensor of shape \(2,\)"):
             module(x, tensor)

@@ -55,9 +55,12 @@ class MoE(nn.Module):
             shared_ffn_hidden_size: F of the shared experts, all together; 0 for none.
 
         Raises:
+            TypeError: `routing` is none.
             ValueError: inside of `quantized_model_init`, sizes that do not fit the recipe.
         """
         super().__init__()
+        if not isinstance(routing, Routing):
+            raise TypeError(f"MoE: routing: got {routing!r}, wanted a te_dist.nn.Routing(num_experts, ...)")
         known = read(dict(options), ExpertOptions, "MoE")
         name = known.pop("name", None) or ""
         prefix = f"{name}." if name else ""
@@ -123,8 +126,13 @@ class ExpertParallel(ParallelStyle):
     """
 
     def __init__(self, *, capacity: int | None = None, payload: Payload = "plain") -> None:
-        """Raises ValueError for another payload."""
+        """Raises ValueError for another payload, TypeError for a capacity that is no number of rows."""
         super().__init__()
+        if capacity is not None and not isinstance(capacity, int):
+            raise TypeError(
+                f"capacity: got {capacity!r}, wanted a number of rows, an int; of a factor f for T tokens with k "
+                "choices over P ranks: math.ceil(f * T * k / P)"
+            )
         if payload not in get_args(Payload):
             raise ValueError(f"payload: got {payload!r}, wanted one of {get_args(Payload)}")
         self.capacity = capacity

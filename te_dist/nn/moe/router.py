@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from te_dist._torch_private import in_backward
 from te_dist.nn.moe import routing as rules
 from te_dist.nn.moe.routing import Routing
+from te_dist.nn.site import without_values
 from te_dist.ops._library import LIBRARY
 
 INIT_STD = 0.02
@@ -103,7 +104,7 @@ class TopKRouter(nn.Module):
         """Experts and probabilities for `x` (T, hidden_size).
 
         Raises:
-            ValueError: `x` is no matrix of that width.
+            ValueError: `x` is no matrix of that width, or the weight is on the meta device.
         """
         if x.dim() != 2 or x.shape[1] != self.hidden_size:
             raise ValueError(
@@ -111,6 +112,8 @@ class TopKRouter(nn.Module):
                 "dimensions in front"
             )
         weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        if weight.is_meta and not x.is_meta:
+            raise without_values("TopKRouter")
         kind = x.device.type
         with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
             scores = rules.scores_of(_Logits.apply(x, weight), self.routing)

@@ -194,3 +194,17 @@ def test_the_style_of_experts_is_for_mixtures() -> None:
     with pytest.raises(ValueError, match="ExpertParallel is for te_dist's MoE, got Linear"):
         apply: Any = ExpertParallel()._apply
         apply(torch.nn.Linear(2, 2), None)
+
+
+def test_weights_without_values_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"TopKRouter: .* on the meta device .* call te_dist.fsdp2.materialize"):
+        make().to("meta")(tokens(TOKENS))
+
+
+def test_arguments_of_another_kind_are_named() -> None:
+    wrong: Any = 8
+    with pytest.raises(TypeError, match=r"routing: got 8, wanted a te_dist.nn.Routing"):
+        MoE(HIDDEN, FFN, wrong)
+    factor: Any = 1.25
+    with pytest.raises(TypeError, match=r"capacity: got 1.25, wanted a number of rows"):
+        ExpertParallel(capacity=factor)
