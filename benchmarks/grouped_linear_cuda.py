@@ -22,7 +22,7 @@ from torch import Tensor
 
 import te_dist as te
 from benchmarks.grouped_cuda import group_sizes
-from benchmarks.linear_cuda import RECIPES, issue_time
+from benchmarks.linear_cuda import COSTS, RECIPES, issue_time
 from benchmarks.report import Report, number, text
 from benchmarks.timing import median_time
 from te_dist import recipe
@@ -166,10 +166,7 @@ REPORT = Report(
         "sizes": text("routing"),
         "recipe": text("recipe"),
         "weights": text("weights"),
-        "GPU us": number("gpu"),
-        "TFLOP/s": number("tflops"),
-        "CPU us alone": number("cpu_alone"),
-        "in a row": number("cpu_in_row"),
+        **COSTS,
         "peak MiB": number("memory"),
         "speedup": number("speedup", 2),
     },

@@ -98,6 +98,13 @@ def lines_of(shape: tuple[int, int, int], chosen: tuple[str, ...], repeats: int)
     return lines
 
 
+# Columns of what a forward and a backward pass take.
+COSTS = {
+    "GPU us": number("gpu"),
+    "TFLOP/s": number("tflops"),
+    "CPU us alone": number("cpu_alone"),
+    "in a row": number("cpu_in_row"),
+}
 REPORT = Report(
     "linear_cuda",
     "Linear, forward and backward",
@@ -106,10 +113,7 @@ REPORT = Report(
         "T, N, K": text("shape"),
         "recipe": text("recipe"),
         "weights": text("weights"),
-        "GPU us": number("gpu"),
-        "TFLOP/s": number("tflops"),
-        "CPU us alone": number("cpu_alone"),
-        "in a row": number("cpu_in_row"),
+        **COSTS,
         "speedup": number("speedup", 2),
     },
 )

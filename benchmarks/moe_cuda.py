@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import te_dist as te
 from benchmarks.grouped_linear_cuda import peak_memory
-from benchmarks.linear_cuda import RECIPES, issue_time
+from benchmarks.linear_cuda import COSTS, RECIPES, issue_time
 from benchmarks.report import Report, number, text
 from benchmarks.timing import median_time
 from te_dist import recipe
@@ -148,10 +148,7 @@ REPORT = Report(
     {
         "tokens, H, F, E, k": text("shape"),
         "recipe": text("recipe"),
-        "GPU us": number("gpu"),
-        "TFLOP/s": number("tflops"),
-        "CPU us alone": number("cpu_alone"),
-        "in a row": number("cpu_in_row"),
+        **COSTS,
         "peak MiB": number("memory"),
         "speedup": number("speedup", 2),
     },

@@ -22,7 +22,7 @@ from te_dist.nn import grouped_traced
 from te_dist.nn.grouped_products import Given, grouped_linear
 from te_dist.nn.grouped_weights import OneBuffer, stacked
 from te_dist.nn.products import Plan
-from te_dist.nn.site import Answers, LinearSite, answers_of, described, quantizer_of
+from te_dist.nn.site import Answers, LinearSite, answers_of, check_features, described, quantizer_of
 from te_dist.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from te_dist.recipe import Recipe
 from te_dist.scaling.history import DelayedScalingRequest
@@ -262,16 +262,8 @@ def _check(recipe: Recipe, place: tuple[str, int, int], device: str) -> None:
     for quantizer in quantizers.values():
         _check_columnwise_source(quantizer)
     multiple = _multiple_of(quantizers, device)
-    for what, extent, *needs in (
-        ("in_features", in_features, ("input", 1), ("weight", 1)),
-        ("out_features", out_features, ("grad_output", 1), ("weight", 0)),
-    ):
-        wanted = lcm(multiple, *(quantizers[kind].multiple(dim, torch.bfloat16) for kind, dim in needs))
-        if extent % wanted:
-            raise ValueError(
-                f"{name or 'GroupedLinear'}: {what}={extent} does not fit {recipe}, which takes multiples of {wanted} "
-                f"for products in groups; change {what}, or compute this module outside of the recipe"
-            )
+    features, label = (in_features, out_features), name or "GroupedLinear"
+    check_features(quantizers, features, multiple, recipe=recipe, label=label, where="for products in groups")
 
 
 def _multiple_of(quantizers: dict[str, Quantizer], device: str) -> int:

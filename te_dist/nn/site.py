@@ -332,15 +332,38 @@ def _check(recipe: Recipe, place: tuple[str, int, int], device: str) -> None:
         kind: quantizer_of(answer) for kind, answer in answers_of(recipe, name, LinearSite.module_type).items()
     }
     multiple = _gemm_multiple(quantizers, device)
+    features = in_features, out_features
+    check_features(quantizers, features, multiple, recipe=recipe, label=name or "Linear", where=f"on {device}")
+
+
+def check_features(
+    quantizers: Mapping[str, Quantizer],
+    features: tuple[int, int],
+    multiple: int,
+    *,
+    recipe: Recipe,
+    label: str,
+    where: str,
+) -> None:
+    """Raises ValueError where a map's features do not fit what quantizes its operands.
+
+    Args:
+        quantizers: by role.
+        features: (in_features, out_features).
+        multiple: what its products take multiples of.
+        recipe: that they are of.
+        label: what the map is called in the message.
+        where: what the recipe takes only such multiples for, or on.
+    """
     for what, extent, *needs in (
-        ("in_features", in_features, ("input", 1), ("weight", 1)),
-        ("out_features", out_features, ("grad_output", 1), ("weight", 0)),
+        ("in_features", features[0], ("input", 1), ("weight", 1)),
+        ("out_features", features[1], ("grad_output", 1), ("weight", 0)),
     ):
         wanted = lcm(multiple, *(quantizers[kind].multiple(dim, torch.bfloat16) for kind, dim in needs))
         if extent % wanted:
             raise ValueError(
-                f"{name or 'Linear'}: {what}={extent} does not fit {recipe}, which takes multiples of {wanted} on "
-                f"{device}; change {what}, or compute this module outside of the recipe"
+                f"{label}: {what}={extent} does not fit {recipe}, which takes multiples of {wanted} {where}; change "
+                f"{what}, or compute this module outside of the recipe"
             )
 
 

@@ -14,24 +14,14 @@ from te_dist import fsdp2, optim
 from te_dist.formats import Region
 from te_dist.launch.measure import GatheredBytes
 from te_dist.nn import Linear
-from te_dist.tensor.placement import local_tensor
 from te_dist.testing import StorageTracker, mesh, pool
-from tests.distributed.probe import FORMATS, Layer, assert_seen, fits, random_matrix
+from tests.distributed.probe import FORMATS, Layer, assert_directions, assert_seen, fits, random_matrix
 
 COLS = 160  # a ragged tile of 128; a multiple of 32 and 16
 
 
 def masters_of(layer: Layer, optimizer: optim.FusedAdam) -> torch.Tensor:
     return optimizer.state[layer.weight]["master_param"].full_tensor()
-
-
-def assert_directions(layer: Layer, *, recompute: bool) -> None:
-    """Forward holds the rowwise fields alone; backward the columnwise ones, and rowwise to derive or recompute from."""
-    format = local_tensor(layer.weight).format
-    row = {f.name for f in format.rowwise.fields}
-    col = {f.name for f in format.columnwise.fields} if format.columnwise else row
-    assert layer.seen_in_forward.keys() == row
-    assert layer.seen_in_backward.keys() == (row | col if recompute or format.columnwise_is_derivable else col)
 
 
 def assert_nothing_unsharded(tracker: StorageTracker, besides: list[torch.Tensor], smallest: int) -> None:

@@ -12,7 +12,7 @@ from te_dist import fsdp2, grouped, optim
 from te_dist.formats import Direction, Format, geometry
 from te_dist.tensor.placement import local_tensor
 from te_dist.testing import StorageTracker, assert_bitwise, mesh, pool
-from tests.distributed.probe import FORMATS, assert_padding_is_zero, random_matrix
+from tests.distributed.probe import FORMATS, assert_directions, assert_padding_is_zero, random_matrix
 from tests.distributed.test_fsdp2 import assert_nothing_unsharded
 
 MEMBERS, ROWS, COLS = 6, 192, 160  # over four ranks two, two, two and none; ragged tiles of 128
@@ -77,15 +77,6 @@ def assert_seen(layer: Experts, master: Tensor) -> None:
         assert seen
         for name, wire in seen.items():
             assert_bitwise(wire, want[name], f"{name} in {when}")
-
-
-def assert_directions(layer: Experts, *, recompute: bool) -> None:
-    """Forward holds the rowwise fields alone; backward the columnwise ones, and rowwise to derive or recompute from."""
-    format = local_tensor(layer.weight).format
-    row = {f.name for f in format.rowwise.fields}
-    col = {f.name for f in format.columnwise.fields} if format.columnwise else row
-    assert layer.seen_in_forward.keys() == row
-    assert layer.seen_in_backward.keys() == (row | col if recompute or format.columnwise_is_derivable else col)
 
 
 def placed(cut: str):
