@@ -7,7 +7,7 @@ forward pass. A training script of one's own needs these five and nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
 import te_dist as te
@@ -179,26 +179,3 @@ class Precision:
             if self._budget:
                 stack.enter_context(offload.activations(budget=self._budget))
             yield
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
-    """Scales all gradients to a norm of at most `limit` and returns the norm before, a scalar on every rank.
-
-    With tp > 1 some parameters lie on the (dp, tp) mesh and some on (dp,). DTensors of different meshes do not mix in
-    one op, so norms are taken and gradients scaled mesh by mesh.
-    """
-    by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
-            by_mesh.setdefault(mesh, []).append(parameter)
-    gradients = [[p.grad for p in group if p.grad is not None] for group in by_mesh.values()]
-    norms = [_whole(nn.utils.get_total_norm(group)) for group in gradients]
-    total = torch.stack(norms).norm()
-    for group in by_mesh.values():
-        nn.utils.clip_grads_with_norm_(group, limit, total)
-    return total
-
-
-def _whole(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm

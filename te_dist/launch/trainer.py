@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from te_dist import checkpoints
+from te_dist import checkpoints, optim
 from te_dist.launch import measure, parallelize, progress
 from te_dist.launch.batches import Share, TrainingOrder, Windows, validation_batches
 from te_dist.launch.config import Config
@@ -164,7 +164,7 @@ class Trainer:
                 losses.append(loss.detach())
         if self.gathered_bytes is None:
             self.gathered_bytes = counter.total
-        norm = parallelize.clip_gradients(self.model.parameters(), config.optimizer.clip_norm)
+        norm = optim.clip_grad_norm_(self.model.parameters(), config.optimizer.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         update_expert_biases(self.model, mesh=self.data_mesh)
