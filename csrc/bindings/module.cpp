@@ -189,8 +189,10 @@ void dequantize_nvfp4(const TensorRef& data, const TensorRef& scale, const Tenso
 }
 
 void transpose(const TensorRef& src, int bits, const TensorRef& out, int threads) {
-  const int64_t cols = bits == 4 ? 2 * src.shape[1] : src.shape[1];
-  kernels().transpose({src.data, out.data, bits, src.shape[0], cols}, threads_for(src.shape[0] * cols, threads));
+  const int pack = bits == 4 ? 2 : 1;
+  const int64_t rows = src.shape[0], cols = out.shape[0];
+  kernels().transpose({src.data, out.data, bits, rows, cols, pack * src.shape[1], pack * out.shape[1]},
+                      threads_for(rows * cols, threads));
 }
 
 void assemble(const std::vector<TensorRef>& wires, const std::vector<int64_t>& row_starts,

@@ -113,8 +113,10 @@ struct Transpose {
   const void* src;
   void* out;
   int bits;
-  int64_t rows;  // logical extents of `src`
+  int64_t rows;  // logical extents that are turned
   int64_t cols;
+  int64_t src_cols;  // of a line, at least `cols`
+  int64_t out_rows;  // of a line, at least `rows`; zeros behind these
 };
 
 constexpr int64_t kAdamChunk = 16384;  // elements that one thread updates at a time

@@ -5,39 +5,41 @@
 
 namespace te_dist::cuda {
 
-// One block of threads walks over the groups, as many at a time as it has threads. kHeights: rows of a tile.
-template <class Offset, int... kHeights>
+// One block of threads walks over the groups, as many at a time as it has threads. kAreSizes: whether sizes of groups are
+// given, else their ends. kHeights: rows of a tile.
+template <class Offset, bool kAreSizes, int... kHeights>
 struct FindGroups {
   static constexpr int kThreads = 512, kBlocks = 1, kWarps = kThreads / 32, kRows = 1 + sizeof...(kHeights);
 
   struct Params {
-    const Offset* ends;  // of each group
+    const Offset* given;  // of each group
     int64_t groups;
     int64_t rows;  // of the matrix
     int32_t* table;  // (1 + heights, groups + 1)
   };
 
   struct Shared {
-    int32_t of_warps[kWarps];
+    int64_t of_warps[kWarps];
   };
 
   // Sum over the threads before this one; `total` of all.
-  TE_DIST_INLINE int32_t sum_before(int32_t value, Shared& shared, int32_t& total) {
+  template <class T>
+  TE_DIST_INLINE T sum_before(T value, Shared& shared, T& total) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int32_t sum = value;
+    T sum = value;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
-      const int32_t other = __shfl_up_sync(0xFFFFFFFFu, sum, distance);
+      const T other = __shfl_up_sync(0xFFFFFFFFu, sum, distance);
       if (lane >= distance) sum += other;
     }
     __syncthreads();
     if (lane == 31) shared.of_warps[warp] = sum;
     __syncthreads();
-    int32_t before = 0;
+    T before = 0;
     total = 0;
     for (int w = 0; w < kWarps; ++w) {
-      if (w < warp) before += shared.of_warps[w];
-      total += shared.of_warps[w];
+      if (w < warp) before += T(shared.of_warps[w]);
+      total += T(shared.of_warps[w]);
     }
     return before + sum - value;
   }
@@ -45,15 +47,30 @@ struct FindGroups {
   // An end is never read as one before the last, nor as one behind the matrix.
   TE_DIST_INLINE int64_t clamped(int64_t end, int64_t rows) { return end < 0 ? 0 : end < rows ? end : rows; }
 
+  // First row of a group and the one behind its last; `before`: rows of the groups that were walked over already.
+  TE_DIST_INLINE void find(const Params& p, int64_t group, int64_t& before, Shared& shared, int64_t& begin, int64_t& end) {
+    if constexpr (kAreSizes) {
+      const int64_t size = group < p.groups ? clamped(p.given[group], p.rows) : 0;
+      int64_t total;
+      const int64_t start = before + sum_before(size, shared, total);
+      before += total;
+      begin = clamped(start, p.rows), end = clamped(start + size, p.rows);
+    } else {
+      begin = group > 0 && group <= p.groups ? clamped(p.given[group - 1], p.rows) : 0;
+      end = group < p.groups ? clamped(p.given[group], p.rows) : begin;
+    }
+  }
+
   TE_DIST_INLINE void run(const Params& p) {
     __shared__ Shared shared;
     constexpr int heights[] = {kHeights...};
     int32_t before[kRows - 1] = {};
+    int64_t rows_before = 0;
     const int64_t pitch = p.groups + 1;
     for (int64_t first = 0; first < pitch; first += kThreads) {
       const int64_t group = first + threadIdx.x;
-      const int64_t begin = group > 0 && group <= p.groups ? clamped(p.ends[group - 1], p.rows) : 0;
-      const int64_t end = group < p.groups ? clamped(p.ends[group], p.rows) : begin;
+      int64_t begin, end;
+      find(p, group, rows_before, shared, begin, end);
       const int64_t size = end > begin ? end - begin : 0;
       if (group < pitch) p.table[group] = int32_t(begin);
 #pragma unroll

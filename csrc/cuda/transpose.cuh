@@ -6,7 +6,8 @@
 namespace te_dist::cuda {
 
 // kBits: of a value. Of 4 bits, src (rows, cols) and out (cols, rows) hold pairs along their last dimension, and extents
-// count values. kLoad, kStore: bytes that can be read and written at a time, up to 8 for pairs and 16.
+// count values. kLoad, kStore: bytes that can be read and written at a time, up to 8 for pairs and 16. Lines of both may
+// be longer: what is behind in src is not turned, in out it becomes zeros.
 //
 // Matrices that lie one behind the other are turned each by its own blockIdx.y.
 //
@@ -30,7 +31,8 @@ struct Transpose {
   struct Params {
     const void* src;
     void* out;
-    Extents extents;  // of one matrix of src, in values
+    Extents extents;  // that are turned of one matrix of src, in values
+    int64_t src_cols, out_rows;  // of a line
   };
 
   // Place of a byte of a column in shared memory. Threads that write, or read, at a time find different banks.
@@ -83,7 +85,7 @@ struct Transpose {
   }
 
   TE_DIST_INLINE void read(const Params& p, int64_t first_row, int64_t first_col, char* columns) {
-    const int64_t stride = p.extents.cols * kBits / 8, byte = (first_col + patch_col()) * kBits / 8;
+    const int64_t stride = p.src_cols * kBits / 8, byte = (first_col + patch_col()) * kBits / 8;
     const int64_t row = first_row + patch_row();
     const Inside rows = Inside::of(row, kRows, p.extents.rows), bytes = Inside::of(byte, kRowBytes, stride);
     const char* source = static_cast<const char*>(p.src) + (blockIdx.y * p.extents.rows + row) * stride + byte;
@@ -108,7 +110,7 @@ struct Transpose {
   TE_DIST_INLINE void write(const Params& p, int64_t first_row, int64_t first_col, const char* columns) {
     constexpr int kPieces = kColumnBytes / kPiece, kStep = kThreads / kPieces;
     const int piece = threadIdx.x % kPieces, first = threadIdx.x / kPieces;
-    const int64_t stride = p.extents.rows * kBits / 8, byte = first_row * kBits / 8 + piece * kPiece;
+    const int64_t stride = p.out_rows * kBits / 8, byte = first_row * kBits / 8 + piece * kPiece;
     const Inside bytes = Inside::of(byte, kPiece, stride);
     char* target = static_cast<char*>(p.out) + (blockIdx.y * p.extents.cols + first_col + first) * stride + byte;
 #pragma unroll

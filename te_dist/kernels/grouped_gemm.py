@@ -16,7 +16,7 @@ from te_dist.kernels.spec import Layout, Spec
 HEIGHTS = (128, 192, 256)  # of tiles, in the order of a group table's rows behind the first
 _WIDEST = 16  # bytes
 _REST_BLOCKS = 512  # that write zeros: enough for the whole of a GPU, most of which end at once where there is no rest
-_TABLE = Layout("ends:P groups:q rows:q table:P")
+_TABLE = Layout("given:P groups:q rows:q table:P")
 GROUPS = "tiles.table.begins:P tiles.table.tiles:P tiles.table.groups:q "
 _ROWS = Layout(
     gemm.COMMON + GROUPS + "tiles.col_tiles:i tiles.depth_tiles:i tiles.b_rows:i tiles.b_scale_rows:i tiles.band:i"
@@ -25,15 +25,16 @@ _SUMS = Layout(gemm.COMMON + GROUPS + "tiles.rows:i tiles.row_tiles:i tiles.col_
 
 
 @cache
-def find_groups(offset: str) -> Spec:
-    """Spec of what makes group tables of offsets of one type."""
-    return Spec("group_table.cuh", f"FindGroups<{offset}, {', '.join(map(str, HEIGHTS))}>", _TABLE)
+def find_groups(offset: str, *, are_sizes: bool) -> Spec:
+    """Spec of what makes group tables of offsets, or of sizes, of one type."""
+    constants = ", ".join((offset, str(are_sizes).lower(), *map(str, HEIGHTS)))
+    return Spec("group_table.cuh", f"FindGroups<{constants}>", _TABLE)
 
 
-def group_table(ends: Tensor, rows: int, table: Tensor) -> None:
+def group_table(given: Tensor, are_sizes: bool, rows: int, table: Tensor) -> None:
     """See te_dist.ops.group_table."""
-    values = (ends.data_ptr(), ends.shape[0], rows, table.data_ptr())
-    launch(find_groups(INTEGERS[ends.dtype]), table, (1, 1), values)
+    values = (given.data_ptr(), given.shape[0], rows, table.data_ptr())
+    launch(find_groups(INTEGERS[given.dtype], are_sizes=are_sizes), table, (1, 1), values)
 
 
 @cache

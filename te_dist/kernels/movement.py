@@ -33,7 +33,7 @@ def hadamard(x: Tensor, sign_mask: int, out: Tensor) -> None:
     launch(transform(width), x, (blocks, 1), (x.data_ptr(), out.data_ptr(), rows, cols, sign_mask))
 
 
-_TRANSPOSE = Layout(f"src:P out:P {EXTENTS}")
+_TRANSPOSE = Layout(f"src:P out:P {EXTENTS} src_cols:q out_rows:q")
 _TURNED = {4: (256, 256), 8: (128, 256), 16: (128, 128), 32: (64, 128)}  # values that a block of threads moves, by bits
 
 
@@ -45,16 +45,19 @@ def turn(bits: int, widths: tuple[int, int]) -> Spec:
 
 def transpose(src: Tensor, bits: int, out: Tensor) -> None:
     """See te_dist.ops.transpose."""
-    if src.numel() == 0:
+    if out.numel() == 0:
         return
-    *matrices, rows, cols = src.shape
-    shape = (rows, cols * 2 if bits == 4 else cols)
+    pack = 2 if bits == 4 else 1
+    *matrices, rows, wide = src.shape
+    *_, cols, long = out.shape
     widths = (
-        access_bytes(8 if bits == 4 else 16, src.data_ptr(), cols * src.element_size()),
-        access_bytes(16, out.data_ptr(), out.shape[-1] * out.element_size()),
+        access_bytes(16 // pack, src.data_ptr(), wide * src.element_size()),
+        access_bytes(16, out.data_ptr(), long * out.element_size()),
     )
-    values = (src.data_ptr(), out.data_ptr(), *shape)
-    launch(turn(bits, widths), src, (blocks_for(shape, _TURNED[bits]), matrices[0] if matrices else 1), values)
+    values = (src.data_ptr(), out.data_ptr(), rows, cols, pack * wide, pack * long)
+    # As many as the longer lines of `out` need, which are written to their ends.
+    blocks = blocks_for((pack * long, cols), _TURNED[bits])
+    launch(turn(bits, widths), src, (blocks, matrices[0] if matrices else 1), values)
 
 
 _MAX_PARTS = 48  # rectangles of one launch

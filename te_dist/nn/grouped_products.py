@@ -134,7 +134,7 @@ class GroupTable(NamedTuple):
 def group_table(m_splits: Tensor, rows: int) -> GroupTable:
     """Where groups of these sizes, int (G,), begin in a matrix of `rows`; on their device, which is not waited for."""
     table = torch.empty((_TABLE_ROWS, m_splits.shape[0] + 1), dtype=torch.int32, device=m_splits.device)
-    ops.group_table(m_splits.cumsum(0), rows=rows, out=table)
+    ops.group_table(m_splits, rows=rows, out=table, are_sizes=True)
     return GroupTable(table, rows)
 
 

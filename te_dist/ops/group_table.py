@@ -25,25 +25,25 @@ def check_table(table: Tensor) -> int:
     return table.shape[1] - 1
 
 
-def group_table(ends: Tensor, *, rows: int, out: Tensor) -> None:
+def group_table(given: Tensor, *, rows: int, out: Tensor, are_sizes: bool = False) -> None:
     """Writes the first row of every group, and how many tiles of 128, 192 and 256 rows lie before it.
 
-    Of the ends of groups, that is sizes added up, not of sizes.
-
-    The rows of group g are those from `ends[g - 1]`, or 0, up to `ends[g]`; rows behind the last end are nobody's. On
-    CUDA the ends stay on the device. An end beyond `rows` is read as `rows`.
+    The rows of group g are those from the end of the group before it, or 0, up to its own; rows behind the last end are
+    nobody's. On CUDA, what is given stays on the device. An end beyond `rows` is read as `rows`, a size below 0 as 0.
 
     Args:
-        ends: int32 or int64 (G,), which do not decrease: equal ones make an empty group.
+        given: int32 or int64 (G,): ends of groups, which do not decrease (equal ones make an empty group), or sizes.
         rows: of the matrix.
         out: int32 (4, G + 1); at G stand the end of the last group and the numbers of tiles of all groups.
+        are_sizes: whether sizes are given, whose sums are the ends.
     """
-    check_packed("ends", ends, (torch.int32, torch.int64), (ends.numel(),))
-    check_output("out", out, torch.int32, (1 + len(HEIGHTS), ends.shape[0] + 1))
-    torch.ops.te_dist.group_table(ends, rows, out)
+    check_packed("given", given, (torch.int32, torch.int64), (given.numel(),))
+    check_output("out", out, torch.int32, (1 + len(HEIGHTS), given.shape[0] + 1))
+    torch.ops.te_dist.group_table(given, are_sizes, rows, out)
 
 
-def _cpu(ends: Tensor, rows: int, out: Tensor) -> None:
+def _cpu(given: Tensor, are_sizes: bool, rows: int, out: Tensor) -> None:
+    ends = given.clamp(0, rows).cumsum(0) if are_sizes else given
     begins = torch.cat((ends.new_zeros(1), ends)).clamp(0, rows)
     sizes = (begins[1:] - begins[:-1]).clamp(min=0)
     out[0] = begins
@@ -52,4 +52,4 @@ def _cpu(ends: Tensor, rows: int, out: Tensor) -> None:
         tiles[1:] = torch.cumsum((sizes + height - 1) // height, 0)
 
 
-register("group_table(Tensor ends, int rows, Tensor(a!) out) -> ()", _cpu, kernels.group_table)
+register("group_table(Tensor given, bool are_sizes, int rows, Tensor(a!) out) -> ()", _cpu, kernels.group_table)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from te_dist import _C, kernels
-from te_dist.ops._checks import check_choice, check_matrix, check_output, check_shape
+from te_dist.ops._checks import check_choice, check_matrix, check_output
 from te_dist.ops._library import register
 
 DTYPES = {
@@ -21,21 +21,32 @@ def transpose(src: Tensor, *, bits: int, out: Tensor) -> None:
     """Writes the transpose of a matrix of values of `bits` bits, or of each of several.
 
     Args:
-        src: (rows, cols); for 4 bits (rows, cols / 2), the even column in the low half of a byte. Contiguous. Up to
-            65535 matrices of one shape in one launch: (matrices, rows, cols).
+        src: (rows, at least cols); for 4 bits (rows, at least cols / 2), the even column in the low half of a byte.
+            Contiguous. Up to 65535 matrices of one shape in one launch: (matrices, rows, at least cols).
         bits: 4, 8, 16 or 32.
-        out: (cols, rows); for 4 bits (cols, rows / 2), the even row in the low half.
+        out: (cols, at least rows); for 4 bits (cols, at least rows / 2), the even row in the low half. Contiguous. What
+            lies behind the rows is filled with zeros.
     """
     check_choice("bits", bits, tuple(DTYPES))
-    *matrices, rows, cols = src.shape if src.dim() == 3 else (*src.shape, 0, 0)[:2]
+    pack = 2 if bits == 4 else 1
+    *matrices, rows, wide = src.shape if src.dim() == 3 else (*src.shape, 0, 0)[:2]
+    *_, cols, long = (0, 0, *out.shape)
     check_matrix("src", _joined("src", src), DTYPES[bits])
-    if bits == 4 and rows % 2:
+    if rows % pack:
         raise ValueError(f"src: got {rows} rows, wanted an even number: two share a byte of the transpose; pad src")
-    turned = (2 * cols, rows // 2) if bits == 4 else (cols, rows)
-    if matrices:
-        check_shape("out", out, (*matrices, *turned))
-        turned = (matrices[0] * turned[0], turned[1])
-    check_output("out", _joined("out", out), src.dtype, turned)
+    if (
+        out.dim() != src.dim()
+        or list(out.shape[:-2]) != matrices
+        or cols > wide * pack
+        or cols % pack
+        or long * pack < rows
+    ):
+        lines = (*matrices, wide * pack, rows // pack)
+        raise ValueError(
+            f"out: got shape {tuple(out.shape)}, wanted {lines}, of which lines may be fewer or longer; allocate it"
+        )
+    flat = _joined("out", out)
+    check_output("out", flat, src.dtype, tuple(flat.shape))
     torch.ops.te_dist.transpose(src, bits, out)
 
 

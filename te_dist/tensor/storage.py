@@ -426,11 +426,12 @@ def quantize(
 def _relaid(src: Field, dst: Field, stored: Tensor, region: Region, out: Tensor | None) -> Tensor:
     """`geometry.relayout`, by the compiled kernel where it is a transpose of whole matrices."""
     turns = src.order != dst.order and src.bits == dst.bits and src.grain == src.tile == dst.grain == dst.tile
-    padded = src.is_padded(region) or dst.is_padded(region)
+    padded = any(field.compact_shape(region)[0] != field.shape(region)[0] for field in (src, dst))  # in lines
     if not turns or padded or src.pack > 1 and any(extent % src.pack for extent in region.shape):
         return geometry.relayout(src, dst, stored, region, out)
-    if out is None:
-        out = geometry.empty(dst, region, device=stored.device, leading=tuple(stored.shape[:-2]))
+    if out is None:  # which is written with its padding
+        shape = (*stored.shape[:-2], *dst.shape(region))
+        out = torch.empty(shape, dtype=dst.dtype, device=stored.device)
     ops.transpose(stored, bits=src.bits, out=out)
     return out
 

@@ -247,6 +247,8 @@ def movers() -> Iterator[Call]:
         src = codes((3 * 34, 50 * dtype.itemsize)).view(dtype).view(3, 34, 50)
         out = torch.zeros((3, 100, 17) if bits == 4 else (3, 50, 34), dtype=dtype)
         yield Call(f"transposes {bits}", ops.transpose, dict(src=src, bits=bits), dict(out=out))
+        out = torch.ones((3, 84, 20) if bits == 4 else (3, 42, 40), dtype=dtype)
+        yield Call(f"transposes {bits} between padded lines", ops.transpose, dict(src=src, bits=bits), dict(out=out))
     for shape, shift in (((64, 100), 0), ((32, 3), 1), ((256, 64), 0), ((0, 5), 0)):
         x = shifted(matrix("normal", shape, torch.bfloat16), shift)
         out = shifted(torch.zeros(shape, dtype=torch.bfloat16), shift)
@@ -362,7 +364,9 @@ def groups() -> Iterator[Call]:
     for sizes, square, dtype in product(([0, 5, 0, 130, 1], [128, 64], [0, 0]), (False, True), DTYPES):
         rows, name = sum(sizes) + 9, f"{sizes} {square} {dtype}"
         table = table_of(sizes, rows, "cpu")
-        yield Call(f"table {name}", ops.group_table, dict(ends=group_ends(sizes), rows=rows), dict(out=table.clone()))
+        for given, are_sizes in ((group_ends(sizes), False), (torch.tensor(sizes), True)):
+            inputs = dict(given=given, rows=rows, are_sizes=are_sizes)
+            yield Call(f"table {name} {are_sizes}", ops.group_table, inputs, dict(out=table.clone()))
         a = Operand(rows, 272, RUN, seed=1, device="cpu")
         b = Operand(70, 272, SQUARE if square else RUN, groups=len(sizes), seed=2, device="cpu")
         inputs = dict(a=a.codes, a_scale=a.scale, b=b.codes, b_scale=b.scale, table=table, b_tile=b.tile)

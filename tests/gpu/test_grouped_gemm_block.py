@@ -33,14 +33,15 @@ def multiply(a: Operand, b: Operand, table: Tensor, out: Tensor, **options: obje
     ops.grouped_gemm_float8_block(a.codes, a.scale, b.codes, b.scale, **place, **rest)
 
 
+@pytest.mark.parametrize("are_sizes", (False, True))
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_table_is_that_of_the_cpu(sizes, dtype):
-    ends, rows = group_ends(sizes).to(dtype), sum(sizes)
+def test_table_is_that_of_the_cpu(sizes, dtype, are_sizes):
+    given, rows = (torch.tensor(sizes) if are_sizes else group_ends(sizes)).to(dtype), sum(sizes)
     want = torch.empty(4, len(sizes) + 1, dtype=torch.int32)
-    ops.group_table(ends, rows=rows, out=want)
+    ops.group_table(given, rows=rows, out=want, are_sizes=are_sizes)
     got = torch.full_like(want, -1, device="cuda")
-    ops.group_table(ends.cuda(), rows=rows, out=got)
+    ops.group_table(given.cuda(), rows=rows, out=got, are_sizes=are_sizes)
     assert_bitwise(got.cpu(), want, "a group table")
 
 

@@ -78,7 +78,8 @@ def test_routing_is_that_of_fp32() -> None:
     down = torch.randn(TOKENS, ROUTING.top_k, generator=torch.Generator().manual_seed(4)).cuda()
     (router(x).probabilities * down).sum().backward()
     got = x.grad, router.weight.grad
-    twin = make("bf16", device="cpu").router
+    twin = make("bf16", device="cpu").router  # with other weights: every kind of device draws its own
+    twin.load_state_dict(router.state_dict())
     asking = tokens(0, "cpu").requires_grad_()
     want = twin(asking)
     (want.probabilities * down.cpu()).sum().backward()

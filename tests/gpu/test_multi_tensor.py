@@ -114,7 +114,8 @@ def test_launches_do_not_depend_on_the_number_of_parameters(name):
         optimizer = optim.FusedAdam(params)
         for turn in range(3):
             give_gradients(params, turn)
-            started = on_device(optimizer.step)
+            started = [name for name in on_device(optimizer.step) if not name.startswith("Memcpy")]
+        # NOTE: addresses are copied where they are others than in the step before, which is for torch to choose.
         counts[repeats] = len(started)
     assert counts[1] == counts[37] <= 16, (counts, started)
 

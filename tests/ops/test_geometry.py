@@ -45,10 +45,33 @@ def test_transposes_of_several_matrices(shape, bits):
         assert_bitwise(out[index], alone, f"matrix {index}")
 
 
-@pytest.mark.parametrize("out", [torch.zeros(2, 4, 6), torch.zeros(2, 6, 4).mT, torch.zeros(8, 6)])
+@pytest.mark.parametrize("bits", [4, 8, 16, 32])
+@pytest.mark.parametrize("shape", [(16, 64), (130, 70), (2, 258), (3, 6, 10)])
+def test_padding_of_lines_is_not_turned_and_becomes_zeros(shape, bits):
+    *matrices, rows, cols = shape
+    dtype, pack = DTYPES.get(bits, torch.uint8), 2 if bits == 4 else 1
+    src = torch.randint(1, 100, (*matrices, rows, (cols + 6) // pack)).to(dtype)
+    for level in every_level():
+        out = torch.full((*matrices, cols, (rows + 4) // pack), 99).to(dtype)
+        alone = torch.zeros((*matrices, cols, rows // pack), dtype=dtype)
+        ops.transpose(src, bits=bits, out=out)
+        ops.transpose(src[..., : cols // pack].contiguous(), bits=bits, out=alone)
+        assert_bitwise(out[..., : rows // pack].contiguous(), alone, level)
+        assert not out[..., rows // pack :].any()
+
+
+@pytest.mark.parametrize(
+    "out",
+    [torch.zeros(2, 4, 5), torch.zeros(2, 6, 4).mT, torch.zeros(8, 6), torch.zeros(1, 5, 6), torch.zeros(2, 6, 6)],
+)
 def test_transposes_into_what_does_not_fit_are_refused(out):
     with pytest.raises(ValueError, match="out: got"):
         ops.transpose(torch.zeros(2, 6, 5 if out.is_contiguous() else 4), bits=32, out=out)
+
+
+def test_a_matrix_is_not_turned_into_several():
+    with pytest.raises(ValueError, match="out: got"):
+        ops.transpose(torch.zeros(6, 5), bits=32, out=torch.zeros(1, 5, 6))
 
 
 def test_transposing_twice_is_the_identity():

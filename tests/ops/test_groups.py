@@ -18,11 +18,13 @@ def check(got: Tensor, want: Tensor, a: Tensor, b: Tensor) -> None:
     assert ((got.double() - want).abs() <= 2**-20 * (1 + a.abs() @ b.abs().t())).all()
 
 
+@pytest.mark.parametrize("are_sizes", (False, True))
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_table_counts_rows_and_tiles_before_each_group(sizes, dtype):
+def test_table_counts_rows_and_tiles_before_each_group(sizes, dtype, are_sizes):
     table = torch.full((4, len(sizes) + 1), -1, dtype=torch.int32)
-    ops.group_table(group_ends(sizes).to(dtype), rows=sum(sizes) + 7, out=table)
+    given = torch.tensor(sizes) if are_sizes else group_ends(sizes)
+    ops.group_table(given.to(dtype), rows=sum(sizes) + 7, out=table, are_sizes=are_sizes)
     for row, height in zip(table.tolist(), (1, 128, 192, 256), strict=True):
         assert row == [sum(-(-size // height) for size in sizes[:group]) for group in range(len(sizes) + 1)]
 
@@ -31,6 +33,12 @@ def test_ends_behind_the_matrix_are_read_as_its_last_row():
     table = torch.full((4, 4), -1, dtype=torch.int32)
     ops.group_table(torch.tensor([10, 500, 900]), rows=300, out=table)
     assert table[0].tolist() == [0, 10, 300, 300]
+
+
+def test_sizes_below_zero_are_read_as_zero_and_their_sum_ends_at_the_last_row():
+    table = torch.full((4, 5), -1, dtype=torch.int32)
+    ops.group_table(torch.tensor([10, -5, 500, 900]), rows=300, out=table, are_sizes=True)
+    assert table[0].tolist() == [0, 10, 10, 300, 300]
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))

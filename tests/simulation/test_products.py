@@ -22,11 +22,14 @@ def choose(monkeypatch: pytest.MonkeyPatch, tiling: Tiling) -> None:
         monkeypatch.setattr(grouped_gemm, name, lambda *_: tiling)
 
 
+@pytest.mark.parametrize("are_sizes", (False, True))
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
-def test_table_of_groups(dtype):
-    sizes = [0, 5, 0, 300, 1, 64, 0]
+def test_table_of_groups(dtype, are_sizes):
+    sizes = [0, 5, 0, 300, 1, 64, 0] + [-3, 1, 0] * are_sizes + [0] * 600
     table = torch.full((4, len(sizes) + 1), -1, dtype=torch.int32)
-    ops.group_table(torch.tensor(sizes).cumsum(0).to(dtype), rows=400, out=table)
+    given = torch.tensor(sizes)
+    ops.group_table((given if are_sizes else given.cumsum(0)).to(dtype), rows=400, out=table, are_sizes=are_sizes)
+    sizes = [max(0, size) for size in sizes]
     for row, height in zip(table.tolist(), (1, *grouped_gemm.HEIGHTS), strict=True):
         assert row == [sum(-(-size // height) for size in sizes[:group]) for group in range(len(sizes) + 1)]
 

@@ -1,6 +1,8 @@
 // Transpose of a matrix, keyed by the bits of an element and by nothing else.
 #include "transpose.h"
 
+#include <cstring>
+
 #include "kernels_of_level.h"
 #include "parallel.h"
 
@@ -24,8 +26,8 @@ void transpose_elements(const Transpose& op, int threads) {
   const T* src = static_cast<const T*>(op.src);
   T* out = static_cast<T*>(op.out);
   for_each_block(op, kFarCols<T>, threads, [&](int64_t row, int64_t col, int rows, int cols) {
-    const T* source = src + row * op.cols + col;
-    transpose_far_block<T, true>(source, op.cols, rows, cols, out + col * op.rows + row, op.rows);
+    const T* source = src + row * op.src_cols + col;
+    transpose_far_block<T, true>(source, op.src_cols, rows, cols, out + col * op.out_rows + row, op.out_rows);
   });
 }
 
@@ -33,7 +35,7 @@ void transpose_elements(const Transpose& op, int threads) {
 void transpose_nibbles(const Transpose& op, int threads) {
   const uint8_t* src = static_cast<const uint8_t*>(op.src);
   uint8_t* out = static_cast<uint8_t*>(op.out);
-  const int64_t src_stride = op.cols / 2, out_stride = op.rows / 2;
+  const int64_t src_stride = op.src_cols / 2, out_stride = op.out_rows / 2;
   constexpr int kCols = 256;
   for_each_block(op, kCols, threads, [&](int64_t row, int64_t col, int rows, int cols) {
     alignas(64) uint8_t even[kFarRows / 2][kCols / 2], odd[kFarRows / 2][kCols / 2];
@@ -51,9 +53,18 @@ void transpose_nibbles(const Transpose& op, int threads) {
   });
 }
 
+// Zeros behind the rows in every line of `out`.
+void clear_padding(const Transpose& op) {
+  const int64_t pitch = op.out_rows * op.bits / 8, used = op.rows * op.bits / 8;
+  char* line = static_cast<char*>(op.out);
+  if (pitch == used) return;
+  for (int64_t col = 0; col < op.cols; ++col, line += pitch) std::memset(line + used, 0, size_t(pitch - used));
+}
+
 }  // namespace
 
 void transpose(const Transpose& op, int threads) {
+  clear_padding(op);
   switch (op.bits) {
     case 4: return transpose_nibbles(op, threads);
     case 8: return transpose_elements<uint8_t>(op, threads);
