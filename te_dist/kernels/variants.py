@@ -214,7 +214,7 @@ def movers() -> Iterator[Spec]:
         yield from (movement.turn(bits, widths) for widths in ((load, 16), (narrow, narrow)))
     yield from (movement.copies(width) for width in (16, 4, 1))
     yield amax.ZERO
-    yield from map(grouped_gemm.find_groups, ("int32_t", "int64_t"))
+    yield from (grouped_gemm.find_groups(kind, are_sizes=f) for kind in ("int32_t", "int64_t") for f in (False, True))
     yield grouped_quantize.SUMS
     yield from map(grouped_gemm.rest, (16, 4, 2))
 

@@ -8,7 +8,6 @@ for], which is saved beside. The gradient of all matrices is one tensor, (G, N, 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -62,8 +61,7 @@ SWIGLU = GroupFront("swiglu", SwiGlu, _swiglu_gradients)
 WEIGHTED_SWIGLU = GroupFront("weighted_swiglu", SwiGlu, _weighted_swiglu_gradients)  # beside: f32 (T,), see `SwiGlu`
 
 
-@dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
     """What a call of `grouped_linear` is given besides differentiable tensors.
 
     Attributes:
@@ -177,8 +175,7 @@ class Counts(NamedTuple):
         return tensors[: self.weights], tensors[self.weights : second], tensors[second:]
 
 
-@dataclass(frozen=True)
-class Backward:
+class Backward(NamedTuple):
     """What backward is about: `wants` gradients of the input or what is beside it, of weights, and of biases.
 
     Attributes:
@@ -211,7 +208,7 @@ class _GroupedLinear(torch.autograd.Function):
         weights, biases, beside = counts.split(tensors)
         (out, *buffers), saved = taped_forward(x, (as_one(weights), as_one(biases), beside), counts, given=given)
         wants_input = ctx.needs_input_grad[0] or any(counts.split(ctx.needs_input_grad[3:])[2])
-        ctx.given, ctx.counts, ctx.shape = replace(given, out=None), counts, shape_of(weights)
+        ctx.given, ctx.counts, ctx.shape = given._replace(out=None), counts, shape_of(weights)
         ctx.dtypes = x.dtype, weights[0].dtype, biases[0].dtype if biases else None
         ctx.is_one = weights[0].dim() == 3, bool(biases) and biases[0].dim() == 2
         ctx.parameters = weights if counts.saves_input and (given.plan.fuses_wgrad or given.later) else ()
@@ -226,7 +223,7 @@ class _GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         table, inputs, x, *rest = ctx.saved_tensors
-        wants, given = ctx.needs_input_grad, replace(ctx.given, table=table)
+        wants, given = ctx.needs_input_grad, ctx.given._replace(table=table)
         of_weights, of_biases, of_beside = ctx.counts.split(wants[3:])
         if any(of_weights) and inputs is None and x is None:
             raise RuntimeError(
@@ -320,12 +317,12 @@ def _gradients(
     main = None
     if of.wants[1] and given.plan.fuses_wgrad and given.later is None:
         main = MainGrads.of(parameters, wanted, of.shape, adds=given.adds)
-        of = replace(of, main_grad=main.whole)
+        of = of._replace(main_grad=main.whole)
     found, saved = taped_backward(of, given)
     of_x, found = found[: _num_inputs(of)], found[_num_inputs(of) :]
     of_bias, found = (found[0], found[1:]) if of.wants[2] else (None, found)
     if saved is not None:
-        rest = replace(of, grad=None, weights=())
+        rest = of._replace(grad=None, weights=())
         given.later(lambda: _finish(rest, saved.storage(found), given, (parameters, wanted)))
         return of_x, None, of_bias
     if main is not None:
@@ -347,7 +344,7 @@ def _finish(
     """
     parameters, wanted = weights
     main = MainGrads.of(parameters, wanted, of.shape, adds=given.adds) if given.plan.fuses_wgrad else None
-    of = replace(of, main_grad=None if main is None else main.whole)
+    of = of._replace(main_grad=None if main is None else main.whole)
     inputs = () if of.inputs is None else plain_parts(of.inputs)
     held = (*grads.buffers.values(), *inputs, *_parts(of.x, *of.beside, of.main_grad), *given.tensors)
     key = ("sums", grads.format, of.shape, of.dtypes, kind_of(of.inputs), kind_of(of.x), given.kind)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from math import lcm
 from typing import Any, ClassVar, NamedTuple
@@ -124,7 +123,7 @@ class GroupedSite(LinearSite):
             given = self._outside(x, weights, given=given)
             return grouped_linear(x, weights, given=given, biases=biases, beside=beside)
         cached = self.one_buffer.storage if is_one else self._cached(weights, plan.weight, given.is_first)
-        given = replace(given, plan=plan, cached=cached)
+        given = given._replace(plan=plan, cached=cached)
         return grouped_linear(x, weights, given=given, biases=biases, beside=beside)
 
     def prepare(self, recipe: Recipe, device: torch.device) -> Answers:
@@ -168,7 +167,7 @@ class GroupedSite(LinearSite):
         plans = _plain.setdefault(self, {})
         if (x.dtype, self.fuses_wgrad) not in plans:
             plans[x.dtype, self.fuses_wgrad] = _plain_plan(x.dtype, fuses_wgrad=self.fuses_wgrad)
-        return replace(given, plan=plans[x.dtype, self.fuses_wgrad])
+        return given._replace(plan=plans[x.dtype, self.fuses_wgrad])
 
     def _cached(self, weights: Sequence[Tensor], quantizer: Quantizer, is_first: bool | None) -> GroupedStorage | None:
         """The weights quantized once for several calls; None where that is not asked for, or they are quantized."""

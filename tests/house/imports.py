@@ -42,6 +42,7 @@ PRIVATE_HOME = "te_dist/_torch_private.py"
 PRIVATE_IN_PLACE = {re.findall(r"\._\w+", entry.path)[-1][1:] for entry in _torch_private.ATTRIBUTES}
 # Names of ops are underscored by torch's convention; the foreach functions are documented; the others are no torch.
 NOT_PRIVATE = ("torch.ops.", "aten.", "torch._foreach_", "sys.", "os.")
+OF_NAMED_TUPLES = ("_replace", "_asdict", "_fields")  # documented, and underscored to stay clear of fields
 
 
 def _tier_of(package: str) -> int | None:
@@ -134,7 +135,7 @@ def _is_private(name: str) -> bool:
 
 def _is_foreign_private(node: ast.Attribute, own_names: set[str]) -> bool:
     """Whether an attribute is private and defined nowhere in te_dist."""
-    if not _is_private(node.attr) or node.attr in PRIVATE_IN_PLACE or node.attr in own_names:
+    if not _is_private(node.attr) or node.attr in {*PRIVATE_IN_PLACE, *OF_NAMED_TUPLES, *own_names}:
         return False
     return not dotted_name(node).startswith(NOT_PRIVATE)
 

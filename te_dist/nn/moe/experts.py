@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Unpack
 
 import torch
@@ -93,9 +92,9 @@ class GroupedMLP(nn.Module):
         if isinstance(rows, QuantizedTensor):
             hidden = self.fc1.gemm(rows, [first], given=given)
         else:
-            gathered = replace(given, front=GATHERED)
+            gathered = given._replace(front=GATHERED)
             hidden = self.fc1.gemm(rows.contiguous(), [first], beside=[index, positions], given=gathered)
-        weighted = replace(given, front=WEIGHTED_SWIGLU)
+        weighted = given._replace(front=WEIGHTED_SWIGLU)
         return self.fc2.gemm(hidden, [second], beside=[arrived.probabilities], given=weighted)
 
     def input_quantizer(self, x: Tensor) -> Quantizer | None:
