@@ -45,6 +45,7 @@ __all__ = [
     "process_group",
     "reshards_between_passes",
     "scaled_mm",
+    "sharded_of",
     "return_and_correct_aliasing",
     "tree_leaves",
     "tree_map_only",
@@ -113,6 +114,11 @@ def reshards_between_passes(unit: nn.Module) -> bool:
 
 def is_gathered(tensor: Tensor) -> bool:
     """Whether FSDP2 gathered this parameter, or the DTensor whose local part it is, for passes of the unit it is in."""
+    return sharded_of(tensor) is not None
+
+
+def sharded_of(tensor: Tensor) -> Tensor | None:
+    """The sharded parameter that FSDP2 gathered this one, or the DTensor whose local part it is, from; else None."""
     same = [found for found in (tensor, tensor._base) if found is not None]
     for unit in list(_composable_state._module_state_mapping):
         if isinstance(unit, FSDPModule):
@@ -121,8 +127,8 @@ def is_gathered(tensor: Tensor) -> bool:
                     whole = getattr(param, "_unsharded_param", None)
                     known = whole, getattr(whole, "_local_tensor", whole)
                     if any(found is each for found in same for each in known):
-                        return True
-    return False
+                        return param.sharded_param
+    return None
 
 
 def gather_end_to_end(unit: nn.Module, kind: type[Tensor]) -> None:
@@ -259,7 +265,10 @@ ATTRIBUTES = (
         "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
         "FSDP2 takes wires of extension tensors for shards where it cuts another dimension than 0; the size by which "
         "it lays them out is kept here alone",
-        members=("padded_sharded_param_size", "fsdp_placement", "_sharded_local_tensor", "_unsharded_param"),
+        members=(
+            *("padded_sharded_param_size", "fsdp_placement", "_sharded_local_tensor", "_unsharded_param"),
+            "sharded_param",
+        ),
     ),
     Private(
         "torch.distributed._composable_state._module_state_mapping",

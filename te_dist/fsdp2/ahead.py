@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,25 +17,52 @@ from te_dist.tensor import Cut, QuantizedStorage, empty, find_amaxes
 from te_dist.tensor.placement import local_tensor
 
 
-def prepare_kernels(module: nn.Module, *, mesh: DeviceMesh | None = None, dtype: torch.dtype | None = None) -> None:
+class Shards(NamedTuple):
+    """How many parts FSDP2 cuts a parameter into, and which of them this rank gets."""
+
+    count: int
+    index: int
+
+    @staticmethod
+    def over(mesh: DeviceMesh, dims: Any = None) -> Shards:
+        """Of a mesh as `fully_shard` takes it: 1-D, or 2-D (replicate, shard).
+
+        Args:
+            dims: torch's `DataParallelMeshDims`, by which names count; several to shard over, the first outermost.
+        """
+        if dims is None:
+            return Shards.along(mesh, mesh.ndim - 1)
+        shards = Shards(1, 0)
+        for name in dims.shard_names:
+            one = Shards.along(mesh[name], 0)
+            shards = Shards(shards.count * one.count, shards.index * one.count + one.index)
+        return shards
+
+    @staticmethod
+    def along(mesh: DeviceMesh, dim: int | None) -> Shards:
+        """Of one dimension of a mesh; one part where it is None."""
+        return Shards(1, 0) if dim is None else Shards(mesh.size(dim), mesh.get_local_rank(dim))
+
+
+def prepare_kernels(module: nn.Module, *, shards: Shards | None = None, dtype: torch.dtype | None = None) -> None:
     """Compiles and loads what `kernels_of` lists, on the current CUDA device.
 
     Raises:
         CompilerError: a kernel has to be compiled and there is no compiler.
         RuntimeError: there are no kernels for the device.
     """
-    prepare(kernels_of(module, mesh=mesh, dtype=dtype), torch.cuda.current_device())
+    prepare(kernels_of(module, shards=shards, dtype=dtype), torch.cuda.current_device())
 
 
 def kernels_of(
-    module: nn.Module, *, mesh: DeviceMesh | None = None, dtype: torch.dtype | None = None
+    module: nn.Module, *, shards: Shards | None = None, dtype: torch.dtype | None = None
 ) -> tuple[Spec, ...]:
     """What `module` launches on a GPU in training: passes of its modules, and quantization of its weights.
 
     Modules that have a method `rehearse(dtype)` take part. Those inside of FSDP2 units did when these were wrapped.
 
     Args:
-        mesh: as for `fully_shard`, which has yet to cut the weights; None for weights as they are.
+        shards: into which `fully_shard` has yet to cut the weights; None for weights as they are.
         dtype: of activations, where it is not that of the parameters.
     """
     wrapped = {inner for unit in module.modules() if isinstance(unit, FSDPModule) for inner in unit.modules()}
@@ -48,7 +77,7 @@ def kernels_of(
                 if isinstance(local, GroupedParameter):
                     _rehearse_group(local)
                 elif isinstance(local, ShardedParameter):
-                    _rehearse_weight(local, mesh)
+                    _rehearse_weight(local, shards)
     return tuple(dict.fromkeys(specs))
 
 
@@ -63,14 +92,13 @@ def _rehearse_group(weight: GroupedParameter) -> None:
         gathered.derive(Direction.COLUMNWISE)
 
 
-def _rehearse_weight(weight: ShardedParameter, mesh: DeviceMesh | None) -> None:
+def _rehearse_weight(weight: ShardedParameter, shards: Shards | None) -> None:
     """The whole is quantized to initialize it, its shard by the optimizer, from masters that were decoded at first."""
     whole = _on_meta(weight.storage, weight.storage.region)
     whole.quantize_(torch.empty(whole.shape, dtype=weight.dtype, device="meta"))
     region = whole.region
-    if mesh is not None:
-        last = mesh.ndim - 1
-        region = Cut(region, weight.shape).parts(mesh.size(last))[mesh.get_local_rank(last)]
+    if shards is not None:
+        region = Cut(region, weight.shape).parts(shards.count)[shards.index]
     shard = _on_meta(weight.storage, region)
     masters: Tensor = shard.dequantize(torch.float32)
     shard.quantize_(masters)

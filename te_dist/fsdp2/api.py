@@ -15,7 +15,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from te_dist import _torch_private
-from te_dist.fsdp2.ahead import prepare_kernels
+from te_dist.fsdp2.ahead import Shards, prepare_kernels
+from te_dist.fsdp2.loading import watch
 from te_dist.fsdp2.parameter import GroupedParameter, ShardedParameter, Wrap
 from te_dist.grouped import GroupCut
 from te_dist.scaling.agreement import settle_parts
@@ -38,7 +39,8 @@ def fully_shard(
     Args:
         module: as in torch, or a list of modules that make one unit; parameters that an inner `fully_shard` took are
             left to it.
-        mesh: 1-D mesh to shard over, or 2-D (replicate, shard).
+        mesh: 1-D mesh to shard over, or 2-D (replicate, shard); with torch's `dp_mesh_dims` (torch 2.12 and later) the
+            mesh of all parallelisms, of which the names given there count.
         reshard_after_forward: as in torch: free parameters between forward and backward. None: yes, but not at the
             root. An integer is refused: torch cannot reshard to a smaller mesh what has a gather of its own.
         recompute: whether backward runs this module's forward again (activation checkpointing); then both directions
@@ -62,18 +64,21 @@ def fully_shard(
     _check_dtypes(modules, ignored)
     taken = [found for each in modules for found in _own_quantized(each)]
     placed = kwargs.get("shard_placement_fn")
+    shards = Shards.over(mesh, kwargs.get("dp_mesh_dims"))
     for name, param in taken:
-        placement, over = _placed(placed(param) if placed is not None else None, mesh)
-        _check_cuts(name, param, over, _sharded_dim(name, param, placement))
+        placement, parts = _placed(placed(param) if placed is not None else None, shards)
+        _check_cuts(name, param, parts, _sharded_dim(name, param, placement))
     if mesh.device_type == "cuda":
         policy = kwargs.get("mp_policy")
         for each in modules:
-            prepare_kernels(each, mesh=mesh, dtype=None if policy is None else policy.param_dtype)
+            prepare_kernels(each, shards=shards, dtype=None if policy is None else policy.param_dtype)
     torch_fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **kwargs)
     wrap = Wrap(weakref.ref(modules[0]), recompute)
     for each in modules:
         for _, param in _own_quantized(each):
             local_tensor(param).wrap = replace(wrap)
+        for owner in _owners(each):
+            watch(owner)
     _torch_private.gather_end_to_end(modules[0], GroupedParameter)
     return module  # type: ignore[return-value]
 
@@ -102,6 +107,12 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, param in module.named_parameters():
         if id(param) not in taken:
             yield name, param
+
+
+def _owners(module: nn.Module) -> Iterator[nn.Module]:
+    """Modules that have those parameters themselves."""
+    taken = {id(param) for _, param in _own_quantized(module)}
+    return (m for m in module.modules() if any(id(p) in taken for p in m.parameters(recurse=False)))
 
 
 def _own_quantized(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -139,10 +150,10 @@ def _check_autograd(modules: list[nn.Module], ignored: Collection[nn.Parameter])
                 )
 
 
-def _placed(result: Any, mesh: DeviceMesh) -> tuple[Any, DeviceMesh]:
-    """(placement or None, mesh) of what shard_placement_fn says of a parameter, which may bring a mesh of its own."""
+def _placed(result: Any, shards: Shards) -> tuple[Any, Shards]:
+    """(placement or None, shards) of what shard_placement_fn says of a parameter, which may bring a mesh of its own."""
     info = getattr(result, "mesh_info", None)
-    return (result, mesh) if info is None else (result.placement, info.mesh)
+    return (result, shards) if info is None else (result.placement, Shards.along(info.mesh, info.shard_mesh_dim))
 
 
 def _sharded_dim(name: str, param: Any, placement: Any) -> int:
@@ -158,9 +169,8 @@ def _sharded_dim(name: str, param: Any, placement: Any) -> int:
     )
 
 
-def _check_cuts(name: str, param: Any, mesh: DeviceMesh, dim: int) -> None:
-    local = local_tensor(param)
-    num_shards = mesh.size(mesh.ndim - 1)
+def _check_cuts(name: str, param: Any, shards: Shards, dim: int) -> None:
+    local, num_shards = local_tensor(param), shards.count
     alignment = local.format.alignment(0)
     if isinstance(local, GroupedParameter):
         if dim and local.shape[dim] % num_shards:

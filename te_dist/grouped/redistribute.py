@@ -18,6 +18,7 @@ from te_dist.tensor import collectives
 from te_dist.tensor.redistribute import WAITS
 
 OPS.adopt(OF_MATRICES, torch.ops.aten.constant_pad_nd.default, *WAITS)
+OPS.adopt(OF_MATRICES, torch.ops.c10d.scatter_.default, torch.ops.c10d.broadcast_.default)
 
 
 @OPS.implements(torch.ops._c10d_functional.all_gather_into_tensor.default)

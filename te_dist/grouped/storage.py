@@ -106,6 +106,11 @@ class GroupedStorage(QuantizedStorage):
         """The group."""
         return self.group
 
+    def become(self, place: Any) -> None:
+        """Uninitialised buffers (padding zero) of the same fields for another part of the whole."""
+        self.buffers = {field.name: _allocate(field, place, self.device) for field in self.fields}
+        self.group, self.region = place, place.region
+
     def uncut(self, shape: torch.Size) -> GroupCut:
         """The cut, along members, of a tensor of this nominal shape that has not been cut yet."""
         return GroupCut(self.uniform, MEMBERS, shape)

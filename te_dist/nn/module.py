@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from te_dist.context import current_model_init
 from te_dist.formats import Group, Region
+from te_dist.fsdp2.loading import ASSIGNS, keep_loaded, quantize_assigned
 from te_dist.fsdp2.parameter import GroupedParameter, QuantizedParameter, ShardedParameter
 from te_dist.grouped import storage as groups
 from te_dist.nn import rehearsal
@@ -71,6 +72,15 @@ class QuantizedModule(nn.Module):
     def rehearse(self, dtype: torch.dtype | None) -> None:
         """See `rehearsal.rehearse`."""
         rehearsal.rehearse(self, dtype)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        """As torch does it; what `assign=True` puts in the place of quantized parameters is quantized first."""
+        if local_metadata.get(ASSIGNS, False):
+            quantize_assigned(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        keep_loaded(self, state_dict, prefix)
 
     def _add_linear(self, site: LinearSite, names: tuple[str, str | None], init_method: InitMethod | None) -> None:
         """Registers the parameters of a linear map under `names` (weight, bias)."""

@@ -1,4 +1,4 @@
-"""DTensor's `Shard(0)` to `Replicate()` of quantized parts: bytes are gathered, nothing is dequantized."""
+"""Collectives by which DTensor and its users place quantized tensors: bytes are gathered and scattered."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.tensor  # noqa: F401  (defines the ops below)
 from torch import Tensor
 from torch.nn import functional
 
 from te_dist._torch_private import process_group
-from te_dist.formats import Field, Region, Span, geometry
+from te_dist.formats import Field, Group, Region, Span, geometry
 from te_dist.tensor import collectives
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
 from te_dist.tensor.storage import QuantizedStorage
@@ -42,9 +43,10 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     storage.cut_dims = frozenset({0}) if own.cut is not None and own.cut.of_part else frozenset()
     for field in own.format.canonical.fields:
         buffer = own.buffers[field.name]
-        if not field.is_shared(0):
-            buffer = geometry.assemble(field, _wires(field, buffer, parts, group), parts, whole)
-        storage.buffers[field.name] = buffer
+        if field.is_shared(0):
+            storage.buffers[field.name] = buffer.clone()
+        else:
+            storage.buffers[field.name] = geometry.assemble(field, _wires(field, buffer, parts, group), parts, whole)
     return tensor.like(storage, (world * tensor.shape[0], *tensor.shape[1:]))
 
 
@@ -62,6 +64,68 @@ def _cut(own: QuantizedStorage, rank: int, world: int) -> tuple[Region, tuple[Re
             "quantized alone, or cut over other ranks; te_dist.tensor_parallel.gather quantizes parts as the whole"
         )
     return whole, parts
+
+
+@OPS.implements(torch.ops.c10d.scatter_.default)
+def _scatter(func: Any, args: Any, kwargs: Any) -> tuple[list[QuantizedTensor], Any]:
+    """Parts cut from one tensor, to each rank its own, in bytes; columns in equal parts only."""
+    outputs, inputs, boxed, root, *rest = args
+    own, group, work = outputs[0].storage, dist.ProcessGroup.unbox(boxed), None
+    parts = _parts_from(own, group.size())
+    if own.place != parts[group.rank()]:
+        own.become(parts[group.rank()])  # DTensor asks on every rank for what the first one gets
+    for field in own.fields:
+        widest = max(_nbytes(field, part) for part in parts)
+        received = torch.empty(widest, dtype=torch.uint8, device=own.device)
+        sent = [[_flat(field, tensor.storage, widest) for tensor in inputs[0]]] if inputs else []
+        _, work = func([received], sent, boxed, root, True, *rest[1:])
+        dist.Work.unbox(work).wait()
+        stored = geometry.compact(field, own.buffers[field.name], _region(own.place))
+        stored.copy_(received[: _nbytes(field, own.place)].view(field.dtype).view(stored.shape))
+    return outputs, work
+
+
+def _parts_from(first: QuantizedStorage, world: int) -> Sequence[Any]:
+    """Places of all ranks' parts; of columns, which do not know what they were cut from, `first` is the first."""
+    if first.cut is not None:
+        return first.cut.parts(world)
+    place, cols = first.place, _region(first.place).cols
+    regions = [Region(_region(place).rows, Span(cols.start + i * len(cols), len(cols))) for i in range(world)]
+    return [Group(place.members, region) if isinstance(place, Group) else region for region in regions]
+
+
+def _region(place: Any) -> Region:
+    return place.region if isinstance(place, Group) else place
+
+
+def _nbytes(field: Field, place: Any) -> int:
+    return (len(place.members) if isinstance(place, Group) else 1) * field.compact_bytes(_region(place))
+
+
+def _flat(field: Field, storage: QuantizedStorage, size: int) -> Tensor:
+    """Bytes of the unpadded `field`, filled up to `size`."""
+    own = geometry.compact(field, storage.buffers[field.name], _region(storage.place)).contiguous()
+    return functional.pad(own.view(-1).view(torch.uint8), (0, size - own.nbytes))
+
+
+@OPS.implements(torch.ops.c10d.broadcast_.default)
+def _broadcast(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
+    """Values in the nominal dtype, since other ranks may hold plain tensors; quantized ones there quantize them."""
+    tensors, group, root, index, *rest = args
+    is_source = dist.ProcessGroup.unbox(group).rank() == root
+    plain = [_values(tensor, known=is_source) for tensor in tensors]
+    _, work = func(plain, group, root, index, True, *rest[1:])
+    dist.Work.unbox(work).wait()
+    for tensor, values in zip(tensors, plain, strict=True):
+        if tensor is not values and not is_source:
+            tensor.quantize_(values)
+    return tensors, work
+
+
+def _values(tensor: Tensor, *, known: bool) -> Tensor:
+    if not isinstance(tensor, QuantizedTensor):
+        return tensor
+    return tensor.dequantize() if known else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 @OPS.implements(*WAITS)

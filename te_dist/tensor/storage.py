@@ -347,6 +347,11 @@ class QuantizedStorage:
             narrowed.initial = self.initial.narrow(dim, start, length).clone()
         return narrowed
 
+    def become(self, place: Any) -> None:
+        """Uninitialised buffers (padding zero) of the same fields for another part of the whole."""
+        self.buffers = geometry.empty_all(self.fields, place, device=self.device)
+        self.region = place
+
     def adopt(self, source: QuantizedStorage) -> None:
         """Becomes a copy of `source`, of the same format, in place: every view of this storage sees it."""
         self.buffers = {name: buffer.clone() for name, buffer in source.buffers.items()}

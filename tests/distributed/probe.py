@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from te_dist.catalog import FORMATS
 from te_dist.formats import Direction, Format, Region, geometry
@@ -67,7 +68,8 @@ class Layer(nn.Module):
         self.seen_in_backward: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Product.apply(x, self.weight, self)
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        return _Product.apply(x, weight, self)
 
 
 def fits(format: Format, rows: int, world: int) -> bool:

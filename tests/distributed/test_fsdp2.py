@@ -7,8 +7,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from te_dist import fsdp2, optim
 from te_dist.formats import Region
@@ -237,3 +239,27 @@ def count_reductions(rank: int, world: int) -> list[int]:
 def test_one_reduction_a_step() -> None:
     for calls in pool(2).run(count_reductions):
         assert len(calls) == 1, calls
+
+
+def shard_by_name(rank: int, world: int) -> str:
+    """On the mesh of all parallelisms, over whose last dimension nothing is sharded."""
+    over, master = mesh((2, 2, 1), ("dp", "cp", "tp")), random_matrix(32, COLS, 0)
+    layers = [Layer(FORMATS["nvfp4_1d_hadamard"], master) for _ in range(2)]
+    for layer in layers:
+        whole = DTensor.from_local(layer.weight.data, over, [Replicate()] * 3, run_check=False)
+        layer.weight = nn.Parameter(whole)
+    dims = fsdp.DataParallelMeshDims(shard="cp", replicate="dp")
+    fsdp2.fully_shard(layers[0], mesh=over, dp_mesh_dims=dims)
+    layers[0](random_matrix(4, COLS, rank).requires_grad_()).sum().backward()
+    assert layers[0].weight.to_local().shape == (16, COLS)
+    assert_seen(layers[0], master, backward=False)
+    assert_seen(layers[0], master, backward=True)
+    with pytest.raises(ValueError, match="32 rows over 4 ranks are cut at row 8") as error:
+        fsdp2.fully_shard(layers[1], mesh=over, dp_mesh_dims=fsdp.DataParallelMeshDims(shard=("dp", "cp")))
+    return str(error.value)
+
+
+@pytest.mark.skipif(not hasattr(fsdp, "DataParallelMeshDims"), reason="dp_mesh_dims= is from torch 2.12 on")
+def test_cuts_are_checked_over_the_dimensions_that_are_named() -> None:
+    first, *others = pool(4).run(shard_by_name)
+    assert all(other == first for other in others)

@@ -1,0 +1,112 @@
+"""What `load_state_dict` does beyond copying: values that are assigned to quantized parameters are quantized first.
+
+torch's `assign=True` puts the tensors of a state dict in the place of parameters. Plain values would leave a module
+with a plain weight, and a shard without the hooks by which it is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from te_dist import _torch_private
+from te_dist.fsdp2.parameter import ShardedParameter
+from te_dist.fsdp2.unsharded import Unsharded
+from te_dist.tensor import QuantizedTensor
+from te_dist.tensor.placement import local_tensor
+
+ASSIGNS = "assign_to_params_buffers"  # torch's key in the metadata that it hands to a module
+
+
+def watch(module: nn.Module) -> None:
+    """Has torch call `quantize_assigned` where `module` is loaded so."""
+    module.register_load_state_dict_pre_hook(_before)
+
+
+def _before(
+    module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+) -> None:
+    if metadata.get(ASSIGNS, False):
+        quantize_assigned(module, state_dict, prefix)
+
+
+@torch.no_grad()
+def quantize_assigned(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str) -> None:
+    """Before torch assigns: parameters of their kind in the place of values for the quantized ones of `module`.
+
+    They have the dtype and the device of the values, as torch has it of plain ones, and the format of the parameter.
+
+    Raises:
+        ValueError: values of another dtype than fp32, bf16 and fp16, or placed otherwise than the parameter is.
+    """
+    for key, param, value in _pairs(module, state_dict, prefix):
+        state_dict[key] = _of_its_kind(param, value, key)
+
+
+@torch.no_grad()
+def keep_loaded(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str) -> None:
+    """After values were loaded: those of parameters that keep what they were quantized from are kept."""
+    for _, param, value in _pairs(module, state_dict, prefix):
+        local, given = local_tensor(param), local_tensor(value)
+        if not (local.is_meta or given.is_meta) and given.shape == local.shape:
+            _keep(local, given)
+
+
+def _keep(local: Any, given: Tensor) -> None:
+    """What a parameter was quantized from, where it keeps that."""
+    if local.keep_initial and not isinstance(given, QuantizedTensor):
+        local.storage.initial = given.detach().to("cpu", copy=True).view(local.storage.shape)
+
+
+def _pairs(
+    module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str
+) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+    """(key, parameter, value of its shape) of the quantized parameters of `module` that have one."""
+    for name, found in module.named_parameters(recurse=False):
+        value, local = state_dict.get(prefix + name), local_tensor(found)
+        if not isinstance(local, ShardedParameter) or not isinstance(value, Tensor):
+            continue
+        # What FSDP2 has gathered it puts back before it loads, but later than this is asked.
+        gathered = isinstance(local.storage, Unsharded)
+        param: Any = _torch_private.sharded_of(found) if gathered else found
+        if param is not None and value.shape == param.shape:  # torch tells of the others
+            yield prefix + name, param, value
+
+
+def _of_its_kind(param: Any, value: Any, key: str) -> nn.Parameter:
+    """A parameter that is quantized and placed as `param` is, of what `value` holds."""
+    wanted, got = (tuple(t.placements) if isinstance(t, DTensor) else None for t in (param, value))
+    if wanted != got:
+        raise ValueError(
+            f"{key}: assigned is {_placed(got)}, the quantized parameter is {_placed(wanted)}; pass values that are "
+            "placed as it is (torch.distributed.tensor.distribute_tensor), or load by set_model_state_dict"
+        )
+    local, given = local_tensor(param), local_tensor(value).detach()
+    if _is_such(given, local):
+        made = local.like(given.storage, local.shape)
+    else:
+        made = torch.empty_like(local, dtype=given.dtype, device=given.device)
+        if not given.is_meta:
+            made.copy_(given)
+            _keep(made, given)
+    if isinstance(param, DTensor):
+        made = DTensor.from_local(
+            made, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+        )
+    return nn.Parameter(made, requires_grad=param.requires_grad)
+
+
+def _is_such(given: Tensor, local: ShardedParameter) -> bool:
+    """Whether what is given holds the same part of a matrix in the same format, so that it can be taken as it is."""
+    if not isinstance(given, QuantizedTensor) or given.storage.matrix_dim != local.storage.matrix_dim:
+        return False
+    a, b = given.storage, local.storage
+    return (a.format, a.place, a.cut, a.cut_dims) == (b.format, b.place, b.cut, b.cut_dims)
+
+
+def _placed(placements: tuple[Any, ...] | None) -> str:
+    return "no DTensor" if placements is None else f"a DTensor of {list(placements)}"

@@ -1,0 +1,188 @@
+"""Loading high-precision values: parameters stay quantized, in place or assigned, whole or in shards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import te_dist as te
+from te_dist import fsdp2, grouped, testing
+from te_dist.formats import Format
+from te_dist.fsdp2 import GroupedParameter, QuantizedParameter
+from te_dist.grouped import quantized_part
+from te_dist.nn.module import QuantizedModule
+from te_dist.recipe import Float8BlockScaling
+from te_dist.tensor import quantize
+from te_dist.tensor.placement import local_tensor
+from te_dist.testing import assert_bitwise
+from tests.distributed.probe import FORMATS, Layer, assert_seen, fits, random_matrix, wires
+from tests.distributed.test_grouped_fsdp2 import Experts, random_group
+
+COLS = 160
+
+
+def on_meta(format: Format, rows: int, *, keeps: bool = False) -> te.Linear:
+    """A layer on meta whose weight is of any format."""
+    layer = te.Linear(COLS, rows, device="meta", bias=False)
+    weight = Layer(format, torch.zeros(rows, COLS)).to("meta").weight.data
+    weight.keep_initial = keeps
+    layer.weight = nn.Parameter(weight)
+    return layer
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_assigned_to_a_parameter_on_meta_are_quantized(name: str) -> None:
+    layer, values = on_meta(FORMATS[name], 96, keeps=True), random_matrix(96, COLS, 3)
+    layer.load_state_dict({"weight": values}, assign=True)
+    assert isinstance(layer.weight, QuantizedParameter)
+    assert layer.weight.requires_grad
+    assert_bitwise(layer.weight.get_high_precision_init_val(), values, "what is kept")
+    want = wires(quantize(values, FORMATS[name]))
+    for field in FORMATS[name].canonical.fields:
+        assert_bitwise(wires(layer.weight)[field.name], want[field.name], field.name)
+    other = on_meta(FORMATS[name], 96)
+    other.load_state_dict(layer.state_dict(), assign=True)
+    assert other.weight.storage is layer.weight.storage, "bytes of the same format are taken as they are"
+
+
+def test_assigned_values_bring_their_dtype_and_keep_what_was_frozen() -> None:
+    layer = on_meta(FORMATS["float8_block_2d"], 96)
+    layer.weight.requires_grad_(False)
+    layer.load_state_dict({"weight": random_matrix(96, COLS, 3).bfloat16()}, assign=True)
+    assert (layer.weight.dtype, layer.weight.requires_grad) == (torch.bfloat16, False)
+
+
+def test_groups_are_quantized_when_values_are_assigned() -> None:
+    with te.quantized_model_init(recipe=Float8BlockScaling()), torch.device("meta"):
+        each, one = (te.GroupedLinear(3, 128, 128, bias=False, single_grouped_weight=flag) for flag in (False, True))
+    values = torch.randn(3, 128, 128)
+    one.load_state_dict({"weight": values}, assign=True)
+    each.load_state_dict({"weight": values}, assign=True)
+    assert isinstance(one.weight, GroupedParameter)
+    for number, member in enumerate(one.weight.members):
+        assert isinstance(getattr(each, f"weight{number}"), QuantizedParameter)
+        assert_bitwise(getattr(each, f"weight{number}").row_data, member.row_data, f"expert {number}")
+
+
+def check_assigned(rank: int, world: int, how: str) -> None:
+    over = testing.mesh((world,), ("dp",))
+    wrap = torch_fully_shard if how == "torch" else fsdp2.fully_shard
+    for name, format in FORMATS.items():
+        rows = 330 if fits(format, 330, world) else 288
+        values = random_matrix(rows, COLS, 3).to(testing.device())
+        layer = Layer(format, torch.zeros(rows, COLS)).to("meta")
+        if how == "torch":
+            layer.__class__ = LayerOfOurs  # plain `fully_shard` knows nothing of assigning, modules of te_dist do
+        wrap(layer, mesh=over)
+        for turn in range(2):  # on meta; and where FSDP2 has gathered the weight and kept it
+            layer.load_state_dict({"weight": distribute_tensor(values, over, [Shard(0)])}, assign=True)
+            assert isinstance(local_tensor(layer.weight), QuantizedParameter), name
+            x = random_matrix(4, COLS, rank).to(values.device).requires_grad_()
+            layer(x).sum().backward()
+            assert_seen(layer, values.cpu(), backward=True)
+            values = values * 3 + turn
+            if turn == 0:
+                layer.unshard()
+
+
+class LayerOfOurs(Layer, QuantizedModule):
+    """With what modules of te_dist do when they are loaded."""
+
+
+@pytest.mark.parametrize("how", ["ours", "torch"])
+def test_values_assigned_to_shards_are_the_quantized_whole(ranks, how: str) -> None:
+    ranks(3).run(check_assigned, how)
+
+
+def refuse_assigned(rank: int, world: int) -> list[str]:
+    over = testing.mesh((world,), ("dp",))
+    layer = Layer(FORMATS["mxfp8_1d"], torch.zeros(96, COLS)).to("meta")
+    fsdp2.fully_shard(layer, mesh=over)
+    values, messages = torch.zeros(96, COLS, device=testing.device()), []
+    for wrong in (values, distribute_tensor(values, over, [Replicate()])):
+        with pytest.raises(ValueError, match="weight: assigned is .*distribute_tensor") as error:
+            layer.load_state_dict({"weight": wrong}, assign=True)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_values_that_are_placed_otherwise_are_refused_on_every_rank(ranks) -> None:
+    first, second = ranks(2).run(refuse_assigned)
+    assert first == second
+
+
+def test_values_that_were_loaded_are_kept_where_those_of_initialization_are() -> None:
+    with te.quantized_model_init(recipe=Float8BlockScaling(), preserve_high_precision_init_val=True):
+        layer = te.Linear(128, 128)
+    values = torch.randn(128, 128)
+    layer.load_state_dict({"weight": values, "bias": torch.zeros(128)})
+    assert_bitwise(layer.weight.get_high_precision_init_val(), values, "kept values")
+
+
+def layers_of(name: str, world: int) -> list[nn.Module]:
+    """A matrix cut unevenly, and a group of which a rank gets nothing, sharded."""
+    format, over = FORMATS[name], testing.mesh((world,), ("dp",))
+    rows = 352 if fits(format, 352, world) else 32 * world
+    matrix = Layer(format, random_matrix(rows, COLS, 1))
+    made = [each.to(testing.device()) for each in (matrix, Experts(format, random_group(2, members=4)))]
+    for layer in made:
+        fsdp2.fully_shard(layer, mesh=over)
+    return made
+
+
+def bytes_of(layer: nn.Module) -> dict[str, Tensor]:
+    storage = local_tensor(layer.weight).storage
+    return {name: buffer.clone() for name, buffer in storage.buffers.items()}
+
+
+def check_whole_state(rank: int, world: int) -> None:
+    """A whole state dict of quantized tensors is cut in bytes, also into columns; broadcast it goes as values."""
+    for name in FORMATS:
+        for layer in layers_of(name, world):
+            want = bytes_of(layer)
+            whole = get_model_state_dict(layer, options=StateDictOptions(full_state_dict=True))
+            with torch.no_grad():
+                local_tensor(layer.weight).fill_(1.0)
+            set_model_state_dict(layer, dict(whole), options=StateDictOptions(full_state_dict=True))
+            for field, buffer in bytes_of(layer).items():
+                assert_bitwise(buffer, want[field], f"{name}: {field} of rank {rank}")
+            assert local_tensor(layer.weight).storage.unsettled is None
+            check_broadcast(layer, whole, rank)
+
+
+def check_broadcast(layer: nn.Module, whole: dict[str, Tensor], rank: int) -> None:
+    """Ranks quantize the values that were sent; the first keeps its bytes, where no other has a say in them."""
+    values, kept = whole["weight"].dequantize(), bytes_of(layer)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(layer, whole if rank == 0 else {}, options=options)
+    fsdp2.settle(layer)
+    storage = local_tensor(layer.weight).storage
+    if rank or storage.may_share_scales():
+        kept = quantized_part(values, layer.weight).buffers
+    for field, buffer in storage.buffers.items():
+        assert_bitwise(buffer, kept[field], f"{field} of rank {rank} after a broadcast")
+
+
+def test_a_whole_state_of_quantized_tensors_is_loaded(ranks) -> None:
+    ranks(3).run(check_whole_state)
+
+
+def check_distributed(rank: int, world: int) -> None:
+    """distribute_tensor sends what the first rank has, whatever the others hold."""
+    over = testing.mesh((world,), ("dp",))
+    for name, format in FORMATS.items():
+        for dim, values in ((0, random_matrix(64, 96, 1)), (1, random_matrix(64, 96, 1)), (0, random_group(1))):
+            make = quantize if values.dim() == 2 else grouped.quantize
+            mine = make(values.to(testing.device()) * (rank + 1), format)
+            got = distribute_tensor(mine, over, [Shard(dim)])
+            want = make(values.to(testing.device()), format).chunk(world, dim)[rank].storage
+            for field, buffer in want.buffers.items():
+                assert_bitwise(local_tensor(got).storage.buffers[field], buffer, f"{name}: {field}, dim {dim}")
+
+
+def test_what_the_first_rank_has_is_distributed_in_bytes(ranks) -> None:
+    ranks(2).run(check_distributed)
