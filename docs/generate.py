@@ -135,8 +135,9 @@ q.copy_(y)                                   # quantizes values, or takes over b
 ```
 
 Ordinary code runs on parameters: a norm in a log line, an average of weights, `model.bfloat16()` (which changes the
-nominal dtype only), the initializers of `torch.nn.init`, optimizers that know nothing of quantization (each update is
-rounded to a code; `te_dist.optim.FusedAdam` keeps masters). Assigning to `.data` quantizes.
+nominal dtype only), the initializers of `torch.nn.init`. Assigning to `.data` quantizes. An optimizer that knows
+nothing of quantization refuses to step: each update would be rounded to a code; [optimizers.md](optimizers.md) has
+those that keep masters.
 
 What is not listed below raises with the name of the op, so that nothing is dequantized behind your back. Products of
 matrices are not listed: they belong to the modules. `torch.compile` traces views, parts and ops on values, and linear

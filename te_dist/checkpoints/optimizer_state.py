@@ -195,4 +195,7 @@ def _allocate(param: Tensor, here: Any, described: dict[str, Any], group: dict[s
 
 
 def _class_name(optimizer: Optimizer) -> str:
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    """That of an optimizer around another has both."""
+    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    wrapped = getattr(optimizer, "wrapped", None)
+    return f"{name}({_class_name(wrapped)})" if isinstance(wrapped, Optimizer) else name

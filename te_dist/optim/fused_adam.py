@@ -15,17 +15,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from te_dist.formats import Partition
 from te_dist.ops.multi_adam import AdamRule, AdamSignals, Adapted, MultiAdam
-from te_dist.scaling.agreement import PartsQuantization, parts_of, settle_parts
-from te_dist.tensor import QuantizedStorage, QuantizedTensor, placement
+from te_dist.optim import masters
+from te_dist.optim.masters import MASTER, Held, Places
+from te_dist.scaling.agreement import PartsQuantization, settle_parts
+from te_dist.tensor import QuantizedStorage, QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -52,6 +52,7 @@ class FusedAdam(torch.optim.Optimizer):
         ValueError: a value is out of range.
     """
 
+    writes_quantized_parameters = True
     _step_supports_amp_scaling = True  # GradScaler sets `grad_scale` and `found_inf` for the time of a step
 
     def __init__(  # noqa: PLR0913  (as torch.optim.AdamW)
@@ -86,12 +87,12 @@ class FusedAdam(torch.optim.Optimizer):
         by_device: dict[torch.device, list[list[tuple[Tensor, Tensor]]]] = {}
         for number, group in enumerate(self.param_groups):
             for param in group["params"]:
-                grad = param.grad
+                grad = masters.gradient(param)
                 if grad is not None:
                     device = grad.device
                     if device not in by_device:
                         by_device[device] = [[] for _ in self.param_groups]
-                    by_device[device][number].append((param, _gradient(param, grad)))
+                    by_device[device][number].append((param, local_tensor(grad).contiguous()))
         for device, groups in by_device.items():
             self._update(device, groups)
         return loss
@@ -123,34 +124,20 @@ class FusedAdam(torch.optim.Optimizer):
             return
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         for name in _MOMENTS:
-            state[name] = _shaped_like(param, torch.zeros(_shape(param), dtype=torch.float32, device=param.device))
+            zeros = torch.zeros(local_tensor(param).shape, dtype=torch.float32, device=param.device)
+            state[name] = masters.shaped_like(param, zeros)
         if self._has_master(param):
-            local = local_tensor(param)
-            state["master_param"] = _shaped_like(param, _initial_master(local))
-            if isinstance(local, QuantizedTensor):
-                local.storage.initial = None  # the master has it now
-            self._trust_master(param)
+            state[MASTER] = masters.shaped_like(param, masters.initial_master(param))
+            masters.take_over(param)
 
     def _trust_master(self, param: Tensor) -> None:
         """Notes that the values a quantized parameter has now are those of its master."""
         local = local_tensor(param)
         if isinstance(local, QuantizedTensor):
-            local.storage.mastered = "master_param" in self.state.get(param, {})
-
-    def _follow(self, param: Tensor) -> None:
-        """Takes the master of a quantized parameter anew if other values were written into it: loaded, clamped."""
-        local = local_tensor(param)
-        if isinstance(local, QuantizedTensor) and not local.storage.mastered:
-            self._target(param).copy_(_initial_master(local))
-            self._trust_master(param)
+            local.storage.mastered = MASTER in self.state.get(param, {})
 
     def _has_master(self, param: Tensor) -> bool:
-        quantized = isinstance(local_tensor(param), QuantizedTensor)
-        return quantized or (self.master_weights and param.dtype != torch.float32)
-
-    def _target(self, param: Tensor) -> Tensor:
-        """The local tensor Adam updates: the master where there is one."""
-        return local_tensor(self.state[param].get("master_param", param))
+        return masters.is_quantized(param) or (self.master_weights and param.dtype != torch.float32)
 
     def _update(self, device: torch.device, groups: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> None:
         """One step of parameters with their gradients, by group, that lie on one device."""
@@ -164,15 +151,14 @@ class FusedAdam(torch.optim.Optimizer):
         if plan is None or plan.kinds != kinds or not plan.holds(self.state):
             for param, _ in pairs:
                 self.initialize_state(param)
-                self._follow(param)
-            tensors = [_Tensors.of(param, self.state[param]) for param, _ in pairs]
-            plan = _Plan(tensors, list(map(len, shape)), grads)
+                if masters.is_quantized(param):
+                    masters.follow(param, self.state[param][MASTER])
+            plan = _Plan([Held.of(param, self.state[param]) for param, _ in pairs], list(map(len, shape)), grads)
             self._keep((device, shape), plan)
             plan.kinds, plan.states = kinds, [id(state) for state in self.state.values()]
         else:
             for each in plan.quantized:
-                if not each.storage.mastered:
-                    self._follow(each.param)
+                masters.follow(each.param, each.state[MASTER])
         plan.settle(unsettled)
         rules, own = zip(*(self._rule(group, device) for group in self.param_groups), strict=True)
         signals = [None if signal is None else signal.to(device) for signal in signals]
@@ -201,46 +187,6 @@ class FusedAdam(torch.optim.Optimizer):
         return rule, lr if is_on_device else None
 
 
-class _Tensors(NamedTuple):
-    """A parameter and all that a step writes for it, as they are at one moment."""
-
-    param: Tensor
-    local: Tensor
-    state: dict[str, Tensor]
-    storage: QuantizedStorage | None
-    buffers: dict[str, Tensor]
-
-    @staticmethod
-    def of(param: Tensor, state: dict[str, Tensor]) -> _Tensors:
-        local = local_tensor(param)
-        if isinstance(local, QuantizedTensor):
-            return _Tensors(param, local, state, local.storage, local.storage.buffers)
-        return _Tensors(param, local, state, None, {"": local})
-
-    def held(self) -> list[tuple[dict[str, Tensor], str, Tensor]]:
-        """Every tensor, and how it is reached."""
-        return [(found, name, tensor) for found in (self.state, self.buffers) for name, tensor in found.items()]
-
-    def is_held(self) -> bool:
-        """Whether the parameter still holds this."""
-        if local_tensor(self.param) is not self.local:
-            return False
-        return self.storage is None or (self.local.storage is self.storage and self.storage.buffers is self.buffers)
-
-    def adapted(self) -> Adapted:
-        """What Adam reads and writes."""
-        value = local_tensor(self.state.get("master_param", self.local))
-        copy = None if self.storage is not None or value is self.local else self.local
-        moments = [local_tensor(self.state[name]) for name in _MOMENTS]
-        for tensor in (value, copy, *moments):
-            if tensor is not None and not (tensor.is_contiguous() and tensor.dtype in _FLOATS):
-                raise ValueError(
-                    f"a parameter of shape {tuple(tensor.shape)}: got {tensor.dtype} with strides {tensor.stride()}, "
-                    "wanted float32, bfloat16 or float16 and contiguous; convert it before the optimizer is made"
-                )
-        return Adapted(value.detach(), *moments, self.state["step"], copy)
-
-
 class _Plan:
     """One step of parameters that stay where they are (see [Note: One step]).
 
@@ -254,27 +200,20 @@ class _Plan:
     kinds: list[tuple[torch.dtype, int]]
     states: list[int]
 
-    def __init__(self, tensors: Sequence[_Tensors], counts: Sequence[int], grads: Sequence[Tensor]) -> None:
+    def __init__(self, held: Sequence[Held], counts: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Args:
-        tensors: of all parameters, group by group.
+        held: of all parameters, group by group.
         counts: of the parameters of each group.
         grads: of all parameters.
         """
-        self._tensors = tensors
-        self._held = [held for each in tensors for held in each.held()]
-        self._places = [local_tensor(tensor) for _, _, tensor in self._held]
-        self._addresses = [tensor.data_ptr() for tensor in self._places]
-        self.quantized = [each for each in tensors if each.storage is not None]
-        self.plain = [tensor for each in tensors if each.storage is None for tensor in {each.param, each.local}]
+        self._places = Places(held)
+        self.quantized = [each for each in held if each.storage is not None]
+        self.plain = [tensor for each in held if each.storage is None for tensor in {each.param, each.local}]
         noop = torch.zeros(1, dtype=torch.int32, device=grads[0].device)
-        adapted = [each.adapted() for each in tensors]
-        over: dict[Any, list[int]] = {}
-        for index, each in enumerate(tensors):
-            if each.storage is not None:
-                over.setdefault(_groups(each.param), []).append(index)
+        adapted = [_adapted(each) for each in held]
         self._quantizations = []
-        for groups, own in over.items():
-            parts = [parts_of(tensors[i].storage, adapted[i].value, _partition(tensors[i].param)) for i in own]
+        for groups, own in masters.by_groups(held).items():
+            parts = [held[i].parts(adapted[i].value) for i in own]
             quantization = PartsQuantization([part for each in parts for part in each], groups, noop=noop)
             readers = iter(quantization.readers)
             for index, each in zip(own, parts, strict=True):
@@ -286,20 +225,15 @@ class _Plan:
 
     def holds(self, states: Mapping[Tensor, dict[str, Tensor]]) -> bool:
         """Whether every tensor is still there, and lies where it lay."""
-        return (
-            [id(state) for state in states.values()] == self.states
-            and all(each.is_held() for each in self._tensors)
-            and all(found.get(name) is tensor for found, name, tensor in self._held)
-            and [tensor.data_ptr() for tensor in self._places] == self._addresses
-        )
+        return [id(state) for state in states.values()] == self.states and self._places.hold()
 
     def settle(self, storages: Sequence[QuantizedStorage]) -> None:
         """Agrees on the scales of some: a step that may be left out may leave them as they are."""
         waiting: dict[Any, list[tuple[QuantizedStorage, Tensor, Partition | None]]] = {}
         for each in self.quantized:
             if any(each.storage is storage for storage in storages):
-                part = (each.storage, each.adapted().value, _partition(each.param))
-                waiting.setdefault(_groups(each.param), []).append(part)
+                part = (each.storage, _adapted(each).value, masters.partition(each.param))
+                waiting.setdefault(masters.spread_over(each.param), []).append(part)
         for over, unsettled in waiting.items():
             settle_parts(unsettled, over)
 
@@ -312,11 +246,18 @@ class _Plan:
             quantization.finish()
 
 
-def _gradient(param: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of what this rank holds. Collective where ranks have yet to sum it (sequence parallelism)."""
-    if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
-        grad = grad.redistribute(placements=param.placements)
-    return local_tensor(grad).contiguous()
+def _adapted(held: Held) -> Adapted:
+    """What Adam reads and writes."""
+    value = local_tensor(held.state.get(MASTER, held.local))
+    copy = None if held.storage is not None or value is held.local else held.local
+    moments = [local_tensor(held.state[name]) for name in _MOMENTS]
+    for tensor in (value, copy, *moments):
+        if tensor is not None and not (tensor.is_contiguous() and tensor.dtype in _FLOATS):
+            raise ValueError(
+                f"a parameter of shape {tuple(tensor.shape)}: got {tensor.dtype} with strides {tensor.stride()}, "
+                "wanted float32, bfloat16 or float16 and contiguous; convert it before the optimizer is made"
+            )
+    return Adapted(value.detach(), *moments, held.state["step"], copy)
 
 
 def _unsettled(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[QuantizedStorage]:
@@ -324,34 +265,3 @@ def _unsettled(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[QuantizedStorage]
     tensors = [local_tensor(param) for param, _ in pairs]
     storages = [tensor.storage for tensor in tensors if isinstance(tensor, QuantizedTensor)]
     return [storage for storage in storages if storage.unsettled is not None]
-
-
-def _shape(param: Tensor) -> torch.Size:
-    return local_tensor(param).shape
-
-
-def _shaped_like(param: Tensor, local: Tensor) -> Tensor:
-    """`local` as a tensor that is sharded as `param` is."""
-    if not isinstance(param, DTensor):
-        return local
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
-
-
-def _initial_master(local: Tensor) -> Tensor:
-    """The best values known: those last written in high precision, else those kept at initialization, else decoded."""
-    if not isinstance(local, QuantizedTensor):
-        return local.to(torch.float32, copy=True)
-    for values in (local.storage.unsettled, local.storage.initial):
-        if values is not None:
-            return values.to(local.device, torch.float32, copy=True).view(local.shape)
-    return local.dequantize(dtype=torch.float32)
-
-
-def _groups(param: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    return placement.groups(param) if isinstance(param, DTensor) else ()
-
-
-def _partition(param: Tensor) -> Partition | None:
-    return placement.partition(param) if isinstance(param, DTensor) else None

@@ -202,6 +202,9 @@ def make_optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
     if kind == "AdamW":
         return torch.optim.AdamW([{"params": plain[:1], "betas": (0.5, 0.9)}, {"params": plain[1:]}], lr=0.125)
     weights = [p for n, p in model.named_parameters() if "weights" in n]
+    if kind == "MasterWeights":
+        groups = [{"params": plain, "weight_decay": 0.0}, {"params": weights}]
+        return optim.MasterWeights(groups, lambda own: torch.optim.AdamW(own, lr=0.125, weight_decay=0.25))
     return optim.FusedAdam([{"params": plain, "weight_decay": 0.0}, {"params": weights}], lr=0.125, weight_decay=0.25)
 
 
@@ -244,7 +247,7 @@ def load_train(rank: int, world: int, path: Path, kind: str, used: bool) -> dict
     return everything(model, optimizer)
 
 
-@pytest.mark.parametrize("kind", ["FusedAdam", "AdamW"])
+@pytest.mark.parametrize("kind", ["FusedAdam", "MasterWeights", "AdamW"])
 def test_training_resumes_exactly(ranks, tmp_path: Path, kind: str) -> None:
     want = ranks(2).run(train_save_train, tmp_path / "c", kind)
     for used in (False, True):
@@ -254,17 +257,17 @@ def test_training_resumes_exactly(ranks, tmp_path: Path, kind: str) -> None:
                 assert_bitwise(tensor, expected[name], name)
 
 
-def save_trained(rank: int, world: int, path: Path) -> dict[str, torch.Tensor]:
+def save_trained(rank: int, world: int, path: Path, kind: str) -> dict[str, torch.Tensor]:
     model = zoo(1, data_parallel(world), TRAINED)
-    optimizer = make_optimizer(model, "FusedAdam")
+    optimizer = make_optimizer(model, kind)
     train(model, optimizer, 0, 1)
     checkpoints.save(path, model=model, optimizer=optimizer)
     return whole_state(model, optimizer)
 
 
-def load_trained(rank: int, world: int, path: Path) -> dict[str, torch.Tensor]:
+def load_trained(rank: int, world: int, path: Path, kind: str) -> dict[str, torch.Tensor]:
     model = zoo(2, data_parallel(world), TRAINED)
-    optimizer = make_optimizer(model, "FusedAdam")
+    optimizer = make_optimizer(model, kind)
     checkpoints.load(path, model=model, optimizer=optimizer)
     return whole_state(model, optimizer)
 
@@ -277,10 +280,10 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     }
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_optimizer_state_is_the_same_on_any_number_of_processes(ranks, tmp_path: Path, world: int) -> None:
-    want = ranks(2).run(save_trained, tmp_path / "c")[0]
-    got = ranks(world).run(load_trained, tmp_path / "c")[0]
+@pytest.mark.parametrize(("world", "kind"), [(1, "FusedAdam"), (3, "FusedAdam"), (3, "MasterWeights")])
+def test_optimizer_state_is_the_same_on_any_number_of_processes(ranks, tmp_path: Path, world: int, kind: str) -> None:
+    want = ranks(2).run(save_trained, tmp_path / "c", kind)[0]
+    got = ranks(world).run(load_trained, tmp_path / "c", kind)[0]
     assert got.keys() == want.keys()
     for name, tensor in got.items():
         assert_bitwise(tensor, want[name], name)

@@ -1,0 +1,264 @@
+"""Any optimizer of torch over quantized and 16-bit parameters: it updates fp32 masters, which are written back.
+
+[Note: Two optimizers]
+Everybody outside sees the parameters of the model: groups, state and hooks of `MasterWeights` are theirs. The wrapped
+optimizer has the masters in their place and knows of no quantization. What is outside is the truth: hyperparameters and
+state are handed in before a step and taken out after it, as references, so that schedulers, checkpoints and state
+dictionaries need to know one optimizer only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from te_dist._torch_private import copy_each
+from te_dist.optim import masters
+from te_dist.optim.masters import MASTER, Held, WriteBack
+from te_dist.tensor.placement import local_tensor
+
+_MAX_WRITE_BACKS = 8
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+class MasterWeights(torch.optim.Optimizer):
+    """An optimizer of torch over fp32 masters of quantized and 16-bit parameters.
+
+        optimizer = optim.MasterWeights(model.parameters(), lambda params: torch.optim.AdamW(params, lr=3e-4))
+
+    For-loop, foreach and fused variants alike. Parameters of other types are updated in place, without a master.
+    Masters are DTensors where parameters are; gradients are cast to fp32 for the time of a step. After it all quantized
+    parameters are quantized together: one reduction for each process group whose ranks share scales.
+
+    Until the first step masters follow whatever is written into parameters; from then on those of quantized parameters
+    do (loaded, clamped, averaged), and those of 16-bit parameters are the optimizer's alone.
+
+    Args:
+        params: parameters, (name, parameter) pairs or groups of them; sharded, replicated or whole.
+        make: called once with what `params` lists (tensors, or groups), masters in the place of parameters; returns
+            the optimizer of all of them.
+
+    Attributes:
+        wrapped: what `make` returned.
+
+    Raises:
+        ValueError: the optimizer that `make` returned has other groups than it was given.
+    """
+
+    writes_quantized_parameters = True
+    wrapped: torch.optim.Optimizer
+
+    def __init__(self, params: Iterable[Any], make: Callable[[list[Any]], torch.optim.Optimizer]) -> None:
+        given = list(params)
+        self._masters: dict[Tensor, Tensor] = {}  # of every parameter; itself where it has none
+        self._states: dict[Tensor, dict[str, Tensor]] = {}  # of every parameter with a master: that alone, for `Held`
+        self._stepped: set[Tensor] = set()
+        self._write_backs: dict[Any, WriteBack] = {}
+        self._captured: list[WriteBack] = []  # what graphs launch is kept as long as they may
+        super().__init__([dict(each) if isinstance(each, dict) else each for each in given], {})
+        inner = [self._inner_group(group) for group in self.param_groups]
+        in_groups = bool(given) and isinstance(given[0], dict)
+        self.wrapped = make(inner if in_groups else inner[0]["params"])
+        self._check_wrapped()
+        self.defaults = self.wrapped.defaults
+        self._take_out()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch: a group with its own hyperparameters."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for param in group["params"]:
+            self._make_master(param)
+        if hasattr(self, "wrapped"):
+            self.wrapped.add_param_group(self._inner_group(group))
+            self._take_out()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of the wrapped optimizer. Collective where shards share scales.
+
+        Args:
+            closure: as in torch; whenever the wrapped optimizer calls it, parameters have the values of their masters.
+        """
+        evaluated = []
+        if closure is not None:
+            with torch.enable_grad():
+                evaluated.append(closure())
+        self._hand_in()
+        updated = self._hand_in_gradients()
+
+        def evaluate() -> Any:
+            if evaluated:
+                return evaluated.pop()
+            with torch.no_grad():
+                self._write_back(updated)
+            with torch.enable_grad():
+                found = closure()
+            updated.update(self._hand_in_gradients())
+            return found
+
+        loss = self.wrapped.step() if closure is None else self.wrapped.step(evaluate)
+        self._write_back(updated)
+        for param, master in updated.items():
+            if master is not param:
+                master.grad = None
+        self._stepped.update(updated)
+        self._take_out()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, but state keeps its type: torch would round it to the dtype of its parameter."""
+        super().load_state_dict(state_dict)
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for key, param in zip(saved, params, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                if name != "step":
+                    self.state[param][name] = _moved(value, param.device)
+            if MASTER in self.state.get(param, {}):
+                masters.take_over(param)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled."""
+        own = ("wrapped", "_masters", "_states", "_stepped")
+        return (
+            super().__getstate__() | {name: getattr(self, name) for name in own} | {"_write_backs": {}, "_captured": []}
+        )
+
+    # -- masters ------------------------------------------------------------------------------------------------
+
+    def _make_master(self, param: Tensor) -> Tensor:
+        master = param
+        if _needs_master(param):
+            master = masters.shaped_like(param, masters.initial_master(param))
+            self._states.setdefault(param, {})[MASTER] = master
+        self._masters[param] = master
+        return master
+
+    def _current_master(self, param: Tensor) -> Tensor:
+        """Of a parameter that may have moved, or have been exchanged since the optimizer was made."""
+        master = self._masters.get(param)
+        if master is None or (master is param) == _needs_master(param):
+            return self._make_master(param)
+        own, local = local_tensor(master), local_tensor(param)
+        fits = own.device == local.device and own.shape == local.shape
+        return (
+            master if fits and isinstance(master, DTensor) == isinstance(param, DTensor) else self._make_master(param)
+        )
+
+    def _refresh(self, param: Tensor, master: Tensor) -> None:
+        """Takes over what was written into the state or into the parameter."""
+        loaded = self.state.get(param, {}).get(MASTER, master)
+        if loaded is not master:
+            local_tensor(master).copy_(local_tensor(loaded))
+        elif masters.is_quantized(param):
+            masters.follow(param, master)
+        elif param not in self._stepped and master is not param:
+            value, kept = local_tensor(param), local_tensor(master)
+            kept.copy_(torch.where(kept.to(value.dtype) == value, kept, value.float()))
+
+    def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The same with masters."""
+        own = {key: value for key, value in group.items() if key != "param_names"}
+        return own | {"params": [self._masters[param] for param in group["params"]]}
+
+    def _check_wrapped(self) -> None:
+        got = [list(map(id, group["params"])) for group in self.wrapped.param_groups]
+        want = [[id(self._masters[param]) for param in group["params"]] for group in self.param_groups]
+        if got != want:
+            raise ValueError(
+                f"make returned an optimizer with {[len(own) for own in got]} parameters in its groups, wanted those "
+                f"it was given, in their order: {[len(own) for own in want]}; put parameters into groups before they "
+                "are passed to MasterWeights"
+            )
+
+    # -- between the two: see [Note: Two optimizers] -----------------------------------------------------------
+
+    def _hand_in(self) -> None:
+        """Hyperparameters and state, to the wrapped optimizer."""
+        for group, inner in zip(self.param_groups, self.wrapped.param_groups, strict=True):
+            inner |= {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            for index, param in enumerate(group["params"]):
+                master = inner["params"][index] = self._current_master(param)
+                self._refresh(param, master)
+                own = {key: value for key, value in self.state.get(param, {}).items() if key != MASTER}
+                if own:
+                    self.wrapped.state[master] = own
+                else:
+                    self.wrapped.state.pop(master, None)
+        params = {param for group in self.param_groups for param in group["params"]}
+        for stale in self._masters.keys() - params:
+            self._masters.pop(stale), self._states.pop(stale, None)
+
+    def _hand_in_gradients(self) -> dict[Tensor, Tensor]:
+        """To masters. Returns those that have one, by parameter."""
+        found: dict[Tensor, Tensor] = {}
+        casts: list[tuple[Tensor, Tensor]] = []
+        for param in (param for group in self.param_groups for param in group["params"]):
+            grad = masters.gradient(param)
+            if grad is None:
+                continue
+            master = self._masters[param]
+            if grad is not param.grad or master is not param:
+                own = local_tensor(grad)
+                if master is not param and own.dtype != torch.float32:
+                    casts.append((torch.empty_like(own, dtype=torch.float32), own))
+                    grad = masters.shaped_like(param, casts[-1][0])
+                master.grad = grad
+            found[param] = master
+        _copy_by_types(casts)
+        return found
+
+    def _write_back(self, updated: dict[Tensor, Tensor]) -> None:
+        """Of these parameters with their masters, from masters into parameters."""
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for param, master in updated.items():
+            if master is not param:
+                by_device.setdefault(master.device, []).append(param)
+        for device, params in by_device.items():
+            key = (device, tuple(map(id, params)))
+            prepared = self._write_backs.pop(key, None)
+            if prepared is None or not prepared.holds():
+                prepared = WriteBack([Held.of(param, self._states[param]) for param in params])
+            while len(self._write_backs) >= _MAX_WRITE_BACKS:
+                del self._write_backs[next(iter(self._write_backs))]
+            self._write_backs[key] = prepared
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                self._captured.append(prepared)
+            prepared.run()
+
+    def _take_out(self) -> None:
+        """Hyperparameters and state, of the wrapped optimizer."""
+        for group, inner in zip(self.param_groups, self.wrapped.param_groups, strict=True):
+            group |= {key: value for key, value in inner.items() if key != "params"}
+            for param in group["params"]:
+                master = self._masters[param]
+                found = self.wrapped.state.get(master, {})
+                if found or param in self._stepped:
+                    self.state[param] = dict(found) if master is param else {MASTER: master, **found}
+
+
+def _needs_master(param: Tensor) -> bool:
+    return masters.is_quantized(param) or param.dtype in _SIXTEEN_BITS
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """State on another device, of the types it has."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(each, device) for key, each in value.items()}
+    return type(value)(_moved(each, device) for each in value) if isinstance(value, list | tuple) else value
+
+
+def _copy_by_types(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Into each from each, those of one type in one go."""
+    types: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for target, source in copies:
+        types.setdefault((source.device, source.dtype), []).append((target, source))
+    for alike in types.values():
+        copy_each(*zip(*alike, strict=True))

@@ -1,0 +1,186 @@
+"""Masters of parameters: how they begin, how they follow, and how they are written into parameters.
+
+A master is an fp32 tensor of the shape of each rank's shard, a DTensor where the parameter is one. Quantized shards end
+as the bytes of the whole matrix of masters quantized at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from te_dist._torch_private import copy_each
+from te_dist.formats import Partition
+from te_dist.ops.multi_tensor import Batch
+from te_dist.scaling.agreement import Part, PartsQuantization, parts_of
+from te_dist.tensor import QuantizedStorage, QuantizedTensor, placement
+from te_dist.tensor.placement import local_tensor
+
+MASTER = "master_param"  # its key in the state of an optimizer
+
+
+def is_quantized(param: Tensor) -> bool:
+    """Whether a parameter, or this rank's shard of it, is quantized."""
+    return isinstance(local_tensor(param), QuantizedTensor)
+
+
+def shaped_like(param: Tensor, local: Tensor) -> Tensor:
+    """`local` as a tensor that is sharded as `param` is."""
+    if not isinstance(param, DTensor):
+        return local
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+
+
+def initial_master(param: Tensor) -> Tensor:
+    """fp32 (local shape), the best values known: those last written in high precision, those kept at initialization,
+    or decoded ones."""
+    local = local_tensor(param)
+    if not isinstance(local, QuantizedTensor):
+        return local.detach().to(torch.float32, copy=True)
+    for values in (local.storage.unsettled, local.storage.initial):
+        if values is not None:
+            return values.to(local.device, torch.float32, copy=True).view(local.shape)
+    return local.dequantize(dtype=torch.float32)
+
+
+def take_over(param: Tensor) -> None:
+    """Notes that the values a quantized parameter has now are those of its master."""
+    local = local_tensor(param)
+    if isinstance(local, QuantizedTensor):
+        local.storage.initial = None
+        local.storage.mastered = True
+
+
+def follow(param: Tensor, master: Tensor) -> None:
+    """Takes the master of a quantized parameter anew if other values were written into it: loaded, clamped."""
+    local = local_tensor(param)
+    if isinstance(local, QuantizedTensor) and not local.storage.mastered:
+        local_tensor(master).copy_(initial_master(param))
+        take_over(param)
+
+
+def gradient(param: Tensor) -> Tensor | None:
+    """The gradient as its parameter is sharded. Collective where ranks have yet to sum it (sequence parallelism)."""
+    grad = param.grad
+    if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
+        return grad.redistribute(placements=param.placements)
+    return grad
+
+
+def spread_over(param: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Process groups over which the parts of a matrix are spread."""
+    return placement.groups(param) if isinstance(param, DTensor) else ()
+
+
+def partition(param: Tensor) -> Partition | None:
+    """How the matrix of a parameter is cut; None where it is not."""
+    return placement.partition(param) if isinstance(param, DTensor) else None
+
+
+class Held(NamedTuple):
+    """A parameter and all that a step writes for it, as they are at one moment.
+
+    Attributes:
+        state: tensors by name, among them the master where there is one.
+        storage, buffers: of a quantized parameter; buffers of a plain one are itself.
+    """
+
+    param: Tensor
+    local: Tensor
+    state: Mapping[str, Tensor]
+    storage: QuantizedStorage | None
+    buffers: Mapping[str, Tensor]
+
+    @staticmethod
+    def of(param: Tensor, state: Mapping[str, Tensor]) -> Held:
+        """Everything as it is now."""
+        local = local_tensor(param)
+        if isinstance(local, QuantizedTensor):
+            return Held(param, local, state, local.storage, local.storage.buffers)
+        return Held(param, local, state, None, {"": local})
+
+    def tensors(self) -> list[tuple[Mapping[str, Tensor], str, Tensor]]:
+        """Every tensor, and how it is reached."""
+        return [(found, name, tensor) for found in (self.state, self.buffers) for name, tensor in found.items()]
+
+    def is_held(self) -> bool:
+        """Whether the parameter still holds this."""
+        if local_tensor(self.param) is not self.local:
+            return False
+        return self.storage is None or (self.local.storage is self.storage and self.storage.buffers is self.buffers)
+
+    def parts(self, values: Tensor) -> list[Part]:
+        """What is quantized from what, of a quantized parameter."""
+        assert self.storage is not None
+        return parts_of(self.storage, values, partition(self.param))
+
+
+class Places:
+    """Whether tensors stay where they were: what was prepared for them holds as long as they do."""
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self._held = held
+        self._tensors = [found for each in held for found in each.tensors()]
+        self._locals = [local_tensor(tensor) for _, _, tensor in self._tensors]
+        self._addresses = [tensor.data_ptr() for tensor in self._locals]
+
+    def hold(self) -> bool:
+        """Whether every tensor is still there, and lies where it lay."""
+        return (
+            all(each.is_held() for each in self._held)
+            and all(found.get(name) is tensor for found, name, tensor in self._tensors)
+            and [tensor.data_ptr() for tensor in self._locals] == self._addresses
+        )
+
+
+def by_groups(held: Iterable[Held]) -> dict[tuple[dist.ProcessGroup, ...], list[int]]:
+    """Indices of the quantized ones, by the process groups that agree on their scales."""
+    found: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+    for index, each in enumerate(held):
+        if each.storage is not None:
+            found.setdefault(spread_over(each.param), []).append(index)
+    return found
+
+
+class WriteBack:
+    """Writes masters into parameters of one device, as often as one likes: one reduction for each process group.
+
+    Args:
+        held: parameters whose states have masters.
+    """
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self._places = Places(held)
+        self._storages = [each.storage for each in held if each.storage is not None]
+        masters = [local_tensor(each.state[MASTER]) for each in held]
+        plain = [(each.local, master) for each, master in zip(held, masters, strict=True) if each.storage is None]
+        self._targets, self._sources = zip(*plain, strict=True) if plain else ((), ())
+        noop = torch.zeros(1, dtype=torch.int32, device=masters[0].device)
+        self._quantizations = []
+        for groups, own in by_groups(held).items():
+            parts = [part for index in own for part in held[index].parts(masters[index])]
+            quantization = PartsQuantization(parts, groups, noop=noop)
+            readers = Batch([[reader] for reader in quantization.readers if reader is not None], noop)
+            self._quantizations.append((quantization, readers))
+
+    def holds(self) -> bool:
+        """Whether it can run once more."""
+        return self._places.hold()
+
+    def run(self) -> None:
+        """Collective where shards share scales."""
+        if self._targets:
+            copy_each([target.detach() for target in self._targets], self._sources)
+        for quantization, readers in self._quantizations:
+            quantization.begin()
+            readers.run()
+            quantization.finish()
+        for storage in self._storages:
+            storage.mastered, storage.unsettled, storage.initial = True, None, None
