@@ -2,9 +2,22 @@
 
 import torch  # noqa: F401  (its libraries are loaded before those of te_dist._C)
 
-from te_dist import checkpoints, fsdp2, grouped, nn, offload, optim, quantizers, recipe, recompute, tensor_parallel
+from te_dist import (
+    checkpoints,
+    flat_shards,
+    fsdp2,
+    grouped,
+    nn,
+    offload,
+    optim,
+    quantizers,
+    recipe,
+    recompute,
+    tensor_parallel,
+)
 from te_dist.context import autocast, quantized_model_init
 from te_dist.convert import convert
+from te_dist.flat_shards import post_all_gather_processing, quantize_master_weights, replace_raw_data
 from te_dist.grouped import GroupedTensor
 from te_dist.nn import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm, prepare
 from te_dist.offload import get_cpu_offload_context
@@ -44,16 +57,20 @@ __all__ = [
     "checkpoint",
     "checkpoints",
     "convert",
+    "flat_shards",
     "fsdp2",
     "get_cpu_offload_context",
     "grouped",
     "nn",
     "offload",
     "optim",
+    "post_all_gather_processing",
     "prepare",
+    "quantize_master_weights",
     "quantized_model_init",
     "quantizers",
     "recipe",
     "recompute",
+    "replace_raw_data",
     "tensor_parallel",
 ]

@@ -82,7 +82,7 @@ def padded(field: Field, wire: Tensor, region: Region, out: Tensor | None = None
 
 def narrow(field: Field, stored: Tensor, region: Region, part: Region, out: Tensor | None = None) -> Tensor:
     """Stored tensor of `part`, a sub-rectangle of `region`. Values of tiles that are cut go to both sides."""
-    return padded(field, _window(field, compact(field, stored, region), region, part), part, out)
+    return padded(field, window(field, compact(field, stored, region), region, part), part, out)
 
 
 def assemble(
@@ -99,7 +99,7 @@ def assemble(
     whole = compact(field, out, region)
     for wire, part in zip(wires, parts, strict=True):
         if wire.numel():
-            _window(field, whole, region, part).copy_(wire)
+            window(field, whole, region, part).copy_(wire)
     return out
 
 
@@ -125,8 +125,12 @@ def is_concatenation(field: Field, parts: Sequence[Region], region: Region) -> b
     return True
 
 
-def _window(field: Field, wire: Tensor, region: Region, part: Region) -> Tensor:
-    """View of the stored values of `part` inside the wire of `region`."""
+def window(field: Field, wire: Tensor, region: Region, part: Region) -> Tensor:
+    """View of the stored values of `part` inside the wire of `region`.
+
+    Raises:
+        ValueError: `part` begins or ends inside a stored byte.
+    """
     spans = zip(region.blocks(field.grain), part.blocks(field.grain), (region.rows, region.cols), strict=True)
     slices: list[slice] = []
     for dim, (whole, inner, span) in enumerate(spans):

@@ -217,6 +217,7 @@ class GroupedStorage(QuantizedStorage):
                 member.quantize_(matrix, amaxes[index] if amaxes is not None else None)
         if x is not self.unsettled:  # to agree on scales is to write the same values once more
             self.initial, self.mastered = None, False
+            self.num_writes += 1
         unsettled = amaxes is None and self.may_share_scales()
         self.unsettled = self._together(matrices, matrices[0].dtype).clone() if unsettled and matrices else None
 

@@ -287,12 +287,13 @@ def _shared_blocks(spans: Sequence[Span], block: int) -> tuple[int, ...]:
     """Blocks, counted from the start of the whole, that more than one of `spans` holds a part of."""
     if block == WHOLE:
         return (0,) if len(spans) > 1 else ()
-    holders: dict[int, int] = {}
-    for span in spans:
+    shared: set[int] = set()
+    end = 0
+    for span in sorted((span for span in spans if len(span)), key=lambda span: span.start):
         blocks = span.blocks(block)
-        for edge in {blocks.start, blocks.stop - 1} if len(blocks) else ():
-            holders[edge] = holders.get(edge, 0) + 1
-    return tuple(sorted(edge for edge, count in holders.items() if count > 1))
+        shared.update(range(blocks.start, min(blocks.stop, end)))
+        end = max(end, blocks.stop)
+    return tuple(sorted(shared))
 
 
 @lru_cache(maxsize=4096)

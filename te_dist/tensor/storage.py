@@ -74,6 +74,7 @@ class QuantizedStorage:
         initial: (rows, cols) on the CPU, the values that initialization quantized, where they were asked to be kept;
             None once others have been written.
         mastered: whether an optimizer wrote these values from a master, and nobody others since.
+        num_writes: how often other values were written through this storage.
     """
 
     matrix_dim: ClassVar[int] = 0  # of nominal dimensions, the first whose cut leaves parts of a matrix
@@ -87,6 +88,7 @@ class QuantizedStorage:
         "format",
         "initial",
         "mastered",
+        "num_writes",
         "region",
         "unsettled",
     )
@@ -109,6 +111,7 @@ class QuantizedStorage:
         self.unsettled: Tensor | None = None
         self.initial: Tensor | None = None
         self.mastered = False
+        self.num_writes = 0
 
     def holding(self, buffers: dict[str, Tensor], format: Format | None = None) -> QuantizedStorage:
         """A storage of the same matrix around other buffers, or of a part of its format; it has no history."""
@@ -241,6 +244,7 @@ class QuantizedStorage:
         codecs.encode(matrix, self.region, planes)
         if x is not self.unsettled:  # to agree on scales is to write the same values once more
             self.initial, self.mastered = None, False
+            self.num_writes += 1
         self.unsettled = values(matrix).clone() if amaxes is None and self.may_share_scales() else None
 
     def may_share_scales(self) -> bool:
@@ -392,6 +396,7 @@ class QuantizedStorage:
     def _take_history(self, source: QuantizedStorage) -> None:
         """What is known of values that are those of `source` from now on."""
         self.unsettled, self.initial, self.mastered = source.unsettled, source.initial, source.mastered
+        self.num_writes += 1
 
     def __repr__(self) -> str:
         present = "+".join(d.value for d in self.directions) or "empty"

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from te_dist import _torch_private
 from tests.house.source import Module, Violation, dotted_name
 
-INTEGRATIONS = {"fsdp2", "tensor_parallel", "offload", "recompute", "checkpoints", "optim"}
+INTEGRATIONS = {"fsdp2", "tensor_parallel", "offload", "recompute", "checkpoints", "optim", "flat_shards"}
 
 # Imports go from a later line to an earlier one, never along a line or down. `te_dist/__init__.py` gathers them all.
 TIERS = (

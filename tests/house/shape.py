@@ -47,6 +47,7 @@ WIDE_SIGNATURES = {
     "te_dist/fsdp2/api.py::fully_shard": "torch's fully_shard, and what te_dist adds to it",
     "te_dist/context.py": "TransformerEngine's, so that moving over is an edit of imports",
     "te_dist/optim/clipping.py::clip_grad_norm_": "torch's clip_grad_norm_, and the ranks of a pipeline",
+    "te_dist/flat_shards/masters.py::quantize_master_weights": "TransformerEngine's",
     "te_dist/offload/layers.py::get_cpu_offload_context": "TransformerEngine's",
     "te_dist/tensor/quantized_tensor.py::QuantizedTensor.update_usage": "TransformerEngine's",
     "te_dist/tensor/storage.py::QuantizedStorage.update_usage": "TransformerEngine's",
