@@ -27,8 +27,14 @@ from benchmarks.report import Report, number, text
 from benchmarks.timing import median_time
 from te_dist import recipe
 
-# (groups, rows of all, N, K), see the shapes of common mixtures of experts.
-SHAPES = ((8, 32768, 4096, 7168), (128, 65536, 1536, 2048), (128, 65536, 2048, 768))
+# (groups, rows of all, N, K): those of common mixtures of experts, and two that the CPU alone takes time for.
+SHAPES = (
+    (8, 32768, 4096, 7168),
+    (128, 65536, 1536, 2048),
+    (128, 65536, 2048, 768),
+    (8, 1024, 512, 512),
+    (128, 16384, 256, 256),
+)
 # How weights are kept: quantized or not, in one parameter or in one for each group, both directions or the rowwise one.
 KINDS = ("quantized", "quantized, both directions", "quantized, each", "plain", "plain, each")
 
@@ -149,7 +155,7 @@ def lines_of(
         for _ in range(3):
             run()
         peer, gpu = median_time(torch_pass, repeats), median_time(run, repeats)
-        cpu = issue_time(run, 2 * repeats), issue_time(run, repeats, in_row=10)
+        cpu = issue_time(run, repeats), issue_time(run, repeats // 3, in_row=10)
         shape = ", ".join(map(str, layer.shape))
         yield Row(shape, routing, name, kind, gpu, layer.flops / gpu / 1e6, *cpu, peak_memory(run), peer / gpu)
         del run

@@ -93,7 +93,7 @@ def lines_of(shape: tuple[int, int, int], chosen: tuple[str, ...], repeats: int)
             run()
         bf16, gpu = median_time(torch_pass, repeats), median_time(run, repeats)
         flops = 6 * rows * features_in * features_out
-        cpu = issue_time(run, 4 * repeats), issue_time(run, repeats, in_row=10)
+        cpu = issue_time(run, 2 * repeats), issue_time(run, repeats // 3, in_row=10)
         lines.append(Row(", ".join(map(str, shape)), weights, name, gpu, flops / gpu / 1e6, *cpu, bf16 / gpu))
     return lines
 

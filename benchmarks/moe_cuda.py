@@ -134,7 +134,7 @@ def lines_of(shape: Shape, chosen: tuple[str, ...], repeats: int, parts: list[st
         for _ in range(3):
             run()
         of_peer, gpu = median_time(peer, repeats), median_time(run, repeats)
-        cpu = issue_time(run, 2 * repeats), issue_time(run, repeats, in_row=10)
+        cpu = issue_time(run, repeats), issue_time(run, repeats // 3, in_row=10)
         yield Row(", ".join(map(str, shape)), name, gpu, flops / gpu / 1e6, *cpu, peak_memory(run), of_peer / gpu)
         if parts is not None:
             parts += [f"\n## {name}, {shape}\n", "| op | calls | us | part |", "|---|---|---|---|", *shares_of(run)]

@@ -160,9 +160,8 @@ struct GemmFloat8Block {
       return scales;
     }
 
-    // Waves that have rows of the tile; where tiles are cut off by groups some may have none.
+    // Waves that have rows of the tile; at the end of a group, or of the matrix, some may have none.
     TE_DIST_DEVICE int live_waves(const Tile& t) const {
-      if constexpr (Tiles::kRowsAreAligned) return kWaves;
       return min(kWaves, (t.out_end - t.out_row - wave_row(0) + 63) / 64);
     }
 

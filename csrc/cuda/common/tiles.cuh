@@ -28,6 +28,13 @@ struct Banded {
     const int first = number * band, height = min(band, row_tiles - first), col = rest / height;
     return {first + rest - col * height, col};
   }
+
+  // A last row of tiles that reach beyond the matrix is walked over at the end: they take less time than others, and so
+  // even out how long blocks of threads work. `whole`: rows of tiles in front of it.
+  TE_DIST_INLINE Banded short_last(int index, int whole, int col_tiles, int band) {
+    const int rest = index - whole * col_tiles;
+    return rest < 0 ? of(index, whole, col_tiles, band) : Banded{whole, rest};
+  }
 };
 
 // What a kernel says of its tiles: extents, and blocks of a cluster side by side along the columns.
@@ -55,7 +62,7 @@ struct OneProduct {
   TE_DIST_DEVICE int count() const { return p.row_tiles * p.col_tiles; }
 
   TE_DIST_DEVICE Tile at(int index, int block) const {
-    const Banded place = Banded::of(index, p.row_tiles, p.col_tiles, p.band);
+    const Banded place = Banded::short_last(index, p.rows / Shape::kRows, p.col_tiles, p.band);
     const int row = place.row * Shape::kRows, col = (place.col * Shape::kCluster + block) * Shape::kCols;
     return {row, col, col, Shape::kSquareB ? col / Shape::kDepth : 0, 0, p.depth_tiles, row, p.rows, 0};
   }
@@ -128,7 +135,7 @@ struct DepthGroups {
 
   TE_DIST_DEVICE Tile at(int index, int block) const {
     const int in_group = p.row_tiles * p.col_tiles, group = index / in_group;
-    const Banded place = Banded::of(index - group * in_group, p.row_tiles, p.col_tiles, p.band);
+    const Banded place = Banded::short_last(index - group * in_group, p.rows / Shape::kRows, p.col_tiles, p.band);
     const int row = place.row * Shape::kRows, col = (place.col * Shape::kCluster + block) * Shape::kCols;
     const int first = __ldg(p.table.tiles + group), depth_tiles = __ldg(p.table.tiles + group + 1) - first;
     return {row, col, col, first, first, depth_tiles, group * p.rows + row, (group + 1) * p.rows, group};
