@@ -1,13 +1,17 @@
 """Every private PyTorch API that te_dist touches. Other modules import these names from here and nowhere else.
 
-`IMPORTED` lists what this module passes on, `ATTRIBUTES` the private attributes of public classes that are used in
-place. Each entry says why there is no public way, and which members and parameters are relied on.
-`tests/test_torch_private.py` fails when one of them moves; `TESTED` are the versions under which it passed.
+`te_dist._torch_names` lists them: `IMPORTED` is what this module passes on, `ATTRIBUTES` are private attributes of
+public classes that are used in place. `tests/test_torch_private.py` fails when one of them moves; `TESTED` are the
+versions under which it passed.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +29,13 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from te_dist._torch_names import ATTRIBUTES, IMPORTED, Private
+
 __all__ = [
     "ATTRIBUTES",
     "IMPORTED",
     "TESTED",
+    "Managed",
     "Private",
     "TorchDispatchMode",
     "call_when_backward_ends",
@@ -38,10 +45,14 @@ __all__ = [
     "gather_end_to_end",
     "in_backward",
     "is_dispatch_watched",
+    "is_first_of_unit",
     "is_gathered",
     "is_mutable",
     "is_traceable_wrapper_subclass",
+    "managed_parameters",
     "preserved_versions",
+    "prefetched_units",
+    "pretended_ranks",
     "process_group",
     "reshards_between_passes",
     "scaled_mm",
@@ -49,6 +60,7 @@ __all__ = [
     "return_and_correct_aliasing",
     "tree_leaves",
     "tree_map_only",
+    "watched_collectives",
 ]
 
 TESTED = ("2.11", "2.13")
@@ -104,12 +116,164 @@ def scaled_mm(
     torch._scaled_mm(a, b, *scales, bias, None, out.dtype, fast, out=out)
 
 
-def reshards_between_passes(unit: nn.Module) -> bool:
-    """Whether an FSDP2 unit frees its parameters after forward and after backward; settled at the first forward."""
+def reshards_between_passes(unit: nn.Module, *, inside: bool = False) -> bool:
+    """Whether an FSDP2 unit frees its parameters after forward and after backward; settled at the first forward.
+
+    Args:
+        inside: whether another unit is known to be around it, so that it will not be the root.
+    """
     state = unit._get_fsdp_state()
-    if state._is_root is None and state._auto_reshard_after_forward:
+    if state._is_root is None and state._auto_reshard_after_forward and not inside:
         return False  # gathered by hand before any forward: it may turn out to be the root, which keeps them
     return all(g._reshard_after_forward and g.reshard_after_backward for g in _parameter_groups(unit))
+
+
+@dataclass(frozen=True)
+class Managed:
+    """A parameter as FSDP2 manages it.
+
+    Attributes:
+        module, name: where it is.
+        sharded: this rank's, a DTensor.
+        num_shards, num_replicas: ranks over which it is cut, and over which the cuts are repeated.
+        padded_numel: values of the largest shard.
+        param_dtype, reduce_dtype: in which plain parameters are gathered, and gradients are reduced.
+        group: number of the group of parameters, of the unit, with which it is gathered.
+        is_cut_inside: whether another dimension than the first is cut.
+        is_kept: whether it stays gathered after forward.
+        is_left_in_backward: whether backward does without it.
+        is_offloaded: whether the shard lies in host memory.
+    """
+
+    module: nn.Module
+    name: str
+    sharded: nn.Parameter
+    num_shards: int
+    num_replicas: int
+    padded_numel: int
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    group: int
+    is_cut_inside: bool
+    is_kept: bool
+    is_left_in_backward: bool
+    is_offloaded: bool
+
+
+def managed_parameters(unit: nn.Module, *, inside: bool = False) -> list[Managed]:
+    """Those of one FSDP2 unit, in the order in which they are gathered.
+
+    Args:
+        inside: whether another unit is known to be around it, so that it will not be the root.
+    """
+    found = []
+    state = unit._get_fsdp_state()
+    is_root = state._is_root or (state._is_root is None and not inside)
+    for number, group in enumerate(_parameter_groups(unit)):
+        mesh, policy = group.mesh_info, group.mp_policy
+        frees = group._reshard_after_forward and not (is_root and state._auto_reshard_after_forward)
+        for param in group.fsdp_params:
+            dtype = param.sharded_param.dtype
+            param_dtype = policy.param_dtype if policy.param_dtype and dtype.is_floating_point else dtype
+            found.append(
+                Managed(
+                    *_place(param),
+                    param.sharded_param,
+                    getattr(mesh, "shard_mesh_size", 1),
+                    getattr(mesh, "replicate_mesh_size", 1),
+                    math.prod(tuple.__iter__(param.padded_sharded_param_size)),
+                    param_dtype,
+                    policy.reduce_dtype or param_dtype,
+                    number,
+                    param.fsdp_placement.dim != 0,
+                    not frees,
+                    not group.unshard_in_backward,
+                    param.offload_to_cpu,
+                )
+            )
+    return found
+
+
+def prefetched_units(unit: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Units that were named to be gathered ahead when `unit` runs in forward, and in backward."""
+    state = unit._get_fsdp_state()
+    ahead = (state._states_to_forward_prefetch, state._states_to_backward_prefetch)
+    forward, backward = ([each._modules[0] for each in states] for states in ahead)
+    return forward, backward
+
+
+def is_first_of_unit(unit: nn.Module) -> bool:
+    """Whether it is the only one, or the first, of the modules that were wrapped together."""
+    return unit._get_fsdp_state()._modules[0] is unit
+
+
+@contextmanager
+def watched_collectives(
+    gathered: Callable[[nn.Module, str, int], None], reduced: Callable[[nn.Module, str, int, int], None]
+) -> Iterator[None]:
+    """Tells, inside the context, what every FSDP2 unit of this process hands to collectives, by parameter.
+
+    Args:
+        gathered: of each gather, takes module and name of a parameter and the bytes of its gathered shards.
+        reduced: of each reduction of gradients, takes the same with the bytes that are reduced and scattered, and
+            those that are reduced over replicas then.
+    """
+    home = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    gather, reduce, arguments = home.foreach_all_gather, home.foreach_reduce, inspect.signature(home.foreach_reduce)
+
+    def foreach_all_gather(params: list[Any], group: dist.ProcessGroup, *rest: Any, **named: Any) -> Any:
+        result = gather(params, group, *rest, **named)
+        sizes = zip(result.param_all_gather_input_numels, result.param_all_gather_input_dtypes, strict=True)
+        for param, (numels, dtypes) in zip(params, sizes, strict=True):
+            sent = sum(n * dtype.itemsize for n, dtype in zip(numels, dtypes, strict=True))
+            gathered(*_place(param), sent * group.size())
+        return result
+
+    def foreach_reduce(params: list[Any], grads: list[Tensor], *rest: Any, **named: Any) -> Any:
+        given = arguments.bind(params, grads, *rest, **named).arguments
+        scattered, replicas = given["reduce_scatter_group"], given["all_reduce_group"]
+        num_shards = 1 if scattered is None else scattered.size()
+        itemsize = (given["reduce_dtype"] or grads[0].dtype).itemsize
+        shares = [
+            (_place(param), _padded_numel(param, grad, num_shards) * itemsize)
+            for param, grad in zip(params, grads, strict=True)
+        ]
+        over_replicas = replicas is not None and replicas.size() > 1 and given["all_reduce_grads"]
+        result = reduce(params, grads, *rest, **named)
+        assert result[0].nbytes == sum(share for _, share in shares), (
+            "FSDP2 reduces other bytes than those of gradients"
+        )
+        for place, share in shares:
+            reduced(*place, share if num_shards > 1 else 0, share // num_shards if over_replicas else 0)
+        return result
+
+    home.foreach_all_gather, home.foreach_reduce = foreach_all_gather, foreach_reduce
+    try:
+        yield
+    finally:
+        home.foreach_all_gather, home.foreach_reduce = gather, reduce
+
+
+@contextmanager
+def pretended_ranks(world_size: int, rank: int) -> Iterator[None]:
+    """A process group of `world_size` ranks of which there is this one alone: collectives return and move nothing."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # makes the backend known
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _place(param: Any) -> tuple[nn.Module, str]:
+    return param._module_info.module, param._module_info.param_name
+
+
+def _padded_numel(param: Any, grad: Tensor, num_shards: int) -> int:
+    """Values of a gradient, filled up so that all ranks have equally many."""
+    if param.fsdp_placement.dim != 0:
+        return grad.numel()
+    return -(-grad.shape[0] // num_shards) * num_shards * math.prod(grad.shape[1:])
 
 
 def is_gathered(tensor: Tensor) -> bool:
@@ -163,152 +327,3 @@ class _Rest(int):
 
     def __mul__(self, other: int) -> _Rest:
         return self
-
-
-@dataclass(frozen=True)
-class Private:
-    """One private API.
-
-    Attributes:
-        path: where torch keeps it.
-        why: what it is used for, and why nothing public serves.
-        name: under which this module exports it; empty for entries of `ATTRIBUTES`.
-        members: attributes of it, or of its instances, that are used.
-        parameters: names of its first parameters, in the order in which they are passed.
-        needs_cuda: whether only a torch built for CUDA has it.
-    """
-
-    path: str
-    why: str
-    name: str = ""
-    members: tuple[str, ...] = ()
-    parameters: tuple[str, ...] = ()
-    needs_cuda: bool = False
-
-
-IMPORTED = (
-    Private(
-        "torch._C._disabled_torch_function_impl",
-        "`__torch_function__` of a subclass on which dispatch alone decides; torch documents it for subclass authors",
-        name="disabled_torch_function",
-    ),
-    Private(
-        "torch.utils._python_dispatch.TorchDispatchMode",
-        "sees every op of a block (counters, storage tracker); the module is private, the class is documented",
-        name="TorchDispatchMode",
-        members=("__torch_dispatch__",),
-    ),
-    Private(
-        "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
-        "tells tensors that are made of inner tensors from plain ones; FSDP2 and torch.compile ask the same question",
-        name="is_traceable_wrapper_subclass",
-        parameters=("t",),
-    ),
-    Private(
-        "torch.utils._python_dispatch.return_and_correct_aliasing",
-        "view and in-place ops of a wrapper subclass must alias as the schema says, or autograd is wrong in silence",
-        name="return_and_correct_aliasing",
-        parameters=("func", "args", "kwargs", "out"),
-    ),
-    Private(
-        "torch.autograd.grad_mode._unsafe_preserve_version_counter",
-        "bytes that are gathered again are those that autograd saved; FSDP2 says so of its own buffers the same way",
-        name="preserved_versions",
-        parameters=("tensors",),
-    ),
-    Private(
-        "torch.utils._pytree.tree_leaves",
-        "finds the tensors in the arguments of an op; torch has no public tree functions",
-        name="tree_leaves",
-        parameters=("tree", "is_leaf"),
-    ),
-    Private(
-        "torch.utils._pytree.tree_map_only",
-        "replaces the tensors in the arguments of an op; torch has no public tree functions",
-        name="tree_map_only",
-        parameters=("type_or_types_or_pred", "func", "tree"),
-    ),
-)
-
-ATTRIBUTES = (
-    Private(
-        "torch.nn.Module._forward_pre_hooks",
-        "whether somebody sees what a module is given; there is a public way to add a hook, none to ask for any",
-    ),
-    Private("torch.nn.Module._forward_hooks", "the same of those who see what it is given and returns"),
-    Private(
-        "torch._C._len_torch_dispatch_stack",
-        "whether ops are being watched, asked on every pass; the public class tells of no mode but its own",
-    ),
-    Private(
-        "torch._ops.OpOverload._schema",
-        "whether an op writes into its arguments; torch.library hands schemas in only",
-    ),
-    Private(
-        "torch._scaled_mm",
-        "cuBLASLt's FP8 GEMM into a given output; `torch.nn.functional.scaled_mm` allocates its own",
-    ),
-    Private(
-        "torch._C._cuda_getCurrentRawStream",
-        "the stream's handle in a tenth of the time that torch.cuda.current_stream takes; Triton asks the same way",
-        needs_cuda=True,
-    ),
-    Private(
-        "torch._C._current_graph_task_id",
-        "tells a gather in backward from one in forward; FSDP2 does not hand the phase to its hooks",
-    ),
-    Private(
-        "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
-        "whether a unit reshards after forward is settled at its first forward only; nothing public says",
-    ),
-    Private(
-        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
-        "FSDP2 takes wires of extension tensors for shards where it cuts another dimension than 0; the size by which "
-        "it lays them out is kept here alone",
-        members=(
-            *("padded_sharded_param_size", "fsdp_placement", "_sharded_local_tensor", "_unsharded_param"),
-            "sharded_param",
-        ),
-    ),
-    Private(
-        "torch.distributed._composable_state._module_state_mapping",
-        "finds the units of FSDP2, and by `FSDPParam._unsharded_param` what they gathered: in forward a gathered "
-        "parameter looks like any other, and what writes its `.grad` by hand is lost",
-    ),
-    Private(
-        "torch.Tensor._make_wrapper_subclass",
-        "the only constructor of a tensor without storage of its own",
-    ),
-    Private(
-        "torch.distributed.tensor.DTensor._local_tensor",
-        "the local shard without the autograd edge that `to_local` adds; FSDP2 reads hooks on it",
-    ),
-    Private(
-        "torch.autograd.Variable._execution_engine.queue_callback",
-        "the end of a backward pass, when all of its amaxes are known; hooks of tensors see single gradients only",
-    ),
-    Private(
-        "torch.Tensor._base",
-        "tells views of a parameter, which offloading must not copy; views carry no public link to what they view",
-    ),
-    Private(
-        "torch.Tensor._version",
-        "tells that a saved tensor was written since; autograd asks the same where no hooks stand in",
-    ),
-    Private(
-        "torch.distributed.distributed_c10d._resolve_process_group",
-        "DTensor hands a gather the name of its group only; nothing public finds the group",
-    ),
-    Private(
-        "torch.nn.Module._parameters",
-        "puts a tensor in the place of a parameter for one forward pass; `setattr` takes parameters only",
-    ),
-    Private(
-        "torch.nn.Module._apply",
-        "keeps fp32 scales fp32 under `model.bfloat16()`; the public conversions give a module no say",
-    ),
-    Private(
-        "torch._foreach_copy_",
-        "copies many tensors in a fixed number of kernels; torch.optim uses it so",
-    ),
-)

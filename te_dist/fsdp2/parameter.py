@@ -44,11 +44,15 @@ class Wrap:
     recompute: bool
     policy: GatherPolicy | None = None
 
+    def needed_policy(self, *, inside: bool = False) -> GatherPolicy:
+        """What the unit asks for as it is now; `inside`: whether it is known not to be the root."""
+        unit = self.unit()
+        reshards = unit is not None and _torch_private.reshards_between_passes(unit, inside=inside)
+        return (RECOMPUTED if self.recompute else RESHARDED) if reshards else KEPT
+
     def settled_policy(self) -> GatherPolicy:
         """The policy of this gather; raises, alike on all ranks, when the first one cannot serve the unit any more."""
-        unit = self.unit()
-        reshards = unit is not None and _torch_private.reshards_between_passes(unit)
-        needed = (RECOMPUTED if self.recompute else RESHARDED) if reshards else KEPT
+        needed = self.needed_policy()
         if self.policy is None:
             self.policy = needed
         elif needed == KEPT != self.policy:
@@ -102,14 +106,25 @@ class ShardedParameter(QuantizedTensor):
             settle_parts([(storage, storage.unsettled, parts)], [mesh.get_group()])
         return plan.pack(storage.buffers, storage.place), (plans, phase, storage.buffers, self._cut.shape)
 
-    def gather_plans(self, num_ranks: int) -> dict[Phase, GatherPlan]:
-        """What a mesh of `num_ranks` sends of this shard in each phase. The first call fixes the policy."""
+    def gather_plans(self, num_ranks: int, policy: GatherPolicy | None = None) -> dict[Phase, GatherPlan]:
+        """What a mesh of `num_ranks` sends of this shard in each phase.
+
+        Args:
+            policy: as if this were the one. None: that of the wrap, which the first such call fixes.
+        """
         cut = self._cut
         # NOTE: one row over several ranks looks like `replicate()` on the rank that has it; what is sent is the same.
         is_replicated = self.storage.place == cut.place and cut.is_of_several
         parts = cut.parts(1 if is_replicated else num_ranks)
-        policy = self.wrap.settled_policy() if self.wrap else GatherPolicy.unknown(self.format)
+        if policy is None:
+            policy = self.wrap.settled_policy() if self.wrap else GatherPolicy.unknown(self.format)
         return {p: plan_gather(self.format, parts, cut.place, policy=policy, phase=p) for p in Phase}
+
+    def expected_policy(self, *, inside: bool) -> GatherPolicy:
+        """The policy by which this is gathered, or will be; `inside`: whether its unit is not the root."""
+        if self.wrap is None:
+            return GatherPolicy.unknown(self.format)
+        return self.wrap.policy or self.wrap.needed_policy(inside=inside)
 
     @property
     def _cut(self) -> Cut | GroupCut:

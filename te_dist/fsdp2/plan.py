@@ -108,6 +108,14 @@ class GatherPlan:
         """Wires of a shard: 1-D uint8 tensors of the declared sizes, zero where a shard is smaller than the largest."""
         return tuple(_pack(wire, buffers, place) for wire in self.wires)
 
+    def packed(self, place: Place) -> tuple[int, ...]:
+        """Bytes that `pack` allocates for each wire of the shard at `place`: 0 where it is a part of the shard."""
+        leading, region = leading_and_region(place)
+        first = [wire.fields[0] for wire in self.wires]
+        stored = [geometry.empty(field, region, device="meta", leading=leading) for field in first]
+        compact = [geometry.compact(field, each, region) for field, each in zip(first, stored, strict=True)]
+        return tuple(0 if _is_wire(each, wire) else wire.nbytes for each, wire in zip(compact, self.wires, strict=True))
+
     def wire_of(self, field: Field) -> int:
         """Index of the wire that carries `field`."""
         return next(i for i, wire in enumerate(self.wires) if field in wire.fields)
@@ -122,9 +130,9 @@ class GatherPlan:
 
     def assemble(self, outputs: Sequence[Tensor], field: Field, out: Tensor) -> Tensor:
         """Writes the stored tensor of `field` of the whole into `out`, from the gathered wires."""
-        wires, (_, region) = self.unpack(outputs, field), _taken_apart(self.whole)
+        wires, (_, region) = self.unpack(outputs, field), leading_and_region(self.whole)
         if not _is_cut_by_members(self.parts, self.whole):
-            return geometry.assemble(field, wires, [_taken_apart(part)[1] for part in self.parts], region, out)
+            return geometry.assemble(field, wires, [leading_and_region(part)[1] for part in self.parts], region, out)
         if field.is_padded(region):
             out.zero_()
         members = geometry.compact(field, out, region).split([len(wire) for wire in wires])
@@ -180,13 +188,13 @@ def _sent_fields(format: Format, needed: Sequence[Direction], *, shares: bool) -
     return tuple(f for f in part.fields if not (shares and f.is_shared(0)))
 
 
-def _taken_apart(place: Place) -> tuple[tuple[int, ...], Region]:
+def leading_and_region(place: Place) -> tuple[tuple[int, ...], Region]:
     """Dimensions in front of a stored tensor, and the region of a matrix."""
     return ((len(place.members),), place.region) if isinstance(place, Group) else ((), place)
 
 
 def _is_cut_by_members(parts: Sequence[Place], whole: Place) -> bool:
-    return isinstance(whole, Group) and all(_taken_apart(part)[1] == whole.region for part in parts)
+    return isinstance(whole, Group) and all(leading_and_region(part)[1] == whole.region for part in parts)
 
 
 def _is_concatenation(field: Field, parts: Sequence[Place], whole: Place) -> bool:
@@ -198,7 +206,7 @@ def _is_concatenation(field: Field, parts: Sequence[Place], whole: Place) -> boo
 
 
 def _bytes(field: Field, place: Place) -> int:
-    leading, region = _taken_apart(place)
+    leading, region = leading_and_region(place)
     return math.prod(leading) * field.compact_bytes(region)
 
 
@@ -215,12 +223,10 @@ def _layout(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
 
 
 def _pack(wire: Wire, buffers: dict[str, Tensor], place: Place) -> Tensor:
-    _, region = _taken_apart(place)
-    if len(wire.fields) == 1:
-        field = wire.fields[0]
-        stored = geometry.compact(field, buffers[field.name], region)
-        if stored.is_contiguous() and stored.nbytes == wire.nbytes:
-            return stored.reshape(-1).view(torch.uint8)
+    _, region = leading_and_region(place)
+    stored = geometry.compact(wire.fields[0], buffers[wire.fields[0].name], region)
+    if _is_wire(stored, wire):
+        return stored.reshape(-1).view(torch.uint8)
     device = buffers[wire.fields[0].name].device
     packed = torch.zeros(wire.nbytes, dtype=torch.uint8, device=device)
     for field, start in zip(wire.fields, wire.offsets, strict=True):
@@ -228,7 +234,12 @@ def _pack(wire: Wire, buffers: dict[str, Tensor], place: Place) -> Tensor:
     return packed
 
 
+def _is_wire(stored: Tensor, wire: Wire) -> bool:
+    """Whether the compact tensor of the first field of `wire` is all of it."""
+    return len(wire.fields) == 1 and stored.is_contiguous() and stored.nbytes == wire.nbytes
+
+
 def _view(field: Field, flat: Tensor, place: Place) -> Tensor:
     """The first bytes of `flat` (1-D uint8) as the compact tensor of `field`."""
-    leading, region = _taken_apart(place)
+    leading, region = leading_and_region(place)
     return flat[: _bytes(field, place)].view(field.dtype).view(*leading, *field.compact_shape(region))

@@ -20,7 +20,7 @@ from te_dist.codecs import Amax, Codec
 from te_dist.formats import WHOLE, Format, Partition, Region, Span
 from te_dist.formats.region import Pair
 from te_dist.ops.multi_tensor import Batch, Call, record
-from te_dist.tensor import Amaxes, QuantizedStorage, find_amaxes
+from te_dist.tensor import Amaxes, QuantizedStorage, find_amaxes, traffic
 
 Part = tuple[QuantizedStorage, Tensor, Partition]
 
@@ -62,7 +62,7 @@ def agree(entries: Sequence[Entry], groups: Sequence[dist.ProcessGroup]) -> None
     if not groups or not any(each.size for each in slots):
         return
     together = torch.cat(grids)
-    _Reduction(together, slots, groups).run()
+    _Reduction(together, slots, groups, owners=[None] * len(slots)).run()
     copy_each(grids, together.split([grid.numel() for grid in grids]))
 
 
@@ -73,6 +73,12 @@ def shares_scales(format: Format, partition: Partition) -> bool:
         for direction in format.directions
         for tile in format[direction].codec.amax_tiles
     )
+
+
+def num_shared_amaxes(format: Format, partition: Partition) -> int:
+    """Amaxes of one matrix on which its parts agree: f32 values that are reduced over every group."""
+    codecs = dict.fromkeys(format[direction].codec for direction in format.directions)
+    return sum(_num_shared(tile, partition) for codec in codecs for tile in codec.amax_tiles)
 
 
 class PartsQuantization:
@@ -106,12 +112,12 @@ class PartsQuantization:
         ]
         self._finds = Batch([record.finds for record in records], noop)
         self._writes = Batch([record.writes or [] for record in records], noop)
-        slots = [
-            each
-            for (storage, _, partition), grids in zip(parts, self._grids, strict=True)
-            for each in _all_slots(grids, storage.region, partition)
-        ]
-        self._reduction = _Reduction(self._amaxes, slots, groups) if any(self._shared) else None
+        slots, owners = [], []
+        for (storage, _, partition), grids in zip(parts, self._grids, strict=True):
+            own = _all_slots(grids, storage.region, partition)
+            slots += own
+            owners += [storage] * len(own)
+        self._reduction = _Reduction(self._amaxes, slots, groups, owners=owners) if any(self._shared) else None
 
     @property
     def calls(self) -> list[Call]:
@@ -179,10 +185,19 @@ class _Reduction:
         amaxes: f32 (n,), all grids.
         slots: of each grid.
         groups: over which parts are spread.
+        owners: of each grid the storage that is quantized by it; None where it has no name.
     """
 
-    def __init__(self, amaxes: Tensor, slots: Sequence[_Slots], groups: Sequence[dist.ProcessGroup]) -> None:
+    def __init__(
+        self,
+        amaxes: Tensor,
+        slots: Sequence[_Slots],
+        groups: Sequence[dist.ProcessGroup],
+        *,
+        owners: Sequence[QuantizedStorage | None],
+    ) -> None:
         self._amaxes, self._groups = amaxes, groups
+        self._sizes = [(owner, each.size) for owner, each in zip(owners, slots, strict=True)]
         own, slot, start, size = [], [], 0, 0
         for each in slots:
             own.append(each.own + start)
@@ -198,8 +213,14 @@ class _Reduction:
         self._agreed.zero_().index_copy_(0, self._slot, self._found)
         for group in self._groups:
             dist.all_reduce(self._agreed, dist.ReduceOp.MAX, group=group)
+        traffic.report(self._shares)
         torch.index_select(self._agreed, 0, self._slot, out=self._found)
         self._amaxes.index_copy_(0, self._own, self._found)
+
+    def _shares(self) -> list[tuple[QuantizedStorage | None, int]]:
+        """Whose amaxes were reduced, and their bytes over all groups."""
+        times = sum(group.size() > 1 for group in self._groups)
+        return [(owner, size * times * self._agreed.itemsize) for owner, size in self._sizes if size]
 
 
 @dataclass
@@ -296,11 +317,23 @@ def _shared_blocks(spans: Sequence[Span], block: int) -> tuple[int, ...]:
     return tuple(sorted(shared))
 
 
+def _extents(tile: Pair, partition: Partition) -> list[Span]:
+    return [_extent(spans, block) for spans, block in zip((partition.rows, partition.cols), tile, strict=True)]
+
+
+def _shared(tile: Pair, partition: Partition) -> list[tuple[int, ...]]:
+    return [_shared_blocks(spans, block) for spans, block in zip((partition.rows, partition.cols), tile, strict=True)]
+
+
+def _num_shared(tile: Pair, partition: Partition) -> int:
+    """Amaxes of one grid that several parts have a say in."""
+    (rows, cols), shared = _extents(tile, partition), _shared(tile, partition)
+    return len(shared[0]) * len(cols) + len(rows) * len(shared[1])
+
+
 @lru_cache(maxsize=4096)
 def _slots(tile: Pair, region: Region, partition: Partition) -> _Slots:
-    extent = [_extent(spans, block) for spans, block in zip((partition.rows, partition.cols), tile, strict=True)]
-    shared = [_shared_blocks(spans, block) for spans, block in zip((partition.rows, partition.cols), tile, strict=True)]
-    size = len(shared[0]) * len(extent[1]) + len(extent[0]) * len(shared[1])
+    extent, shared = _extents(tile, partition), _shared(tile, partition)
     rows, cols = region.blocks(tile)
     own, slot = [], []
     for at, row in enumerate(shared[0]):  # whole rows of tiles that a row cut goes through
@@ -312,6 +345,7 @@ def _slots(tile: Pair, region: Region, partition: Partition) -> _Slots:
         if cols.start <= col < cols.stop:
             own += [r * len(cols) + col - cols.start for r in range(len(rows))]
             slot += [offset + (r - extent[0].start) * len(shared[1]) + at for r in range(rows.start, rows.stop)]
+    size = _num_shared(tile, partition)
     return _Slots(
         len(rows) * len(cols), size, torch.tensor(own, dtype=torch.long), torch.tensor(slot, dtype=torch.long)
     )

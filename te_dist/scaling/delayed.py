@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from te_dist import _torch_private
 from te_dist.quantizers import Float8Quantizer
 from te_dist.scaling.history import DelayedScalingRequest, next_history, next_scale
+from te_dist.tensor import traffic
 
 
 class DelayedScalingState(nn.Module):
@@ -115,6 +116,7 @@ def update() -> None:
 def _reduce(amaxes: list[Tensor], group: dist.ProcessGroup) -> None:
     together = torch.cat(amaxes)
     dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
+    traffic.report(lambda: [(None, together.nbytes)])
     _torch_private.copy_each(amaxes, together.split([a.numel() for a in amaxes]))
 
 

@@ -3,11 +3,15 @@
 with Traffic() as traffic:
     loss = model(x)
 assert traffic.nbytes("all_gather") == expected
+
+`Traffic` sees every collective and not what it is for; who agrees on scales tells so by `report`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -33,6 +37,43 @@ _INPUTS = {
     "_c10d_functional::reduce_scatter_tensor": 0,
 }
 _NAMES = {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}
+
+
+class Purpose(Enum):
+    """What bytes of a parameter are sent for."""
+
+    FORWARD_GATHER = "gather in forward"
+    BACKWARD_GATHER = "gather in backward"
+    REDUCE_SCATTER = "reduce-scatter of gradients"
+    ALL_REDUCE = "all-reduce of gradients"  # over replicas
+    AMAXES = "agreement on scales"  # of values that were written otherwise than by an optimizer, and of activations
+    OPTIMIZER = "optimizer"  # agreement on scales in its step
+
+    __hash__ = object.__hash__
+
+    @property
+    def is_of_a_pass(self) -> bool:
+        """Whether every micro batch sends them."""
+        return self in (Purpose.FORWARD_GATHER, Purpose.BACKWARD_GATHER)
+
+
+Listener = Callable[[Any, int], None]  # takes whose amaxes they are (a storage, None where that has no name), bytes
+
+_listeners: list[Listener] = []
+
+
+def listen(listener: Listener) -> Callable[[], None]:
+    """Has `listener` told of every agreement on amaxes; returns what ends that."""
+    _listeners.append(listener)
+    return lambda: _listeners.remove(listener)
+
+
+def report(shares: Callable[[], Iterable[tuple[Any, int]]]) -> None:
+    """Tells of an agreement on amaxes: `shares` gives whose they are and bytes, and is asked if somebody listens."""
+    if _listeners:
+        for owner, nbytes in shares():
+            for listener in _listeners:
+                listener(owner, nbytes)
 
 
 @dataclass(frozen=True)

@@ -65,10 +65,19 @@ class StorageTracker(TorchDispatchMode):
 
     Not seen: temporaries inside one op, and storages made without an op (`torch.from_numpy`, unpickling) until an op
     takes them.
+
+    Args:
+        counts: which tensors `peak` counts; None leaves it at 0, since it looks at all storages after every op.
+
+    Attributes:
+        peak: most bytes that were alive after an op; may be set back to 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts: Callable[[Tensor], bool] | None = None) -> None:
         super().__init__()
+        self.peak = 0
+        self._counts = counts
+        self._ignored = WeakIdKeyDictionary()  # UntypedStorage -> None
         self._sightings = WeakIdKeyDictionary()  # UntypedStorage -> _Sighting
         self._resize_patch = mock.patch.object(UntypedStorage, "resize_", self._following(UntypedStorage.resize_))
 
@@ -92,6 +101,7 @@ class StorageTracker(TorchDispatchMode):
         result = func(*args, **kwargs)
         for tensor in _plain_tensors(result):
             self._see(tensor, str(func), before=0)
+        self._measure()
         return result
 
     def alive(self, *, besides: Iterable[Tensor | None] = ()) -> list[Allocation]:
@@ -124,6 +134,18 @@ class StorageTracker(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage not in self._sightings:
             self._sightings[storage] = _Sighting(before, tuple(tensor.shape), tensor.dtype, op, _caller())
+            if self._counts is not None and not self._counts(tensor):
+                self._ignored[storage] = None
+
+    def _measure(self) -> None:
+        """Brings `peak` up to date."""
+        if self._counts is not None:
+            grown = (
+                storage.nbytes() - seen.before
+                for storage, seen in self._sightings.items()
+                if storage not in self._ignored
+            )
+            self.peak = max(self.peak, sum(grown))
 
     def _following(self, resize: Callable[..., Any]) -> Callable[..., Any]:
         """`UntypedStorage.resize_`, which is no op and so passes no dispatch mode, with a record of its storage."""
@@ -131,7 +153,9 @@ class StorageTracker(TorchDispatchMode):
         def resize_(storage: UntypedStorage, size: int) -> Any:
             if storage not in self._sightings:
                 self._sightings[storage] = _Sighting(storage.nbytes(), (size,), torch.uint8, "resize_", _caller())
-            return resize(storage, size)
+            result = resize(storage, size)
+            self._measure()
+            return result
 
         return resize_
 

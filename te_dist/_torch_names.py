@@ -1,0 +1,202 @@
+"""The list of every private PyTorch API that `te_dist._torch_private` touches.
+
+`IMPORTED` lists what that module passes on, `ATTRIBUTES` the private attributes of public classes that are used in
+place. Each entry says why there is no public way, and which members and parameters are relied on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Private:
+    """One private API.
+
+    Attributes:
+        path: where torch keeps it.
+        why: what it is used for, and why nothing public serves.
+        name: under which this module exports it; empty for entries of `ATTRIBUTES`.
+        members: attributes of it, or of its instances, that are used.
+        parameters: names of its first parameters, in the order in which they are passed.
+        needs_cuda: whether only a torch built for CUDA has it.
+    """
+
+    path: str
+    why: str
+    name: str = ""
+    members: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    needs_cuda: bool = False
+
+
+IMPORTED = (
+    Private(
+        "torch._C._disabled_torch_function_impl",
+        "`__torch_function__` of a subclass on which dispatch alone decides; torch documents it for subclass authors",
+        name="disabled_torch_function",
+    ),
+    Private(
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "sees every op of a block (counters, storage tracker); the module is private, the class is documented",
+        name="TorchDispatchMode",
+        members=("__torch_dispatch__",),
+    ),
+    Private(
+        "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
+        "tells tensors that are made of inner tensors from plain ones; FSDP2 and torch.compile ask the same question",
+        name="is_traceable_wrapper_subclass",
+        parameters=("t",),
+    ),
+    Private(
+        "torch.utils._python_dispatch.return_and_correct_aliasing",
+        "view and in-place ops of a wrapper subclass must alias as the schema says, or autograd is wrong in silence",
+        name="return_and_correct_aliasing",
+        parameters=("func", "args", "kwargs", "out"),
+    ),
+    Private(
+        "torch.autograd.grad_mode._unsafe_preserve_version_counter",
+        "bytes that are gathered again are those that autograd saved; FSDP2 says so of its own buffers the same way",
+        name="preserved_versions",
+        parameters=("tensors",),
+    ),
+    Private(
+        "torch.utils._pytree.tree_leaves",
+        "finds the tensors in the arguments of an op; torch has no public tree functions",
+        name="tree_leaves",
+        parameters=("tree", "is_leaf"),
+    ),
+    Private(
+        "torch.utils._pytree.tree_map_only",
+        "replaces the tensors in the arguments of an op; torch has no public tree functions",
+        name="tree_map_only",
+        parameters=("type_or_types_or_pred", "func", "tree"),
+    ),
+)
+
+ATTRIBUTES = (
+    Private(
+        "torch.nn.Module._forward_pre_hooks",
+        "whether somebody sees what a module is given; there is a public way to add a hook, none to ask for any",
+    ),
+    Private("torch.nn.Module._forward_hooks", "the same of those who see what it is given and returns"),
+    Private(
+        "torch._C._len_torch_dispatch_stack",
+        "whether ops are being watched, asked on every pass; the public class tells of no mode but its own",
+    ),
+    Private(
+        "torch._ops.OpOverload._schema",
+        "whether an op writes into its arguments; torch.library hands schemas in only",
+    ),
+    Private(
+        "torch._scaled_mm",
+        "cuBLASLt's FP8 GEMM into a given output; `torch.nn.functional.scaled_mm` allocates its own",
+    ),
+    Private(
+        "torch._C._cuda_getCurrentRawStream",
+        "the stream's handle in a tenth of the time that torch.cuda.current_stream takes; Triton asks the same way",
+        needs_cuda=True,
+    ),
+    Private(
+        "torch._C._current_graph_task_id",
+        "tells a gather in backward from one in forward; FSDP2 does not hand the phase to its hooks",
+    ),
+    Private(
+        "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+        "whether a unit reshards after forward is settled at its first forward only; nothing public says",
+    ),
+    Private(
+        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
+        "FSDP2 takes wires of extension tensors for shards where it cuts another dimension than 0; the size by which "
+        "it lays them out is kept here alone",
+        members=(
+            "padded_sharded_param_size",
+            "fsdp_placement",
+            "sharded_param",
+            "offload_to_cpu",
+            "_module_info",
+            "_sharded_local_tensor",
+            "_unsharded_param",
+        ),
+    ),
+    Private(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+        "which parameters are gathered together, over which ranks and in which dtype: what a plan of bytes is made of",
+        members=(
+            "fsdp_params",
+            "mesh_info",
+            "mp_policy",
+            "unshard_in_backward",
+            "_reshard_after_forward",
+            "reshard_after_backward",
+        ),
+    ),
+    Private(
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
+        "which unit is the root, and which ones are gathered ahead; there are public ways to say so, none to ask",
+        members=(
+            "_is_root",
+            "_modules",
+            "_auto_reshard_after_forward",
+            "_states_to_forward_prefetch",
+            "_states_to_backward_prefetch",
+        ),
+    ),
+    Private(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_all_gather",
+        "hands all parameters of a unit to a collective in one buffer; the custom collectives that FSDP2 takes see the "
+        "buffer only, and bytes are counted by parameter",
+        parameters=("fsdp_params", "group"),
+    ),
+    Private(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_reduce",
+        "the same for gradients, of which only some parameters may have one",
+        parameters=("fsdp_params", "unsharded_grads", "reduce_scatter_group"),
+    ),
+    Private(
+        "torch.testing._internal.distributed.fake_pg",
+        "the backend without other ranks, by which a model is sharded as one rank of many would have it; torch's own "
+        "documentation points at it, and keeps it here",
+    ),
+    Private(
+        "torch.distributed._composable_state._module_state_mapping",
+        "finds the units of FSDP2, and by `FSDPParam._unsharded_param` what they gathered: in forward a gathered "
+        "parameter looks like any other, and what writes its `.grad` by hand is lost",
+    ),
+    Private(
+        "torch.Tensor._make_wrapper_subclass",
+        "the only constructor of a tensor without storage of its own",
+    ),
+    Private(
+        "torch.distributed.tensor.DTensor._local_tensor",
+        "the local shard without the autograd edge that `to_local` adds; FSDP2 reads hooks on it",
+    ),
+    Private(
+        "torch.autograd.Variable._execution_engine.queue_callback",
+        "the end of a backward pass, when all of its amaxes are known; hooks of tensors see single gradients only",
+    ),
+    Private(
+        "torch.Tensor._base",
+        "tells views of a parameter, which offloading must not copy; views carry no public link to what they view",
+    ),
+    Private(
+        "torch.Tensor._version",
+        "tells that a saved tensor was written since; autograd asks the same where no hooks stand in",
+    ),
+    Private(
+        "torch.distributed.distributed_c10d._resolve_process_group",
+        "DTensor hands a gather the name of its group only; nothing public finds the group",
+    ),
+    Private(
+        "torch.nn.Module._parameters",
+        "puts a tensor in the place of a parameter for one forward pass; `setattr` takes parameters only",
+    ),
+    Private(
+        "torch.nn.Module._apply",
+        "keeps fp32 scales fp32 under `model.bfloat16()`; the public conversions give a module no say",
+    ),
+    Private(
+        "torch._foreach_copy_",
+        "copies many tensors in a fixed number of kernels; torch.optim uses it so",
+    ),
+)

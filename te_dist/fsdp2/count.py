@@ -1,0 +1,116 @@
+"""Counts the bytes that a sharded model sends, by parameter and by purpose."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from te_dist import _torch_private
+from te_dist.fsdp2.footprint import dotted
+from te_dist.fsdp2.parameter import ShardedParameter
+from te_dist.tensor import traffic
+from te_dist.tensor.placement import local_tensor
+from te_dist.tensor.traffic import Purpose
+
+NAMELESS = ""  # what is sent for no parameter of the model
+
+
+class CountedTraffic:
+    """Bytes by parameter and purpose; a gather counts what arrives, a reduction what goes in.
+
+    Attributes:
+        sent: bytes by (name of a parameter, purpose). Amaxes of activations have an empty name.
+    """
+
+    def __init__(self) -> None:
+        self.sent: Counter[tuple[str, Purpose]] = Counter()
+
+    def nbytes(self, *purposes: Purpose, name: str | None = None) -> int:
+        """Bytes of these purposes, or of all; of one parameter, or of all."""
+        return sum(
+            nbytes
+            for (parameter, purpose), nbytes in self.sent.items()
+            if (not purposes or purpose in purposes) and name in (None, parameter)
+        )
+
+    def __str__(self) -> str:
+        """A table: a line for each parameter, a column for each purpose."""
+        names = dict.fromkeys(name for name, _ in self.sent)
+        rows = [("", *(purpose.value for purpose in Purpose))]
+        rows += [(name or "-", *(f"{self.sent[name, purpose]:,}" for purpose in Purpose)) for name in names]
+        rows += [("sum", *(f"{self.nbytes(purpose):,}" for purpose in Purpose))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join(
+                (row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)))
+            )
+            for row in rows
+        )
+
+
+@contextmanager
+def count_traffic(model: nn.Module) -> Iterator[CountedTraffic]:
+    """Counts, inside the context, what FSDP2 and the agreement on scales send for parameters of `model`.
+
+    Nothing is launched or waited for; outside of the context nothing is counted. Replays of CUDA graphs are not seen.
+
+    Args:
+        model: with units that `fully_shard` wrapped.
+    """
+    counted, names = CountedTraffic(), {module: name for name, module in model.named_modules()}
+    stepping: list[Any] = []  # optimizers whose step is running
+
+    def add(module: nn.Module, name: str, nbytes: dict[Purpose, int]) -> None:
+        if module in names:
+            for purpose, number in nbytes.items():
+                counted.sent[dotted(names[module], name), purpose] += number
+
+    def gathered(module: nn.Module, name: str, nbytes: int) -> None:
+        backward = _torch_private.in_backward()
+        add(module, name, {Purpose.BACKWARD_GATHER if backward else Purpose.FORWARD_GATHER: nbytes})
+
+    def reduced(module: nn.Module, name: str, scattered: int, over_replicas: int) -> None:
+        add(module, name, {Purpose.REDUCE_SCATTER: scattered, Purpose.ALL_REDUCE: over_replicas})
+
+    def agreed(owner: Any, nbytes: int) -> None:
+        name = NAMELESS if owner is None else _name_of(owner, model, names)
+        counted.sent[name, Purpose.OPTIMIZER if stepping else Purpose.AMAXES] += nbytes
+
+    ends = [
+        traffic.listen(agreed),
+        register_optimizer_step_pre_hook(lambda optimizer, *_: stepping.append(optimizer)).remove,
+        register_optimizer_step_post_hook(lambda *_: stepping.clear()).remove,
+    ]
+    try:
+        with _torch_private.watched_collectives(gathered, reduced):
+            yield counted
+    finally:
+        for end in ends:
+            end()
+
+
+def _name_of(storage: Any, model: nn.Module, names: dict[nn.Module, str]) -> str:
+    """The parameter whose memory `storage` views; members of groups do."""
+    memory = [buffer.untyped_storage() for buffer in storage.buffers.values()]
+    for name, param in _sharded_parameters(model, names):
+        local = local_tensor(param)
+        if isinstance(local, ShardedParameter):
+            for buffer in local.storage.buffers.values():
+                if any(buffer.untyped_storage() is each for each in memory):
+                    return name
+    return NAMELESS
+
+
+def _sharded_parameters(model: nn.Module, names: dict[nn.Module, str]) -> Iterator[tuple[str, nn.Parameter]]:
+    """All parameters as they are between steps, also while they are gathered."""
+    for module in names:
+        if isinstance(module, FSDPModule) and _torch_private.is_first_of_unit(module):
+            for managed in _torch_private.managed_parameters(module):
+                yield dotted(names[managed.module], managed.name), managed.sharded
+    yield from model.named_parameters()

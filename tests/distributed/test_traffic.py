@@ -1,0 +1,136 @@
+"""Bytes that a sharded model sends: as counted, as every collective got them, and as computed without running."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from te_dist import fsdp2, optim
+from te_dist.fsdp2 import Purpose
+from te_dist.tensor.traffic import Traffic
+from te_dist.testing import mesh, pool
+from tests.distributed.probe import FORMATS, Layer, fits, random_matrix
+from tests.distributed.test_grouped_fsdp2 import Experts, placed, random_group
+
+COLS = 160  # a ragged tile of 128
+GATHERS = (Purpose.FORWARD_GATHER, Purpose.BACKWARD_GATHER)
+BY_WORLD = {3: ("ours", "kept", "recompute"), 4: ("hsdp", "two rows", "members"), 2: ("rows of members",)}
+
+
+class Model(nn.Module):
+    """Two layers, of which one is frozen, a plain parameter and an unused one."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = layers
+        self.gain, self.unused = (nn.Parameter(torch.ones(COLS + 1)) for _ in range(2))
+        self.second.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x).sum() + self.second(x).sum() + self.gain.sum()
+
+
+def build(name: str, how: str, world: int) -> Model:
+    """Sharded over all ranks; weights of 328 or 384 rows, of two, or of six experts."""
+    if how in ("members", "rows of members"):
+        layers = [Experts(FORMATS[name], random_group(seed)) for seed in (0, 1)]
+    else:
+        rows = 2 if how == "two rows" else 328 if fits(FORMATS[name], 328, world) else 384
+        layers = [Layer(FORMATS[name], random_matrix(rows, COLS, seed)) for seed in (0, 1)]
+    model = Model(*layers)
+    over = mesh((2, 2), ("replicate", "shard")) if how == "hsdp" else mesh((world,), ("dp",))
+    options: dict[str, Any] = {"mesh": over, "reshard_after_forward": how != "kept", "recompute": how == "recompute"}
+    if how == "hsdp":
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    for layer in layers:
+        fsdp2.fully_shard(layer, shard_placement_fn=placed("rows" if how == "rows of members" else ""), **options)
+    fsdp2.fully_shard(model, **options)
+    return model
+
+
+def train_and_count(rank: int, world: int, name: str) -> None:
+    """Two steps of two micro batches each; the second is counted."""
+    for how in BY_WORLD[world]:
+        if how == "two rows" and FORMATS[name].alignment(0) > 1:
+            continue
+        model = build(name, how, world)
+        planned = fsdp2.footprints(model)
+        optimizer = optim.FusedAdam([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(2):
+            with fsdp2.count_traffic(model) as counted, Traffic() as traffic:
+                for index in range(2):
+                    model.set_requires_gradient_sync(index == 1)
+                    model(random_matrix(4, COLS, rank).requires_grad_()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_counted(counted, traffic, 2 if how == "hsdp" else world)
+        assert_planned(counted, planned)
+        assert bool(counted.nbytes(Purpose.BACKWARD_GATHER)) == (how != "kept")
+
+
+def assert_counted(counted: fsdp2.CountedTraffic, traffic: Traffic, num_shards: int) -> None:
+    """What was counted is what collectives were handed."""
+    assert counted.nbytes(*GATHERS) == traffic.nbytes("all_gather") * num_shards
+    assert counted.nbytes(Purpose.REDUCE_SCATTER) == traffic.nbytes("reduce_scatter")
+    assert counted.nbytes(Purpose.ALL_REDUCE, Purpose.OPTIMIZER) == traffic.nbytes("all_reduce")
+    assert not counted.nbytes(Purpose.AMAXES)
+    assert counted.nbytes(Purpose.FORWARD_GATHER)
+
+
+def assert_planned(counted: fsdp2.CountedTraffic, planned: fsdp2.Unit) -> None:
+    """Every parameter sent for every purpose what was planned, in two micro batches."""
+    for unit in planned.flat():
+        for each in unit.parameters:
+            wanted = fsdp2.sent_per_step([each], micro_batches=2)
+            if each.name == "unused":  # it has no gradient, which nobody knows ahead
+                wanted |= {Purpose.REDUCE_SCATTER: 0, Purpose.ALL_REDUCE: 0}
+            for purpose, nbytes in wanted.items():
+                assert counted.nbytes(purpose, name=each.name) == nbytes, (each.name, purpose)
+    assert {name for name, _ in counted.sent} == {each.name for unit in planned.flat() for each in unit.parameters}
+
+
+@pytest.mark.parametrize("world", BY_WORLD)
+@pytest.mark.parametrize("name", FORMATS)
+def test_counted_bytes_are_those_planned_and_those_sent(name: str, world: int) -> None:
+    pool(world).run(train_and_count, name)
+
+
+def write_and_count(rank: int, world: int) -> None:
+    """Amaxes that are agreed on outside of the optimizer; another model's are nobody's; afterwards nothing is told."""
+    model, other = (build("float8_block_2d", "ours", world) for _ in range(2))
+    with fsdp2.count_traffic(model) as counted, Traffic() as traffic:
+        for each in (model, other):
+            each.first.weight._local_tensor.copy_(each.first.weight._local_tensor.dequantize())
+            fsdp2.settle(each)
+    agreed = counted.nbytes(Purpose.AMAXES, name="first.weight")
+    assert agreed == counted.nbytes(Purpose.AMAXES, name="") > 0
+    assert counted.nbytes() == 2 * agreed == traffic.nbytes("all_reduce")
+    model(random_matrix(4, COLS, rank).requires_grad_()).backward()
+    fsdp2.settle(model)
+    assert counted.nbytes() == 2 * agreed
+    lines = str(counted).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["first.weight", "-", "sum"]
+
+
+def test_agreement_on_written_values_is_counted() -> None:
+    pool(3).run(write_and_count)
+
+
+def accumulate_over_replicas(rank: int, world: int) -> None:
+    """Gradients that are not yet reduced over replicas are counted as scattered alone."""
+    model = build("mxfp8_2d", "hsdp", world)
+    with fsdp2.count_traffic(model) as counted, Traffic() as traffic:
+        model.set_requires_all_reduce(False)
+        model(random_matrix(4, COLS, rank).requires_grad_()).backward()
+    assert counted.nbytes(Purpose.REDUCE_SCATTER) == traffic.nbytes("reduce_scatter") > 0
+    assert counted.nbytes(Purpose.ALL_REDUCE) == traffic.nbytes("all_reduce") == 0
+    dist.barrier()
+
+
+def test_reduction_over_replicas_can_be_left_out() -> None:
+    pool(4).run(accumulate_over_replicas)
