@@ -57,6 +57,11 @@ class Tiling:
         """Along the rows of an output."""
         return -(-rows // self.rows)
 
+    def row_work(self, rows: int) -> float:
+        """Whole tiles that take as long as those along the rows: one of few rows takes about half the time of one."""
+        whole, rest = divmod(rows, self.rows)
+        return whole + (0.5 + 0.5 * rest / self.rows if rest else 0.0)
+
     def col_tiles(self, cols: int) -> int:
         """Of a cluster, along the columns of an output."""
         return -(-cols // (self.cols * self.cluster))
@@ -134,7 +139,7 @@ def fastest(rates: Rates, extents: Extents, *, adds: bool) -> Tiling:
 @lru_cache(maxsize=4096)  # numbers of rows may be others in every step
 def tiling(rows: int, cols: int, depth_tiles: int, kind: Kind) -> Tiling:
     """The fastest one for a product of this shape."""
-    return fastest(RATES[kind], Extents(lambda shape: shape.row_tiles(rows), cols, depth_tiles), adds=kind.adds)
+    return fastest(RATES[kind], Extents(lambda shape: shape.row_work(rows), cols, depth_tiles), adds=kind.adds)
 
 
 class Variant(NamedTuple):
