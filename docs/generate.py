@@ -5,10 +5,12 @@ A generated page is a function from nothing to Markdown in `PAGES`. `tests/test_
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from te_dist import env
 from te_dist.catalog import FORMATS
@@ -177,6 +179,43 @@ experts are groups.
 """
 
 
+def matrix() -> str:
+    """Every format in every situation of FSDP2, as the tests recorded it in `fsdp2_matrix.json`."""
+    recorded: dict[str, dict[str, Any]] = json.loads((FOLDER / "fsdp2_matrix.json").read_text())
+    rows = list(recorded.values())
+    columns: dict[tuple[str, ...], list[str]] = {}  # formats that fare alike everywhere share a column
+    for name in FORMATS:
+        columns.setdefault(tuple(row["cells"][name] for row in rows), []).append(name)
+    reasons = list(dict.fromkeys(state for row in rows for state in row["cells"].values() if state != GREEN))
+    letters = [chr(ord("A") + number) for number in range(len(columns))]
+    cells = sum(len(row["cells"]) for row in rows)
+    green = sum(state == GREEN for row in rows for state in row["cells"].values())
+    lines = [
+        f"{cells} cells: {green} green (✓), {cells - green} refused for a reason that torch imposes (its number).",
+        "",
+    ]
+    for letter, names in zip(letters, columns.values(), strict=True):
+        lines += textwrap.wrap(
+            f"- **{letter}**: {', '.join(f'`{name}`' for name in names)}", 118, subsequent_indent="  "
+        )
+    for group in dict.fromkeys(row["group"] for row in rows):
+        lines += ["", f"| {group} | ranks | torch | {' | '.join(letters)} |", f"|---|---|---|{'---|' * len(letters)}"]
+        for number, row in enumerate(rows):
+            if row["group"] == group:
+                states = [state[number] for state in columns]
+                shown = ["✓" if state == GREEN else str(reasons.index(state) + 1) for state in states]
+                lines.append(f"| {row['title']} | {row['world']} | {row['torch']} | {' | '.join(shown)} |")
+    lines.append("")
+    for number, reason in enumerate(reasons, 1):
+        lines += textwrap.wrap(f"{number}. {reason[0].upper()}{reason[1:]}.", 120, subsequent_indent="   ")
+    return "\n".join(lines)
+
+
+GREEN = "green"
+
+# By page, what is written between `<!-- NAME -->` and `<!-- end of NAME -->`.
+SECTIONS: dict[str, dict[str, Callable[[], str]]] = {"fsdp2.md": {"matrix": matrix}}
+
 PAGES: dict[str, Callable[[], str]] = {
     "environment.md": environment,
     "formats.md": formats,
@@ -197,7 +236,15 @@ def write() -> None:
 
 
 def _texts() -> dict[str, str]:
-    return {name: HEADER + make() for name, make in PAGES.items()}
+    pages = {name: HEADER + make() for name, make in PAGES.items()}
+    for name, sections in SECTIONS.items():
+        text = (FOLDER / name).read_text()
+        for section, make in sections.items():
+            start, end = f"<!-- {section}: written by docs/generate.py -->\n", f"\n<!-- end of {section} -->"
+            before, _, rest = text.partition(start)
+            text = f"{before}{start}\n{make()}\n{end}{rest.partition(end)[2]}"
+        pages[name] = text
+    return pages
 
 
 def _is_current(page: Path, text: str) -> bool:

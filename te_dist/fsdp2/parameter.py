@@ -23,11 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from te_dist import _torch_private
 from te_dist.formats import Partition
-from te_dist.fsdp2.plan import KEPT, RECOMPUTED, RESHARDED, GatherPlan, GatherPolicy, Phase, plan_gather
+from te_dist.fsdp2.plan import KEPT, RECOMPUTED, RESHARDED, GatherPlan, GatherPolicy, Phase, Place, plan_gather
 from te_dist.fsdp2.unsharded import unsharded
 from te_dist.grouped import GroupCut, GroupedStorage, GroupedTensor
 from te_dist.scaling.agreement import settle_parts
-from te_dist.tensor import Cut, QuantizedStorage, QuantizedTensor
+from te_dist.tensor import Cut, QuantizedStorage, QuantizedTensor, collectives
 
 
 @dataclass
@@ -50,10 +50,14 @@ class Wrap:
         reshards = unit is not None and _torch_private.reshards_between_passes(unit, inside=inside)
         return (RECOMPUTED if self.recompute else RESHARDED) if reshards else KEPT
 
-    def settled_policy(self) -> GatherPolicy:
-        """The policy of this gather; raises, alike on all ranks, when the first one cannot serve the unit any more."""
+    def settled_policy(self, *, sends_one: bool) -> GatherPolicy:
+        """The policy of this gather; raises, alike on all ranks, when the first one cannot serve the unit any more.
+
+        Args:
+            sends_one: whether the format has one direction to send, whatever a pass needs.
+        """
         needed = self.needed_policy()
-        if self.policy is None:
+        if self.policy is None or sends_one:
             self.policy = needed
         elif needed == KEPT != self.policy:
             raise RuntimeError(
@@ -62,6 +66,44 @@ class Wrap:
                 "set_reshard_after_forward(False) or set_reshard_after_backward(False) before the first forward"
             )
         return self.policy
+
+
+@dataclass
+class Gathered:
+    """What one hook of a gather tells the other.
+
+    Attributes:
+        plans: of either phase.
+        phase: when the gather began.
+        shard: buffers of this rank's part, by name.
+        place: of this part.
+        shape: nominal, of the whole.
+        mesh: over which it is gathered.
+    """
+
+    plans: dict[Phase, GatherPlan]
+    phase: Phase
+    shard: dict[str, Tensor]
+    place: Place
+    shape: torch.Size
+    mesh: DeviceMesh
+
+    def for_this_pass(self, outputs: tuple[Tensor, ...]) -> GatherPlan:
+        """The plan of what is in `outputs`; gathered again where it was prefetched in another phase than it serves.
+
+        FSDP2 does so where a backward pass is not the last one (`set_is_last_backward(False)`): it then prefetches by
+        an order that includes earlier microbatches, and leaves the result to the next forward pass.
+        """
+        plan, wanted = self.plans[self.phase], self.plans[Phase.now()]
+        if set(wanted.present) <= set(plan.present):
+            return plan
+        wires = wanted.pack(self.shard, self.place)
+        for output, wire in zip(outputs, wires, strict=False):
+            if output.numel() == wire.numel():
+                output.view(-1).copy_(wire)
+            else:
+                collectives.all_gather(wire, self.mesh.get_group(), out=output.view(-1))
+        return wanted
 
 
 class ShardedParameter(QuantizedTensor):
@@ -89,7 +131,7 @@ class ShardedParameter(QuantizedTensor):
         # NOTE: the signature with the mesh alone is the one that allows shards of unequal size.
         storage = self.storage
         plans = self.gather_plans(mesh.size())
-        phase = Phase.BACKWARD if _torch_private.in_backward() else Phase.FORWARD
+        phase = Phase.now()
         plan = plans[phase]
         if self.wrap is None and getattr(self._cut, "dim", 0) != 0:
             raise RuntimeError(
@@ -104,7 +146,8 @@ class ShardedParameter(QuantizedTensor):
         if storage.unsettled is not None:
             parts = Partition.of([getattr(part, "region", part) for part in plan.parts])
             settle_parts([(storage, storage.unsettled, parts)], [mesh.get_group()])
-        return plan.pack(storage.buffers, storage.place), (plans, phase, storage.buffers, self._cut.shape)
+        gathered = Gathered(plans, phase, storage.buffers, storage.place, self._cut.shape, mesh)
+        return plan.pack(storage.buffers, storage.place), gathered
 
     def gather_plans(self, num_ranks: int, policy: GatherPolicy | None = None) -> dict[Phase, GatherPlan]:
         """What a mesh of `num_ranks` sends of this shard in each phase.
@@ -117,7 +160,8 @@ class ShardedParameter(QuantizedTensor):
         is_replicated = self.storage.place == cut.place and cut.is_of_several
         parts = cut.parts(1 if is_replicated else num_ranks)
         if policy is None:
-            policy = self.wrap.settled_policy() if self.wrap else GatherPolicy.unknown(self.format)
+            sends_one = self.format.columnwise_is_derivable or len(self.format.directions) == 1
+            policy = self.wrap.settled_policy(sends_one=sends_one) if self.wrap else GatherPolicy.unknown(self.format)
         return {p: plan_gather(self.format, parts, cut.place, policy=policy, phase=p) for p in Phase}
 
     def expected_policy(self, *, inside: bool) -> GatherPolicy:
@@ -131,13 +175,14 @@ class ShardedParameter(QuantizedTensor):
         return self.storage.cut or self.storage.uncut(self.shape)
 
     def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+        self, outputs: tuple[Tensor, ...], metadata: Gathered, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[ShardedParameter, tuple[Tensor, ...]] | None:
         """The unsharded parameter and the buffers FSDP2 has to manage; later, `out` refilled in place."""
-        plans, phase, shard, shape = metadata
-        if len(plans[phase].parts) > 1 and outputs[0].numel() == plans[phase].wires[0].nbytes:
+        plans, shard, shape = metadata.plans, metadata.shard, metadata.shape
+        plan = metadata.for_this_pass(outputs)
+        if len(plan.parts) > 1 and outputs[0].numel() == plan.wires[0].nbytes:
             plans = {p: replace(plan, parts=(plan.whole,)) for p, plan in plans.items()}  # one row, replicated
-        plan = plans[phase]
+            plan = plans[plan.phase]
         if out is None:
             with torch.inference_mode(False):  # what is made here serves training too
                 storage = unsharded(self.format, plan.whole, dtype=param_dtype, home=outputs[0].device)

@@ -21,6 +21,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from te_dist import _torch_private
 from te_dist.formats import Direction, Field, Format, Group, Region, geometry
 
 _ALIGNMENT = 16  # bytes at which packed fields start, so that they can be viewed in their dtype
@@ -36,6 +37,11 @@ class Phase(Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"  # recomputation of a forward pass included
+
+    @staticmethod
+    def now() -> Phase:
+        """That of the pass this thread is in; outside of any, forward."""
+        return Phase.BACKWARD if _torch_private.in_backward() else Phase.FORWARD
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ _all_gather = _first_of("all_gather_single", "all_gather_into_tensor")
 _reduce_scatter = _first_of("reduce_scatter_single", "reduce_scatter_tensor")
 
 
-def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(world * n, ...): every rank's `x` (n, ...), contiguous and of equal shape, one after the other."""
-    out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
+def all_gather(x: Tensor, group: dist.ProcessGroup, *, out: Tensor | None = None) -> Tensor:
+    """(world * n, ...): every rank's `x` (n, ...), contiguous and of equal shape, one after the other; into `out`."""
+    if out is None:
+        out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
     _all_gather(out, x, group=group)
     return out
 

@@ -1,0 +1,74 @@
+"""What a situation is, and the list of all of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from te_dist.formats import Format
+
+Cell = Callable[[Format], str | None]
+
+# By what a refusal says, why torch leaves no other way.
+REASONS = {
+    "inside a stored byte": "torch cuts rows where `torch.chunk` does, here between rows whose values share a byte",
+    "cannot reshard quantized parameters to a smaller mesh": "torch reshards to a smaller mesh only what it gathers "
+    "itself: `NotImplementedError` for tensors with a gather of their own",
+    "the trained parameters of one unit have one dtype": "torch before 2.15 reduces the gradients of a unit in one "
+    "buffer of one type",
+    "Inference tensors cannot be saved for backward": "torch makes what it gathers once, here plain parameters in "
+    "inference mode, which autograd then refuses; plain models fail alike",
+    "FSDP2 cannot size them again": "torch allocates the buffers of a gather at the first one and never again",
+}
+
+
+@dataclass(frozen=True)
+class Situation:
+    """One column of the table.
+
+    Attributes:
+        name: of the function that runs it.
+        title: for people.
+        group: under which the documentation lists it.
+        world: how many ranks.
+        run: for one format, on every rank; raises where a comparison fails. Text where torch has it refused.
+        since: the oldest torch that has what it needs.
+    """
+
+    name: str
+    title: str
+    group: str
+    world: int
+    run: Cell
+    since: tuple[int, int] = (2, 11)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this torch has what it needs."""
+        return torch.__version__ >= self.since  # a TorchVersion compares with tuples
+
+
+SITUATIONS: dict[str, Situation] = {}
+
+
+def situation(title: str, group: str, *, world: int = 2, since: tuple[int, int] = (2, 11)) -> Callable[[Cell], Cell]:
+    """Decorator: `run(format)` is a situation of the matrix."""
+
+    def register(run: Cell) -> Cell:
+        name = run.__name__
+        assert name not in SITUATIONS
+        SITUATIONS[name] = Situation(name, title, group, world, run, since)
+        return run
+
+    return register
+
+
+def reason_of(refusal: str) -> str:
+    """Why torch leaves no other way; raises where no reason is known."""
+    found = [reason for pattern, reason in REASONS.items() if re.search(pattern, refusal)]
+    if len(found) != 1:
+        raise AssertionError(f"refused without a reason that torch imposes: {refusal}")
+    return found[0]

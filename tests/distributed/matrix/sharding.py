@@ -1,0 +1,331 @@
+"""Situations of sharding: how units are wrapped, and what is called between and around their passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from te_dist import fsdp2, testing
+from te_dist.formats import Format
+from tests.distributed.matrix.catalog import situation
+from tests.distributed.matrix.model import Beside, Net, batch, forward_backward, net
+
+UNITS, PASSES, PLACES = "Units", "Passes", "Meshes"
+
+
+def over(*shape: int, names: tuple[str, ...] = ("dp",)) -> DeviceMesh:
+    """A mesh of this shape, all ranks in one dimension by default."""
+    return testing.mesh(shape or (dist.get_world_size(),), names)
+
+
+def wrap(model: Net, mesh: DeviceMesh | None = None, *, how: Any = fsdp2.fully_shard, **options: Any) -> Net:
+    """Every block a unit, and the root."""
+    mesh = mesh or over()
+    for block in model.blocks:
+        how(block, mesh=mesh, **options)
+    how(model, mesh=mesh, **options)
+    return model
+
+
+def beside(format: Format, mesh: DeviceMesh | None = None, *, how: Any = fsdp2.fully_shard, **options: Any) -> Beside:
+    """A model wrapped so, beside the same one alone; every rank has an input of its own."""
+    return Beside(wrap(net(format), mesh, how=how, **options), net(format), dist.get_world_size(), dist.get_rank())
+
+
+# -- units ---------------------------------------------------------------------------------------------------------
+
+
+@situation("resharded after forward", UNITS)
+def resharded(format: Format) -> None:
+    beside(format, reshard_after_forward=True).follow()
+
+
+@situation("kept after forward", UNITS)
+def kept(format: Format) -> None:
+    beside(format, reshard_after_forward=False).follow()
+
+
+@situation("one root unit", UNITS)
+def one_root(format: Format) -> None:
+    model = net(format)
+    fsdp2.fully_shard(model, mesh=over())
+    Beside(model, net(format), 2, dist.get_rank()).follow()
+
+
+@situation("one unit of several modules", UNITS)
+def grouped_modules(format: Format) -> None:
+    model = net(format)
+    fsdp2.fully_shard(list(model.blocks), mesh=over())
+    fsdp2.fully_shard(model, mesh=over())
+    Beside(model, net(format), 2, dist.get_rank()).follow()
+
+
+@situation("plain `torch.distributed.fsdp.fully_shard`", UNITS)
+def plain_torch(format: Format) -> None:
+    beside(format, how=torch_fully_shard).follow()
+
+
+@situation("plain `fully_shard`, kept", UNITS)
+def plain_torch_kept(format: Format) -> None:
+    beside(format, how=torch_fully_shard, reshard_after_forward=False).follow()
+
+
+@situation("resharding changed per layer, from kept", UNITS)
+def changed_from_kept(format: Format) -> None:
+    both = beside(format, reshard_after_forward=False)
+    for step, reshards in enumerate((False, True, False)):
+        both.sharded.blocks[0].set_reshard_after_forward(reshards)
+        both.step(step, forward_backward)
+
+
+@situation("resharding changed per layer before the first pass", UNITS)
+def changed_before(format: Format) -> None:
+    both = beside(format, reshard_after_forward=True)
+    both.sharded.blocks[0].set_reshard_after_forward(False)
+    both.follow()
+
+
+@situation("kept only after passes were resharded", UNITS)
+def changed_from_resharded(format: Format) -> str | None:
+    both = beside(format, reshard_after_forward=True)
+    both.step(0, forward_backward)
+    both.sharded.blocks[0].set_reshard_after_forward(False)
+    try:
+        both.step(1, forward_backward)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+@situation("`reshard_after_forward=` an integer", UNITS, world=4)
+def integer_reshard(format: Format) -> str | None:
+    model = net(format)
+    try:
+        fsdp2.fully_shard(model.blocks[0], mesh=over(), reshard_after_forward=2)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@situation("tied weights", UNITS)
+def tied(format: Format) -> None:
+    def make() -> Net:
+        model = net(format)
+        model.blocks[1].up.weight = model.blocks[0].up.weight
+        return model
+
+    model = make()
+    fsdp2.fully_shard(list(model.blocks), mesh=over())
+    fsdp2.fully_shard(model, mesh=over())
+    assert model.blocks[1].up.weight is model.blocks[0].up.weight
+    Beside(model, make(), 2, dist.get_rank()).follow()
+
+
+@situation("frozen parameters", UNITS)
+def frozen(format: Format) -> None:
+    models = [net(format) for _ in range(2)]
+    for model in models:
+        for param in (model.blocks[0].up.weight, model.blocks[1].down.weight, model.blocks[1].up.bias):
+            param.requires_grad_(False)
+    Beside(wrap(models[0]), models[1], 2, dist.get_rank()).follow()
+
+
+@situation("several dtypes in a unit", UNITS)
+def several_dtypes(format: Format) -> str | None:
+    model = net(format)
+    model.blocks[0].norm.to(torch.bfloat16)
+    try:
+        fsdp2.fully_shard(model.blocks[0], mesh=over())
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+# -- passes --------------------------------------------------------------------------------------------------------
+
+
+def checkpointed(format: Format, *, use_reentrant: bool, **options: Any) -> None:
+    both = beside(format, **options)
+    both.sharded.around = lambda block, x: checkpoint(block, x, use_reentrant=use_reentrant)
+    both.follow()
+
+
+@situation("activation checkpointing", PASSES)
+def recomputed(format: Format) -> None:
+    checkpointed(format, use_reentrant=False, recompute=True)
+
+
+@situation("activation checkpointing, reentrant", PASSES)
+def recomputed_reentrant(format: Format) -> None:
+    checkpointed(format, use_reentrant=True, recompute=True)
+
+
+@situation("activation checkpointing under plain `fully_shard`", PASSES)
+def recomputed_by_torch(format: Format) -> None:
+    checkpointed(format, use_reentrant=False, how=torch_fully_shard)
+
+
+@situation("activation checkpointing inside of a unit", PASSES)
+def recomputed_inside(format: Format) -> None:
+    both = beside(format, recompute=True)
+    for block in both.sharded.blocks:
+        block.up.forward = Recomputed(block.up.forward)
+    both.follow()
+
+
+class Recomputed:
+    """A function that runs again in backward."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return checkpoint(self.run, x, use_reentrant=False)
+
+
+def accumulated(format: Format, *, syncs: bool, mesh: DeviceMesh | None = None) -> Beside:
+    """Three microbatches a step."""
+
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        for turn in range(3):
+            if model is both.sharded:
+                prepare(turn == 2)
+            out = model(x * (turn + 1))
+            (out.square().mean() / 4).backward()
+        return out
+
+    def prepare(is_last: bool) -> None:
+        if not syncs:
+            both.sharded.set_requires_gradient_sync(is_last)
+            both.sharded.set_is_last_backward(is_last)
+
+    both = beside(format, mesh)
+    both.sums_alike = not syncs
+    both.follow(run=run)
+    return both
+
+
+@situation("accumulation, gradients reduced each time", PASSES)
+def accumulated_with_sync(format: Format) -> None:
+    accumulated(format, syncs=True)
+
+
+@situation("accumulation without synchronization", PASSES)
+def accumulated_without_sync(format: Format) -> None:
+    accumulated(format, syncs=False)
+
+
+@situation("accumulation, parameters kept in between", PASSES)
+def accumulated_kept(format: Format) -> None:
+    both = beside(format, reshard_after_forward=False)
+
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        for turn in range(2):
+            if model is both.sharded:
+                model.set_reshard_after_backward(turn == 1)
+                model.set_requires_gradient_sync(turn == 1)
+            out = model(x * (turn + 1))
+            (out.square().mean() / 2).backward()
+        return out
+
+    both.follow(run=run)
+
+
+@situation("prefetching", PASSES)
+def prefetched(format: Format) -> None:
+    models = [net(format, num_blocks=3) for _ in range(2)]
+    first, second, third = wrap(models[0]).blocks
+    first.set_modules_to_forward_prefetch([second, third])
+    second.set_modules_to_forward_prefetch([third])
+    third.set_modules_to_backward_prefetch([second, first])
+    Beside(models[0], models[1], 2, dist.get_rank()).follow()
+
+
+@situation("`unshard()` ahead of the pass", PASSES)
+def unsharded_ahead(format: Format) -> None:
+    both = beside(format)
+
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        if model is both.sharded:
+            handles = [block.unshard(async_op=True) for block in model.blocks]
+            for handle in handles:
+                handle.wait()
+        return forward_backward(model, x)
+
+    both.follow(run=run)
+
+
+@situation("`no_grad`", PASSES)
+def without_gradients(format: Format) -> None:
+    evaluated_in_turn(format, torch.no_grad)
+
+
+@situation("`inference_mode` after a step", PASSES)
+def in_inference_mode(format: Format) -> None:
+    evaluated_in_turn(format, torch.inference_mode, steps_before=1)
+
+
+@situation("`inference_mode` before any step", PASSES)
+def in_inference_mode_first(format: Format) -> str | None:
+    try:
+        evaluated_in_turn(format, torch.inference_mode)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def evaluated_in_turn(format: Format, mode: Any, *, steps_before: int = 0) -> None:
+    """Evaluation after so many steps of training, and after each further one."""
+    both = beside(format)
+    for step in range(steps_before):
+        both.step(step, forward_backward)
+    for step in range(steps_before, 2):
+        with mode():
+            outs = [model.eval()(batch(50 + step).detach()) for model in (both.sharded, both.alone)]
+        both.compare(*outs, "the output in evaluation")
+        for model in (both.sharded, both.alone):
+            model.train()
+        both.step(step, forward_backward)
+
+
+@situation("`MixedPrecisionPolicy`", PASSES)
+def mixed_precision(format: Format) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    both = beside(format, mp_policy=policy)
+    both.sharded.blocks[0].register_forward_hook(lambda _, args, out: seen.append(out.dtype))
+    seen: list[torch.dtype] = []
+
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        if model is both.sharded:
+            return forward_backward(model, x)
+        low = as_bf16(model, format)
+        out = forward_backward(low, x.to(torch.bfloat16))
+        for got, other in zip(model.parameters(), low.parameters(), strict=True):
+            got.grad = other.grad.to(got.dtype)
+        return out
+
+    both.follow(run=run)
+    assert set(seen) == {torch.bfloat16}
+
+
+def as_bf16(model: Net, format: Format) -> Net:
+    """The same bytes, nominally bf16; plain parameters rounded to it."""
+    low = net(format)
+    low.load_state_dict(model.state_dict())
+    return low.to(torch.bfloat16)
+
+
+@situation("`CPUOffloadPolicy`", PASSES)
+def offloaded(format: Format) -> None:
+    # NOTE: torch pins memory for an accelerator only.
+    policy = CPUOffloadPolicy(pin_memory=testing.device().type != "cpu")
+    both = beside(format, offload_policy=policy)
+    assert all(param.device.type == "cpu" for param in both.sharded.parameters())
+    both.follow()
