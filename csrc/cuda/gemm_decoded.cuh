@@ -75,8 +75,8 @@ struct GemmDecoded {
     Shared& shared = *reinterpret_cast<Shared*>(memory + (1024 - shared_address(memory) % 1024) % 1024);
     if (threadIdx.x == 0) {
       for (int i = 0; i < kStages; ++i) {
-        shared.full[i].init(kDecoders / 32);
-        shared.empty[i].init(kMultipliers / 32);
+        shared.full[i].init(kDecoders / 32 * kArriving);
+        shared.empty[i].init(kMultipliers / 32 * kArriving);
       }
       fence_barrier_init();
     }
@@ -90,6 +90,15 @@ struct GemmDecoded {
       take_registers<184>();  // of 3 x 168 that a thread of each warpgroup has at first
       block.decode_tiles();
     }
+  }
+
+  // Lanes of a warp that arrive at a barrier. Where threads themselves read what others wrote, all do: checkers of races do
+  // not know that one lane may arrive for its warp.
+  static constexpr int kArriving = kScaledSums ? 32 : 1;
+
+  TE_DIST_INLINE void arrive(Barrier& barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 < kArriving) barrier.arrive();
   }
 
   TE_DIST_DEVICE uint32_t buffer_a(int stage) const { return shared_address(shared.buffers[stage]); }
@@ -147,8 +156,7 @@ struct GemmDecoded {
           shared.scales[ring.stage][thread] = scale_a;
           shared.scales[ring.stage][kHeight + thread] = scale_b;
         }
-        __syncwarp();
-        if (thread % 32 == 0) shared.full[ring.stage].arrive();
+        arrive(shared.full[ring.stage]);
       }
     }
   }
@@ -177,9 +185,7 @@ struct GemmDecoded {
     pin(sums);
   }
 
-  TE_DIST_DEVICE void release(uint32_t stage) const {
-    if (threadIdx.x % 32 == 0) shared.empty[stage].arrive();
-  }
+  TE_DIST_DEVICE void release(uint32_t stage) const { arrive(shared.empty[stage]); }
 
   TE_DIST_DEVICE void multiply_tiles() const {
     Ring<kStages> ring;
@@ -232,7 +238,6 @@ struct GemmDecoded {
           sums[i + 3] = __fmaf_rn(part[i + 3], lower * by.y, sums[i + 3]);
         }
       }
-      __syncwarp();
       release(ring.stage);
     }
   }
