@@ -210,17 +210,21 @@ void assemble(const std::vector<TensorRef>& wires, const std::vector<int64_t>& r
 // value, exp_avg, exp_avg_sq, grad, step, copy
 using AdamArguments = std::tuple<TensorRef, TensorRef, TensorRef, TensorRef, TensorRef, TensorRef>;
 
-void multi_adam(const std::vector<AdamArguments>& arguments, std::array<double, 6> rule, float grad_scale,
+te_dist::AdamRule rule_of(const std::array<double, 7>& rule) {
+  const auto [lr, beta1, beta2, eps, weight_decay, decoupled, corrected] = rule;
+  return {lr, beta1, beta2, eps, weight_decay, decoupled, corrected};
+}
+
+void multi_adam(const std::vector<AdamArguments>& arguments, std::array<double, 7> rule, float grad_scale,
                 int threads) {
-  const auto [lr, beta1, beta2, eps, weight_decay, decoupled] = rule;
-  const te_dist::AdamRule adam{lr, beta1, beta2, eps, weight_decay, decoupled};
+  const te_dist::AdamRule adam = rule_of(rule);
   std::vector<AdamTensor> tensors;
   std::vector<te_dist::AdamFactors> factors;
   std::vector<int64_t> ends;
   int64_t elements = 0, chunks = 0;
   for (const auto& [value, exp_avg, exp_avg_sq, grad, step, copy] : arguments) {
     const float number = *step.pointer<float>() += 1.0f;
-    factors.push_back(adam_factors(adam, lr, number, grad_scale));
+    factors.push_back(adam_factors(adam, adam.lr, number, grad_scale));
     tensors.push_back({value.data, value.dtype, grad.data, grad.dtype, exp_avg.pointer<float>(),
                        exp_avg_sq.pointer<float>(), copy.data, copy.dtype, value.numel()});
     elements += value.numel();
@@ -229,6 +233,35 @@ void multi_adam(const std::vector<AdamArguments>& arguments, std::array<double, 
   }
   kernels().multi_adam({tensors.data(), factors.data(), ends.data(), int64_t(tensors.size())},
                        threads_for(elements, threads));
+}
+
+// value, exp_avg, exp_avg_sq, grad, step, copy; scales of the moments, the remainder; seed, number, origin, width, pitch;
+// whether the value is rounded by chance
+using CompactArguments = std::tuple<TensorRef, TensorRef, TensorRef, TensorRef, TensorRef, TensorRef, TensorRef, TensorRef,
+                                    TensorRef, std::array<uint64_t, 5>, bool>;
+
+void multi_adam_compact(const std::vector<CompactArguments>& arguments, std::array<double, 7> rule, float grad_scale,
+                        int threads) {
+  const te_dist::AdamRule adam = rule_of(rule);
+  std::vector<CompactTensor> tensors;
+  std::vector<te_dist::AdamFactors> factors;
+  std::vector<int64_t> ends;
+  int64_t elements = 0, blocks = 0;
+  for (const auto& [value, exp_avg, exp_avg_sq, grad, step, copy, first_scale, second_scale, remainder, places, by_chance] :
+       arguments) {
+    const auto [seed, number, origin, width, pitch] = places;
+    const float count = *step.pointer<float>() += 1.0f;
+    factors.push_back(adam_factors(adam, adam.lr, count, grad_scale));
+    const Keep keep = remainder.data ? Keep::kRemainder : by_chance ? Keep::kStochastic : Keep::kNearest;
+    tensors.push_back({value.matrix(), keep, remainder.pointer<uint16_t>(), grad.matrix(), exp_avg.matrix(),
+                       first_scale.pointer<float>(), exp_avg_sq.matrix(), second_scale.pointer<float>(), copy.matrix(),
+                       te_dist::AdamNoise{seed, number, origin, width, pitch}, uint32_t(count)});
+    elements += value.numel();
+    blocks += value.shape[0] * ((value.shape[1] + te_dist::kMomentBlock - 1) / te_dist::kMomentBlock);
+    ends.push_back(blocks);
+  }
+  kernels().multi_adam_compact({tensors.data(), factors.data(), ends.data(), int64_t(tensors.size())},
+                               threads_for(elements, threads));
 }
 
 template <class Function>
@@ -259,5 +292,6 @@ PYBIND11_MODULE(_C, module) {
   define(module, "transpose", &transpose);
   define(module, "assemble", &assemble);
   define(module, "multi_adam", &multi_adam);
+  define(module, "multi_adam_compact", &multi_adam_compact);
   te_dist::define_host(module);
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../numerics/adam.h"
+#include "../numerics/adam_compact.h"
 #include "types.h"
 
 namespace te_dist::cpu {
@@ -140,6 +141,31 @@ struct MultiAdam {
   int64_t num_tensors;
 };
 
+// How a value that is updated is kept: rounded to its type, or by chance, or as bf16 with the missing bits beside it.
+enum class Keep { kNearest, kStochastic, kRemainder };
+
+// Moments are fp32, bf16, or bytes: e4m3 with a scale for each kMomentBlock values of a row.
+struct CompactTensor {
+  Matrix value;
+  Keep keep;
+  uint16_t* remainder;
+  Matrix grad;
+  Matrix exp_avg;
+  float* exp_avg_scale;
+  Matrix exp_avg_sq;
+  float* exp_avg_sq_scale;
+  Matrix copy;  // no data: none is written
+  AdamNoise noise;
+  uint32_t step;
+};
+
+struct MultiAdamCompact {
+  const CompactTensor* tensors;
+  const AdamFactors* factors;  // of each
+  const int64_t* ends;         // blocks of this tensor and of those before it
+  int64_t num_tensors;
+};
+
 struct Kernels {
   void (*tile_amax)(const TileAmax&, int threads);
   void (*quantize_float8_tensor)(const QuantizeFloat8Tensor&, int threads);
@@ -156,6 +182,7 @@ struct Kernels {
   void (*dequantize_nvfp4)(const DequantizeNvFp4&, int threads);
   void (*transpose)(const Transpose&, int threads);
   void (*multi_adam)(const MultiAdam&, int threads);
+  void (*multi_adam_compact)(const MultiAdamCompact&, int threads);
 };
 
 }  // namespace te_dist::cpu

@@ -45,7 +45,7 @@ struct AdvanceSteps {
 // Elements that the launch overwrites, and nobody reads again soon: not through the cache for what is never written.
 template <int kBytes, int kWidth>
 TE_DIST_INLINE void load_once(const char* first, const Inside& inside, uint32_t* words) {
-  static_assert(kWidth == 16 || kWidth == 4 || kWidth == 2, "no such access");
+  static_assert(kWidth == 16 || kWidth == 8 || kWidth == 4 || kWidth == 2 || kWidth == 1, "no such access");
 #pragma unroll
   for (int i = 0; i < kBytes; i += kWidth) {
     if constexpr (kWidth == 16) {
@@ -53,9 +53,17 @@ TE_DIST_INLINE void load_once(const char* first, const Inside& inside, uint32_t*
       words[i / 4] = v.x, words[i / 4 + 1] = v.y, words[i / 4 + 2] = v.z, words[i / 4 + 3] = v.w;
     } else if constexpr (kWidth == 4) {
       words[i / 4] = inside.has(i) ? __ldcs(reinterpret_cast<const uint32_t*>(first + i)) : 0;
+    } else if constexpr (kWidth == 8) {
+      const uint2 v = inside.has(i) ? __ldcs(reinterpret_cast<const uint2*>(first + i)) : make_uint2(0, 0);
+      words[i / 4] = v.x, words[i / 4 + 1] = v.y;
     } else {
-      const uint32_t piece = inside.has(i) ? __ldcs(reinterpret_cast<const uint16_t*>(first + i)) : 0;
-      words[i / 4] = i % 4 ? words[i / 4] | piece << 16 : piece;
+      uint32_t piece = 0;
+      if constexpr (kWidth == 2) {
+        if (inside.has(i)) piece = __ldcs(reinterpret_cast<const uint16_t*>(first + i));
+      } else {
+        if (inside.has(i)) piece = __ldcs(reinterpret_cast<const uint8_t*>(first + i));
+      }
+      words[i / 4] = i % 4 ? words[i / 4] | piece << (8 * (i % 4)) : piece;
     }
   }
 }

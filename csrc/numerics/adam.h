@@ -13,6 +13,7 @@ struct AdamRule {
   double eps;
   double weight_decay;
   double decoupled;  // 1: the decay is taken from the value (AdamW); 0: it is added to the gradient
+  double corrected;  // 1: moments are corrected for their bias toward 0; 0: they are not
 };
 
 // What one step multiplies the elements of one parameter by.
@@ -56,8 +57,9 @@ TE_DIST_INLINE Floats square_roots(Floats values) {
 
 // Of step number `step`, 1 or more.
 TE_DIST_INLINE AdamFactors adam_factors(const AdamRule& rule, double lr, float step, float grad_scale) {
-  const double correction1 = 1.0 - whole_power(rule.beta1, uint32_t(step));
-  const double correction2 = square_root(1.0 - whole_power(rule.beta2, uint32_t(step)));
+  const bool is_corrected = rule.corrected != 0.0;
+  const double correction1 = is_corrected ? 1.0 - whole_power(rule.beta1, uint32_t(step)) : 1.0;
+  const double correction2 = is_corrected ? square_root(1.0 - whole_power(rule.beta2, uint32_t(step))) : 1.0;
   const bool is_decoupled = rule.decoupled != 0.0;
   AdamFactors factors;
   factors.beta1 = float(rule.beta1), factors.rest1 = float(1.0 - rule.beta1);

@@ -14,14 +14,10 @@ struct PhiloxBlock {
   uint32_t words[4];
 };
 
-// Blocks numbered `indices` of a stream: 16 random bytes each, words in order, each little endian. They share the keys.
+// Blocks that hold their counters become 16 random bytes each, words in order, each little endian. They share the keys.
 template <int kCount>
-TE_DIST_INLINE void philox4x32(PhiloxState state, const uint64_t (&indices)[kCount], PhiloxBlock (&blocks)[kCount]) {
-  uint32_t k0 = uint32_t(state.seed), k1 = uint32_t(state.seed >> 32);
-  for (int i = 0; i < kCount; ++i) {
-    const uint64_t counter = state.offset + indices[i];
-    blocks[i] = {{uint32_t(counter), uint32_t(counter >> 32), 0, 0}};
-  }
+TE_DIST_INLINE void philox_rounds(uint64_t seed, PhiloxBlock (&blocks)[kCount]) {
+  uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
   for (int round = 0; round < 10; ++round) {
     for (int i = 0; i < kCount; ++i) {
       uint32_t(&c)[4] = blocks[i].words;
@@ -35,6 +31,16 @@ TE_DIST_INLINE void philox4x32(PhiloxState state, const uint64_t (&indices)[kCou
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
+}
+
+// Blocks numbered `indices` of a stream.
+template <int kCount>
+TE_DIST_INLINE void philox4x32(PhiloxState state, const uint64_t (&indices)[kCount], PhiloxBlock (&blocks)[kCount]) {
+  for (int i = 0; i < kCount; ++i) {
+    const uint64_t counter = state.offset + indices[i];
+    blocks[i] = {{uint32_t(counter), uint32_t(counter >> 32), 0, 0}};
+  }
+  philox_rounds(state.seed, blocks);
 }
 
 TE_DIST_INLINE PhiloxBlock philox4x32(PhiloxState state, uint64_t index) {

@@ -22,7 +22,7 @@ from te_dist.checkpoints.errors import CheckpointError
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
-MASTER = "master_param"  # fp32 values of a parameter, as te_dist.optim keeps them
+MASTER = "master_param"  # high-precision values of a parameter, as te_dist.optim keeps them
 
 Named = dict[str, Tensor]
 
@@ -66,6 +66,7 @@ def mismatches(optimizer: Optimizer, named: Named, saved: dict[str, Any] | None)
         elif entry["group"] != index:
             problems.append(f"{name} is in group {entry['group']} of the saved optimizer, in group {index} of this one")
         else:
+            _initialize(optimizer, param, entry["state"])
             problems += _state_mismatches(name, param, optimizer.state.get(param, {}), entry["state"])
     return problems
 
@@ -154,6 +155,13 @@ def _describe(value: Any, what: str, param: Tensor) -> dict[str, Any]:
         "dtype": str(value.dtype)[6:],
         "beside_parameter": value.device == param.device,
     }
+
+
+def _initialize(optimizer: Optimizer, param: Tensor, saved: dict[str, Any]) -> None:
+    """Makes state whose places only the optimizer knows: of another shape than the parameter."""
+    others = [each["shape"] for each in saved.values() if each.get("shape") and each["shape"] != list(param.shape)]
+    if others and not optimizer.state.get(param) and hasattr(optimizer, "initialize_state"):
+        optimizer.initialize_state(param)
 
 
 def _state_mismatches(name: str, param: Tensor, here: dict[str, Any], saved: dict[str, Any]) -> list[str]:

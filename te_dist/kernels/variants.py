@@ -25,7 +25,7 @@ from te_dist.kernels.gemm_decoded import WIDTHS, decoded
 from te_dist.kernels.gemm_decoded import source as coded
 from te_dist.kernels.grouped_whole import Operand
 from te_dist.kernels.inputs import adam, gathered, plain, rms_norm, summed, swiglu, swiglu_gradient
-from te_dist.kernels.multi_adam import ADVANCE
+from te_dist.kernels.multi_adam import ADVANCE, compact
 from te_dist.kernels.multi_tensor import multi_tensor, reading
 from te_dist.kernels.panels import GROUPED_ROWS
 from te_dist.kernels.spec import Spec
@@ -34,6 +34,7 @@ _BYTES = {"BFloat16": 2, "Float16": 2, "Float32": 4}
 _CODES = ("E4M3", "E5M2")
 _PAIRS = (("E4M3", "E4M3"), ("E5M2", "E4M3"))  # of a product: E5M2 for gradients
 _ABSENT, _RUN, _SQUARE, _TENSOR = (f"Share::k{name}" for name in ("Absent", "Run", "Square", "Tensor"))
+_SPLIT, _BY_CHANCE = ("Remainder", "Nothing"), ("Stochastic", "Nothing")  # bf16 that Adam updates
 _BLOCK_SHARES = ((_RUN, _RUN), (_RUN, _ABSENT), (_ABSENT, _RUN), (_SQUARE, _SQUARE), (_SQUARE, _ABSENT))
 _TENSOR_SHARES = ((_TENSOR, _TENSOR), (_TENSOR, _ABSENT), (_ABSENT, _TENSOR))
 
@@ -194,6 +195,16 @@ def updaters(element: str) -> Iterator[Spec]:
         yield from (multi_tensor(reading(source, (width,), copy=copy)) for copy in ("BFloat16", "Nothing"))
 
 
+def compact_updaters(element: str) -> Iterator[Spec]:
+    """Adam by gradients of one type, whose state is kept in fewer bytes."""
+    master, moments = "Nearest<Float32>", ("Moment<BFloat16>", "MomentBytes")
+    kept = [*product(((master, "Nothing"), (master, "BFloat16"), _SPLIT, _BY_CHANCE), moments)]
+    kept += [(value, "Moment<Float32>") for value in (_SPLIT, _BY_CHANCE)]
+    for (value, copy), moment in kept:
+        for width in (16, 4):
+            yield multi_tensor(compact((element, value, moment, moment, copy), (width,)))
+
+
 def requantizers() -> Iterator[Spec]:
     """What quantizes fp32 masters by amaxes that are known."""
     source = plain("Float32")
@@ -221,6 +232,6 @@ def movers() -> Iterator[Spec]:
 
 def variants(*elements: str) -> list[Spec]:
     """All of them, for inputs and outputs of the named types (all by default)."""
-    families = (quantizers, fused, grouped_quantizers, products, whole_groups, dequantizers, updaters)
+    families = (quantizers, fused, grouped_quantizers, products, whole_groups, dequantizers, updaters, compact_updaters)
     typed = (spec for name in elements or _BYTES for family in families for spec in family(name))
     return [*movers(), *requantizers(), *decoded_products(), *staged_products(), *typed]

@@ -21,14 +21,15 @@ import torch
 from torch import Tensor
 
 from te_dist.formats import Partition
+from te_dist.kernels.multi_adam import CompactPlace
 from te_dist.ops.multi_adam import AdamRule, AdamSignals, Adapted, MultiAdam
 from te_dist.optim import masters
 from te_dist.optim.masters import MASTER, Held, Places
+from te_dist.optim.precision import MOMENTS, Precision, as_loaded
 from te_dist.scaling.agreement import PartsQuantization, settle_parts
 from te_dist.tensor import QuantizedStorage, QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _ALIGNMENT_BYTES = 16  # of gradients: kernels are chosen by it
 _MAX_PLANS = 8
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,14 +43,24 @@ class FusedAdam(torch.optim.Optimizer):
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`; lr may be a tensor (f32, one element), which a
             captured CUDA graph reads anew at every replay.
         adam_w_mode: decoupled weight decay; False adds the decay to the gradient.
-        master_weights: keep fp32 masters of 16-bit parameters. Quantized parameters always have them: an update is
-            smaller than the distance of two codes and would be lost.
+        bias_correction: whether moments are corrected for their bias toward 0.
+        amsgrad: there is none.
+        capturable: makes lr of every group such a tensor.
+        set_grad_none: what `zero_grad` does where it is not told; None: as torch.
+        master_weights: keep masters of 16-bit parameters. Quantized parameters always have them: an update is smaller
+            than the distance of two codes and would be lost.
+        master_weight_dtype: float32; or bfloat16, rounded by chance, where bf16 parameters are their own masters.
+        exp_avg_dtype, exp_avg_sq_dtype: float32; bfloat16; or uint8 (float8_e4m3fn), codes with a scale for each 128
+            values of a row, for parameters of two dimensions and more. See [Note: Fewer bits].
+        store_param_remainders: a bf16 parameter is the upper half of its fp32 master, only the lower one is kept.
+        stochastic_rounding: bf16 parameters without masters are rounded by chance.
+        seed: of chances.
 
     Steps are counted on the device and nothing waits for it: `step` can be captured in a CUDA graph once it has run.
     Under a `torch.amp.GradScaler` gradients are unscaled on the way, and a step with infinite ones is left out.
 
     Raises:
-        ValueError: a value is out of range.
+        ValueError: a value is out of range, or there is no such combination.
     """
 
     writes_quantized_parameters = True
@@ -64,18 +75,43 @@ class FusedAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         *,
         adam_w_mode: bool = True,
+        bias_correction: bool = True,
+        amsgrad: bool = False,
+        capturable: bool = False,
+        set_grad_none: bool | None = None,
         master_weights: bool = True,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        store_param_remainders: bool = False,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
     ) -> None:
         if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(
                 "lr, eps and weight_decay are 0 or more and betas in [0, 1); "
                 f"got {lr=}, {eps=}, {weight_decay=}, {betas=}"
             )
-        self.master_weights = master_weights
-        self.adam_w_mode = adam_w_mode
+        if amsgrad:
+            raise ValueError("amsgrad: got True, FusedAdam has none; wrap torch.optim.AdamW in optim.MasterWeights")
+        master = master_weight_dtype if master_weights else None
+        chances = (store_param_remainders, stochastic_rounding, seed)
+        self.precision = Precision(master, exp_avg_dtype, exp_avg_sq_dtype, *chances)
+        self.adam_w_mode, self.bias_correction = adam_w_mode, bias_correction
+        self.capturable, self.set_grad_none = capturable, set_grad_none
         self._plans: dict[Any, _Plan] = {}  # by device and ids of the parameters by group
         self._captured: list[_Plan] = []  # what graphs launch is kept as long as they may
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch: a group with its own hyperparameters."""
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            self.precision.check(param)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch, unless `set_grad_none` says otherwise."""
+        super().zero_grad(set_to_none if self.set_grad_none is None else self.set_grad_none)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -98,36 +134,36 @@ class FusedAdam(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but state stays fp32: torch would round it to the dtype of its parameter."""
-        super().load_state_dict(state_dict)
+        """As in torch, but state keeps the types it has here: torch would round it to the dtype of its parameter."""
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
-        for key, param in zip(saved, params, strict=True):
-            for name, value in state_dict["state"].get(key, {}).items():
-                if isinstance(value, Tensor):
-                    self.state[param][name] = value.to(param.device, torch.float32)
+        loaded = {}
+        for key, param in zip(saved, params, strict=False):
+            own = state_dict["state"].get(key, {})
+            wanted = self.precision.dtypes(param)
+            if own and own.keys() != wanted.keys():
+                raise ValueError(
+                    f"state of a parameter of shape {tuple(param.shape)}: got {sorted(own)}, wanted {sorted(wanted)}; "
+                    "make the optimizer with the options it was saved with"
+                )
+            loaded[param] = {name: as_loaded(value, wanted[name], param, name=name) for name, value in own.items()}
+        super().load_state_dict(state_dict)
+        for param, own in loaded.items():
+            if own:
+                self.state[param].update(own)
             self._trust_master(param)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled."""
-        return super().__getstate__() | {
-            "master_weights": self.master_weights,
-            "adam_w_mode": self.adam_w_mode,
-            "_plans": {},
-            "_captured": [],
-        }
+        options = ("precision", "adam_w_mode", "bias_correction", "capturable", "set_grad_none")
+        own = {name: getattr(self, name) for name in options}
+        return super().__getstate__() | own | {"_plans": {}, "_captured": []}
 
     def initialize_state(self, param: Tensor) -> None:
-        """Creates step, moments and master of `param`, unless they are there."""
+        """Creates all state of `param`, unless it is there."""
         state = self.state[param]
-        if state:
-            return
-        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-        for name in _MOMENTS:
-            zeros = torch.zeros(local_tensor(param).shape, dtype=torch.float32, device=param.device)
-            state[name] = masters.shaped_like(param, zeros)
-        if self._has_master(param):
-            state[MASTER] = masters.shaped_like(param, masters.initial_master(param))
+        if not state:
+            state.update(self.precision.initial_state(param))
             masters.take_over(param)
 
     def _trust_master(self, param: Tensor) -> None:
@@ -135,9 +171,6 @@ class FusedAdam(torch.optim.Optimizer):
         local = local_tensor(param)
         if isinstance(local, QuantizedTensor):
             local.storage.mastered = MASTER in self.state.get(param, {})
-
-    def _has_master(self, param: Tensor) -> bool:
-        return masters.is_quantized(param) or (self.master_weights and param.dtype != torch.float32)
 
     def _update(self, device: torch.device, groups: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> None:
         """One step of parameters with their gradients, by group, that lie on one device."""
@@ -153,7 +186,10 @@ class FusedAdam(torch.optim.Optimizer):
                 self.initialize_state(param)
                 if masters.is_quantized(param):
                     masters.follow(param, self.state[param][MASTER])
-            plan = _Plan([Held.of(param, self.state[param]) for param, _ in pairs], list(map(len, shape)), grads)
+            numbers = {id(p): n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
+            held = [Held.of(param, self.state[param]) for param, _ in pairs]
+            adapted = [_adapted(each, self.precision.place(each, numbers[id(each.param)])) for each in held]
+            plan = _Plan(held, adapted, list(map(len, shape)), grads)
             self._keep((device, shape), plan)
             plan.kinds, plan.states = kinds, [id(state) for state in self.state.values()]
         else:
@@ -179,10 +215,17 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _rule(self, group: dict[str, Any], device: torch.device) -> tuple[AdamRule, Tensor | None]:
         """Of a group: its rule, and lr where that is known on the device only."""
+        if self.capturable:
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
         lr = group["lr"]
         is_on_device = isinstance(lr, Tensor) and lr.device == device and lr.dtype == torch.float32
         rule = AdamRule(
-            0.0 if is_on_device else float(lr), *group["betas"], group["eps"], group["weight_decay"], self.adam_w_mode
+            0.0 if is_on_device else float(lr),
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            self.adam_w_mode,
+            self.bias_correction,
         )
         return rule, lr if is_on_device else None
 
@@ -200,9 +243,11 @@ class _Plan:
     kinds: list[tuple[torch.dtype, int]]
     states: list[int]
 
-    def __init__(self, held: Sequence[Held], counts: Sequence[int], grads: Sequence[Tensor]) -> None:
+    def __init__(
+        self, held: Sequence[Held], adapted: list[Adapted], counts: Sequence[int], grads: Sequence[Tensor]
+    ) -> None:
         """Args:
-        held: of all parameters, group by group.
+        held, adapted: of all parameters, group by group.
         counts: of the parameters of each group.
         grads: of all parameters.
         """
@@ -210,7 +255,6 @@ class _Plan:
         self.quantized = [each for each in held if each.storage is not None]
         self.plain = [tensor for each in held if each.storage is None for tensor in {each.param, each.local}]
         noop = torch.zeros(1, dtype=torch.int32, device=grads[0].device)
-        adapted = [_adapted(each) for each in held]
         self._quantizations = []
         for groups, own in masters.by_groups(held).items():
             parts = [held[i].parts(adapted[i].value) for i in own]
@@ -232,7 +276,7 @@ class _Plan:
         waiting: dict[Any, list[tuple[QuantizedStorage, Tensor, Partition | None]]] = {}
         for each in self.quantized:
             if any(each.storage is storage for storage in storages):
-                part = (each.storage, _adapted(each).value, masters.partition(each.param))
+                part = (each.storage, local_tensor(each.state[MASTER]), masters.partition(each.param))
                 waiting.setdefault(masters.spread_over(each.param), []).append(part)
         for over, unsettled in waiting.items():
             settle_parts(unsettled, over)
@@ -246,18 +290,18 @@ class _Plan:
             quantization.finish()
 
 
-def _adapted(held: Held) -> Adapted:
+def _adapted(held: Held, place: CompactPlace | None) -> Adapted:
     """What Adam reads and writes."""
     value = local_tensor(held.state.get(MASTER, held.local))
     copy = None if held.storage is not None or value is held.local else held.local
-    moments = [local_tensor(held.state[name]) for name in _MOMENTS]
-    for tensor in (value, copy, *moments):
+    moments = [local_tensor(held.state[name]) for name in MOMENTS]
+    for tensor in (value, copy):
         if tensor is not None and not (tensor.is_contiguous() and tensor.dtype in _FLOATS):
             raise ValueError(
                 f"a parameter of shape {tuple(tensor.shape)}: got {tensor.dtype} with strides {tensor.stride()}, "
                 "wanted float32, bfloat16 or float16 and contiguous; convert it before the optimizer is made"
             )
-    return Adapted(value.detach(), *moments, held.state["step"], copy)
+    return Adapted(value.detach(), *moments, held.state["step"], copy, place=place)
 
 
 def _unsettled(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[QuantizedStorage]:

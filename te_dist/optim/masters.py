@@ -29,12 +29,13 @@ def is_quantized(param: Tensor) -> bool:
     return isinstance(local_tensor(param), QuantizedTensor)
 
 
-def shaped_like(param: Tensor, local: Tensor) -> Tensor:
-    """`local` as a tensor that is sharded as `param` is."""
+def shaped_like(param: Tensor, local: Tensor, *, shape: torch.Size | None = None) -> Tensor:
+    """`local` as a tensor that is sharded as `param` is; `shape`: of the whole, where it is another."""
     if not isinstance(param, DTensor):
         return local
+    whole = param if shape is None else torch.empty(shape, device="meta")
     return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+        local, param.device_mesh, param.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
 
 

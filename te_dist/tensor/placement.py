@@ -38,6 +38,17 @@ def local_part(whole: Tensor, like: DTensor) -> Tensor:
     return whole
 
 
+def local_start(param: DTensor) -> tuple[int, ...]:
+    """Index in the whole, in every dimension, of the first element that this rank holds."""
+    mesh, start, size = param.device_mesh, [0] * param.dim(), list(param.shape)
+    for mesh_dim, dim in cuts(param.placements):
+        length = -(-size[dim] // mesh.size(mesh_dim))
+        begin = min(length * mesh.get_local_rank(mesh_dim), size[dim])
+        start[dim] += begin
+        size[dim] = min(length, size[dim] - begin)
+    return tuple(start)
+
+
 def matrix_cuts(param: DTensor) -> tuple[tuple[int, int], ...]:
     """`cuts`, without those between whole members of a group."""
     return tuple(cut for cut in cuts(param.placements) if cut[1] % param.dim() >= _matrix_dim(param))

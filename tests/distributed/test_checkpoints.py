@@ -205,7 +205,9 @@ def make_optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
     if kind == "MasterWeights":
         groups = [{"params": plain, "weight_decay": 0.0}, {"params": weights}]
         return optim.MasterWeights(groups, lambda own: torch.optim.AdamW(own, lr=0.125, weight_decay=0.25))
-    return optim.FusedAdam([{"params": plain, "weight_decay": 0.0}, {"params": weights}], lr=0.125, weight_decay=0.25)
+    options = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.bfloat16, "store_param_remainders": True}
+    groups = [{"params": plain, "weight_decay": 0.0}, {"params": weights}]
+    return optim.FusedAdam(groups, lr=0.125, weight_decay=0.25, **(options if kind == "in fewer bits" else {}))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int) -> None:
@@ -247,7 +249,7 @@ def load_train(rank: int, world: int, path: Path, kind: str, used: bool) -> dict
     return everything(model, optimizer)
 
 
-@pytest.mark.parametrize("kind", ["FusedAdam", "MasterWeights", "AdamW"])
+@pytest.mark.parametrize("kind", ["FusedAdam", "in fewer bits", "MasterWeights", "AdamW"])
 def test_training_resumes_exactly(ranks, tmp_path: Path, kind: str) -> None:
     want = ranks(2).run(train_save_train, tmp_path / "c", kind)
     for used in (False, True):
@@ -280,7 +282,9 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     }
 
 
-@pytest.mark.parametrize(("world", "kind"), [(1, "FusedAdam"), (3, "FusedAdam"), (3, "MasterWeights")])
+@pytest.mark.parametrize(
+    ("world", "kind"), [(1, "FusedAdam"), (3, "FusedAdam"), (3, "in fewer bits"), (3, "MasterWeights")]
+)
 def test_optimizer_state_is_the_same_on_any_number_of_processes(ranks, tmp_path: Path, world: int, kind: str) -> None:
     want = ranks(2).run(save_trained, tmp_path / "c", kind)[0]
     got = ranks(world).run(load_trained, tmp_path / "c", kind)[0]

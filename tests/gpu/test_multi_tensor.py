@@ -81,6 +81,70 @@ def test_cpu_and_gpu_write_the_same_bytes(name, mode):
         assert_same(optimizers[1], optimizers[0], f"turn {turn}")
 
 
+FEWER_BITS = {
+    "bf16 moments": {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
+    "remainders, moments in bytes": {
+        "exp_avg_dtype": torch.uint8,
+        "exp_avg_sq_dtype": torch.uint8,
+        "store_param_remainders": True,
+    },
+    "bf16 masters": {"master_weight_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.uint8},
+    "no masters": {"master_weights": False, "stochastic_rounding": True, "seed": 2**40 + 3},
+}
+
+
+def without_fp16(params: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Which is not rounded by chance."""
+    return [param for param in params if param.dtype != torch.float16]
+
+
+@pytest.mark.parametrize("options", FEWER_BITS.values(), ids=FEWER_BITS)
+@pytest.mark.parametrize("name", ["float8_block_2d", "float8_tensorwise", "mxfp8_1d", "nvfp4_2d", "high_precision"])
+def test_cpu_and_gpu_write_the_same_bytes_in_fewer_bits(name, options):
+    sides = [without_fp16(parameters(name, device)) for device in ("cpu", "cuda")]
+    optimizers = [optim.FusedAdam(params, lr=0.01, weight_decay=0.1, **options) for params in sides]
+    for turn in range(3):
+        for params, optimizer in zip(sides, optimizers, strict=True):
+            give_gradients(params, turn, (None, torch.float32, torch.float16)[turn])
+            optimizer.step()
+        assert_same(optimizers[1], optimizers[0], f"turn {turn}")
+
+
+@pytest.mark.parametrize("options", FEWER_BITS.values(), ids=FEWER_BITS)
+def test_launches_in_fewer_bits_do_not_depend_on_the_number_of_parameters(options):
+    counts = {}
+    for repeats in (1, 37):
+        params = without_fp16(parameters("float8_tensorwise", "cuda", repeats))
+        optimizer = optim.FusedAdam(params, **options)
+        for turn in range(3):
+            give_gradients(params, turn)
+            started = on_device(optimizer.step)
+        counts[repeats] = len(started)
+    assert counts[1] == counts[37] <= 24, (counts, started)
+
+
+def test_steps_in_fewer_bits_are_captured_in_a_graph():
+    captured, eager = (without_fp16(parameters("float8_tensorwise", "cuda")) for _ in range(2))
+    options = FEWER_BITS["remainders, moments in bytes"]
+    optimizers = [optim.FusedAdam(params, lr=0.01, capturable=True, **options) for params in (captured, eager)]
+    for params, optimizer in zip((captured, eager), optimizers, strict=True):
+        give_gradients(params, 0)
+        optimizer.step()
+    give_gradients(captured, 1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizers[0].step()
+    for turn in range(1, 4):
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"].fill_(0.01 / turn)
+        give_gradients(eager, turn)
+        optimizers[1].step()
+        for param, other in zip(captured, eager, strict=True):
+            param.grad.copy_(other.grad)
+        graph.replay()
+        assert_same(optimizers[0], optimizers[1], f"turn {turn}")
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_parameters_are_their_masters_quantized(name):
     params = parameters(name, "cuda")

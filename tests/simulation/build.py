@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import re
 import struct
 import subprocess
@@ -86,7 +87,8 @@ def compiled(spec: Spec) -> ctypes.CDLL:
     library = FOLDER / f"{key}.so"
     if not library.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
-        source, made = FOLDER / f"{key}.cpp", FOLDER / f"{key}.made"
+        # Several processes may make the same one.
+        source, made = (FOLDER / f"{key}.{os.getpid()}.{kind}" for kind in ("cpp", "made"))
         source.write_text(whole)
         options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-I{HERE}"]
         subprocess.run(["g++", *options, str(source), "-o", str(made)], check=True)

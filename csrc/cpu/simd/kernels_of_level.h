@@ -20,5 +20,6 @@ void dequantize_mxfp8(const DequantizeMxFp8& op, int threads);
 void dequantize_nvfp4(const DequantizeNvFp4& op, int threads);
 void transpose(const Transpose& op, int threads);
 void multi_adam(const MultiAdam& op, int threads);
+void multi_adam_compact(const MultiAdamCompact& op, int threads);
 
 }  // namespace te_dist::cpu::TE_DIST_ISA

@@ -1,12 +1,14 @@
-"""Optimizers of torch over sharded masters: the bytes of the unsharded model, and one reduction a step."""
+"""Optimizers over sharded masters: the bytes of the unsharded model, and one reduction a step."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from te_dist import fsdp2, grouped, optim
 from te_dist.fsdp2 import GroupedParameter
@@ -17,12 +19,24 @@ from tests.distributed.probe import FORMATS, Layer, random_matrix, wires
 
 COLS = 160
 NAMES = ["float8_tensorwise", "float8_block_2d", "mxfp8_1d", "nvfp4_2d", "nvfp4_row_scaled", "high_precision"]
-OPTIMIZERS = {
+WRAPPED = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
     "AdamW, loop": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
     "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
     "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
 }
+BF16, BYTES = torch.bfloat16, torch.uint8
+FUSED = {
+    "moments in bytes": {"exp_avg_dtype": BYTES, "exp_avg_sq_dtype": BYTES, "store_param_remainders": True},
+    "bf16 moments and masters": {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16, "master_weight_dtype": BF16},
+    "no masters": {"master_weights": False, "stochastic_rounding": True, "exp_avg_sq_dtype": BYTES},
+}
+
+
+def make(kind: str, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    if kind in WRAPPED:
+        return optim.MasterWeights(params, WRAPPED[kind])
+    return optim.FusedAdam(params, lr=0.1, **FUSED[kind])
 
 
 def model(rows: int) -> nn.ModuleDict:
@@ -52,7 +66,7 @@ def compare(rank: int, world: int, rows: int, kind: str) -> int:
     alone, parts = model(rows), model(rows)
     for layer in parts.values():
         fsdp2.fully_shard(layer, mesh=mesh((world,), ("dp",)))
-    optimizers = [optim.MasterWeights(each.parameters(), OPTIMIZERS[kind]) for each in (alone, parts)]
+    optimizers = [make(kind, each.parameters()) for each in (alone, parts)]
     calls, original = [], dist.all_reduce
     for turn in range(2):
         for each in (alone, parts):
@@ -84,7 +98,50 @@ def compare(rank: int, world: int, rows: int, kind: str) -> int:
     return len(calls)
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", [*WRAPPED, *FUSED])
 @pytest.mark.parametrize(("world", "rows"), [(2, 208), (3, 208)])
 def test_shards_are_parts_of_the_unsharded_model(world: int, rows: int, kind: str) -> None:
     assert pool(world).run(compare, rows, kind) == [1] * world
+
+
+def update_cut(rank: int, world: int, shape: torch.Size, placements: list[Shard], kind: str) -> None:
+    """Plain parameters that are cut between columns, or both ways."""
+    grid = mesh((world,), ("tp",)) if len(placements) == 1 else mesh((2, world // 2), ("dp", "tp"))
+    whole = random_matrix(shape[0], shape[1:].numel(), 1).view(shape).bfloat16()
+    alone = nn.Parameter(whole.clone())
+    param = nn.Parameter(distribute_tensor(whole, grid, placements))
+    optimizers = [make(kind, [alone]), make(kind, [param])]
+    for turn in range(2):
+        alone.grad = random_matrix(shape[0], whole[0].numel(), 2 + turn).view(shape).bfloat16()
+        param.grad = distribute_tensor(alone.grad, grid, placements)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_bitwise(local_tensor(param).detach(), placement.local_part(alone.detach(), param), "parameter")
+    for key, value in optimizers[0].state[alone].items():
+        part = placement.local_part(value, param) if value.dim() else value
+        assert_bitwise(local_tensor(optimizers[1].state[param][key]), part.contiguous(), key)
+
+
+CUTS = [
+    (2, (6, 512), [Shard(1)]),
+    (3, (7, 640 + 128), [Shard(1)]),
+    (4, (7, 512), [Shard(0), Shard(1)]),
+    (4, (7, 60), [Shard(0), Shard(0)]),
+    (2, (3, 10, 128), [Shard(1)]),
+]
+
+
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize(("world", "shape", "placements"), CUTS, ids=str)
+def test_cuts_anywhere_change_nothing(world: int, shape: tuple[int, ...], placements: list[Shard], kind: str) -> None:
+    pool(world).run(update_cut, torch.Size(shape), placements, kind)
+
+
+def refuse_cut(rank: int, world: int) -> None:
+    param = nn.Parameter(distribute_tensor(torch.zeros(4, 320), mesh((world,), ("tp",)), [Shard(1)]))
+    with pytest.raises(ValueError, match=r"cut into 160 columns, wanted a multiple of 128"):
+        optim.FusedAdam([param], exp_avg_dtype=BYTES)
+
+
+def test_a_cut_through_a_block_of_moments_is_refused() -> None:
+    pool(2).run(refuse_cut)
