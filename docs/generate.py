@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,10 @@ from te_dist.catalog import FORMATS
 from te_dist.formats import WHOLE, Field, Format, Region
 from te_dist.fsdp2 import RESHARDED, Phase, plan_gather
 from te_dist.grouped import OPS as OF_GROUPS
+from te_dist.launch.measure import size
+from te_dist.launch.parallelize import RECIPES
+from te_dist.launch.plan import PLAIN, plan_job
+from te_dist.launch.plan_tables import step_bytes
 from te_dist.tensor import OPS
 from te_dist.tensor.quantized_tensor import OpTable
 
@@ -216,10 +220,61 @@ GREEN = "green"
 # By page, what is written between `<!-- NAME -->` and `<!-- end of NAME -->`.
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {"fsdp2.md": {"matrix": matrix}}
 
+
+def plan() -> str:
+    """What a step sends in every recipe, beside bf16."""
+    jobs = {
+        "One decoder block of Llama 3's 8B sizes over eight ranks": ("llama_8gpu.toml", "8", "--train.batch", "8"),
+        "The same, its forward run again in backward": ("llama_8gpu.toml", "8", "--train.batch", "8", *RECOMPUTED),
+    }
+    lines = ["# Bytes of a job", "", *PLAN_INTRODUCTION.splitlines(), ""]
+    for title, (config, world_size, *overrides) in jobs.items():
+        lines += [f"## {title}", "", "| recipe | forward | backward | gradients | scales | sum | beside bf16 |"]
+        lines += ["|---|---|---|---|---|---|---|"]
+        own = {recipe: _block_bytes(config, int(world_size), recipe, overrides) for recipe in RECIPES}
+        for recipe, sent in own.items():
+            cells = (recipe, *map(size, sent.values()), f"{sent['sum'] / own[PLAIN]['sum']:.2f}")
+            lines.append("| " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+RECOMPUTED = ("--recompute", "full")
+
+
+def _block_bytes(config: str, world_size: int, recipe: str, overrides: Sequence[str]) -> dict[str, int]:
+    path = str(FOLDER.parent / "launch" / "configs" / config)
+    found = plan_job([path, "--model.layers", "1", "--recipe", recipe, *overrides], world_size, ranks=[0], plain=False)
+    return step_bytes(found.ranks[0].sent("blocks.0"))
+
+
+PLAN_INTRODUCTION = """\
+`te-dist plan CONFIG.toml --world-size 8` prints what a job of `te_dist.launch` stores and sends, by parameter, layer
+and rank, and the sums beside those of bf16; `--json` has every figure of every rank in bytes, `--rank 3` chooses whose
+parameters are listed, and overrides are those of the job (`--recipe mxfp8 --mesh.tp 2`). It starts no process and
+allocates nothing: the model is built on the meta device as each rank in turn would have it, and what is printed is
+`fsdp2.footprints` of that, which tests hold to what jobs store, send and allocate.
+
+| column | bytes |
+|---|---|
+| codes, scales | of a shard, as it lies in memory between steps |
+| masters, moments | of the optimizer's state of it |
+| forward, backward | that arrive in gathers, a rank's own part included, over all micro batches of a step |
+| gradients | that go into the reduce-scatter, and into the all-reduce over replicas; once a step |
+| scales (of a step) | of amaxes on which ranks agree when the optimizer quantizes |
+| peak of parameters | allocated at once: shards, gathered units, buffers of gathers; no activations, no gradients |
+
+Over a ring each rank sends and receives (n - 1) / n of what is gathered or reduced, and twice that in an all-reduce.
+
+The tables below are for one micro batch on rank 0. FSDP2 sizes its buffers once, so both passes send as much as the
+larger one needs: a forward that is run again in backward costs formats whose directions are independent both planes."""
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "environment.md": environment,
     "formats.md": formats,
     "grouped.md": grouped,
+    "plan.md": plan,
     "tensor.md": tensor,
 }
 

@@ -2,14 +2,16 @@
 
 te-dist kernels build --arch sm_90a,sm_100a
 te-dist kernels list
+te-dist plan launch/configs/llama_8gpu.toml --world-size 8
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -24,7 +26,11 @@ from te_dist.kernels.cache import Compiled, KernelCache
 from te_dist.kernels.runtime import ARCHES, entry_of
 from te_dist.kernels.spec import Spec
 from te_dist.kernels.variants import variants
+from te_dist.launch.errors import JobError
+from te_dist.launch.plan import plan_job
+from te_dist.launch.plan_tables import as_json, show
 
+_WIDE = 200  # columns of tables that go into a file
 _FAILURE, _USAGE, _STOPPED = 1, 2, 130  # exit statuses
 Element = Literal["BFloat16", "Float16", "Float32"]
 
@@ -93,15 +99,50 @@ def _cache() -> KernelCache:
     return KernelCache(env.KERNEL_CACHE.get())
 
 
+@dataclass(frozen=True)
+class PlanOptions:
+    """What `te-dist plan` takes beside the configuration."""
+
+    world_size: int = 0
+    """Ranks; 0 for as many as the configuration's mesh has."""
+    rank: int = 0
+    """Whose parameters are listed one by one; the sums are of every rank."""
+    json: bool = False
+    """Print everything, of every parameter and rank, in bytes."""
+
+
+def plan(arguments: Sequence[str]) -> None:
+    """Shows what a configured job stores and sends, by layer and rank, beside bf16. Starts nothing.
+
+    Args:
+        arguments: a TOML file, options of `PlanOptions`, and overrides as `te_dist.launch.train` takes them.
+    """
+    usage = "te-dist plan CONFIG.toml"
+    options, rest = tyro.cli(PlanOptions, prog=usage, args=list(arguments), return_unknown_args=True)
+    try:
+        found = plan_job(rest, options.world_size)
+        if not 0 <= options.rank < len(found.ranks):
+            _end(f"--rank: got {options.rank}, wanted one of {len(found.ranks)} ranks; change it", _USAGE)
+        if options.json:
+            print(as_json(found))
+        else:
+            console = Console()
+            show(found, options.rank, console if console.is_terminal else Console(width=_WIDE))
+    except JobError as error:
+        _end(str(error), _FAILURE)
+
+
 COMMANDS: dict[str, dict[str, Callable[..., None]]] = {"kernels": {"build": build, "list": list_kernels}}
 
 
 def main() -> None:
     """Runs the command on the command line."""
     group, *arguments = sys.argv[1:] or [""]
-    usage = f"usage: te-dist {{{','.join(COMMANDS)}}} ..."
+    usage = f"usage: te-dist {{{','.join((*COMMANDS, 'plan'))}}} ..."
     if group in ("-h", "--help"):
         print(usage)
+    elif group == "plan":
+        plan(arguments)
     elif group not in COMMANDS:
         _end(usage, _USAGE)
     else:

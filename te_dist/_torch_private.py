@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -258,11 +259,13 @@ def watched_collectives(
 def pretended_ranks(world_size: int, rank: int) -> Iterator[None]:
     """A process group of `world_size` ranks of which there is this one alone: collectives return and move nothing."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # makes the backend known
+    hook = sys.excepthook  # torch puts the rank before every line of an exception, once for each group it makes
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 def _place(param: Any) -> tuple[nn.Module, str]:

@@ -243,7 +243,7 @@ def _amaxes(param: nn.Parameter) -> int:
     if not local.storage.may_share_scales():
         return 0
     num_matrices = math.prod(leading_and_region(local.storage.place)[0])
-    times = sum(group.size() > 1 for group in placement.groups(param))
+    times = sum(param.device_mesh.size(mesh_dim) > 1 for mesh_dim, _ in placement.matrix_cuts(param))
     return num_matrices * num_shared_amaxes(local.format, placement.partition(param)) * times * _AMAX_BYTES
 
 

@@ -13,21 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from te_dist.launch.errors import unwritable
+from te_dist.launch.measure import size
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
 PICTURE = "loss.png"
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-UNIT = 1024.0
-
-
-def size(num_bytes: float) -> str:
-    """Bytes for human eyes: 1536 is "1.5 KiB"."""
-    for unit in UNITS[:-1]:
-        if num_bytes < UNIT:
-            return f"{num_bytes:.0f} {unit}" if unit == UNITS[0] else f"{num_bytes:.1f} {unit}"
-        num_bytes /= UNIT
-    return f"{num_bytes:.1f} {UNITS[-1]}"
 
 
 class Journal:

@@ -14,6 +14,17 @@ from te_dist._torch_private import TorchDispatchMode, is_traceable_wrapper_subcl
 from te_dist.launch.model import PARAMS_DTYPE
 
 KIBIBYTE = 1024  # unit of the operating system's figure
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+UNIT = 1024.0
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for human eyes: 1536 is "1.5 KiB"."""
+    for unit in UNITS[:-1]:
+        if num_bytes < UNIT:
+            return f"{num_bytes:.0f} {unit}" if unit == UNITS[0] else f"{num_bytes:.1f} {unit}"
+        num_bytes /= UNIT
+    return f"{num_bytes:.1f} {UNITS[-1]}"
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -104,7 +104,17 @@ def _group_of_this_rank(lines: Tensor, timeout: timedelta) -> dist.ProcessGroup:
 def build_model(
     config: Config, mesh: DeviceMesh, device: torch.device, *, expert_mesh: DeviceMesh | None = None
 ) -> Decoder:
-    """The decoder in the recipe's format, cut over the mesh and initialized alike for every mesh.
+    """The decoder in the recipe's format, cut over the mesh and initialized alike for every mesh."""
+    model = shard_model(config, mesh, expert_mesh=expert_mesh)
+    fsdp2.materialize(model, device=device, seed=config.seed)
+    precision = RECIPES[config.recipe]
+    if precision is not None:
+        te.prepare(model, precision)  # sizes are checked for the device, and histories are there to be loaded
+    return model
+
+
+def shard_model(config: Config, mesh: DeviceMesh, *, expert_mesh: DeviceMesh | None = None) -> Decoder:
+    """The decoder in the recipe's format, cut over the mesh, on the meta device.
 
     Blocks free their gathered parameters after forward and gather them again for backward; the root's embedding, norm
     and head stay in between, since backward starts with them.
@@ -128,9 +138,6 @@ def build_model(
         parallelize_module(model, mesh["tp"], root_plan())
         model.embedding.register_forward_pre_hook(lambda _, args: (_part(args[0], mesh["tp"]),))
     fsdp2.fully_shard(model, mesh=mesh["dp"])
-    fsdp2.materialize(model, device=device, seed=config.seed)
-    if precision is not None:
-        te.prepare(model, precision)  # sizes are checked for the device, and histories are there to be loaded
     return model
 
 

@@ -19,7 +19,8 @@ from te_dist.checkpoints import CheckpointError
 from te_dist.launch import config_file, corpus, layout, measure, progress
 from te_dist.launch.config import Config
 from te_dist.launch.errors import JobError, require
-from te_dist.launch.journal import PICTURE, Journal, size
+from te_dist.launch.journal import PICTURE, Journal
+from te_dist.launch.measure import size
 from te_dist.launch.trainer import Trainer
 from te_dist.launch.world import PREPARATION, World, choose_device, lost_peer, open_process_group
 

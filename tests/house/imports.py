@@ -27,7 +27,8 @@ TIERS = (
     {"context"},
     INTEGRATIONS,
     {"nn"},
-    {"convert", "launch", "__main__"},
+    {"convert", "launch"},
+    {"__main__"},
 )
 TESTING = "testing"
 
@@ -53,7 +54,7 @@ def _tier_of(package: str) -> int | None:
 
 def _is_below(package: str, own: int) -> bool:
     """Whether a package lies below tier `own`; the whole of te_dist (no package) lies below its users alone."""
-    tier = _tier_of(package) if package else len(TIERS) - 2
+    tier = _tier_of(package or "nn")
     return tier is not None and tier < own
 
 

@@ -107,8 +107,8 @@ def test_a_kernel_that_does_not_compile_ends_the_build(run, monkeypatch):
 
 
 def test_without_a_command_the_usage_is_shown(run):
-    assert run() == ("usage: te-dist {kernels} ...", 2)
-    assert run("--help") == ("usage: te-dist {kernels} ...", 0)
+    assert run() == ("usage: te-dist {kernels,plan} ...", 2)
+    assert run("--help") == ("usage: te-dist {kernels,plan} ...", 0)
 
 
 def _build(folder: Path) -> int:

@@ -1,0 +1,138 @@
+"""`te-dist plan`: what it computes is what a job stores and sends; what it prints; how it ends."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from te_dist import __main__ as command
+from te_dist import fsdp2, testing
+from te_dist.fsdp2 import Purpose
+from te_dist.launch import config_file, layout, parallelize
+from te_dist.launch.model import next_token_loss
+from te_dist.launch.plan import plan_job
+from te_dist.tensor.placement import local_tensor
+from te_dist.testing.memory import allocated_bytes
+
+CONFIGS = Path(__file__).parents[2] / "launch" / "configs"
+SMALL = ["--model.hidden", "64", "--model.vocab-size", "320", "--model.layers", "2", "--data.sequence-length", "32"]
+JOBS = {
+    "uneven": (3, ["quickstart.toml", "--mesh.dp", "3", "--train.batch", "48", "--recipe", "float8_current"]),
+    "recomputed": (2, ["quickstart.toml", "--recipe", "mxfp8", "--recompute", "full", "--train.batch", "16"]),
+    "tensor_parallel": (4, ["tensor_parallel.toml", "--recipe", "float8_block"]),
+    "experts": (4, ["moe.toml", "--mesh.dp", "4", "--train.batch", "32", "--model.experts.ffn", "128"]),
+    "plain": (2, ["quickstart.toml", "--recipe", "bf16"]),
+}
+
+
+def arguments(job: str) -> list[str]:
+    name, *overrides = JOBS[job][1]
+    return [str(CONFIGS / name), *SMALL, "--train.micro-batch", "4", *overrides]
+
+
+def run_a_step(rank: int, world: int, job: str) -> tuple[dict[str, dict[Purpose, int]], int, dict[str, list[int]]]:
+    """One step: bytes sent by parameter and purpose, bytes stored, bytes of the optimizer's state by parameter."""
+    config = config_file.load(arguments(job))
+    found = layout.plan(config, world)
+    mesh = parallelize.make_mesh(found, testing.device(), 60)
+    experts = parallelize.make_expert_mesh(found, testing.device(), 60)
+    model = parallelize.build_model(config, mesh, testing.device(), expert_mesh=experts)
+    assert isinstance(model, FSDPModule)
+    stored = allocated_bytes(local_tensor(param) for param in model.parameters())
+    optimizer = parallelize.build_optimizer(model, config.optimizer)
+    precision = parallelize.Precision(config)
+    with fsdp2.count_traffic(model) as counted:
+        for index in range(found.accumulate):
+            model.set_requires_gradient_sync(index == found.accumulate - 1)
+            tokens = torch.randint(0, config.model.vocab_size, (config.train.micro_batch, 33))
+            with precision.forward():
+                logits = model(tokens[:, :-1])
+            next_token_loss(logits, tokens[:, 1:]).backward()
+        optimizer.step()
+    names = [name for name, _ in model.named_parameters()]
+    sent = {name: {purpose: counted.sent[name, purpose] for purpose in Purpose} for name in names}
+    states = {name: optimizer.state[param] for name, param in model.named_parameters()}
+    sizes = {n: sorted(local_tensor(v).nbytes for k, v in state.items() if k != "step") for n, state in states.items()}
+    return sent, stored, sizes
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_job_stores_and_sends_what_was_planned(ranks: Callable, job: str) -> None:
+    world = JOBS[job][0]
+    plan = plan_job(arguments(job))
+    assert len(plan.ranks) == world
+    for rank, (sent, stored, states) in zip(plan.ranks, ranks(world).run(run_a_step, job), strict=True):
+        for each in rank.parameters:
+            name = each.footprint.name
+            planned = fsdp2.sent_per_step([each.footprint], micro_batches=plan.layout.accumulate)
+            assert sent[name] == planned, name
+            masters = [each.masters] if each.masters else []
+            assert states[name] == sorted([*masters, *[each.moments // 2] * 2]), name
+        assert stored == sum(each.stored for each in rank.parameters)
+        assert sent.keys() == {each.footprint.name for each in rank.parameters}
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs `te-dist plan` with these arguments; returns what it printed and its exit status."""
+
+    def run(*options: str) -> tuple[str, object]:
+        monkeypatch.setattr(sys, "argv", ["te-dist", "plan", *options])
+        status = 0
+        try:
+            command.main()
+        except SystemExit as end:
+            status = end.code
+        printed = capsys.readouterr()
+        return printed.err if status else printed.out, status
+
+    return run
+
+
+def test_tables_show_layers_and_ranks(run) -> None:
+    printed, status = run(str(CONFIGS / "quickstart.toml"), *SMALL, "--world-size", "2", "--rank", "1")
+    lines = [line.split() for line in printed.splitlines()]
+    assert status == 0 and "parameters of rank 1" in printed
+    weight = next(line for line in lines if "blocks.0-1.attention.query.weight" in line)
+    assert weight[3:8:2] == ["64x64", "float8_block_2d", "32x64"] and weight[9:11] == ["2.0", "KiB"]
+    assert [line[1] for line in lines if line[:1] == ["│"]].count("0-1") == 2  # ranks that are alike, in two formats
+
+
+def test_json_holds_every_figure(run) -> None:
+    printed, _ = run(str(CONFIGS / "quickstart.toml"), "--json", *SMALL)
+    found = json.loads(printed)
+    assert len(found["ranks"]) == len(found["bf16"]) == 2
+    for rank in found["ranks"]:
+        for key in ("forward", "backward", "gradients", "scales", "sum"):
+            by_layer = [layer[key] for layer in rank["layers"].values()]
+            assert sum(by_layer) == sum(each["step"][key] for each in rank["parameters"]) == rank["step"][key]
+        assert rank["stored"] == sum(each["codes"] + each["scales"] for each in rank["parameters"])
+    assert found["ranks"][0]["step"]["sum"] < found["bf16"][0]["step"]["sum"]
+
+
+@pytest.mark.parametrize("config", sorted(path.name for path in CONFIGS.glob("*.toml")))
+def test_every_configuration_can_be_planned(config: str) -> None:
+    plan = plan_job(
+        [str(CONFIGS / config), "--model.layers", "1", "--train.batch", "64"], 4 if "tensor" in config else 2
+    )
+    assert all(rank.peak.bytes > sum(each.stored for each in rank.parameters) for rank in plan.ranks)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["llama_8gpu.toml"], "--world-size: got none"),
+        (["quickstart.toml", "--world-size", "3"], "mesh: got dp 2 x tp 1 with 3 ranks"),
+        (["quickstart.toml", "--rank", "2", *SMALL], "--rank: got 2, wanted one of 2 ranks"),
+        (["none.toml"], "configuration"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(run, options: list[str], words: str) -> None:
+    printed, status = run(str(CONFIGS / options[0]), *options[1:])
+    assert status in (1, 2) and words in printed
