@@ -105,6 +105,26 @@ def cases(weights: list[Shape], norms: list[Shape]) -> Iterator[tuple[str, str, 
         written = sum(b.nbytes for p in params for b in p.data.storage.buffers.values())
         size = 26.0 + written / sum(p.numel() for p in params) + (4.0 if name in TWO_PHASES else 0.0)
         yield f"FusedAdam, {name}", "torch.bfloat16", optim.FusedAdam(params + plain(norms, torch.bfloat16)), size
+    yield from in_fewer_bits(weights + norms)
+
+
+def in_fewer_bits(shapes: list[Shape]) -> Iterator[tuple[str, str, torch.optim.Optimizer, float]]:
+    """bf16 parameters: what is kept of each, read and written, beside itself and its gradient (6 bytes)."""
+    options = {
+        "fp32 masters, bf16 moments": (
+            {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
+            8.0 + 8.0 - 2.0,
+        ),
+        "remainders": ({"store_param_remainders": True}, 4.0 + 16.0),
+        "remainders, moments in bytes": (
+            {"store_param_remainders": True, "exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
+            4.0 + 4.0 * (1 + 4 / 128),
+        ),
+        "no masters, by chance": ({"master_weights": False, "stochastic_rounding": True}, 16.0),
+    }
+    for name, (own, size) in options.items():
+        optimizer = optim.FusedAdam(plain(shapes, torch.bfloat16), **own)
+        yield f"FusedAdam, bf16, {name}", "torch.bfloat16", optimizer, 6.0 + size
 
 
 def copy_time(nbytes: float, repeats: int) -> float:

@@ -51,9 +51,10 @@ def clip_grad_norm_(
     order, limit = float(norm_type), float(max_norm)
     if not order > 0:
         raise ValueError(f"norm_type: got {norm_type}, wanted more than 0 (inf for the largest magnitude)")
-    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    total = _total_norm(grads, order, foreach)
+    device = parameters[0].device if parameters else None
+    total = _total_norm(grads, order, foreach, device=device)
     if pp_group is not None:
         total = _reduced(total, order, (pp_group,))
     if error_if_nonfinite and not torch.isfinite(total):
@@ -72,10 +73,10 @@ def clip_grad_norm_(
     return total
 
 
-def _total_norm(grads: Sequence[Tensor], order: float, foreach: bool | None) -> Tensor:
+def _total_norm(grads: Sequence[Tensor], order: float, foreach: bool | None, *, device: torch.device | None) -> Tensor:
     """Of the whole gradients together."""
     dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
-    zero = torch.zeros((), dtype=dtype, device=grads[0].device if grads else None)
+    zero = torch.zeros((), dtype=dtype, device=device)
     spread: dict[Groups, list[Tensor]] = {}
     for grad in grads:
         whole = _summed(grad)

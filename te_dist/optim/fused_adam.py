@@ -163,6 +163,7 @@ class FusedAdam(torch.optim.Optimizer):
         """Creates all state of `param`, unless it is there."""
         state = self.state[param]
         if not state:
+            self.precision.check(param)  # it may have been cut since
             state.update(self.precision.initial_state(param))
             masters.take_over(param)
 

@@ -145,3 +145,23 @@ def refuse_cut(rank: int, world: int) -> None:
 
 def test_a_cut_through_a_block_of_moments_is_refused() -> None:
     pool(2).run(refuse_cut)
+
+
+def update_matrices(rank: int, world: int) -> float:
+    """An optimizer that looks at whole matrices, over shards; how far masters are from those of the unsharded ones."""
+    names, made = ["float8_tensorwise", "float8_block_2d"], []
+    for is_sharded in (False, True):
+        layers = nn.ModuleDict({n: Layer(FORMATS[n], random_matrix(208, COLS, i)) for i, n in enumerate(names)})
+        for layer in layers.values() if is_sharded else ():
+            fsdp2.fully_shard(layer, mesh=mesh((world,), ("dp",)))
+        optimizer = optim.MasterWeights(layers.parameters(), lambda own: torch.optim.Muon(own, lr=0.1))
+        for turn in range(2):
+            give_gradients(layers, turn)
+            optimizer.step()
+        made.append([optimizer.state[param]["master_param"] for param in layers.parameters()])
+    return max(((b.full_tensor() - a).norm() / a.norm()).item() for a, b in zip(*made, strict=True))
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs a torch with Muon")
+def test_optimizers_of_whole_matrices_go_over_shards() -> None:
+    assert max(pool(2).run(update_matrices)) < 1e-3
