@@ -147,8 +147,18 @@ those that keep masters.
 
 What is not listed below raises with the name of the op, so that nothing is dequantized behind your back. Products of
 matrices are not listed: they belong to the modules. `torch.compile` traces views, parts and ops on values, and linear
-maps ([recipes.md](recipes.md) says which), in one graph. `torch.load` needs `weights_only=False` for files with
-quantized tensors; `te_dist.checkpoints` writes plain ones.
+maps ([recipes.md](recipes.md) says which), in one graph. `torch.load` loads files with quantized tensors;
+`te_dist.checkpoints` writes plain ones, and `checkpoints.high_precision_state_dict` gives such to other programs.
+
+An average of weights that stays quantized rounds every update away, as an optimizer would. Ops on values give plain
+tensors, and an average that begins as one stays in high precision:
+
+```python
+average = {key: value.detach() * 1.0 for key, value in model.state_dict().items()}
+for key, value in model.state_dict().items():
+    average[key].lerp_(value, 1 - decay)
+model.load_state_dict(average)               # quantized again
+```
 
 ## Supported ops
 """

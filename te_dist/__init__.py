@@ -21,6 +21,7 @@ from te_dist.flat_shards import post_all_gather_processing, quantize_master_weig
 from te_dist.grouped import GroupedTensor
 from te_dist.nn import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm, prepare
 from te_dist.offload import get_cpu_offload_context
+from te_dist.pickling import allow_loading
 from te_dist.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -33,6 +34,8 @@ from te_dist.quantizers import (
 )
 from te_dist.recompute import checkpoint
 from te_dist.tensor import QuantizedTensor
+
+allow_loading()
 
 __version__ = "0.1.0"
 

@@ -1,7 +1,7 @@
 """Checkpoints of models with quantized parameters, for torch.distributed.checkpoint and any number of processes."""
 
 from te_dist.checkpoints.errors import CheckpointError
-from te_dist.checkpoints.exchange import export_safetensors, import_safetensors
+from te_dist.checkpoints.exchange import export_safetensors, high_precision_state_dict, import_safetensors
 from te_dist.checkpoints.folder import latest, prune
 from te_dist.checkpoints.loading import load
 from te_dist.checkpoints.saving import async_save, save
@@ -10,6 +10,7 @@ __all__ = [
     "CheckpointError",
     "async_save",
     "export_safetensors",
+    "high_precision_state_dict",
     "import_safetensors",
     "latest",
     "load",

@@ -78,10 +78,7 @@ def export_safetensors(
     """
     ranks, where = Ranks.all(), Path(directory)
     entries = ranks.together(lambda: list(_entries(model, optimizer, dtype, convention)))
-    if len(set(ranks.gather(tuple(entry.key for entry in entries)))) > 1:
-        raise CheckpointError(
-            f"cannot export to {where}: ranks hold different parameters; every rank must have them all"
-        )
+    _check_alike(entries, ranks, f"export to {where}")
     files = _files(entries)
     ranks.together(lambda: where.mkdir(parents=True, exist_ok=True))
     for name, members in files.items():
@@ -90,6 +87,36 @@ def export_safetensors(
     places = {entry.key: name for name, members in files.items() for entry in members}
     index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": places}
     ranks.together(lambda: (where / INDEX).write_text(json.dumps(index, indent=1)) if ranks.rank == 0 else None)
+
+
+@torch.no_grad()
+def high_precision_state_dict(
+    model: nn.Module, *, optimizer: Optimizer | None = None, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Whole parameters and persistent buffers as plain tensors, for programs that know no quantized ones.
+
+    Args: as of `export_safetensors`.
+
+    Returns:
+        By the model's names, tied parameters under each of theirs: on the CPU of rank 0. Empty on other ranks.
+
+    Raises:
+        CheckpointError: something cannot be given so; on every rank alike.
+    """
+    ranks = Ranks.all()
+    entries = ranks.together(lambda: list(_entries(model, optimizer, dtype, None)))
+    _check_alike(entries, ranks, "give a whole state")
+    wholes = {entry.key: _whole(entry, ranks) for entry in entries}
+    if ranks.rank:
+        return {}
+    named = model_state.named_tensors(model)
+    first = _first_names(named)
+    return {name: wholes[first[id(tensor)]] for name, tensor in named.items()}
+
+
+def _check_alike(entries: list[_Entry], ranks: Ranks, what: str) -> None:
+    if len(set(ranks.gather(tuple(entry.key for entry in entries)))) > 1:
+        raise CheckpointError(f"cannot {what}: ranks hold different parameters; every rank must have them all")
 
 
 @torch.no_grad()

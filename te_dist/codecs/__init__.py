@@ -7,7 +7,10 @@ from te_dist.codecs.mxfp8 import MxFp8
 from te_dist.codecs.nvfp4 import NvFp4
 from te_dist.codecs.tensorwise import Tensorwise
 
+FAMILIES = (Block, HighPrecision, MxFp8, NvFp4, Tensorwise)
+
 __all__ = [
+    "FAMILIES",
     "Amax",
     "Block",
     "Codec",

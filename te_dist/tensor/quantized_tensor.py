@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -11,6 +12,25 @@ from te_dist._torch_private import disabled_torch_function
 from te_dist.formats import Direction, Format
 from te_dist.tensor import storage as storages
 from te_dist.tensor.storage import QuantizedStorage
+
+
+class _Torch(threading.local):
+    """Inside of its block torch's own methods ask for addresses, by which they tell how a tensor is made."""
+
+    depth = 0
+
+    @property
+    def asks(self) -> bool:
+        return self.depth > 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
+_TORCH = _Torch()
 
 
 class QuantizedTensor(torch.Tensor):
@@ -62,6 +82,20 @@ class QuantizedTensor(torch.Tensor):
         if storage is not None and storage.buffers.get(name) is not None:
             return storage.buffers[name]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def data_ptr(self) -> int:
+        """Address of the first buffer: by addresses ordinary code tells parameters apart."""
+        if _TORCH.asks:
+            return 0  # torch's own word for a tensor that is made of others
+        return next((buffer.data_ptr() for buffer in self.storage.buffers.values()), 0)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _TORCH:
+            return super().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        with _TORCH:
+            return super().__deepcopy__(memo)
 
     @property
     def data(self) -> QuantizedTensor:  # type: ignore[override]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -112,6 +112,13 @@ class QuantizedStorage:
         self.initial: Tensor | None = None
         self.mastered = False
         self.num_writes = 0
+
+    def __call__(self) -> NoReturn:
+        """Raises: what calls `tensor.storage()` takes it for the method of a plain tensor, which has one memory."""
+        raise RuntimeError(
+            "a quantized tensor has no torch storage: its bytes lie in several buffers (tensor.storage.buffers). To "
+            "write weights into files of plain tensors use te_dist.checkpoints.high_precision_state_dict"
+        )
 
     def holding(self, buffers: dict[str, Tensor], format: Format | None = None) -> QuantizedStorage:
         """A storage of the same matrix around other buffers, or of a part of its format; it has no history."""

@@ -50,6 +50,27 @@ def export(rank: int, world: int, path: Path, layout: Layout, dtype: torch.dtype
     checkpoints.export_safetensors(model, path, optimizer=optimizer, dtype=dtype)
 
 
+def give_whole(rank: int, world: int, layout: Layout) -> None:
+    model = zoo(1, layout)
+    got, want = checkpoints.high_precision_state_dict(model, dtype=torch.float32), zoo(1).state_dict()
+    assert got.keys() == (want.keys() if rank == 0 else set())
+    for name, tensor in got.items():
+        expected = want[name].dequantize() if name.startswith("weights") else want[name]
+        assert_bitwise(tensor, expected.float() if expected.is_floating_point() else expected, name)
+
+
+@pytest.mark.parametrize("layout", [data_parallel(3), TP], ids=str)
+def test_values_are_given_whole_to_one_rank(ranks, layout: Layout) -> None:
+    ranks(layout.world).run(give_whole, layout)
+
+
+def test_tied_values_are_given_under_every_name() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
+    model.b.weight = model.a.weight
+    given = checkpoints.high_precision_state_dict(model)
+    assert given["a.weight"] is given["b.weight"]
+
+
 @pytest.mark.parametrize("layout", [data_parallel(3), TP], ids=str)
 def test_values_are_exported_whole(ranks, tmp_path: Path, layout: Layout) -> None:
     ranks(layout.world).run(export, tmp_path, layout, None, False)

@@ -27,7 +27,7 @@ TIERS = (
     {"context"},
     INTEGRATIONS,
     {"nn"},
-    {"convert", "launch"},
+    {"convert", "launch", "pickling"},
     {"__main__"},
 )
 TESTING = "testing"

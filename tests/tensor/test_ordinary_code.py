@@ -79,11 +79,19 @@ def test_state_dicts_load_from_quantized_and_from_plain(name: str) -> None:
     file = io.BytesIO()
     torch.save(module.state_dict(), file)
     file.seek(0)
-    other.load_state_dict(torch.load(file, weights_only=False), assign=True)
+    other.load_state_dict(torch.load(file), assign=True)
     assert_same_bytes(other.weight, module.weight, "saved state")
     x = signed(seed=3, dtype=torch.float32)
     other.load_state_dict({"weight": x, "bias": module.bias.detach()})
     assert_same_bytes(other.weight, quantize(x, FORMATS[name]), "plain state")
+
+
+@every_format
+def test_parameters_are_told_apart_by_address(name: str) -> None:
+    first, second = Holder(name), Holder(name)
+    assert first.weight.data_ptr() == first.weight.detach().data_ptr() != second.weight.data_ptr() != 0
+    with pytest.raises(RuntimeError, match="high_precision_state_dict"):
+        first.weight.storage()
 
 
 @every_format

@@ -56,7 +56,7 @@ def test_pickle_keeps_bytes_and_class(name: str) -> None:
     file = io.BytesIO()
     torch.save({"weight": tensor}, file)
     file.seek(0)
-    for back in (pickle.loads(pickle.dumps(tensor)), torch.load(file, weights_only=False)["weight"]):
+    for back in (pickle.loads(pickle.dumps(tensor)), torch.load(file)["weight"]):
         assert type(back) is QuantizedTensor
         assert (back.shape, back.dtype, back.format) == (tensor.shape, tensor.dtype, tensor.format)
         assert_same_bytes(back, tensor, "pickle")

@@ -1,0 +1,209 @@
+"""A Hugging Face model, converted, trained by its Trainer and by accelerate over FSDP2, saved and loaded again."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import te_dist as te
+from te_dist import checkpoints, fsdp2, optim, recipe, tensor
+from te_dist.tensor import QuantizedTensor
+from te_dist.tensor.placement import local_tensor
+from te_dist.testing import assert_bitwise, mesh, pool
+
+WHY = "needs Hugging Face's libraries: pip install transformers accelerate"
+transformers = pytest.importorskip("transformers", reason=WHY)
+accelerate = pytest.importorskip("accelerate", reason=WHY)
+
+RECIPES = {
+    "block": recipe.Float8BlockScaling(),
+    "mxfp8": recipe.MXFP8BlockScaling(),
+    "nvfp4": recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
+LAYER, NUM_STEPS, SAVED_AT, BATCH = "LlamaDecoderLayer", 4, 2, 4
+DATA = [{"input_ids": torch.arange(32) * k % 128, "labels": torch.arange(32) * k % 128} for k in range(1, 33)]
+
+
+def llama(name: str, *, seed: int = 0) -> nn.Module:
+    """Two layers of random weights, their projections quantized."""
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    te.convert(model, {"lm_head": None, "model.layers.*": RECIPES[name]})
+    return model
+
+
+def sharded_llama(name: str, *, seed: int = 0) -> nn.Module:
+    model, over = llama(name, seed=seed), mesh((dist.get_world_size(),), ("dp",))
+    for layer in model.model.layers:
+        fsdp2.fully_shard(layer, mesh=over)
+    return fsdp2.fully_shard(model, mesh=over)
+
+
+@contextmanager
+def launched(rank: int, world: int) -> Iterator[None]:
+    """What a launcher tells the libraries; what they keep for the life of a process is forgotten afterwards."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
+    with mock.patch.dict("os.environ", {key: str(value) for key, value in told.items()}):
+        try:
+            yield
+        finally:
+            importlib.import_module("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def over_fsdp2(accelerator: Any, wrapped: str) -> Any:
+    """accelerate takes FSDP for GPUs only; told so, it does the same on processors."""
+    for state in (accelerate.PartialState(), accelerator.state):
+        state.distributed_type = accelerate.utils.DistributedType.FSDP
+    accelerator.state.fsdp_plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[wrapped],
+        state_dict_type="SHARDED_STATE_DICT",
+        cpu_ram_efficient_loading=False,
+    )
+    return accelerator
+
+
+class Trainer(transformers.Trainer):
+    """What a user adds: the autocast."""
+
+    name: str
+    wrapped: str
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        over_fsdp2(self.accelerator, self.wrapped)
+        self.is_fsdp_enabled = True
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        with te.autocast(recipe=RECIPES[self.name]):
+            return super().compute_loss(*args, **kwargs)
+
+
+def trainer(name: str, model: nn.Module, where: str) -> Trainer:
+    made_here = isinstance(next(model.parameters()), DTensor)
+    made = type(f"{name}Trainer", (Trainer,), {"name": name, "wrapped": f"FSDP{LAYER}" if made_here else LAYER})
+    args = transformers.TrainingArguments(
+        output_dir=where,
+        use_cpu=True,
+        per_device_train_batch_size=BATCH,
+        max_steps=NUM_STEPS,
+        save_steps=SAVED_AT,
+        logging_steps=1,
+        lr_scheduler_type="constant",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    adam = (optim.FusedAdam, {"lr": 1e-2})
+    return made(model=model, args=args, train_dataset=DATA, optimizer_cls_and_kwargs=adam)
+
+
+def losses(trained: Any) -> list[float]:
+    return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
+
+
+def assert_quantized(model: nn.Module) -> None:
+    """Projections of layers are quantized shards."""
+    weights = {n: p for n, p in model.named_parameters() if n.endswith("proj.weight")}
+    assert len(weights) == 14
+    for name, param in weights.items():
+        assert isinstance(param, DTensor), name
+        assert isinstance(local_tensor(param), QuantizedTensor), name
+
+
+def train(rank: int, world: int, name: str, where: str, wrapped_here: bool) -> list[list[float]]:
+    """Losses of a run, and of one that goes on from its middle."""
+    make, found = sharded_llama if wrapped_here else llama, []
+    for seed, start in ((0, None), (1, f"{where}/checkpoint-{SAVED_AT}")):
+        with launched(rank, world):
+            run = trainer(name, make(name, seed=seed), where)
+            run.train(resume_from_checkpoint=start)
+        assert_quantized(run.model)
+        num_params = len(list(run.model.parameters()))
+        assert len(run.optimizer.optimizer.state) == num_params, "the optimizer has lost parameters"
+        found.append(losses(run))
+    check_pretrained(rank, name, run.model, f"{where}/pretrained")
+    return found
+
+
+def check_pretrained(rank: int, name: str, model: nn.Module, where: str) -> None:
+    """Weights in high precision, as the library saves and loads them, and as a sharded model does."""
+    values = checkpoints.high_precision_state_dict(model)
+    assert bool(values) == (rank == 0)
+    if rank == 0:
+        llama(name).save_pretrained(where, state_dict=values)
+    dist.barrier()
+    saved, other = transformers.LlamaForCausalLM.from_pretrained(where), sharded_llama(name, seed=2)
+    checkpoints.import_safetensors(other, where)
+    for (key, got), param, shard in zip(saved.named_parameters(), model.parameters(), other.parameters(), strict=True):
+        whole = param.full_tensor()
+        is_quantized = isinstance(whole, QuantizedTensor)
+        assert_bitwise(got.detach(), (whole.dequantize() if is_quantized else whole).detach(), key)
+        if is_quantized:
+            want = tensor.quantize(got.detach(), whole.format)
+            assert torch.equal(shard.full_tensor(), want), key
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_trainer_trains_a_converted_model(name: str, tmp_path: Path) -> None:
+    (by_library, resumed), again = pool(2).run(train, name, str(tmp_path / "a"), False, timeout=120)
+    assert again == [by_library, resumed]
+    assert by_library == resumed
+    assert by_library[-1] < by_library[0]
+    (by_us, resumed), _ = pool(2).run(train, name, str(tmp_path / "b"), True, timeout=120)
+    assert by_us == resumed == by_library
+
+
+def loop(rank: int, world: int, name: str, where: str) -> tuple[list[float], list[float]]:
+    """A loop of accelerate's: prepare, backward, clip, save_state and load_state."""
+    with launched(rank, world):
+        accelerator = over_fsdp2(accelerate.Accelerator(cpu=True), LAYER)
+        model = llama(name)
+        optimizer = optim.FusedAdam(model.parameters(), lr=1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        assert_quantized(model)
+        first = steps(accelerator, model, optimizer, name)
+        accelerator.save_state(where)
+        second = steps(accelerator, model, optimizer, name)
+        accelerator.load_state(where)
+        third = steps(accelerator, model, optimizer, name)
+    assert first != second
+    return second, third
+
+
+def steps(accelerator: Any, model: nn.Module, optimizer: Any, name: str) -> list[float]:
+    found: list[Tensor] = []
+    for index in range(2):
+        rows = [DATA[(index * 2 + accelerator.process_index) % len(DATA)]["input_ids"]]
+        with te.autocast(recipe=RECIPES[name]):
+            found.append(model(input_ids=torch.stack(rows), labels=torch.stack(rows)).loss)
+        accelerator.backward(found[-1])
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [float(loss) for loss in found]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_accelerate_prepares_saves_and_loads(name: str, tmp_path: Path) -> None:
+    for second, third in pool(2).run(loop, name, str(tmp_path), timeout=120):
+        assert second == third
