@@ -119,6 +119,8 @@ class MasterWeights(torch.optim.Optimizer):
             for name, value in state_dict["state"].get(key, {}).items():
                 if name != "step":
                     self.state[param][name] = _moved(value, param.device)
+                elif isinstance(value, Tensor):  # a count that two optimizers shared would be raised twice
+                    self.state[param][name] = self.state[param][name].clone()
             if MASTER in self.state.get(param, {}):
                 masters.take_over(param)
 

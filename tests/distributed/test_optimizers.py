@@ -8,6 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from te_dist import fsdp2, grouped, optim
@@ -145,6 +150,37 @@ def refuse_cut(rank: int, world: int) -> None:
 
 def test_a_cut_through_a_block_of_moments_is_refused() -> None:
     pool(2).run(refuse_cut)
+
+
+def go_on_from_whole_state(rank: int, world: int, kind: str) -> None:
+    """torch's helpers gather the state of all ranks, and hand it out again."""
+    pair, options = [], StateDictOptions(full_state_dict=True, cpu_offload=True)
+    for seed in range(2):
+        layers = model(208)
+        for layer in layers.values():
+            fsdp2.fully_shard(layer, mesh=mesh((world,), ("dp",)))
+        pair.append((layers, make(kind, layers.parameters())))
+        give_gradients(layers, seed)
+        pair[-1][1].step()
+    (layers, optimizer), (other, its) = pair
+    whole = get_optimizer_state_dict(layers, optimizer, options=options)
+    if rank == 0:
+        assert whole["state"]["bf16.weight"]["exp_avg"].shape == (5, COLS)
+    optimizer.zero_grad(), its.zero_grad()
+    other.load_state_dict(layers.state_dict())
+    handed_out = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(other, its, whole if rank == 0 else {}, options=handed_out)
+    for each, own in pair:
+        give_gradients(each, 5)
+        own.step()
+    for (name, param), twin in zip(layers.named_parameters(), other.parameters(), strict=True):
+        for key, value in optimizer.state[param].items():
+            assert_bitwise(local_tensor(its.state[twin][key]), local_tensor(value), f"{key} of {name}")
+
+
+@pytest.mark.parametrize("kind", ["AdamW, foreach", "moments in bytes", "bf16 moments and masters"])
+def test_training_goes_on_from_the_whole_state(kind: str) -> None:
+    pool(2).run(go_on_from_whole_state, kind)
 
 
 def update_matrices(rank: int, world: int) -> float:
