@@ -13,7 +13,6 @@ allocate. Activations, gradients and the optimizer's state are not.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -42,19 +41,18 @@ class Peak:
         return max(self.forward, self.backward)
 
 
-def peak_bytes(model: Unit, *, granularity: int = 1) -> Peak:
+def peak_bytes(model: Unit) -> Peak:
     """What `model` allocates for parameters on one rank. See [Note: Order of allocations].
 
     Args:
         model: from `footprints`.
-        granularity: multiple to which an allocator rounds up (512 on CUDA).
 
     Raises:
         ValueError: shards lie in host memory.
     """
     if any(unit.is_offloaded for unit in model.flat()):
         raise ValueError("shards of this model lie in host memory, whose copies are not planned; leave the policy out")
-    run = _Run(model, granularity)
+    run = _Run(model)
     idle = run.now
     run.forward(model)
     forward, between = run.most, run.now
@@ -68,14 +66,14 @@ class _Gather:
 
     Attributes:
         arriving: sizes of the buffer that shards arrive in, from sending to copying; None otherwise.
-        held: sizes of all that it has allocated while its parameters are there; None otherwise.
+        held: bytes that it has allocated, while its parameters are there; None otherwise.
     """
 
     def __init__(self, unit: Unit, parameters: list[Footprint]) -> None:
         self.unit, self.parameters = unit, parameters
         self.num_shards = parameters[0].num_shards
         self.arriving: list[int] | None = None
-        self.held: list[int] | None = None
+        self.held: int | None = None
 
     def buffers(self, phase: Phase) -> list[Buffers]:
         """Of each parameter."""
@@ -89,8 +87,7 @@ class _Run:
         now, most: bytes allocated, and the most since this was set.
     """
 
-    def __init__(self, model: Unit, granularity: int) -> None:
-        self._granularity = granularity
+    def __init__(self, model: Unit) -> None:
         self._gathers: dict[str, list[_Gather]] = {}
         self._order: list[_Gather] = []  # in which they end in forward
         self._deferred: list[int] = []  # the buffer that shards arrived in, of the last gather of a forward pass
@@ -168,12 +165,12 @@ class _Run:
             return
         buffers = gather.buffers(phase)
         copied = self._copy_alone(buffers) if gather.num_shards == 1 else self._copy_out(buffers)
-        gather.held = [size for each in buffers for size in each.gathered]
+        gather.held = sum(size for each in buffers for size in each.gathered)
         for each in buffers:
             self._take(each.owned)
             self._take([each.scratch])
             self._free([each.scratch, *each.unused])
-            gather.held += (Counter(each.owned) - Counter(each.unused)).elements()
+            gather.held += sum(each.owned) - sum(each.unused)
         self._free(copied)
         if phase is Phase.FORWARD:
             self._end_deferral()
@@ -204,7 +201,7 @@ class _Run:
 
     def _drop(self, gather: _Gather) -> None:
         """Frees parameters that are there."""
-        self._free(gather.held or ())
+        self._free([gather.held or 0])
         gather.held = None
 
     def _end_deferral(self) -> None:
@@ -212,11 +209,8 @@ class _Run:
         self._deferred = []
 
     def _take(self, sizes: Iterable[int]) -> None:
-        self.now += sum(map(self._rounded, sizes))
+        self.now += sum(sizes)
         self.most = max(self.most, self.now)
 
     def _free(self, sizes: Iterable[int]) -> None:
-        self.now -= sum(map(self._rounded, sizes))
-
-    def _rounded(self, size: int) -> int:
-        return -(-size // self._granularity) * self._granularity
+        self.now -= sum(sizes)

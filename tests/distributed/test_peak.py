@@ -47,7 +47,7 @@ class Block(nn.Module):
         self.weights, self.inner = nn.ParameterList([layer.weight for layer in layers]), inner
         for weight in self.weights:
             weight.storage.initial = None
-        self.gain = nn.Parameter(torch.ones(COLS + 1))
+        self.gain = nn.Parameter(torch.ones(COLS + 1, device=self.weights[0].storage.device))
         self.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,8 +57,16 @@ class Block(nn.Module):
         return _Touch.apply(x, self.gain)
 
 
-def build(name: str, how: str, mesh: DeviceMesh) -> nn.Module:
-    """Three blocks of different sizes in one that is larger; with experts, one of the three has some inside."""
+def build(name: str, how: str, mesh: DeviceMesh, *, factor: int = 1) -> nn.Module:
+    """Three blocks of different sizes in one that is larger; with experts, one of the three has some inside.
+
+    Args:
+        factor: by which matrices are longer and wider.
+    """
+
+    def layer(rows: int, cols: int = COLS) -> Layer:
+        return Layer(FORMATS[name], random_matrix(rows * factor, cols * factor, 0).to(mesh.device_type))
+
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": how != "kept", "recompute": how == "recompute"}
     if how == "cast":
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
@@ -66,15 +74,14 @@ def build(name: str, how: str, mesh: DeviceMesh) -> nn.Module:
         del options["recompute"]
     shard = torch_fully_shard if how == "torch" else fsdp2.fully_shard
     rows = [size if FORMATS[name].alignment(0) == 1 else 192 for size in (328, 112, 250)]
-    layers = [[Layer(FORMATS[name], random_matrix(size, cols, 0)) for cols in (COLS, 2 * COLS)] for size in rows]
-    blocks = [Block(*pair) for pair in layers]
+    blocks = [Block(layer(size), layer(size, 2 * COLS)) for size in rows]
     if "experts" in how:
-        blocks[1].inner = Block(Experts(FORMATS[name], random_group(0)))
+        blocks[1].inner = Block(Experts(FORMATS[name], random_group(0).to(mesh.device_type)))
         by_rows = (lambda param: Shard(1) if param.dim() == 3 else None) if how == "rows of experts" else None
         shard(blocks[1].inner, shard_placement_fn=by_rows, **options)
     for block in blocks:
         shard(block, **options)
-    model = Block(Layer(FORMATS[name], random_matrix(384, COLS, 0)), inner=nn.Sequential(*blocks))
+    model = Block(layer(384), inner=nn.Sequential(*blocks))
     shard(model, **options | ({"reshard_after_forward": None} if how == "ours" else {}))
     if how == "ahead":
         model.set_modules_to_forward_prefetch(blocks[:2])

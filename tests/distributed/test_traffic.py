@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from te_dist import fsdp2, optim
 from te_dist.fsdp2 import Purpose
 from te_dist.tensor.traffic import Traffic
-from te_dist.testing import mesh, pool
+from te_dist.testing import device, mesh
 from tests.distributed.probe import FORMATS, Layer, fits, random_matrix
 from tests.distributed.test_grouped_fsdp2 import Experts, placed, random_group
 
@@ -28,7 +29,7 @@ class Model(nn.Module):
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
         self.first, self.second = layers
-        self.gain, self.unused = (nn.Parameter(torch.ones(COLS + 1)) for _ in range(2))
+        self.gain, self.unused = (nn.Parameter(torch.ones(COLS + 1, device=device())) for _ in range(2))
         self.second.weight.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,10 +39,10 @@ class Model(nn.Module):
 def build(name: str, how: str, world: int) -> Model:
     """Sharded over all ranks; weights of 328 or 384 rows, of two, or of six experts."""
     if how in ("members", "rows of members"):
-        layers = [Experts(FORMATS[name], random_group(seed)) for seed in (0, 1)]
+        layers = [Experts(FORMATS[name], random_group(seed).to(device())) for seed in (0, 1)]
     else:
         rows = 2 if how == "two rows" else 328 if fits(FORMATS[name], 328, world) else 384
-        layers = [Layer(FORMATS[name], random_matrix(rows, COLS, seed)) for seed in (0, 1)]
+        layers = [Layer(FORMATS[name], random_matrix(rows, COLS, seed).to(device())) for seed in (0, 1)]
     model = Model(*layers)
     over = mesh((2, 2), ("replicate", "shard")) if how == "hsdp" else mesh((world,), ("dp",))
     options: dict[str, Any] = {"mesh": over, "reshard_after_forward": how != "kept", "recompute": how == "recompute"}
@@ -51,6 +52,10 @@ def build(name: str, how: str, world: int) -> Model:
         fsdp2.fully_shard(layer, shard_placement_fn=placed("rows" if how == "rows of members" else ""), **options)
     fsdp2.fully_shard(model, **options)
     return model
+
+
+def tokens(rank: int) -> Tensor:
+    return random_matrix(4, COLS, rank).to(device()).requires_grad_()
 
 
 def train_and_count(rank: int, world: int, name: str) -> None:
@@ -65,7 +70,7 @@ def train_and_count(rank: int, world: int, name: str) -> None:
             with fsdp2.count_traffic(model) as counted, Traffic() as traffic:
                 for index in range(2):
                     model.set_requires_gradient_sync(index == 1)
-                    model(random_matrix(4, COLS, rank).requires_grad_()).backward()
+                    model(tokens(rank)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
         assert_counted(counted, traffic, 2 if how == "hsdp" else world)
@@ -96,8 +101,8 @@ def assert_planned(counted: fsdp2.CountedTraffic, planned: fsdp2.Unit) -> None:
 
 @pytest.mark.parametrize("world", BY_WORLD)
 @pytest.mark.parametrize("name", FORMATS)
-def test_counted_bytes_are_those_planned_and_those_sent(name: str, world: int) -> None:
-    pool(world).run(train_and_count, name)
+def test_counted_bytes_are_those_planned_and_those_sent(ranks: Callable, name: str, world: int) -> None:
+    ranks(world).run(train_and_count, name)
 
 
 def write_and_count(rank: int, world: int) -> None:
@@ -110,15 +115,15 @@ def write_and_count(rank: int, world: int) -> None:
     agreed = counted.nbytes(Purpose.AMAXES, name="first.weight")
     assert agreed == counted.nbytes(Purpose.AMAXES, name="") > 0
     assert counted.nbytes() == 2 * agreed == traffic.nbytes("all_reduce")
-    model(random_matrix(4, COLS, rank).requires_grad_()).backward()
+    model(tokens(rank)).backward()
     fsdp2.settle(model)
     assert counted.nbytes() == 2 * agreed
     lines = str(counted).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["first.weight", "-", "sum"]
 
 
-def test_agreement_on_written_values_is_counted() -> None:
-    pool(3).run(write_and_count)
+def test_agreement_on_written_values_is_counted(ranks: Callable) -> None:
+    ranks(3).run(write_and_count)
 
 
 def accumulate_over_replicas(rank: int, world: int) -> None:
@@ -126,11 +131,11 @@ def accumulate_over_replicas(rank: int, world: int) -> None:
     model = build("mxfp8_2d", "hsdp", world)
     with fsdp2.count_traffic(model) as counted, Traffic() as traffic:
         model.set_requires_all_reduce(False)
-        model(random_matrix(4, COLS, rank).requires_grad_()).backward()
+        model(tokens(rank)).backward()
     assert counted.nbytes(Purpose.REDUCE_SCATTER) == traffic.nbytes("reduce_scatter") > 0
     assert counted.nbytes(Purpose.ALL_REDUCE) == traffic.nbytes("all_reduce") == 0
     dist.barrier()
 
 
-def test_reduction_over_replicas_can_be_left_out() -> None:
-    pool(4).run(accumulate_over_replicas)
+def test_reduction_over_replicas_can_be_left_out(ranks: Callable) -> None:
+    ranks(4).run(accumulate_over_replicas)

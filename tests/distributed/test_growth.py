@@ -1,0 +1,87 @@
+"""Nothing grows from step to step: bytes, tensors and objects of a short training are those of a long one."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import te_dist as te
+from te_dist import fsdp2, optim, recipe
+from te_dist.testing import StorageTracker, mesh, pool
+from te_dist.testing.memory import allocated_bytes, storages
+
+RECIPES: dict[str, recipe.Recipe] = {
+    "float8_current": recipe.Float8CurrentScaling(),
+    "float8_delayed": recipe.DelayedScaling(),
+    "float8_block": recipe.Float8BlockScaling(),
+    "mxfp8": recipe.MXFP8BlockScaling(),
+    "nvfp4": recipe.NVFP4BlockScaling(),
+}
+WIDTH, ROWS = 64, 32  # each of two ranks has a part of a block
+SHORT, LONG = 3, 100
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, precision: recipe.Recipe) -> None:
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with te.autocast(recipe=precision):
+        y = model(x)
+    y.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def living() -> tuple[int, int, int, Counter[str]]:
+    """Bytes and number of storages behind all tensors, number of tensors, and objects by their type."""
+    gc.collect()
+    found = gc.get_objects()
+    plain = [each for each in found if issubclass(type(each), Tensor) and type(each) in (Tensor, nn.Parameter)]
+    return allocated_bytes(plain), len(storages(plain)), len(plain), Counter(type(each).__name__ for each in found)
+
+
+def train(rank: int, world: int, name: str, *, leak: bool = False) -> None:
+    precision = RECIPES[name]
+    with te.quantized_model_init(recipe=precision), torch.device("meta"):
+        blocks = [te.LayerNormLinear(WIDTH, WIDTH, normalization="RMSNorm") for _ in range(2)]
+        model = nn.Sequential(*blocks)
+    over = mesh((world,), ("dp",))
+    for block in blocks:
+        fsdp2.fully_shard(block, mesh=over)
+    fsdp2.fully_shard(model, mesh=over)
+    fsdp2.materialize(model, device="cpu", seed=0)
+    optimizer = optim.FusedAdam(model.parameters(), lr=1e-3)
+    kept = []
+    for _ in range(SHORT):
+        step(model, optimizer, precision)
+    living()  # asking makes objects too, once
+    before = living()
+    for _ in range(SHORT, LONG):
+        step(model, optimizer, precision)
+        if leak:
+            kept.append(torch.empty(1))
+    after = living()
+    assert after[:3] == before[:3]
+    grown = after[3] - before[3] - Counter({"tuple": 1, "Counter": 1})  # which are `before`
+    assert not grown, f"more objects after {LONG} steps than after {SHORT}: {grown}"
+    with StorageTracker() as tracker:  # which sees what C++ holds too
+        for _ in range(SHORT):
+            step(model, optimizer, precision)
+    gc.collect()
+    tracker.assert_alive(0)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_nothing_grows_over_a_hundred_steps(name: str) -> None:
+    pool(2).run(train, name)
+
+
+def leak_and_train(rank: int, world: int) -> None:
+    with pytest.raises(AssertionError):
+        train(rank, world, "float8_block", leak=True)
+
+
+def test_a_tensor_kept_at_each_step_is_seen() -> None:
+    pool(2).run(leak_and_train)
