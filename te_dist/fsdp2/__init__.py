@@ -1,6 +1,7 @@
 """FSDP2 over quantized parameters: sharded by rows, gathered in their own format."""
 
 from te_dist.fsdp2.api import fully_shard, settle
+from te_dist.fsdp2.check import check
 from te_dist.fsdp2.count import CountedTraffic, count_traffic
 from te_dist.fsdp2.footprint import Footprint, Unit, footprints, sent_per_step
 from te_dist.fsdp2.materialize import materialize
@@ -26,6 +27,7 @@ __all__ = [
     "Unit",
     "count_traffic",
     "footprints",
+    "check",
     "fully_shard",
     "materialize",
     "peak_bytes",

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from te_dist import _torch_private
 from te_dist.fsdp2.ahead import Shards, prepare_kernels
+from te_dist.fsdp2.check import check, check_first_passes
 from te_dist.fsdp2.loading import watch
 from te_dist.fsdp2.parameter import GroupedParameter, ShardedParameter, Wrap
 from te_dist.grouped import GroupCut
@@ -49,6 +50,7 @@ def fully_shard(
             matrices (`GroupedParameter`), whose rows are cut then instead of their members, and a mesh for the experts.
 
     Raises:
+        RuntimeError: a weight that was made quantized is not any more, see `check`.
         ValueError: a parameter cannot be cut over this mesh, a module keeps gradients from autograd, or parameters
             differ in dtype where torch takes one; on every rank alike, before any collective.
         CompilerError: a kernel has to be compiled and there is no compiler.
@@ -60,6 +62,8 @@ def fully_shard(
         )
     modules = module if isinstance(module, list) else [module]
     ignored = kwargs.get("ignored_params") or ()
+    for each in modules:
+        check(each)
     _check_autograd(modules, ignored)
     _check_dtypes(modules, ignored)
     taken = [found for each in modules for found in _own_quantized(each)]
@@ -79,6 +83,7 @@ def fully_shard(
             local_tensor(param).wrap = replace(wrap)
         for owner in _owners(each):
             watch(owner)
+        check_first_passes(each)
     _torch_private.gather_end_to_end(modules[0], GroupedParameter)
     return module  # type: ignore[return-value]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from te_dist.context import current_model_init
-from te_dist.formats import Group, Region
+from te_dist.formats import Format, Group, Region
 from te_dist.fsdp2.loading import ASSIGNS, keep_loaded, quantize_assigned
 from te_dist.fsdp2.parameter import GroupedParameter, QuantizedParameter, ShardedParameter
 from te_dist.grouped import storage as groups
@@ -33,7 +33,10 @@ class QuantizedModule(nn.Module):
     Attributes:
         params_dtype: nominal dtype of the parameters.
         name: for messages and for the roles that a `CustomRecipe` sees.
+        quantized_weights: by name of a parameter that was given quantized, its format; see `fsdp2.check`.
     """
+
+    quantized_weights: dict[str, Format]
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
@@ -72,6 +75,13 @@ class QuantizedModule(nn.Module):
     def rehearse(self, dtype: torch.dtype | None) -> None:
         """See `rehearsal.rehearse`."""
         rehearsal.rehearse(self, dtype)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As torch does it; notes those that are quantized."""
+        super().register_parameter(name, param)
+        local: Any = local_tensor(param)
+        if isinstance(local, ShardedParameter):
+            self.__dict__.setdefault("quantized_weights", {})[name] = local.format
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any

@@ -10,7 +10,7 @@ import torch
 
 from te_dist.catalog import FORMATS
 from te_dist.testing import WorkerPool
-from tests.distributed.matrix import placing, sharding  # noqa: F401  (they register situations)
+from tests.distributed.matrix import placing, sharding, starting  # noqa: F401  (they register situations)
 from tests.distributed.matrix.catalog import SITUATIONS, Situation, reason_of
 
 GREEN = "green"

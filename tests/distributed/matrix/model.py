@@ -54,13 +54,18 @@ class _Site(LinearSite):
         out = _Products.apply(x, weight)
         return out if bias is None else out + bias
 
+    def _in_graph(self, x: Tensor, weight: Tensor, bias: Tensor | None, front: str) -> Tensor:
+        return self._outside_of_graphs(x, weight, bias, front)
+
 
 def has_products(format: Format) -> bool:
     """Whether `te.Linear` trains a weight of this format: in both directions, neither of them transformed."""
     return format.columnwise is not None and not any(getattr(format[d].codec, "hadamard", 0) for d in format.directions)
 
 
-def linear(format: Format, sizes: tuple[int, int], seed: int, *, device: str = "", dtype: torch.dtype) -> te.Linear:
+def linear(
+    format: Format, sizes: tuple[int, int], seed: int, *, device: str = "", dtype: torch.dtype = torch.float32
+) -> te.Linear:
     """A `te.Linear` of `sizes` (K, N) whose weight has this format."""
     layer = te.Linear(*sizes, device=device or testing.device(), params_dtype=dtype)
     if not has_products(format):
@@ -176,10 +181,15 @@ class Beside:
     def _optimizer(self, model: nn.Module) -> optim.FusedAdam:
         return optim.FusedAdam([p for p in model.parameters() if p.requires_grad], lr=self.lr)
 
-    def follow(self, steps: int = 2, run: Callable[[nn.Module, Tensor], Tensor] | None = None) -> None:
-        """Trains both; compares outputs, gradients and, after each step, the bytes of all shards."""
+    def follow(self, steps: int = 0, run: Callable[[nn.Module, Tensor], Tensor] | None = None) -> None:
+        """Trains both; compares outputs, gradients and, after each step, the bytes of all shards.
+
+        Args:
+            steps: two, or one where many ranks share a machine.
+            run: forward and backward of a model.
+        """
         self.compare_weights("at the start")
-        for step in range(steps):
+        for step in range(steps or (2 if dist.get_world_size() <= 2 else 1)):
             self.step(step, run or forward_backward)
 
     def step(self, step: int, run: Callable[[nn.Module, Tensor], Tensor]) -> None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from te_dist import fsdp2, testing
 from te_dist.formats import Format
 from tests.distributed.matrix.catalog import situation
-from tests.distributed.matrix.model import Beside, Net, batch, forward_backward, net
+from tests.distributed.matrix.model import WIDTH, Beside, Net, batch, forward_backward, linear, net
 
 UNITS, PASSES, PLACES = "Units", "Passes", "Meshes"
 
@@ -191,12 +191,12 @@ class Recomputed:
 
 
 def accumulated(format: Format, *, syncs: bool, mesh: DeviceMesh | None = None) -> Beside:
-    """Three microbatches a step."""
+    """Two microbatches a step."""
 
     def run(model: nn.Module, x: Tensor) -> Tensor:
-        for turn in range(3):
+        for turn in range(2):
             if model is both.sharded:
-                prepare(turn == 2)
+                prepare(turn == 1)
             out = model(x * (turn + 1))
             (out.square().mean() / 4).backward()
         return out
@@ -329,3 +329,26 @@ def offloaded(format: Format) -> None:
     both = beside(format, offload_policy=policy)
     assert all(param.device.type == "cpu" for param in both.sharded.parameters())
     both.follow()
+
+
+def compiled(format: Format, **options: Any) -> str | None:
+    """Blocks of one linear map, compiled, since compiling takes long; those of the model alone are not."""
+    torch.compiler.reset()
+    models = [Net([nn.Sequential(linear(format, (WIDTH, WIDTH), seed=1), nn.SiLU())]) for _ in range(2)]
+    for block in models[0].blocks:
+        block.compile(backend="aot_eager")
+    try:
+        Beside(wrap(models[0], **options), models[1], 2, dist.get_rank()).follow()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+@situation("`torch.compile` of every block, kept", PASSES)
+def compiled_kept(format: Format) -> str | None:
+    return compiled(format, reshard_after_forward=False)
+
+
+@situation("`torch.compile` of every block, resharded", PASSES)
+def compiled_resharded(format: Format) -> str | None:
+    return compiled(format, reshard_after_forward=True)

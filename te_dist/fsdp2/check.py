@@ -1,0 +1,69 @@
+"""Whether weights that were made quantized still are: no path may leave one in high precision in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from te_dist.formats import Format
+from te_dist.fsdp2.parameter import ShardedParameter
+from te_dist.tensor import QuantizedTensor
+from te_dist.tensor.placement import local_tensor
+
+_PASSES = 2  # forward passes of a unit that are preceded by a check: the first one, and that after the first step
+
+
+def check(model: nn.Module) -> None:
+    """Raises where a weight that a module of te_dist was given quantized is no longer so.
+
+    `fsdp2.fully_shard` calls it, and has it called before the first two forward passes of what it wraps: after
+    materializing or loading, and after the first step of an optimizer. Later passes cost nothing.
+
+    Raises:
+        RuntimeError: names every such weight, and what it is now.
+    """
+    found = [f"{name}: {problem}" for name, problem in _problems(model)]
+    if found:
+        raise RuntimeError(
+            f"weights that were made quantized are not any more: {'; '.join(found)}. Load values by load_state_dict or "
+            "quantize them (te_dist.tensor.quantize) into a fsdp2.QuantizedParameter; where another weight is meant, "
+            "take its name out of the module's quantized_weights"
+        )
+
+
+def check_first_passes(unit: nn.Module) -> None:
+    """Has `check` called before the first passes of `unit`."""
+    left = [_PASSES]
+
+    @torch.compiler.disable
+    def before(module: nn.Module, args: Any) -> None:
+        check(module)
+        left[0] -= 1
+        if not left[0]:
+            handle.remove()
+
+    handle = unit.register_forward_pre_hook(before, prepend=True)  # before anything is gathered
+
+
+def _problems(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """(name of a weight, what is wrong with it)."""
+    for prefix, module in model.named_modules():
+        expected: dict[str, Format] = getattr(module, "quantized_weights", {})
+        for name, format in expected.items():
+            local = local_tensor(getattr(module, name, None))
+            problem = None if local is None else _problem(local, format)
+            if problem:
+                yield f"{prefix}.{name}" if prefix else name, problem
+
+
+def _problem(local: torch.Tensor, format: Format) -> str | None:
+    if not isinstance(local, QuantizedTensor):
+        return f"plain {local.dtype}"
+    if local.format != format:
+        return "of another format"
+    if not isinstance(local, ShardedParameter):
+        return f"a {type(local).__name__}, without the hooks by which FSDP2 gathers it"
+    return None

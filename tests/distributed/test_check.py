@@ -1,0 +1,100 @@
+"""`fsdp2.check`: a weight that was made quantized and is not any more is named, whatever made it plain."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import te_dist as te
+from te_dist import fsdp2, testing
+from te_dist.recipe import Float8BlockScaling, MXFP8BlockScaling
+from te_dist.tensor import quantize
+
+
+def model() -> nn.Sequential:
+    """Quantized weights, of two layers and a group, and plain ones."""
+    with te.quantized_model_init(recipe=Float8BlockScaling()):
+        layers = [te.Linear(128, 128), te.LayerNormLinear(128, 128)]
+    return nn.Sequential(*layers, te.Linear(128, 128), nn.Linear(128, 128))
+
+
+def make_plain(net: nn.Sequential) -> None:
+    net[0].weight = nn.Parameter(net[0].weight.dequantize())
+
+
+def change_format(net: nn.Sequential) -> None:
+    with te.quantized_model_init(recipe=MXFP8BlockScaling()):
+        net[0]._parameters["weight"] = te.Linear(128, 128).weight
+
+
+def take_hooks(net: nn.Sequential) -> None:
+    net[0].weight = nn.Parameter(quantize(torch.randn(128, 128), net[0].weight.format))
+
+
+@pytest.mark.parametrize(
+    ("breaks", "said"), [(make_plain, "plain torch.float32"), (change_format, "another format"), (take_hooks, "hooks")]
+)
+def test_a_weight_that_is_not_what_it_was_made_is_named(breaks, said: str) -> None:
+    net = model()
+    fsdp2.check(net)
+    fsdp2.check(copy.deepcopy(net))
+    breaks(net)
+    with pytest.raises(RuntimeError, match=f"not any more: 0.weight: .*{said}"):
+        fsdp2.check(net)
+    del net[0].quantized_weights["weight"]
+    fsdp2.check(net)
+
+
+def test_models_on_meta_and_converted_ones_are_checked() -> None:
+    with torch.device("meta"):
+        net = model()
+    fsdp2.check(net)
+    plain = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+    te.convert(plain, {"0": Float8BlockScaling(), "1": None})
+    fsdp2.check(plain)
+    assert list(plain[0].quantized_weights) == ["weight"]
+    assert not hasattr(plain[1], "quantized_weights")
+
+
+def refuse_each(rank: int, world: int) -> list[str]:
+    """When wrapped; before the first pass; after the first step; and nothing is called later on."""
+    over, messages = testing.mesh((world,), ("dp",)), []
+    net, x = model(), torch.randn(4, 128)
+    make_plain(net)
+    with pytest.raises(RuntimeError, match="0.weight: plain") as error:
+        fsdp2.fully_shard(net, mesh=over)
+    messages.append(str(error.value))
+    for passes in (0, 1):
+        net = model()
+        fsdp2.fully_shard(net, mesh=over)
+        for _ in range(passes):
+            net(x).sum().backward()
+        swap_for_values(net[0])
+        with pytest.raises(RuntimeError, match="0.weight: plain") as error:
+            net(x)
+        messages.append(str(error.value))
+    net = model()
+    hooks = len(net._forward_pre_hooks)
+    fsdp2.fully_shard(net, mesh=over)
+    with_check = len(net._forward_pre_hooks)
+    for _ in range(2):
+        net(x).sum().backward()
+    assert len(net._forward_pre_hooks) == with_check - 1 > hooks
+    return messages
+
+
+def swap_for_values(layer: nn.Module) -> None:
+    """As code does that knows of no quantized weights."""
+    shard = layer.weight
+    assert isinstance(shard, DTensor)
+    values = distribute_tensor(torch.zeros(shard.shape), shard.device_mesh, shard.placements)
+    layer._parameters["weight"] = nn.Parameter(values)
+
+
+def test_a_sharded_model_is_checked_until_the_first_step(ranks) -> None:
+    first, second = ranks(2).run(refuse_each)
+    assert first == second
