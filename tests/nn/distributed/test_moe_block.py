@@ -60,7 +60,7 @@ def build(made_by: Recipe | None, mesh: DeviceMesh, *, capacity: int | None = No
 
 
 def whole_bytes(model: nn.Module) -> dict[str, Tensor]:
-    """What all parameters store, unsharded: of quantized ones the fields that a forward pass gathers."""
+    """What all parameters store, unsharded: of quantized ones the fields that a forward pass reads."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         unit.unshard()
@@ -68,7 +68,10 @@ def whole_bytes(model: nn.Module) -> dict[str, Tensor]:
     for name, param in model.named_parameters():
         local = local_tensor(param).detach()
         quantized = isinstance(local, QuantizedTensor)
-        for field, buffer in (local.storage.buffers if quantized else {"": local}).items():
+        stored = (
+            {field: local.storage.buffers[field] for field in local.format.rowwise.names} if quantized else {"": local}
+        )
+        for field, buffer in stored.items():
             cut = isinstance(param, DTensor) and param.placements[0].is_shard()
             found[f"{name}.{field}"] = joined(buffer, param.device_mesh if cut else None)
     for unit in units:
