@@ -61,6 +61,17 @@ IMPORTED = (
         parameters=("tensors",),
     ),
     Private(
+        "torch.distributed.tensor._dtensor_spec.DTensorSpec",
+        "`DTensor.from_local` moves the local tensor to the mesh's devices, where FSDP2 may keep shards on the CPU",
+        name="DTensorSpec",
+        parameters=("mesh", "placements", "tensor_meta"),
+    ),
+    Private(
+        "torch.distributed.tensor._dtensor_spec.TensorMeta",
+        "the shape, strides and type of the whole in a DTensorSpec",
+        name="TensorMeta",
+    ),
+    Private(
         "torch.utils._pytree.tree_leaves",
         "finds the tensors in the arguments of an op; torch has no public tree functions",
         name="tree_leaves",

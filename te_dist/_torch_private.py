@@ -23,6 +23,8 @@ from torch._C import _disabled_torch_function_impl as disabled_torch_function
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserved_versions
 from torch.distributed import _composable_state, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
@@ -36,8 +38,10 @@ __all__ = [
     "ATTRIBUTES",
     "IMPORTED",
     "TESTED",
+    "DTensorSpec",
     "Managed",
     "Private",
+    "TensorMeta",
     "TorchDispatchMode",
     "call_when_backward_ends",
     "copy_each",
@@ -57,6 +61,7 @@ __all__ = [
     "process_group",
     "reshards_between_passes",
     "scaled_mm",
+    "sharded_like",
     "sharded_of",
     "return_and_correct_aliasing",
     "tree_leaves",
@@ -282,6 +287,20 @@ def _padded_numel(param: Any, grad: Tensor, num_shards: int) -> int:
 def is_gathered(tensor: Tensor) -> bool:
     """Whether FSDP2 gathered this parameter, or the DTensor whose local part it is, for passes of the unit it is in."""
     return sharded_of(tensor) is not None
+
+
+def sharded_like(param: DTensor, local: Tensor, *, shape: Sequence[int] | None = None) -> DTensor:
+    """`local`, on whichever device, as a tensor that is sharded as `param` is, without autograd.
+
+    Args:
+        param: also one whose shards lie on other devices than its mesh.
+        local: this rank's part.
+        shape: of the whole, where it is another than that of `param`.
+    """
+    whole = param if shape is None else torch.empty(tuple(shape), device="meta")
+    meta = TensorMeta(whole.shape, whole.stride(), local.dtype)
+    spec = DTensorSpec(param.device_mesh, tuple(param.placements), tensor_meta=meta)
+    return DTensor(local.detach(), spec, requires_grad=False)
 
 
 def sharded_of(tensor: Tensor) -> Tensor | None:

@@ -55,6 +55,10 @@ inline TensorRef tensor_ref(pybind11::handle tensor) {
   TensorRef ref;
   const pybind11::tuple shape = tensor.attr("shape"), stride = tensor.attr("stride")();
   if (shape.size() > 2) throw pybind11::value_error("a kernel takes tensors of at most 2 dimensions");
+  if (!tensor.attr("is_cpu").cast<bool>()) {
+    throw pybind11::value_error("a CPU kernel got a tensor on " + pybind11::str(tensor.attr("device")).cast<std::string>() +
+                                ", wanted all of them on the CPU; move it");
+  }
   ref.data = reinterpret_cast<char*>(tensor.attr("data_ptr")().cast<uintptr_t>());
   const pybind11::object dtype = tensor.attr("dtype");
   ref.dtype = dtype_of(dtype);

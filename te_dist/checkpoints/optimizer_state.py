@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from te_dist._torch_private import sharded_like
 from te_dist.checkpoints import extra
 from te_dist.checkpoints.errors import CheckpointError
 from te_dist.tensor import QuantizedTensor
@@ -197,9 +198,7 @@ def _allocate(param: Tensor, here: Any, described: dict[str, Any], group: dict[s
     if not isinstance(param, DTensor):
         return torch.empty(param.shape, dtype=dtype, device=param.device)
     local = torch.empty(local_tensor(param).shape, dtype=dtype, device=param.device)
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
+    return sharded_like(param, local)
 
 
 def _class_name(optimizer: Optimizer) -> str:

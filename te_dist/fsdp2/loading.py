@@ -94,9 +94,7 @@ def _of_its_kind(param: Any, value: Any, key: str) -> nn.Parameter:
             made.copy_(given)
             _keep(made, given)
     if isinstance(param, DTensor):
-        made = DTensor.from_local(
-            made, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-        )
+        made = _torch_private.sharded_like(param, made)
     return nn.Parameter(made, requires_grad=param.requires_grad)
 
 

@@ -163,7 +163,7 @@ def _launches(calls: Sequence[Call], noop: Tensor) -> Launches:
     works = []
     for call in calls:
         task = call.task()
-        if task is not None:
+        if task is not None and task.blocks:
             values = (*task.x.values, *task.values)
             works.append(Work(partial(task.kernel, task.x.source), task.widths, task.narrowest, task.blocks, values))
     return Launches(works, noop)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from te_dist._torch_private import copy_each
+from te_dist._torch_private import copy_each, sharded_like
 from te_dist.formats import Partition
 from te_dist.ops.multi_tensor import Batch
 from te_dist.scaling.agreement import Part, PartsQuantization, parts_of
@@ -33,10 +33,7 @@ def shaped_like(param: Tensor, local: Tensor, *, shape: torch.Size | None = None
     """`local` as a tensor that is sharded as `param` is; `shape`: of the whole, where it is another."""
     if not isinstance(param, DTensor):
         return local
-    whole = param if shape is None else torch.empty(shape, device="meta")
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    return sharded_like(param, local, shape=shape)
 
 
 def initial_master(param: Tensor) -> Tensor:

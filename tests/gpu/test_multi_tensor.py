@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from te_dist import grouped, optim
 from te_dist.catalog import FORMATS
 from te_dist.fsdp2 import GroupedParameter, QuantizedParameter
+from te_dist.ops.multi_tensor import Batch, Call
 from te_dist.tensor import QuantizedTensor, quantize
 from te_dist.testing import assert_bitwise
 
@@ -250,3 +251,13 @@ def test_a_scaler_unscales_and_leaves_out_steps_with_infinities():
         scaler.step(optimizers[0])
         scaler.update()
         assert_same(optimizers[0], optimizers[1], f"turn {turn}")
+
+
+@pytest.mark.parametrize("sizes", [(0,), (0, 5), (0, 0, 300, 0)])
+def test_empty_tensors_are_passed_over(sizes: tuple[int, ...]) -> None:
+    sources = [torch.randn(size, device="cuda") for size in sizes]
+    targets = [torch.full((size,), 7.0, device="cuda", dtype=torch.bfloat16) for size in sizes]
+    noop = torch.zeros(1, dtype=torch.int32, device="cuda")
+    Batch([[Call("copy_", pair)] for pair in zip(targets, sources, strict=True)], noop).run()
+    for target, source in zip(targets, sources, strict=True):
+        assert_bitwise(target, source.bfloat16(), "a copy")
