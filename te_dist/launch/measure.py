@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import resource
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from te_dist._torch_private import TorchDispatchMode, is_traceable_wrapper_subclass
+from te_dist._torch_private import is_traceable_wrapper_subclass
 from te_dist.launch.model import PARAMS_DTYPE
 
 KIBIBYTE = 1024  # unit of the operating system's figure
@@ -47,28 +45,6 @@ def memory_in_use(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIBIBYTE
-
-
-class GatheredBytes(TorchDispatchMode):
-    """Counts the bytes of all-gathers over some groups inside the context: those a rank receives and its own part.
-
-    Over the groups that parameters are sharded on these are weights; tensor parallelism gathers over another one.
-    """
-
-    total: int
-
-    def __init__(self, *groups: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.total = 0
-        self._groups = groups
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.c10d._allgather_base_.default:
-            group = dist.ProcessGroup.unbox(args[2])
-            self.total += args[0].nbytes * any(group is each for each in self._groups)
-        return func(*args, **(kwargs or {}))
 
 
 def plain_gathered_bytes(model: nn.Module, passes: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from te_dist import checkpoints, optim
+from te_dist import checkpoints, fsdp2, optim
 from te_dist.launch import measure, parallelize, progress
 from te_dist.launch.batches import Share, TrainingOrder, Windows, validation_batches
 from te_dist.launch.config import Config
@@ -85,7 +85,6 @@ class Trainer:
         self.device = device
         mesh = parallelize.make_mesh(layout, device, config.timeout_seconds)
         self.data_mesh = mesh["dp"]
-        self.shards = [self.data_mesh.get_group()]
         self.share = Share(mesh["dp"].get_local_rank(), layout.dp, config.train.micro_batch)
         length = config.data.sequence_length
         self.order = TrainingOrder(Windows(corpus.training, length, "training"), config.seed)
@@ -104,8 +103,6 @@ class Trainer:
 
     def _build(self, mesh: DeviceMesh) -> Decoder:
         experts = parallelize.make_expert_mesh(self.layout, self.device, self.config.timeout_seconds)
-        if experts is not None:
-            self.shards.append(experts["edp"].get_group())
         try:
             return parallelize.build_model(self.config, mesh, self.device, expert_mesh=experts)
         except ValueError as error:
@@ -152,18 +149,17 @@ class Trainer:
             group["lr"] = learning_rate(now.step, config.train.steps, config.optimizer)
         self._seed_rounding()
         micro_batches = self.order.micro_batches(now.position, config.train.batch, self.share)
-        counter = measure.GatheredBytes(*self.shards)
         losses = []
         assert isinstance(self.model, FSDPModule)
-        with counter if self.gathered_bytes is None else nullcontext():
+        with fsdp2.count_traffic(self.model) if self.gathered_bytes is None else nullcontext() as counted:
             for index, batch in enumerate(micro_batches):
                 # Gradients are reduced over the ranks once, after the last micro batch.
                 self.model.set_requires_gradient_sync(index == len(micro_batches) - 1)
                 loss = self._loss(batch) / len(micro_batches)
                 loss.backward()
                 losses.append(loss.detach())
-        if self.gathered_bytes is None:
-            self.gathered_bytes = counter.total
+        if counted is not None:
+            self.gathered_bytes = counted.nbytes(fsdp2.Purpose.FORWARD_GATHER, fsdp2.Purpose.BACKWARD_GATHER)
         norm = optim.clip_grad_norm_(self.model.parameters(), config.optimizer.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()

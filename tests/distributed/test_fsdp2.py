@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from te_dist import fsdp2, optim
 from te_dist.formats import Region
-from te_dist.launch.measure import GatheredBytes
 from te_dist.nn import Linear
+from te_dist.tensor.traffic import Traffic
 from te_dist.testing import StorageTracker, mesh, pool
 from tests.distributed.probe import FORMATS, Layer, assert_directions, assert_seen, fits, random_matrix
 
@@ -163,12 +163,12 @@ def count_bytes(rank: int, world: int, name: str, recompute: bool) -> tuple[list
     layer = Layer(FORMATS[name], random_matrix(328 if fits(FORMATS[name], 328, world) else 384, COLS, 0))
     over = mesh((world,), ("dp",))
     fsdp2.fully_shard(layer, mesh=over, reshard_after_forward=True, recompute=recompute)
-    with GatheredBytes(over.get_group()) as counter:
+    with Traffic() as traffic:
         y = layer(random_matrix(4, COLS, 1).requires_grad_()).sum()
-        forward = counter.total
+        forward = traffic.nbytes("all_gather")
         y.backward()
     plans = layer.weight._local_tensor.gather_plans(world)
-    return [forward, counter.total - forward], [plans[phase].nbytes * world for phase in fsdp2.Phase]
+    return [forward, traffic.nbytes("all_gather") - forward], [plans[phase].nbytes for phase in fsdp2.Phase]
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "recompute"])

@@ -39,9 +39,10 @@ def gathered(rank: int, world: int, edp: int) -> tuple[int, int]:
     fsdp2.fully_shard(model.blocks[0], mesh=everyone)
     fsdp2.fully_shard(model, mesh=everyone)
     x = torch.randn(8, HIDDEN, dtype=torch.bfloat16, device=testing.device(), requires_grad=True)
-    with measure.GatheredBytes(everyone.get_group(), mesh["edp"].get_group()) as counter:
+    with fsdp2.count_traffic(model) as counted:
         model(x).sum().backward()
-    return counter.total, measure.plain_gathered_bytes(model, 1)
+    gathered = counted.nbytes(fsdp2.Purpose.FORWARD_GATHER, fsdp2.Purpose.BACKWARD_GATHER)
+    return gathered, measure.plain_gathered_bytes(model, 1)
 
 
 @pytest.mark.parametrize(("edp", "ep"), [(2, 1), (2, 2), (1, 2)])
