@@ -28,9 +28,13 @@ TE_DIST_INLINE uint64_t place_in_whole(const AdamNoise& noise, uint64_t index) {
   return noise.origin + index / noise.width * noise.pitch + index % noise.width;
 }
 
-// Random words of the four elements from place 4 * `quad` on, for one step.
+// What the random words of the four elements from place 4 * `quad` on are drawn from, for one step.
+TE_DIST_INLINE PhiloxBlock adam_counter(const AdamNoise& noise, uint32_t step, uint64_t quad) {
+  return {{uint32_t(quad), uint32_t(quad >> 32), step, uint32_t(noise.number)}};
+}
+
 TE_DIST_INLINE PhiloxBlock adam_noise(const AdamNoise& noise, uint32_t step, uint64_t quad) {
-  PhiloxBlock block[1] = {{{uint32_t(quad), uint32_t(quad >> 32), step, uint32_t(noise.number)}}};
+  PhiloxBlock block[1] = {adam_counter(noise, step, quad)};
   philox_rounds<1>(noise.seed, block);
   return block[0];
 }

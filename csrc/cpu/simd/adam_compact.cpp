@@ -1,4 +1,6 @@
 // One step of Adam over many tensors whose state is kept in fewer bytes, a block of a row at a time.
+#include <cstring>
+
 #include "elements.h"
 #include "kernels_of_level.h"
 #include "parallel.h"
@@ -15,57 +17,66 @@ struct Block {
   int count;
 };
 
-float load_one(const Matrix& from, int64_t index) {
-  if (from.dtype == DType::kBFloat16) return decode_bfloat16(uint32_t(static_cast<const uint16_t*>(from.data)[index]));
-  if (from.dtype == DType::kFloat16) return Half::decode(uint32_t(static_cast<const uint16_t*>(from.data)[index]));
-  return static_cast<const float*>(from.data)[index];
+template <class Values, class Make>
+void fill(int count, Values* values, const Make& make) {
+  for (int i = 0; i < count; ++i) values[i] = make(i);
+}
+
+void load_all(const Matrix& from, const Block& block, float* values) {
+  const auto* halves = static_cast<const uint16_t*>(from.data) + block.first;
+  if (from.dtype == DType::kBFloat16) {
+    fill(block.count, values, [=](int i) { return decode_bfloat16(uint32_t(halves[i])); });
+  } else if (from.dtype == DType::kFloat16) {
+    fill(block.count, values, [=](int i) { return Half::decode(uint32_t(halves[i])); });
+  } else {
+    std::memcpy(values, static_cast<const float*>(from.data) + block.first, size_t(block.count) * sizeof(float));
+  }
 }
 
 // To nearest even.
-void store_one(const Matrix& to, int64_t index, float value) {
+void store_all(const Matrix& to, const Block& block, const float* values) {
+  auto* halves = static_cast<uint16_t*>(to.data) + block.first;
   if (to.dtype == DType::kBFloat16) {
-    static_cast<uint16_t*>(to.data)[index] = uint16_t(encode_bfloat16(value));
+    fill(block.count, halves, [=](int i) { return uint16_t(encode_bfloat16(values[i])); });
   } else if (to.dtype == DType::kFloat16) {
-    static_cast<uint16_t*>(to.data)[index] = uint16_t(Half::encode(value));
+    fill(block.count, halves, [=](int i) { return uint16_t(Half::encode(values[i])); });
   } else {
-    static_cast<float*>(to.data)[index] = value;
+    std::memcpy(static_cast<float*>(to.data) + block.first, values, size_t(block.count) * sizeof(float));
   }
 }
 
 void load_values(const CompactTensor& t, const Block& block, float* values) {
-  const auto* high = static_cast<const uint16_t*>(t.value.data) + block.first;
-  for (int i = 0; i < block.count; ++i) {
-    values[i] = t.keep == Keep::kRemainder ? join_float(high[i], t.remainder[block.first + i])
-                                           : load_one(t.value, block.first + i);
+  const auto *high = static_cast<const uint16_t*>(t.value.data) + block.first, *low = t.remainder + block.first;
+  if (t.keep == Keep::kRemainder) {
+    fill(block.count, values, [=](int i) { return join_float(high[i], low[i]); });
+  } else {
+    load_all(t.value, block, values);
   }
 }
 
 void store_values(const CompactTensor& t, const Block& block, const float* values, const uint32_t* words) {
-  auto* high = static_cast<uint16_t*>(t.value.data) + block.first;
-  for (int i = 0; i < block.count; ++i) {
-    if (t.keep == Keep::kRemainder) {
-      const SplitFloat split = split_float(values[i]);
-      high[i] = uint16_t(split.high), t.remainder[block.first + i] = uint16_t(split.low);
-    } else if (t.keep == Keep::kStochastic) {
-      high[i] = uint16_t(encode_bfloat16_stochastic(values[i], value_noise(words[i])));
-    } else {
-      store_one(t.value, block.first + i, values[i]);
-    }
-    if (t.copy.data) store_one(t.copy, block.first + i, values[i]);
+  auto *high = static_cast<uint16_t*>(t.value.data) + block.first, *low = t.remainder + block.first;
+  if (t.keep == Keep::kRemainder) {
+    fill(block.count, high, [=](int i) { return uint16_t(split_float(values[i]).high); });
+    fill(block.count, low, [=](int i) { return uint16_t(split_float(values[i]).low); });
+  } else if (t.keep == Keep::kStochastic) {
+    fill(block.count, high, [=](int i) { return uint16_t(encode_bfloat16_stochastic(values[i], value_noise(words[i]))); });
+  } else {
+    store_all(t.value, block, values);
   }
+  if (t.copy.data) store_all(t.copy, block, values);
 }
 
 // kRoot: bytes hold the roots of the values.
 template <bool kRoot>
 void load_moments(const Matrix& from, const float* scales, const Block& block, float* values) {
-  for (int i = 0; i < block.count; ++i) {
-    if (from.dtype == DType::kByte) {
-      const float value = E4M3::decode(uint32_t(static_cast<const uint8_t*>(from.data)[block.first + i])) * scales[block.number];
-      values[i] = kRoot ? value * value : value;
-    } else {
-      values[i] = load_one(from, block.first + i);
-    }
-  }
+  if (from.dtype != DType::kByte) return load_all(from, block, values);
+  const auto* codes = static_cast<const uint8_t*>(from.data) + block.first;
+  const float scale = scales[block.number];
+  fill(block.count, values, [=](int i) {
+    const float value = E4M3::decode(uint32_t(codes[i])) * scale;
+    return kRoot ? value * value : value;
+  });
 }
 
 template <bool kRoot>
@@ -94,11 +105,28 @@ void store_moments(const Matrix& to, float* scales, const Block& block, const fl
     auto* codes = static_cast<uint16_t*>(to.data) + block.first;
     for (int i = 0; i < block.count; ++i) codes[i] = uint16_t(encode_bfloat16_stochastic(values[i], noise[i]));
   } else {
-    for (int i = 0; i < block.count; ++i) static_cast<float*>(to.data)[block.first + i] = values[i];
+    store_all(to, block, values);
   }
 }
 
+constexpr int kQuads = 8;  // drawn together
+
+// Random words of a block. Those of elements that lie one behind the other in the whole are drawn many at a time.
 void draw(const CompactTensor& t, const Block& block, uint32_t* words) {
+  const uint64_t begin = place_in_whole(t.noise, uint64_t(block.first));
+  const uint64_t end = place_in_whole(t.noise, uint64_t(block.first + block.count - 1));
+  if (end - begin == uint64_t(block.count - 1)) {
+    uint32_t whole[kMomentBlock + 4 * (kQuads + 1)];
+    const int quads = int(end / 4 - begin / 4) + 1;
+    for (int first = 0; first < quads; first += kQuads) {
+      PhiloxBlock drawn[kQuads];
+      for (int i = 0; i < kQuads; ++i) drawn[i] = adam_counter(t.noise, t.step, begin / 4 + uint64_t(first + i));
+      philox_rounds(t.noise.seed, drawn);
+      std::memcpy(whole + 4 * first, drawn, sizeof drawn);
+    }
+    std::memcpy(words, whole + begin % 4, size_t(block.count) * sizeof *words);
+    return;
+  }
   PhiloxBlock drawn{};
   uint64_t quad = ~uint64_t(0);
   for (int i = 0; i < block.count; ++i) {
@@ -109,16 +137,20 @@ void draw(const CompactTensor& t, const Block& block, uint32_t* words) {
 }
 
 void update(const AdamFactors& factors, const CompactTensor& t, const Block& block) {
-  float values[kMomentBlock], first[kMomentBlock], second[kMomentBlock];
-  uint32_t words[kMomentBlock];
+  // What lies behind the block is computed on, and not kept.
+  alignas(64) float values[kMomentBlock] = {}, first[kMomentBlock] = {}, second[kMomentBlock] = {}, grad[kMomentBlock] = {};
+  uint32_t words[kMomentBlock] = {};
   load_values(t, block, values);
   load_moments<false>(t.exp_avg, t.exp_avg_scale, block, first);
   load_moments<true>(t.exp_avg_sq, t.exp_avg_sq_scale, block, second);
-  draw(t, block, words);
-  for (int i = 0; i < block.count; ++i) {
-    AdamState<float> state{values[i], first[i], second[i]};
-    adam_update(factors, load_one(t.grad, block.first + i), state);
-    values[i] = state.value, first[i] = state.exp_avg, second[i] = state.exp_avg_sq;
+  load_all(t.grad, block, grad);
+  if (t.keep == Keep::kStochastic || t.exp_avg.dtype != DType::kFloat32 || t.exp_avg_sq.dtype != DType::kFloat32) {
+    draw(t, block, words);
+  }
+  for (int i = 0; i < kMomentBlock; i += kLanes) {
+    AdamState<F32> state{load<F32>(values + i), load<F32>(first + i), load<F32>(second + i)};
+    adam_update(factors, load<F32>(grad + i), state);
+    store(values + i, state.value), store(first + i, state.exp_avg), store(second + i, state.exp_avg_sq);
   }
   store_values(t, block, values, words);
   store_moments<false>(t.exp_avg, t.exp_avg_scale, block, first, words);
