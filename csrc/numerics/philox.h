@@ -5,6 +5,10 @@
 
 namespace te_dist {
 
+constexpr int kPhiloxRounds = 10;
+constexpr uint64_t kPhiloxMultiplier0 = 0xD2511F53u, kPhiloxMultiplier1 = 0xCD9E8D57u;
+constexpr uint32_t kPhiloxKey0 = 0x9E3779B9u, kPhiloxKey1 = 0xBB67AE85u;
+
 struct PhiloxState {
   uint64_t seed;
   uint64_t offset;
@@ -18,18 +22,18 @@ struct PhiloxBlock {
 template <int kCount>
 TE_DIST_INLINE void philox_rounds(uint64_t seed, PhiloxBlock (&blocks)[kCount]) {
   uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < kPhiloxRounds; ++round) {
     for (int i = 0; i < kCount; ++i) {
       uint32_t(&c)[4] = blocks[i].words;
-      const uint64_t product0 = uint64_t(0xD2511F53u) * c[0];
-      const uint64_t product1 = uint64_t(0xCD9E8D57u) * c[2];
+      const uint64_t product0 = kPhiloxMultiplier0 * c[0];
+      const uint64_t product1 = kPhiloxMultiplier1 * c[2];
       c[0] = uint32_t(product1 >> 32) ^ c[1] ^ k0;
       c[1] = uint32_t(product1);
       c[2] = uint32_t(product0 >> 32) ^ c[3] ^ k1;
       c[3] = uint32_t(product0);
     }
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
+    k0 += kPhiloxKey0;
+    k1 += kPhiloxKey1;
   }
 }
 

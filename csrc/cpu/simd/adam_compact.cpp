@@ -109,7 +109,29 @@ void store_moments(const Matrix& to, float* scales, const Block& block, const fl
   }
 }
 
-constexpr int kQuads = 8;  // drawn together
+constexpr int kQuads = 16;  // drawn together
+
+// philox_rounds, word by word: compilers make vectors of this.
+void draw_quads(const CompactTensor& t, uint64_t first, uint32_t* out) {
+  alignas(64) uint32_t c[4][kQuads];
+  for (int i = 0; i < kQuads; ++i) {
+    const PhiloxBlock counter = adam_counter(t.noise, t.step, first + uint64_t(i));
+    for (int w = 0; w < 4; ++w) c[w][i] = counter.words[w];
+  }
+  uint32_t k0 = uint32_t(t.noise.seed), k1 = uint32_t(t.noise.seed >> 32);
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    for (int i = 0; i < kQuads; ++i) {
+      const uint64_t product0 = kPhiloxMultiplier0 * c[0][i], product1 = kPhiloxMultiplier1 * c[2][i];
+      c[0][i] = uint32_t(product1 >> 32) ^ c[1][i] ^ k0;
+      c[2][i] = uint32_t(product0 >> 32) ^ c[3][i] ^ k1;
+      c[1][i] = uint32_t(product1), c[3][i] = uint32_t(product0);
+    }
+    k0 += kPhiloxKey0, k1 += kPhiloxKey1;
+  }
+  for (int i = 0; i < kQuads; ++i) {
+    for (int w = 0; w < 4; ++w) out[4 * i + w] = c[w][i];
+  }
+}
 
 // Random words of a block. Those of elements that lie one behind the other in the whole are drawn many at a time.
 void draw(const CompactTensor& t, const Block& block, uint32_t* words) {
@@ -119,10 +141,7 @@ void draw(const CompactTensor& t, const Block& block, uint32_t* words) {
     uint32_t whole[kMomentBlock + 4 * (kQuads + 1)];
     const int quads = int(end / 4 - begin / 4) + 1;
     for (int first = 0; first < quads; first += kQuads) {
-      PhiloxBlock drawn[kQuads];
-      for (int i = 0; i < kQuads; ++i) drawn[i] = adam_counter(t.noise, t.step, begin / 4 + uint64_t(first + i));
-      philox_rounds(t.noise.seed, drawn);
-      std::memcpy(whole + 4 * first, drawn, sizeof drawn);
+      draw_quads(t, begin / 4 + uint64_t(first), whole + 4 * first);
     }
     std::memcpy(words, whole + begin % 4, size_t(block.count) * sizeof *words);
     return;
