@@ -141,23 +141,6 @@ def test_a_late_set_reshard_after_forward_raises_on_every_rank() -> None:
     assert first == second
 
 
-def keep_while_accumulating(rank: int, world: int, name: str) -> None:
-    """Parameters kept after the backward of all but the last micro batch serve the next forward as well."""
-    master = random_matrix(64, COLS, 0)
-    layer = Layer(FORMATS[name], master)
-    fsdp2.fully_shard(layer, mesh=mesh((world,), ("dp",)), reshard_after_forward=True)
-    for last in (False, True, False, True):
-        layer.set_reshard_after_backward(last)
-        layer(random_matrix(4, COLS, 1).requires_grad_()).sum().backward()
-        assert_seen(layer, master, backward=False)
-        assert_seen(layer, master, backward=True)
-
-
-@pytest.mark.parametrize("name", ["mxfp8_1d", "float8_block_2d"])
-def test_parameters_can_be_kept_while_gradients_accumulate(name: str) -> None:
-    pool(2).run(keep_while_accumulating, name)
-
-
 def count_bytes(rank: int, world: int, name: str, recompute: bool) -> tuple[list[int], list[int]]:
     """Bytes each rank sends in forward and in backward: as seen, and as planned."""
     layer = Layer(FORMATS[name], random_matrix(328 if fits(FORMATS[name], 328, world) else 384, COLS, 0))
