@@ -14,6 +14,7 @@ from te_dist.grouped.grouped_tensor import OPS, GroupedTensor
 from te_dist.grouped.storage import GroupCut, GroupedStorage, empty
 from te_dist.tensor import OPS as OF_MATRICES
 from te_dist.tensor import QuantizedTensor, aten_values
+from te_dist.tensor.parts import check_writable, note
 
 aten = torch.ops.aten
 
@@ -102,7 +103,7 @@ def _slice(func: Any, args: Any, kwargs: Any) -> GroupedTensor:
     shape = [max(end - start, 0) if d == dim else n for d, n in enumerate(tensor.shape)]
     if _is_blank(tensor) and start == 0:
         return tensor.like(tensor.storage, shape)
-    return tensor.like(_part(tensor, dim, start, shape[dim], step), shape)
+    return tensor.like(note(_part(tensor, dim, start, shape[dim], step), tensor.storage), shape)
 
 
 def _part(tensor: GroupedTensor, dim: int, start: int, length: int, step: int = 1) -> GroupedStorage:
@@ -138,6 +139,7 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     non_blocking = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
     if not isinstance(dst, GroupedTensor):
         return dst.copy_(src.dequantize(), non_blocking=non_blocking)
+    check_writable(dst)
     if not isinstance(src, QuantizedTensor):
         dst.quantize_(src.to(dst.device).expand(dst.shape))
     elif not isinstance(src, GroupedTensor) or src.format != dst.format:
@@ -187,6 +189,7 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
     func(**plain)
     written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     for name in written:
+        tree_map_only(QuantizedTensor, check_writable, given[name])
         _write_back(given[name], plain[name])
     return given[written[0]] if func._schema.returns else None
 

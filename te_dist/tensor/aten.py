@@ -12,6 +12,7 @@ from torch import Tensor
 
 from te_dist._torch_private import tree_map_only
 from te_dist.formats import geometry
+from te_dist.tensor.parts import check_writable, note
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
 from te_dist.tensor.storage import Cut, QuantizedStorage, empty
 
@@ -132,7 +133,7 @@ def _slice(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     shape = [max(end - start, 0) if d == dim else n for d, n in enumerate(tensor.shape)]
     if _is_blank(tensor) and dim == 0 and start == 0:
         return tensor.like(tensor.storage, shape)
-    return tensor.like(_part(tensor, dim, start, shape[dim], step), shape)
+    return tensor.like(note(_part(tensor, dim, start, shape[dim], step), tensor.storage), shape)
 
 
 def _part(tensor: QuantizedTensor, dim: int, start: int, length: int, step: int = 1) -> QuantizedStorage:
@@ -187,7 +188,7 @@ def _select(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
             f"select takes a member of a stacked quantized tensor (dim 0 of three or more), got dim {dim} of "
             f"{tuple(tensor.shape)}; call .dequantize() first"
         )
-    return tensor.like(_part(tensor, 0, index % tensor.shape[0], 1), tensor.shape[1:])
+    return tensor.like(note(_part(tensor, 0, index % tensor.shape[0], 1), tensor.storage), tensor.shape[1:])
 
 
 @OPS.implements(aten.copy_.default)
@@ -197,6 +198,7 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     non_blocking = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
     if not isinstance(dst, QuantizedTensor):
         return dst.copy_(src.dequantize(), non_blocking=non_blocking)
+    check_writable(dst)
     if not isinstance(src, QuantizedTensor):
         dst.quantize_(src.to(dst.device).expand(dst.shape))
     elif src.format != dst.format:

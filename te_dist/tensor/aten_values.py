@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from te_dist._torch_private import tree_map_only
+from te_dist.tensor.parts import check_writable
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
 
 aten = torch.ops.aten
@@ -84,6 +85,7 @@ def _fresh(func: Any, args: Any, kwargs: Any) -> Tensor:
 @OPS.implements(*overloads(WRITING))
 def _write(func: Any, args: Any, kwargs: Any) -> Tensor:
     """In high precision, the result quantized back into place."""
+    check_writable(args[0])
     target, values = args[0], _plain(args[0])
     func(values, *_plain(args[1:]), **_plain(kwargs))
     return target.quantize_(values) if isinstance(target, QuantizedTensor) else target.copy_(values)
@@ -92,6 +94,8 @@ def _write(func: Any, args: Any, kwargs: Any) -> Tensor:
 @OPS.implements(*overloads(WRITING_LISTS))
 def _write_lists(func: Any, args: Any, kwargs: Any) -> None:
     """In high precision, every result of the list quantized back into place."""
+    for target in args[0]:
+        check_writable(target)
     values = _plain(args[0])
     func(values, *_plain(args[1:]), **_plain(kwargs))
     for target, value in zip(args[0], values, strict=True):

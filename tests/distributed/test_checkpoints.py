@@ -65,6 +65,8 @@ def load_zoo(rank: int, world: int, path: Path, layout: Layout) -> None:
         (TP, data_parallel(3)),
         (data_parallel(3), TP),
         (TP, TP),
+        (TP, Layout((4, 1), ("dp", "tp"))),
+        (TP, Layout((1, 4), ("dp", "tp"))),
         (HSDP, data_parallel(3)),
         (data_parallel(2), HSDP),
     ],
@@ -72,6 +74,22 @@ def load_zoo(rank: int, world: int, path: Path, layout: Layout) -> None:
 )
 def test_bytes_are_the_same_on_any_mesh(ranks, tmp_path: Path, saved: Layout, loaded: Layout) -> None:
     ranks(saved.world).run(save_zoo, tmp_path / "c", saved)
+    ranks(loaded.world).run(load_zoo, tmp_path / "c", loaded)
+
+
+def save_zoo_later(rank: int, world: int, path: Path, layout: Layout) -> None:
+    """What is written between the call and the end of the save is not in it."""
+    model = zoo(1, layout)
+    future = checkpoints.async_save(path, model=model)
+    for buffer in (b for layer in model.weights.values() for b in local_tensor(layer.weight).storage.buffers.values()):
+        buffer.view(torch.uint8).fill_(99)
+    future.result()
+
+
+@pytest.mark.gloo_only("its expected values are made on the CPU")
+@pytest.mark.parametrize(("saved", "loaded"), [(data_parallel(2), data_parallel(3)), (TP, HSDP)], ids=str)
+def test_a_save_in_a_thread_loads_on_any_mesh(ranks, tmp_path: Path, saved: Layout, loaded: Layout) -> None:
+    ranks(saved.world).run(save_zoo_later, tmp_path / "c", saved)
     ranks(loaded.world).run(load_zoo, tmp_path / "c", loaded)
 
 

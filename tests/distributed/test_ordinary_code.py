@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor, Shard
 
@@ -126,3 +129,27 @@ def gather_columns(rank: int, world: int) -> str:
 def test_columns_are_refused_on_every_rank() -> None:
     first, second = pool(2).run(gather_columns)
     assert first == second
+
+
+def save_by_torch(rank: int, world: int, name: str, path: str) -> None:
+    dcp.save({"model": get_model_state_dict(sharded(name, 384, world))}, checkpoint_id=path)
+
+
+def load_by_torch(rank: int, world: int, name: str, path: str, refused: bool) -> None:
+    layer = sharded(name, 384, world, seed=1)
+    state = {"model": get_model_state_dict(layer)}
+    if refused:
+        with pytest.raises(CheckpointException, match="te_dist.checkpoints"):
+            dcp.load(state, checkpoint_id=path)
+        return
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(layer, state["model"])
+    layer(random_matrix(4, COLS, 1))
+    assert_seen(layer, random_matrix(384, COLS, 0), backward=False)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_torchs_own_checkpoints_load_on_the_same_ranks_and_are_refused_on_others(name: str, tmp_path: Path) -> None:
+    pool(2).run(save_by_torch, name, str(tmp_path))
+    pool(2).run(load_by_torch, name, str(tmp_path), False)
+    pool(3).run(load_by_torch, name, str(tmp_path), True)

@@ -95,6 +95,19 @@ def test_parameters_are_told_apart_by_address(name: str) -> None:
 
 
 @every_format
+def test_what_is_written_into_a_slice_is_not_lost_in_silence(name: str) -> None:
+    weight = quantize(signed(dtype=torch.float32), FORMATS[name])
+    part, before = weight[:16], weight.clone()
+    other = quantize(signed(seed=1, dtype=torch.float32), FORMATS[name])[:16]
+    for write in (lambda: part.copy_(other), lambda: part.fill_(1.0), lambda: torch._foreach_mul_([part], 2.0)):
+        with pytest.raises(NotImplementedError, match="slice of shape"):
+            write()
+    assert_same_bytes(weight, before, "the whole")
+    part.clone().fill_(1.0)
+    weight[:].copy_(before)
+
+
+@every_format
 def test_averages_of_weights(name: str) -> None:
     module = Holder(name)
     average = copy.deepcopy(module)
