@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from te_dist import fsdp2, optim
 from te_dist.codecs import HighPrecision
@@ -17,9 +18,10 @@ from te_dist.scaling.agreement import quantize_parts, shares_scales
 from te_dist.tensor import QuantizedTensor, empty, find_amaxes
 from te_dist.tensor import storage as storages
 from te_dist.tensor.placement import local_tensor
+from te_dist.tensor.traffic import Traffic
 from te_dist.tensor_parallel.cutting import cut_parameter
 from te_dist.testing import assert_bitwise, mesh, pool
-from tests.distributed.probe import FORMATS, random_matrix, wires
+from tests.distributed.probe import FORMATS, Layer, random_matrix, wires
 
 ROW_CUTS, COL_CUTS = (0, 176, 400), (0, 200, 352)  # through tiles of 128 and of 32, at multiples of 16 and of 8
 
@@ -141,3 +143,23 @@ def leave_out_a_step(rank: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("name", ["float8_tensorwise", "float8_block_2d", "mxfp8_1d", "nvfp4_2d"])
 def test_a_step_that_is_left_out_settles_what_was_written(name: str) -> None:
     pool(4).run(leave_out_a_step, name)
+
+
+def load_values_into_several(rank: int, world: int, name: str) -> list[str]:
+    """Collectives by which all weights of a model agree on what was loaded into their shards."""
+    layers = nn.ModuleList(Layer(FORMATS[name], random_matrix(328, 160, 0)) for _ in range(3))
+    for layer in layers:
+        fsdp2.fully_shard(layer, mesh=mesh((world,), ("dp",)))
+    wholes = [random_matrix(328, 160, seed) for seed in (1, 2, 3)]
+    for layer, whole in zip(layers, wholes, strict=True):
+        layer.load_state_dict({"weight": distribute_tensor(whole, layer.weight.device_mesh, [Shard(0)])})
+    with Traffic() as traffic:
+        fsdp2.settle(layers)
+    for layer, whole in zip(layers, wholes, strict=True):
+        check_part(local_tensor(layer.weight), storages.quantize(whole, FORMATS[name]), rank)
+    return [sent.kind for sent in traffic.sent]
+
+
+@pytest.mark.parametrize("name", ["float8_tensorwise", "float8_block_2d", "mxfp8_1d", "nvfp4_2d"])
+def test_what_is_loaded_is_agreed_on_in_one_reduction(name: str) -> None:
+    assert pool(2).run(load_values_into_several, name) == [["all_reduce"]] * 2
