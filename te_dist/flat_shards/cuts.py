@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from te_dist.flat_shards.planes import num_values, plane_fields
@@ -29,6 +30,30 @@ class Report:
     ranges: tuple[Range, ...]
     digests: tuple[str, ...]
     problem: str = ""
+
+
+def all_ready(obstacle: str, device: torch.device | None, group: dist.ProcessGroup | None) -> bool:
+    """Whether there is no obstacle on any rank. Collective, and the host waits for it.
+
+    Args:
+        obstacle: why this rank is not ready; empty where it is.
+        device: of the weights; None where there are none.
+        group: of the ranks.
+
+    Raises:
+        ValueError: a CUDA graph is captured, for which nobody can wait, and this rank is not ready.
+    """
+    if device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if obstacle:
+            raise ValueError(obstacle)
+        return True
+    if "cpu:" in dist.get_backend_config(group):
+        device = torch.device("cpu")  # the host does not wait for what the device has yet to do
+    problem = torch.tensor(
+        [bool(obstacle)], dtype=torch.int32, device=device or torch.accelerator.current_accelerator()
+    )
+    dist.all_reduce(problem, dist.ReduceOp.MAX, group=group)
+    return not problem.item()
 
 
 def exchange(report: Report, sizes: Sequence[int], group: dist.ProcessGroup | None) -> list[Report]:

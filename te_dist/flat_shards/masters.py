@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from te_dist.flat_shards.cuts import Range, Report, digest, exchange, unfit_cut
+from te_dist.flat_shards.cuts import Range, Report, all_ready, digest, exchange, unfit_cut
 from te_dist.flat_shards.plan import Plan, Shards, planes_given
 from te_dist.flat_shards.planes import num_values, raw_range, whole_storage
 from te_dist.tensor import QuantizedStorage
@@ -31,9 +31,9 @@ def quantize_master_weights(
     """Quantizes each rank's range of every flattened weight; all ranks together make the bytes of the whole quantized.
 
     The codes of a range are written into its place in `raw_data`, from which the caller gathers them; scales are
-    written whole on every rank. Then `post_all_gather_processing` makes what columnwise products read. Collective: two
-    reductions for all weights, the first time an exchange of the ranges besides. Ranges of a list of weights are fixed
-    by the first call.
+    written whole on every rank. Then `post_all_gather_processing` makes what columnwise products read. Collective: one
+    word by which ranks agree that all can go on, which the host waits for, then two reductions for all weights; the
+    first time an exchange of the ranges besides. Ranges of a list of weights are fixed by the first call.
 
     Args:
         model_weights: quantized tensors, whole on every rank: matrices, or groups of equal ones. The same, in the same
@@ -47,26 +47,31 @@ def quantize_master_weights(
             then and may have been freed.
 
     Raises:
-        ValueError: alike on all ranks where it is the first call. A weight is not quantized, or a part of one; a range
+        ValueError: alike on all ranks, before anything is written. A weight is not quantized, or a part of one; a range
             is cut inside a byte or inside values that are transformed together; ranges leave out or share values;
-            tensors do not fit each other.
+            tensors do not fit each other; ranges are not those of the first call. Where a CUDA graph is captured, on
+            this rank alone.
     """
     arguments = (model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
     weights, ranges, problem = _checked(*arguments)
     plan = _known_plan(weights, group)
-    if plan is None:
+    if plan is not None and ranges != plan.ranges:
+        problem = problem or _other_ranges(ranges, plan.ranges)
+    obstacle = problem or ("" if plan is not None else "weights are new; make one call before one that is captured")
+    if not all_ready(obstacle, weights[0].device if weights else None, group):
         report = Report(ranges, tuple(map(digest, weights)), problem)
         reports = exchange(report, list(map(num_values, weights)), group)
         if not weights:
             return
         plan = _PLANS[weights[0]] = Plan(weights, [each.ranges for each in reports], group)
-    elif problem or ranges != plan.ranges:
-        raise ValueError(
-            problem
-            or f"got the ranges (start, length) {ranges}, wanted {plan.ranges} as in the first call for these "
-            "weights: other ranks go by it; pass copies of the weights to cut them in another way"
-        )
     plan.run(weights, master_weights, fsdp_shard_model_weights)
+
+
+def _other_ranges(got: tuple[Range, ...], wanted: tuple[Range, ...]) -> str:
+    return (
+        f"got the ranges (start, length) {got}, wanted {wanted} as in the first call for these weights: other ranks go "
+        "by it; pass copies of the weights to cut them in another way"
+    )
 
 
 def _checked(

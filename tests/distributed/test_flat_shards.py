@@ -242,7 +242,7 @@ def count_collectives(rank: int, world: int, name: str, num_weights: int) -> lis
     return [sent.kind for sent in traffic.sent]
 
 
-@pytest.mark.parametrize(("name", "count"), [("float8_tensorwise", 2), ("mxfp8_1d", 2), ("high_precision", 0)])
+@pytest.mark.parametrize(("name", "count"), [("float8_tensorwise", 3), ("mxfp8_1d", 3), ("high_precision", 1)])
 def test_scales_of_all_weights_go_together(name: str, count: int) -> None:
     for num_weights in (1, 5):
         assert pool(2).run(count_collectives, name, num_weights) == [["all_reduce"] * count] * 2
@@ -324,16 +324,66 @@ def test_what_cannot_be_done_is_refused_on_every_rank(what: str, match: str) -> 
     assert re.search(match, messages[0]), messages[0]
 
 
-def other_ranges(rank: int, world: int) -> None:
-    weight, ranges = blank(FORMATS["mxfp8_2d"], (64, 32)), [(0, 600), (600, 1448)]
-    start, length = ranges[rank]
-    quantize_master_weights([weight], [torch.ones(length)], [start], None)
-    with pytest.raises(ValueError, match="as in the first call"):
-        quantize_master_weights([weight], [torch.ones(length - 1)], [start], None)
+def refused_later(rank: int, world: int, what: str) -> str:
+    """Rank 1 passes something else than in the call before."""
+    weights, whole = [blank(FORMATS["float8_tensorwise"], (64, 32)) for _ in range(2)], random_matrix(64, 32, 0)
+    start, length = [(0, 600), (600, 1448)][rank]
+    good = whole.view(-1)[start : start + length]
+    quantize_master_weights(weights, [good] * 2, [start] * 2, None)
+    before = {key: buffer.clone() for key, buffer in weights[1].storage.buffers.items()}
+    bad = {
+        "ranges": ([good, good[:-1]], weights),
+        "dtype": ([good, good.to(torch.int32)], weights),
+        "strides": ([good, good.repeat(2)[::2]], weights),
+        "plain": ([good, good], [weights[0], torch.zeros(64, 32)]),
+        "fewer": ([good], weights[:1]),
+        "none": ([], []),
+    }
+    masters, given = bad[what] if rank == 1 else ([good, good], weights)
+    with pytest.raises(ValueError) as error:
+        quantize_master_weights(given, masters, [start] * len(masters), None)
+    for key, buffer in weights[1].storage.buffers.items():
+        assert_bitwise(buffer, before[key], "untouched")
+    quantize_master_weights(weights, [good] * 2, [start] * 2, None)
+    gather_raw(weights[1], [(0, 600), (600, 1448)])
+    post_all_gather_processing(weights)
+    assert_same(weights[1], whole, "afterwards")
+    return str(error.value)
 
 
-def test_ranges_stay_those_of_the_first_call() -> None:
-    pool(2).run(other_ranges)
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        ("ranges", "as in the first call"),
+        ("dtype", "torch.int32"),
+        ("strides", "contiguous"),
+        ("plain", "wanted a quantized tensor"),
+        ("fewer", r"ranks \[1\] pass other weights"),
+        ("none", r"ranks \[1\] pass other weights"),
+    ],
+)
+def test_later_calls_are_refused_on_every_rank(what: str, match: str) -> None:
+    messages = pool(2).run(refused_later, what)
+    assert len(set(messages)) == 1
+    assert re.search(match, messages[0]), messages[0]
+
+
+def other_list(rank: int, world: int) -> None:
+    """One rank knows the list of weights, another has a new one."""
+    whole = random_matrix(64, 32, 0)
+    weight = blank(FORMATS["float8_tensorwise"], (64, 32))
+    master, start = whole.view(-1)[rank * 1024 :][:1024], rank * 1024
+    quantize_master_weights([weight], [master], [start], None)
+    if rank == 1:
+        weight = blank(FORMATS["float8_tensorwise"], (64, 32))
+    quantize_master_weights([weight], [master], [start], None)
+    gather_raw(weight, [(0, 1024), (1024, 1024)])
+    post_all_gather_processing([weight])
+    assert_same(weight, whole, "new on one rank")
+
+
+def test_weights_may_be_new_on_one_rank() -> None:
+    pool(2).run(other_list)
 
 
 def read_too_early(rank: int, world: int, name: str) -> None:
