@@ -25,14 +25,13 @@ from te_dist.kernels.multi_adam import CompactPlace
 from te_dist.ops.multi_adam import AdamRule, AdamSignals, Adapted, MultiAdam
 from te_dist.optim import masters
 from te_dist.optim.masters import MASTER, Held, Places
-from te_dist.optim.precision import MOMENTS, Precision, as_loaded
+from te_dist.optim.precision import MOMENTS, Precision, as_loaded, check_kernels_take
 from te_dist.scaling.agreement import PartsQuantization, settle_parts
 from te_dist.tensor import QuantizedStorage, QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
 _ALIGNMENT_BYTES = 16  # of gradients: kernels are chosen by it
 _MAX_PLANS = 8
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -104,10 +103,14 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch: a group with its own hyperparameters."""
+        """As in torch: a group with its own hyperparameters; one that is refused is not added."""
         super().add_param_group(param_group)
-        for param in self.param_groups[-1]["params"]:
-            self.precision.check(param)
+        try:
+            for param in self.param_groups[-1]["params"]:
+                self.precision.check(param)
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch, unless `set_grad_none` says otherwise."""
@@ -297,11 +300,8 @@ def _adapted(held: Held, place: CompactPlace | None) -> Adapted:
     copy = None if held.storage is not None or value is held.local else held.local
     moments = [local_tensor(held.state[name]) for name in MOMENTS]
     for tensor in (value, copy):
-        if tensor is not None and not (tensor.is_contiguous() and tensor.dtype in _FLOATS):
-            raise ValueError(
-                f"a parameter of shape {tuple(tensor.shape)}: got {tensor.dtype} with strides {tensor.stride()}, "
-                "wanted float32, bfloat16 or float16 and contiguous; convert it before the optimizer is made"
-            )
+        if tensor is not None:
+            check_kernels_take(tensor)
     return Adapted(value.detach(), *moments, held.state["step"], copy, place=place)
 
 

@@ -87,7 +87,12 @@ class Precision:
         return "no masters" if self.master is None else f"masters of {self.master}"
 
     def check(self, param: Tensor) -> None:
-        """Raises ValueError, alike on every rank, where a parameter cannot be kept so."""
+        """Raises ValueError, alike on every rank, where a parameter cannot be kept so.
+
+        Frozen ones may be of any type.
+        """
+        if param.requires_grad and not masters.is_quantized(param):
+            check_kernels_take(local_tensor(param))
         if not masters.is_quantized(param) and self._is_rounded(param) and param.dtype != _BF16:
             raise ValueError(
                 f"a parameter of shape {tuple(param.shape)} would be rounded by chance: got {param.dtype}, wanted "
@@ -152,6 +157,15 @@ class Precision:
         """Of a moment: that of a vector, which cuts go through anywhere, has no blocks."""
         dtype = getattr(self, name)
         return _F32 if dtype == _BYTES and param.dim() < 2 else dtype
+
+
+def check_kernels_take(values: Tensor) -> None:
+    """Raises ValueError where no kernel updates values of this type or order."""
+    if not (values.is_contiguous() and values.dtype in _FLOATS):
+        raise ValueError(
+            f"a parameter of shape {tuple(values.shape)}: got {values.dtype} with strides {values.stride()}, wanted "
+            "float32, bfloat16 or float16 and contiguous; convert it before the optimizer is made"
+        )
 
 
 def _state_shape(name: str, shape: torch.Size) -> torch.Size:

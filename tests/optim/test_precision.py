@@ -203,6 +203,32 @@ def test_fp16_is_not_rounded_by_chance(options: dict[str, Any]) -> None:
         optim.FusedAdam([nn.Parameter(torch.zeros(3, dtype=torch.float16))], **options)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.zeros(3, 4).t(), torch.zeros(3).double()],
+    ids=["channels_last", "transposed", "float64"],
+)
+def test_parameters_that_no_kernel_updates_are_refused_at_once(values: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"got torch.float\d\d with strides .* contiguous; convert it before"):
+        optim.FusedAdam([nn.Parameter(values)])
+    frozen = nn.Parameter(values, requires_grad=False)
+    optimizer = optim.FusedAdam([frozen, nn.Parameter(torch.zeros(3))])
+    frozen.requires_grad_().grad = torch.zeros_like(frozen)
+    with pytest.raises(ValueError, match="convert it before"):
+        optimizer.step()
+
+
+def test_a_refused_group_is_not_added() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = optim.FusedAdam([weight])
+    other, bad = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    with pytest.raises(ValueError, match="torch.float64"):
+        optimizer.add_param_group({"params": iter([other, bad])})
+    assert [group["params"] for group in optimizer.param_groups] == [[weight]]
+    optimizer.add_param_group({"params": [other]})
+    assert len(optimizer.param_groups) == 2
+
+
 def test_state_of_other_types_is_refused() -> None:
     model = Model()
     saved = optim.FusedAdam(model.parameters(), **OPTIONS["moments in bytes"])
