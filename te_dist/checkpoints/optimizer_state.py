@@ -94,8 +94,8 @@ def install(optimizer: Optimizer, states: dict[Tensor, dict[str, Any]], saved: d
         if state:
             optimizer.state[param] = state
             local = local_tensor(param)
-            if isinstance(local, QuantizedTensor):
-                local.storage.mastered = MASTER in state
+            if isinstance(local, QuantizedTensor) and MASTER in state:
+                local.storage.note_master()
         else:
             optimizer.state.pop(param, None)
     for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):

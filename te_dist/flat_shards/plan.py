@@ -113,7 +113,8 @@ class Plan:
         self._bound[1].run()
         for weight in weights:
             take_out(weight)
-            weight.unsettled, weight.initial, weight.mastered = None, None, True
+            weight.unsettled = None
+            weight.note_master()
 
 
 class _Bound:

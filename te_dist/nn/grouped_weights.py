@@ -171,7 +171,8 @@ def packed(parameters: Sequence[Any], known: OneBuffer | None) -> OneBuffer | No
         return None
     made = OneBuffer(_joined(parameters, *storages[0].directions))
     for parameter, member, old in zip(parameters, made.members, storages, strict=True):
-        member.initial, member.mastered, member.unsettled = old.initial, old.mastered, old.unsettled
+        member.initial, member.unsettled = old.initial, old.unsettled
+        member.mastered, member.latest_mastered = old.mastered, old.latest_mastered
         parameter.storage = member
     return made
 

@@ -100,6 +100,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.capturable, self.set_grad_none = capturable, set_grad_none
         self._plans: dict[Any, _Plan] = {}  # by device and ids of the parameters by group
         self._captured: list[_Plan] = []  # what graphs launch is kept as long as they may
+        self._loaded: set[Tensor] = set()  # parameters whose state was loaded since their last step
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -155,12 +156,13 @@ class FusedAdam(torch.optim.Optimizer):
             if own:
                 self.state[param].update(own)
             self._trust_master(param)
+            self._loaded.add(param)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled."""
         options = ("precision", "adam_w_mode", "bias_correction", "capturable", "set_grad_none")
         own = {name: getattr(self, name) for name in options}
-        return super().__getstate__() | own | {"_plans": {}, "_captured": []}
+        return super().__getstate__() | own | {"_plans": {}, "_captured": [], "_loaded": set()}
 
     def initialize_state(self, param: Tensor) -> None:
         """Creates all state of `param`, unless it is there."""
@@ -173,8 +175,8 @@ class FusedAdam(torch.optim.Optimizer):
     def _trust_master(self, param: Tensor) -> None:
         """Notes that the values a quantized parameter has now are those of its master."""
         local = local_tensor(param)
-        if isinstance(local, QuantizedTensor):
-            local.storage.mastered = MASTER in self.state.get(param, {})
+        if isinstance(local, QuantizedTensor) and MASTER in self.state.get(param, {}):
+            local.storage.note_master()
 
     def _update(self, device: torch.device, groups: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> None:
         """One step of parameters with their gradients, by group, that lie on one device."""
@@ -189,7 +191,7 @@ class FusedAdam(torch.optim.Optimizer):
             for param, _ in pairs:
                 self.initialize_state(param)
                 if masters.is_quantized(param):
-                    masters.follow(param, self.state[param][MASTER])
+                    masters.follow(param, self.state[param][MASTER], was_loaded=param in self._loaded)
             numbers = {id(p): n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
             held = [Held.of(param, self.state[param]) for param, _ in pairs]
             adapted = [_adapted(each, self.precision.place(each, numbers[id(each.param)])) for each in held]
@@ -198,7 +200,8 @@ class FusedAdam(torch.optim.Optimizer):
             plan.kinds, plan.states = kinds, [id(state) for state in self.state.values()]
         else:
             for each in plan.quantized:
-                masters.follow(each.param, each.state[MASTER])
+                masters.follow(each.param, each.state[MASTER], was_loaded=each.param in self._loaded)
+        self._loaded.difference_update(param for param, _ in pairs)
         plan.settle(unsettled)
         rules, own = zip(*(self._rule(group, device) for group in self.param_groups), strict=True)
         signals = [None if signal is None else signal.to(device) for signal in signals]
@@ -208,7 +211,8 @@ class FusedAdam(torch.optim.Optimizer):
         torch.autograd.graph.increment_version(plan.plain)  # kernels write memory, which autograd does not see
         for each in plan.quantized:
             storage = each.storage
-            storage.mastered, storage.unsettled, storage.initial = True, None, None
+            storage.unsettled = None
+            storage.note_master()
 
     def _keep(self, key: Any, plan: _Plan) -> None:
         """For later steps of the same parameters, and the last few others: some have no gradient at times."""

@@ -157,9 +157,9 @@ class MasterWeights(torch.optim.Optimizer):
         loaded = self.state.get(param, {}).get(MASTER, master)
         if loaded is not master:
             local_tensor(master).copy_(local_tensor(loaded))
-        elif masters.is_quantized(param):
-            masters.follow(param, master)
-        elif param not in self._stepped and master is not param:
+        if masters.is_quantized(param):
+            masters.follow(param, master, was_loaded=loaded is not master)
+        elif loaded is master and param not in self._stepped and master is not param:
             value, kept = local_tensor(param), local_tensor(master)
             kept.copy_(torch.where(kept.to(value.dtype) == value, kept, value.float()))
 

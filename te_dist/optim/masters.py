@@ -22,6 +22,7 @@ from te_dist.tensor import QuantizedStorage, QuantizedTensor, placement
 from te_dist.tensor.placement import local_tensor
 
 MASTER = "master_param"  # its key in the state of an optimizer
+_ROUNDING = 0.25  # of the norm of a matrix: more than any format's rounding takes
 
 
 def is_quantized(param: Tensor) -> bool:
@@ -52,16 +53,28 @@ def take_over(param: Tensor) -> None:
     """Notes that the values a quantized parameter has now are those of its master."""
     local = local_tensor(param)
     if isinstance(local, QuantizedTensor):
-        local.storage.initial = None
-        local.storage.mastered = True
+        local.storage.note_master()
 
 
-def follow(param: Tensor, master: Tensor) -> None:
-    """Takes the master of a quantized parameter anew if other values were written into it: loaded, clamped."""
+def follow(param: Tensor, master: Tensor, *, was_loaded: bool = False) -> None:
+    """Takes the master of a quantized parameter anew if other values were written into it: loaded, clamped.
+
+    Args:
+        was_loaded: whether the master was loaded since the last step. It stays then if the parameter holds its values,
+            rounded: checkpoints are loaded in either order, and torch's `set_state_dict` loads the optimizer first.
+    """
     local = local_tensor(param)
-    if isinstance(local, QuantizedTensor) and not local.storage.mastered:
-        local_tensor(master).copy_(initial_master(param))
-        take_over(param)
+    if not isinstance(local, QuantizedTensor) or local.storage.follows_master:
+        return
+    written, kept = initial_master(param), local_tensor(master)
+    if not (was_loaded and _are_near(written, kept.to(written.dtype))):
+        kept.copy_(written)
+    take_over(param)
+
+
+def _are_near(values: Tensor, others: Tensor) -> bool:
+    """Whether they differ by no more than rounding can account for, in any format. Waits for the device."""
+    return bool((values - others).norm() <= _ROUNDING * others.norm())
 
 
 def gradient(param: Tensor) -> Tensor | None:
@@ -181,4 +194,5 @@ class WriteBack:
             readers.run()
             quantization.finish()
         for storage in self._storages:
-            storage.mastered, storage.unsettled, storage.initial = True, None, None
+            storage.unsettled = None
+            storage.note_master()

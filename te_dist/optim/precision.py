@@ -217,5 +217,6 @@ def as_loaded(value: Any, wanted: torch.dtype, param: Tensor, *, name: str) -> A
             f"{name} of a parameter of shape {tuple(param.shape)}: got {value.dtype}, wanted {wanted}; make the "
             "optimizer with the types it was saved with"
         )
-    # NOTE: a count that two optimizers shared would be raised twice; torch's helpers hand out what they were given.
-    return value.to(param.device, wanted, copy=not value.dim())
+    # NOTE: a count that two optimizers shared would be raised twice, and masters are weights; torch's helpers hand out
+    # what they were given.
+    return value.to(param.device, wanted, copy=not value.dim() or name in (MASTER, REMAINDER))

@@ -6,6 +6,8 @@ bytes is written here once and derived from the format.
 
 from __future__ import annotations
 
+import itertools
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NoReturn
@@ -22,6 +24,7 @@ from te_dist.ops.source import Source
 Amaxes = Mapping[Codec, Amax]
 How = Literal["decode", "operand"]
 _NO_DIMS: frozenset[int] = frozenset()
+_writes = itertools.count(uuid.uuid4().int >> 64 | 1)  # of optimizers; numbers of other processes are others
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,9 @@ class QuantizedStorage:
             it have not agreed on one; None once they have.
         initial: (rows, cols) on the CPU, the values that initialization quantized, where they were asked to be kept;
             None once others have been written.
-        mastered: whether an optimizer wrote these values from a master, and nobody others since.
+        mastered: by which write of an optimizer these values came from a master; copies of them keep it. 0 for values
+            that came otherwise.
+        latest_mastered: the last such write into this storage, see `follows_master`.
         num_writes: how often other values were written through this storage.
     """
 
@@ -87,6 +92,7 @@ class QuantizedStorage:
         "dtype",
         "format",
         "initial",
+        "latest_mastered",
         "mastered",
         "num_writes",
         "region",
@@ -110,7 +116,7 @@ class QuantizedStorage:
         self.cut_dims = _NO_DIMS
         self.unsettled: Tensor | None = None
         self.initial: Tensor | None = None
-        self.mastered = False
+        self.mastered = self.latest_mastered = 0
         self.num_writes = 0
 
     def __call__(self) -> NoReturn:
@@ -250,7 +256,7 @@ class QuantizedStorage:
         ]
         codecs.encode(matrix, self.region, planes)
         if x is not self.unsettled:  # to agree on scales is to write the same values once more
-            self.initial, self.mastered = None, False
+            self.initial, self.mastered = None, 0
             self.num_writes += 1
         self.unsettled = values(matrix).clone() if amaxes is None and self.may_share_scales() else None
 
@@ -369,6 +375,19 @@ class QuantizedStorage:
         self.region, self.cut, self.cut_dims = source.region, source.cut, source.cut_dims
         self._take_history(source)
 
+    # -- masters ------------------------------------------------------------------------------------------------
+
+    @property
+    def follows_master(self) -> bool:
+        """Whether the values are those that an optimizer last wrote here from a master: also where they were others in
+        between, and a copy of them was written back."""
+        return self.mastered == self.latest_mastered != 0
+
+    def note_master(self) -> None:
+        """Notes that the values are those of a master now."""
+        self.initial = None
+        self.mastered = self.latest_mastered = next(_writes)
+
     # -- buffers ------------------------------------------------------------------------------------------------
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> QuantizedStorage:
@@ -377,7 +396,7 @@ class QuantizedStorage:
         mapped = self.holding(buffers)
         mapped.cut_dims = self.cut_dims
         mapped.unsettled = None if self.unsettled is None else fn(self.unsettled)
-        mapped.initial, mapped.mastered = self.initial, self.mastered
+        mapped.initial, mapped.mastered, mapped.latest_mastered = self.initial, self.mastered, self.latest_mastered
         return mapped
 
     def copy_(self, source: QuantizedStorage, *, non_blocking: bool = False) -> None:
