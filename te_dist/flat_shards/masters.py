@@ -16,6 +16,10 @@ from te_dist.tensor import QuantizedStorage
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _NOTHING: tuple[list[QuantizedStorage], tuple[Range, ...]] = ([], ())
+_NOT_BY_HAND = (
+    "got manual_post_all_gather_processing=False, wanted True: nothing but the caller knows when codes were gathered; "
+    "call post_all_gather_processing then"
+)
 
 # NOTE: a plan holds tensors, but none of the storages, so that it ends with the first of them.
 _PLANS: weakref.WeakKeyDictionary[QuantizedStorage, Plan] = weakref.WeakKeyDictionary()
@@ -27,6 +31,8 @@ def quantize_master_weights(
     start_offsets: Sequence[int | None],
     group: dist.ProcessGroup | None,
     fsdp_shard_model_weights: Shards = None,
+    *,
+    manual_post_all_gather_processing: bool = True,
 ) -> None:
     """Quantizes each rank's range of every flattened weight; all ranks together make the bytes of the whole quantized.
 
@@ -45,6 +51,7 @@ def quantize_master_weights(
         fsdp_shard_model_weights: where the codes go instead: of each weight a flat uint8 tensor (one for each plane) of
             as many bytes as `raw_range` says, or None where there is no master. Memory of `raw_data` is not touched
             then and may have been freed.
+        manual_post_all_gather_processing: the caller calls `post_all_gather_processing`; there is no other way.
 
     Raises:
         ValueError: alike on all ranks, before anything is written. A weight is not quantized, or a part of one; a range
@@ -54,6 +61,8 @@ def quantize_master_weights(
     """
     arguments = (model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
     weights, ranges, problem = _checked(*arguments)
+    if not manual_post_all_gather_processing:
+        problem = problem or _NOT_BY_HAND
     plan = _known_plan(weights, group)
     if plan is not None and ranges != plan.ranges:
         problem = problem or _other_ranges(ranges, plan.ranges)

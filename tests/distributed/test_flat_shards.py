@@ -338,10 +338,12 @@ def refused_later(rank: int, world: int, what: str) -> str:
         "plain": ([good, good], [weights[0], torch.zeros(64, 32)]),
         "fewer": ([good], weights[:1]),
         "none": ([], []),
+        "not by hand": ([good, good], weights),
     }
     masters, given = bad[what] if rank == 1 else ([good, good], weights)
+    by_hand = what != "not by hand" or rank != 1
     with pytest.raises(ValueError) as error:
-        quantize_master_weights(given, masters, [start] * len(masters), None)
+        quantize_master_weights(given, masters, [start] * len(masters), None, manual_post_all_gather_processing=by_hand)
     for key, buffer in weights[1].storage.buffers.items():
         assert_bitwise(buffer, before[key], "untouched")
     quantize_master_weights(weights, [good] * 2, [start] * 2, None)
@@ -360,6 +362,7 @@ def refused_later(rank: int, world: int, what: str) -> str:
         ("plain", "wanted a quantized tensor"),
         ("fewer", r"ranks \[1\] pass other weights"),
         ("none", r"ranks \[1\] pass other weights"),
+        ("not by hand", "got manual_post_all_gather_processing=False"),
     ],
 )
 def test_later_calls_are_refused_on_every_rank(what: str, match: str) -> None:

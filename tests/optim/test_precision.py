@@ -197,6 +197,11 @@ def test_what_there_is_not_is_refused(options: dict[str, Any], words: str) -> No
         optim.FusedAdam(Model().parameters(), **options)
 
 
+def test_what_stands_elsewhere_in_transformer_engine_is_passed_by_name() -> None:
+    with pytest.raises(TypeError, match="positional arguments"):
+        optim.FusedAdam(Model().parameters(), 0.1, (0.9, 0.95))
+
+
 @pytest.mark.parametrize("options", [OPTIONS["no masters"], OPTIONS["bf16 masters"]])
 def test_fp16_is_not_rounded_by_chance(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="got torch.float16, wanted bfloat16"):
