@@ -150,9 +150,10 @@ matrices are not listed: they belong to the modules. `torch.compile` traces view
 maps ([recipes.md](recipes.md) says which), in one graph. `torch.load` loads files with quantized tensors;
 `te_dist.checkpoints` writes plain ones, and `checkpoints.high_precision_state_dict` gives such to other programs.
 
-A slice has bytes of its own. Writing into one raises while the whole is there, because the whole would not change:
-so does `torch.distributed.checkpoint` where shards are cut in another way than those it saved
-([checkpoints](checkpoints.md) are not). Clone a slice to write into it alone.
+A part (a slice, a chunk, a member by its index) has bytes of its own. Writing into one (`q[:64] = 0`,
+`q.chunk(2)[0].zero_()`) raises while the whole is there, because the whole would not change: so does
+`torch.distributed.checkpoint` where shards are cut in another way than those it saved ([checkpoints](checkpoints.md)
+are not). Change the values and `q.copy_(values)`, or clone a part to write into it alone.
 
 An average of weights that stays quantized rounds every update away, as an optimizer would. Ops on values give plain
 tensors, and an average that begins as one stays in high precision:

@@ -103,7 +103,7 @@ def _slice(func: Any, args: Any, kwargs: Any) -> GroupedTensor:
     shape = [max(end - start, 0) if d == dim else n for d, n in enumerate(tensor.shape)]
     if _is_blank(tensor) and start == 0:
         return tensor.like(tensor.storage, shape)
-    return tensor.like(note(_part(tensor, dim, start, shape[dim], step), tensor.storage), shape)
+    return tensor.like(_part(tensor, dim, start, shape[dim], step), shape)
 
 
 def _part(tensor: GroupedTensor, dim: int, start: int, length: int, step: int = 1) -> GroupedStorage:
@@ -112,7 +112,7 @@ def _part(tensor: GroupedTensor, dim: int, start: int, length: int, step: int = 
             f"a grouped tensor is cut as (members, rows, cols) and without gaps, got dim {dim} of "
             f"{tuple(tensor.shape)} with step {step}; call .dequantize() first"
         )
-    return tensor.storage.narrow(dim, start, length)
+    return note(tensor.storage.narrow(dim, start, length), tensor.storage)
 
 
 @OPS.implements(aten.split.Tensor, aten.split_with_sizes.default)

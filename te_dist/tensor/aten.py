@@ -133,7 +133,7 @@ def _slice(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     shape = [max(end - start, 0) if d == dim else n for d, n in enumerate(tensor.shape)]
     if _is_blank(tensor) and dim == 0 and start == 0:
         return tensor.like(tensor.storage, shape)
-    return tensor.like(note(_part(tensor, dim, start, shape[dim], step), tensor.storage), shape)
+    return tensor.like(_part(tensor, dim, start, shape[dim], step), shape)
 
 
 def _part(tensor: QuantizedTensor, dim: int, start: int, length: int, step: int = 1) -> QuantizedStorage:
@@ -144,9 +144,9 @@ def _part(tensor: QuantizedTensor, dim: int, start: int, length: int, step: int 
             f"with step {step}; call .dequantize() first"
         )
     if columns:
-        return tensor.storage.narrow(1, start, length)
+        return note(tensor.storage.narrow(1, start, length), tensor.storage)
     unit = tensor.storage.shape[0] // tensor.shape[0]
-    return tensor.storage.narrow(0, start * unit, length * unit)
+    return note(tensor.storage.narrow(0, start * unit, length * unit), tensor.storage)
 
 
 @OPS.implements(aten.split.Tensor, aten.split_with_sizes.default)
@@ -188,7 +188,7 @@ def _select(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
             f"select takes a member of a stacked quantized tensor (dim 0 of three or more), got dim {dim} of "
             f"{tuple(tensor.shape)}; call .dequantize() first"
         )
-    return tensor.like(note(_part(tensor, 0, index % tensor.shape[0], 1), tensor.storage), tensor.shape[1:])
+    return tensor.like(_part(tensor, 0, index % tensor.shape[0], 1), tensor.shape[1:])
 
 
 @OPS.implements(aten.copy_.default)

@@ -258,6 +258,20 @@ def test_writing_ops_quantize_each_member_back(name: str) -> None:
         assert_members(target, want, op_name)
 
 
+@every_format
+def test_a_write_into_a_part_raises_and_into_a_member_does_not(name: str) -> None:
+    group, want = sample(name), sample(name).dequantize()
+    for part in (group[:2], group.narrow(1, 0, 32), group.chunk(3)[0], group.narrow(2, 0, 32)):
+        for write in (part.zero_, lambda part=part: part.copy_(torch.ones(part.shape)), lambda part=part: part.mul_(2)):
+            with pytest.raises(NotImplementedError, match=r"whole\.copy_\(values\).*clone the part"):
+                write()
+    assert_bitwise(group.dequantize(), want, "the whole")
+    group[:2].clone().zero_()
+    group[1] = 0.0
+    want[1] = 0.0
+    assert_bitwise(group.dequantize(), want, "a member")
+
+
 def test_what_is_written_is_found_by_the_names_of_arguments() -> None:
     target, other = sample("float8_block_2d"), torch.full(SHAPE, 2.0, dtype=torch.bfloat16)
     want = target.dequantize() + other

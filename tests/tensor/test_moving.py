@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -194,3 +196,39 @@ def test_derived_directions_are_relayouts(name: str, shape: tuple[int, int]) -> 
     for src, dst in zip(format.rowwise.fields, format.columnwise.fields, strict=True):
         want = geometry.relayout(src, dst, storage.buffers[src.name], storage.region)
         assert_bitwise(both.buffers[dst.name], want, dst.name)
+
+
+WRITES = {
+    "assignment": lambda q: q.__setitem__(slice(0, 64), 2.0),
+    "columns": lambda q: q[:, :32].fill_(2.0),
+    "part of a part": lambda q: q[:64][:32].zero_(),
+    "values": lambda q: q.narrow(0, 0, 32).copy_(torch.ones(32, SHAPE[1])),
+    "bytes": lambda q: q[:32].copy_(q[32:64]),
+    "chunk": lambda q: q.chunk(2)[0].mul_(2.0),
+    "view": lambda q: q[:64].view(2, 32, -1).detach().zero_(),
+    "member": lambda q: q.view(2, -1, SHAPE[1])[1].zero_(),
+    "list": lambda q: torch._foreach_zero_([q[:32]]),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("name", ["float8_tensorwise", "float8_block_2d", "nvfp4_2d", "high_precision"])
+def test_a_write_into_a_part_raises_where_the_whole_would_not_change(name: str, write: Callable) -> None:
+    tensor = sample(name)
+    with pytest.raises(NotImplementedError, match=r"whole\.copy_\(values\).*clone the part"):
+        write(tensor)
+    assert_same_bytes(tensor, sample(name), "the whole")
+
+
+@every_format
+def test_parts_of_everything_and_copies_of_parts_are_written(name: str) -> None:
+    tensor, part = sample(name), sample(name)[:32].clone()
+    tensor[:] = 0.0
+    assert not tensor.dequantize().any()
+    part.zero_()
+    assert not part.dequantize().any()
+    tensor[:0] = 1.0  # nothing
+    values = tensor.dequantize()
+    values[:64] = 2.0
+    tensor.copy_(values)
+    assert_same_bytes(tensor, quantize(values, FORMATS[name]), "as the error says")
