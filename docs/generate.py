@@ -140,10 +140,10 @@ q.update_usage(columnwise_usage=False)       # frees a direction; True derives i
 q.copy_(y)                                   # quantizes values, or takes over bytes of the same format
 ```
 
-Ordinary code runs on parameters: a norm in a log line, an average of weights, `model.bfloat16()` (which changes the
-nominal dtype only), the initializers of `torch.nn.init`. Assigning to `.data` quantizes. An optimizer that knows
-nothing of quantization refuses to step: each update would be rounded to a code; [optimizers.md](optimizers.md) has
-those that keep masters.
+Ordinary code runs on parameters: a norm in a log line, an average of weights in high precision, `model.bfloat16()`
+(which changes the nominal dtype only), the initializers of `torch.nn.init`. Assigning to `.data` quantizes. An
+optimizer that knows nothing of quantization refuses to step: each update would be rounded to a code;
+[optimizers.md](optimizers.md) has those that keep masters.
 
 What is not listed below raises with the name of the op, so that nothing is dequantized behind your back. Products of
 matrices are not listed: they belong to the modules. `torch.compile` traces views, parts and ops on values, and linear
@@ -155,14 +155,29 @@ A part (a slice, a chunk, a member by its index) has bytes of its own. Writing i
 `torch.distributed.checkpoint` where shards are cut in another way than those it saved ([checkpoints](checkpoints.md)
 are not). Change the values and `q.copy_(values)`, or clone a part to write into it alone.
 
-An average of weights that stays quantized rounds every update away, as an optimizer would. Ops on values give plain
-tensors, and an average that begins as one stays in high precision:
+An average of weights that is itself quantized rounds every update away, as an optimizer would, so that `lerp_` and
+`_foreach_lerp_` into quantized tensors are refused: `torch.optim.swa_utils.AveragedModel(model)`, which averages into
+a copy of the model, raises at its second update where it uses them. Updates by other ops (`avg_fn=...`, which copies;
+`mul_` and `add_`) cannot be told from loading or scaling weights: they run, are rounded, and stand still. Ops on
+values give plain tensors, and an average that begins as one stays in high precision:
 
 ```python
 average = {key: value.detach() * 1.0 for key, value in model.state_dict().items()}
 for key, value in model.state_dict().items():
     average[key].lerp_(value, 1 - decay)
 model.load_state_dict(average)               # quantized again
+```
+
+A module of such values can be given to `AveragedModel`:
+
+```python
+class Values(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.values = torch.nn.ParameterList([param.detach() * 1.0 for param in model.parameters()])
+
+average = AveragedModel(Values(model), multi_avg_fn=get_ema_multi_avg_fn(decay))
+average.update_parameters(model)             # after each step
 ```
 
 ## Supported ops

@@ -26,6 +26,7 @@ OPS.adopt(
     *(aten._to_copy.default, aten.record_stream.default, aten.is_pinned.default),
     *(op for op in aten_values.overloads(aten_values.READING) if op is not aten.unbind.int),
     *aten_values.overloads(aten_values.FRESH),
+    *aten_values.overloads(aten_values.AVERAGING),
 )
 
 

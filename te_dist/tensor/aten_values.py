@@ -1,8 +1,9 @@
 """The aten ops of a QuantizedTensor that go through its values, by explicit lists.
 
 *Reading* ops dequantize what they are given and return plain tensors: they exist so that ordinary code (a norm in a
-log line, an average of weights) runs. *Fresh* ops make plain tensors of the nominal shape. *Writing* ops compute in
-high precision and quantize the result back. Products of matrices are in no list: they belong to the modules.
+log line, an average of weights that is kept in high precision) runs. *Fresh* ops make plain tensors of the nominal
+shape. *Writing* ops compute in high precision and quantize the result back. *Averaging* ops write into plain tensors
+only. Products of matrices are in no list: they belong to the modules.
 """
 
 from __future__ import annotations
@@ -42,16 +43,20 @@ zeros_like.default
 # NOTE: not erfinv_, by which older versions of torch make a truncated normal: a code that is rounded to 1 becomes inf.
 WRITING = """
 add_.Scalar add_.Tensor addcdiv_.default addcmul_.default bernoulli_.float clamp_.default clamp_max_.default
-clamp_min_.default div_.Scalar div_.Tensor exponential_.default fill_.Scalar fill_.Tensor lerp_.Scalar
-lerp_.Tensor masked_fill_.Scalar masked_fill_.Tensor mul_.Scalar mul_.Tensor nan_to_num_.default neg_.default
-normal_.default sqrt_.default sub_.Scalar sub_.Tensor trunc_.default uniform_.default zero_.default
+clamp_min_.default div_.Scalar div_.Tensor exponential_.default fill_.Scalar fill_.Tensor masked_fill_.Scalar
+masked_fill_.Tensor mul_.Scalar mul_.Tensor nan_to_num_.default neg_.default normal_.default sqrt_.default sub_.Scalar
+sub_.Tensor trunc_.default uniform_.default zero_.default
 """.split()  # noqa: SIM905
 
 WRITING_LISTS = """
 _foreach_add_.List _foreach_add_.Scalar _foreach_addcdiv_.Scalar _foreach_addcdiv_.ScalarList _foreach_addcmul_.Scalar
 _foreach_clamp_max_.Scalar _foreach_clamp_min_.Scalar _foreach_copy_.default _foreach_div_.List _foreach_div_.Scalar
-_foreach_lerp_.List _foreach_lerp_.Scalar _foreach_mul_.List _foreach_mul_.Scalar _foreach_mul_.Tensor
+_foreach_mul_.List _foreach_mul_.Scalar _foreach_mul_.Tensor
 _foreach_sub_.List _foreach_sub_.Scalar _foreach_zero_.default
+""".split()  # noqa: SIM905
+
+AVERAGING = """
+lerp_.Scalar lerp_.Tensor _foreach_lerp_.List _foreach_lerp_.Scalar _foreach_lerp_.ScalarList
 """.split()  # noqa: SIM905
 
 
@@ -101,3 +106,20 @@ def _write_lists(func: Any, args: Any, kwargs: Any) -> None:
     for target, value in zip(args[0], values, strict=True):
         if isinstance(target, QuantizedTensor):
             target.quantize_(value)
+
+
+@OPS.implements(*overloads(AVERAGING))
+def _average(func: Any, args: Any, kwargs: Any) -> Any:
+    """Of quantized tensors into plain ones only; into quantized ones, where its steps would be lost, it is refused."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    targets = given["self"]
+    for target in targets if isinstance(targets, list | tuple) else [targets]:
+        if isinstance(target, QuantizedTensor):
+            raise RuntimeError(
+                f"{func} would move a quantized tensor of shape {tuple(target.shape)} by a fraction of its distance to "
+                "another: steps smaller than the distance of two codes are lost, and an average would stand still. "
+                "Keep it in plain tensors (value.detach() * 1.0 of each parameter, in a module for AveragedModel), "
+                "into which quantized ones may be averaged; docs/tensor.md has an example"
+            )
+    func(**_plain(given))
+    return targets if func._schema.returns else None

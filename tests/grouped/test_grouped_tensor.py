@@ -18,7 +18,7 @@ from te_dist.grouped import storage as storage_module
 from te_dist.offload.saved import take_apart
 from te_dist.tensor import OPS as OF_MATRICES
 from te_dist.tensor import QuantizedTensor, quantize
-from te_dist.tensor.aten_values import READING, WRITING, WRITING_LISTS
+from te_dist.tensor.aten_values import AVERAGING, READING, WRITING, WRITING_LISTS
 from te_dist.testing import assert_bitwise
 from tests.grouped.samples import FORMATS, NAMES, RAGGED, SHAPE, UNALIKE, assert_members, sample, values
 from tests.tensor.calls import arguments, plain
@@ -272,6 +272,20 @@ def test_a_write_into_a_part_raises_and_into_a_member_does_not(name: str) -> Non
     assert_bitwise(group.dequantize(), want, "a member")
 
 
+@every_format
+def test_averages_that_are_quantized_are_refused(name: str) -> None:
+    group, other, average = (
+        sample(name),
+        torch.ones(SHAPE, dtype=torch.bfloat16),
+        torch.zeros(SHAPE, dtype=torch.bfloat16),
+    )
+    for write in (lambda: group.lerp_(other, 0.5), lambda: torch._foreach_lerp_([average, group], [other, other], 0.5)):
+        with pytest.raises(RuntimeError, match=r"lerp_.*stand still"):
+            write()
+    average.lerp_(group, 0.5)
+    assert_bitwise(average, torch.zeros_like(average).lerp_(group.dequantize(), 0.5), "into a plain tensor")
+
+
 def test_what_is_written_is_found_by_the_names_of_arguments() -> None:
     target, other = sample("float8_block_2d"), torch.full(SHAPE, 2.0, dtype=torch.bfloat16)
     want = target.dequantize() + other
@@ -286,7 +300,7 @@ def test_what_is_written_is_found_by_the_names_of_arguments() -> None:
 
 def test_the_table_has_every_op_of_values() -> None:
     listed = set(grouped.OPS.names())
-    assert {f"aten.{n}" for n, _ in present([*READING, *WRITING, *WRITING_LISTS])} <= listed
+    assert {f"aten.{n}" for n, _ in present([*READING, *WRITING, *WRITING_LISTS, *AVERAGING])} <= listed
     elsewhere = {"aten.unsqueeze.default", "aten.squeeze.dim"}
     assert {op for op in set(OF_MATRICES.names()) - listed if not op.startswith("te_dist.")} == elsewhere
 

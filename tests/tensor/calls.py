@@ -64,6 +64,11 @@ BY_TYPE = {
 TENSOR_LATER: dict[str, Any] = {
     "_foreach_mul_.Tensor": lambda t: ([t], torch.tensor(0.5)),
     "cat.default": lambda t: ([t, _other(t)],),
+    "lerp_.Scalar": lambda t: (_other(t), t, 0.5),
+    "lerp_.Tensor": lambda t: (_other(t), t, _other(t)),
+    "_foreach_lerp_.List": lambda t: ([_other(t)], [t], [_other(t)]),
+    "_foreach_lerp_.Scalar": lambda t: ([_other(t)], [t], 0.5),
+    "_foreach_lerp_.ScalarList": lambda t: ([_other(t)], [t], [0.5]),
     "select.int": lambda t: (t.view(2, -1, t.shape[1]), 0, 1),
     "stack.default": lambda t: ([t, _other(t)],),
     "where.ScalarOther": lambda t: (_mask(t), t, 0.5),

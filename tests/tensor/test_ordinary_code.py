@@ -8,6 +8,7 @@ import io
 import pytest
 import torch
 from torch import nn
+from torch.optim import swa_utils
 
 from te_dist.catalog import FORMATS
 from te_dist.fsdp2 import QuantizedParameter
@@ -107,21 +108,65 @@ def test_what_is_written_into_a_slice_is_not_lost_in_silence(name: str) -> None:
     weight[:].copy_(before)
 
 
+class Values(nn.Module):
+    """The values of a model's parameters, which averages are kept in."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.values = nn.ParameterList([param.detach() * 1.0 for param in model.parameters()])
+
+
 @every_format
-def test_averages_of_weights(name: str) -> None:
-    module = Holder(name)
-    average = copy.deepcopy(module)
+def test_averages_of_weights_in_high_precision_move(name: str) -> None:
+    module, goal = Holder(name), Holder(name)
     with torch.no_grad():
-        for a, p in zip(average.parameters(), module.parameters(), strict=True):
-            a.mul_(0.5).add_(p, alpha=0.5)
-            a.lerp_(p, 0.1)
-            a.copy_(p)
-    assert_same_bytes(average.weight, module.weight, "average")
-    for multi_avg_fn in (None, torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)):
-        swa = torch.optim.swa_utils.AveragedModel(module, multi_avg_fn=multi_avg_fn)
-        swa.update_parameters(module)
-        swa.update_parameters(module)
-        assert isinstance(swa.module.weight, QuantizedParameter)
+        goal.weight.copy_(signed(seed=5, dtype=torch.float32))
+    for multi_avg_fn in (None, swa_utils.get_swa_multi_avg_fn(), swa_utils.get_ema_multi_avg_fn(0.999)):
+        average = swa_utils.AveragedModel(Values(module), multi_avg_fn=multi_avg_fn)
+        assert type(average.module.values[0].data) is torch.Tensor
+        average.update_parameters(module)
+        first, last = module.weight.dequantize(), goal.weight.dequantize()
+        assert_bitwise(average.module.values[0].detach(), first, "the first")
+        for _ in range(200):
+            average.update_parameters(goal)
+        kept = 0.999**200 if multi_avg_fn and "ema" in multi_avg_fn.__qualname__ else 1 / 201
+        torch.testing.assert_close(average.module.values[0].detach(), last + kept * (first - last), atol=1e-4, rtol=0)
+
+
+@every_format
+def test_averages_that_are_quantized_are_refused(name: str) -> None:
+    module, goal = Holder(name), Holder(name)
+    with torch.no_grad():
+        goal.weight.copy_(signed(seed=5, dtype=torch.float32))
+        before = module.weight.dequantize()
+        for average in (
+            lambda: module.weight.lerp_(goal.weight, 0.1),
+            lambda: module.weight.lerp_(goal.weight, torch.tensor(0.1)),
+            lambda: torch._foreach_lerp_([module.bias, module.weight], [goal.bias, goal.weight], 0.1),
+            lambda: torch._foreach_lerp_([module.weight], [goal.weight], [torch.full(SHAPE, 0.1)]),
+        ):
+            with pytest.raises(RuntimeError, match=r"lerp_.*stand still.*detach\(\) \* 1\.0"):
+                average()
+    assert_bitwise(module.weight.dequantize(), before, "refused")
+    for multi_avg_fn in (swa_utils.get_swa_multi_avg_fn(), swa_utils.get_ema_multi_avg_fn(0.9)):
+        average = swa_utils.AveragedModel(module, multi_avg_fn=multi_avg_fn)
+        average.update_parameters(module)
+        with pytest.raises(RuntimeError, match=r"_foreach_lerp_.*AveragedModel"):
+            average.update_parameters(module)
+
+
+@every_format
+def test_quantized_weights_are_averaged_into_plain_tensors(name: str) -> None:
+    weight = Holder(name).weight.detach()
+    for write in (
+        lambda average: average.lerp_(weight, 0.1),
+        lambda average: average.lerp_(end=weight, weight=torch.tensor(0.1)),
+        lambda average: torch._foreach_lerp_([average], [weight], 0.1),
+        lambda average: torch._foreach_lerp_([average], [weight], [torch.full(SHAPE, 0.1)]),
+    ):
+        average = torch.ones(SHAPE)
+        write(average)
+        torch.testing.assert_close(average, torch.ones(SHAPE).lerp_(weight.dequantize(), 0.1))
 
 
 @pytest.mark.parametrize(
