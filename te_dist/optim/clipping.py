@@ -29,8 +29,10 @@ def clip_grad_norm_(
 ) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` for parameters that lie on several meshes: FSDP2 x TP, experts, plain ones.
 
-    There is one all-reduce for each set of process groups that gradients are spread over, and the host waits for
-    nothing but `error_if_nonfinite`. Collective: every rank passes the same parameters in the same order.
+    There is one all-reduce for each set of process groups that parameters are spread over, whether this rank has
+    gradients of them or not, and the host waits for nothing but `error_if_nonfinite`. A NaN on any rank is one on all.
+    Collective: every rank passes the same parameters in the same order. A gradient that ranks have yet to sum
+    (`Partial`) is there on all of them or on none.
 
     Args:
         parameters: those whose gradients are scaled in place; DTensors of any meshes, and tensors that are the same
@@ -42,7 +44,8 @@ def clip_grad_norm_(
         pp_group: ranks that hold other parameters each, such as stages of a pipeline: their norms are put together.
 
     Returns:
-        The norm before, of the whole gradients, equal on every rank: f32 (f64 where any gradient is), a scalar.
+        The norm before, of the whole gradients, equal on every rank: a scalar in f32, or f64 where any parameter or
+        gradient is.
 
     Raises:
         ValueError: `norm_type` is no norm.
@@ -53,8 +56,7 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type: got {norm_type}, wanted more than 0 (inf for the largest magnitude)")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    device = parameters[0].device if parameters else None
-    total = _total_norm(grads, order, foreach, device=device)
+    total = _total_norm(parameters, order, foreach)
     if pp_group is not None:
         total = _reduced(total, order, (pp_group,))
     if error_if_nonfinite and not torch.isfinite(total):
@@ -73,13 +75,14 @@ def clip_grad_norm_(
     return total
 
 
-def _total_norm(grads: Sequence[Tensor], order: float, foreach: bool | None, *, device: torch.device | None) -> Tensor:
+def _total_norm(parameters: Sequence[Tensor], order: float, foreach: bool | None) -> Tensor:
     """Of the whole gradients together."""
-    dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
-    zero = torch.zeros((), dtype=dtype, device=device)
-    spread: dict[Groups, list[Tensor]] = {}
-    for grad in grads:
-        whole = _summed(grad)
+    wide = any(p.dtype == torch.float64 or p.grad is not None and p.grad.dtype == torch.float64 for p in parameters)
+    dtype = torch.float64 if wide else torch.float32
+    zero = torch.zeros((), dtype=dtype, device=parameters[0].device if parameters else None)
+    # NOTE: a rank without gradients takes part in the reductions all the same, and in their order.
+    spread: dict[Groups, list[Tensor]] = {_cutting_groups(parameter): [] for parameter in parameters}
+    for whole in (_summed(parameter.grad) for parameter in parameters if parameter.grad is not None):
         spread.setdefault(_cutting_groups(whole), []).append(local_tensor(whole))
     found = []
     for groups, own in spread.items():
@@ -106,11 +109,17 @@ def _reduced(norm: Tensor, order: float, groups: Groups) -> Tensor:
     """The norm of all that ranks hold parts of."""
     if not groups:
         return norm
-    largest = math.isinf(order)
-    summand = norm.clone() if largest else norm**order
+    if not math.isinf(order):
+        summand = norm**order
+        for group in groups:
+            dist.all_reduce(summand, dist.ReduceOp.SUM, group=group)
+        return summand ** (1.0 / order)
+    # NOTE: some backends drop a NaN out of a maximum, depending on the order of ranks: it travels as a flag.
+    lost = norm.isnan()
+    largest = torch.stack([norm.masked_fill(lost, 0), lost.to(norm.dtype)])
     for group in groups:
-        dist.all_reduce(summand, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
-    return summand if largest else summand ** (1.0 / order)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return largest[0].masked_fill(largest[1] > 0, math.nan)
 
 
 def _summed(grad: Tensor) -> Tensor:

@@ -146,3 +146,48 @@ def test_norms_of_stages_are_put_together() -> None:
 def test_every_rank_raises_where_one_gradient_is_infinite() -> None:
     for total, _ in pool(2).run(clip_stages, math.inf):
         assert torch.isinf(total)
+
+
+def clip_a_nan(rank: int, world: int, where: int) -> None:
+    """The largest magnitude of stages, and of shards."""
+    whole = torch.ones(world, 2)
+    whole[where, 1] = math.nan
+    stage = nn.Parameter(torch.zeros(2))
+    shards = nn.Parameter(distribute_tensor(torch.zeros(world, 2), mesh((world,), ("dp",)), [Shard(0)]))
+    stage.grad = whole[rank].clone()
+    shards.grad = distribute_tensor(whole, shards.device_mesh, [Shard(0)])
+    assert optim.clip_grad_norm_(stage, 1.0, math.inf, pp_group=dist.group.WORLD).isnan(), rank
+    assert optim.clip_grad_norm_(shards, 1.0, math.inf).isnan(), rank
+    stage.grad = torch.full((2,), math.inf if rank == where else 3.0)
+    assert optim.clip_grad_norm_(stage, 1.0, math.inf, pp_group=dist.group.WORLD) == math.inf
+
+
+@pytest.mark.parametrize("where", range(3))
+def test_a_nan_of_one_rank_is_one_on_all(where: int) -> None:
+    pool(3).run(clip_a_nan, where)
+
+
+def clip_without(rank: int, world: int, order: float, dtype: torch.dtype) -> None:
+    """Ranks 0 and 1 have no gradient of one parameter each, spread over groups of their own; nobody of the last."""
+    grid = mesh((2, 2), ("dp", "tp"))
+    line = mesh((4,), ("all",))
+    over = [(grid["dp"], [Shard(0)]), (grid["tp"], [Shard(0)]), (grid, [Shard(0), Shard(1)]), (line, [Shard(0)])]
+    params = [nn.Parameter(distribute_tensor(torch.zeros(4, 4, dtype=dtype), *place)) for place in over]
+    whole = torch.zeros(4, 4, dtype=dtype)
+    for index, param in enumerate(params[:3]):
+        if rank != index:
+            param.grad = distribute_tensor(whole, *over[index], src_data_rank=None)
+            param.grad.to_local().fill_(index + 1)
+    calls, original = [], dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: (calls.append(args[0].dtype), original(*args, **kwargs))[1]
+    try:
+        optim.clip_grad_norm_(params, 1e9, order)
+    finally:
+        dist.all_reduce = original
+    assert calls == [dtype] * 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_a_rank_without_gradients_takes_part(order: float, dtype: torch.dtype) -> None:
+    pool(4).run(clip_without, order, dtype)
