@@ -73,6 +73,7 @@ class GroupedLinear(QuantizedModule):
         self.gemm.fuses_wgrad = self._fuses_wgrad
         self.gemm.saves_original = known.get("save_original_input", False)
         self._make_parameters(known.get("init_method"))
+        self.register_load_state_dict_post_hook(_pack_again)
 
     @property
     def bypasses_autograd(self) -> str | None:
@@ -140,7 +141,7 @@ class GroupedLinear(QuantizedModule):
     def pack(self) -> None:
         """Lays parameters of each group into one buffer again, which products read without a copy.
 
-        They are made so, and moved so by `to` and the like. Nothing where they are sharded, or without values.
+        They are made so, and moved and loaded so. Nothing where they are sharded, or without values.
         """
         if not self.single_grouped_weight:
             self.gemm.one_buffer = packed([self._parameters[name] for name in self.weight_names], self.gemm.one_buffer)
@@ -275,6 +276,11 @@ class GroupedLinear(QuantizedModule):
                 f"{x.device}: make one by te_dist.nn.group_table(m_splits, rows)"
             )
         return table.tensor
+
+
+def _pack_again(module: nn.Module, _: Any) -> None:
+    """Behind `load_state_dict`, which may have assigned other parameters."""
+    module.pack()
 
 
 def _names(what: str, num: int, *, is_one: bool) -> tuple[str, ...]:

@@ -371,6 +371,18 @@ def test_weights_that_are_moved_lie_in_one_buffer_again(made_by: Recipe | None) 
             assert_bitwise(value, got[key], key)
 
 
+@pytest.mark.parametrize("made_by", [None, *QUANTIZED.values()], ids=["plain", *QUANTIZED])
+def test_weights_that_are_assigned_lie_in_one_buffer_again(made_by: Recipe | None) -> None:
+    module, twin = make(made_by), make(made_by)
+    state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in module.state_dict().items()}
+    twin.load_state_dict(state, assign=True)
+    weights = [getattr(twin, name) for name in twin.weight_names]
+    assert as_one(weights) is not weights if made_by is None else twin.gemm.one_buffer.holds(weights)
+    want = step(module, made_by)
+    for key, value in step(twin, made_by).items():
+        assert_bitwise(value, want[key], key)
+
+
 def test_weights_of_other_groups_are_not_seen_as_changed() -> None:
     module = make(None)
     out = module(normal(ROWS, IN).requires_grad_(), SIZES)
