@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim import Optimizer
 
 from te_dist import _torch_private
 from te_dist.fsdp2.footprint import dotted
@@ -64,7 +65,6 @@ def count_traffic(model: nn.Module) -> Iterator[CountedTraffic]:
         model: with units that `fully_shard` wrapped.
     """
     counted, names = CountedTraffic(), {module: name for name, module in model.named_modules()}
-    stepping: list[Any] = []  # optimizers whose step is running
 
     def add(module: nn.Module, name: str, nbytes: dict[Purpose, int]) -> None:
         if module in names:
@@ -80,19 +80,26 @@ def count_traffic(model: nn.Module) -> Iterator[CountedTraffic]:
 
     def agreed(owner: Any, nbytes: int) -> None:
         name = NAMELESS if owner is None else _name_of(owner, model, names)
-        counted.sent[name, Purpose.OPTIMIZER if stepping else Purpose.AMAXES] += nbytes
+        counted.sent[name, Purpose.OPTIMIZER if _in_step() else Purpose.AMAXES] += nbytes
 
-    ends = [
-        traffic.listen(agreed),
-        register_optimizer_step_pre_hook(lambda optimizer, *_: stepping.append(optimizer)).remove,
-        register_optimizer_step_post_hook(lambda *_: stepping.clear()).remove,
-    ]
+    end = traffic.listen(agreed)
     try:
         with _torch_private.watched_collectives(gathered, reduced):
             yield counted
     finally:
-        for end in ends:
-            end()
+        end()
+
+
+# What torch wraps around the step of every optimizer, a wrapped one's inside of its wrapper's.
+_STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__
+
+
+def _in_step() -> bool:
+    """Whether an optimizer's step is running in this thread: also after another has ended, or failed, inside of it."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not _STEP:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _name_of(storage: Any, model: nn.Module, names: dict[nn.Module, str]) -> str:

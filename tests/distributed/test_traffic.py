@@ -137,3 +137,31 @@ def accumulate_over_replicas(rank: int, world: int) -> None:
 
 def test_reduction_over_replicas_can_be_left_out(ranks: Callable) -> None:
     ranks(4).run(accumulate_over_replicas)
+
+
+def step_and_count(rank: int, world: int) -> None:
+    """A step that fails halfway, then amaxes outside of one; a step of an optimizer inside of another."""
+    model = build("float8_block_2d", "ours", world)
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = optim.MasterWeights(params, lambda masters: torch.optim.SGD(masters, lr=0.1))
+    with fsdp2.count_traffic(model) as counted:
+        model(tokens(rank)).backward()
+        with pytest.raises(RuntimeError, match="halfway"):
+            optimizer.step(fail)
+        model.first.weight._local_tensor.copy_(model.first.weight._local_tensor.dequantize())
+        fsdp2.settle(model)
+    agreed = counted.nbytes(Purpose.AMAXES, name="first.weight")
+    assert agreed > 0
+    assert not counted.nbytes(Purpose.OPTIMIZER)
+    with fsdp2.count_traffic(model) as counted:
+        optimizer.step()
+    assert counted.nbytes(Purpose.OPTIMIZER, name="first.weight") == agreed
+    assert not counted.nbytes(Purpose.AMAXES)
+
+
+def fail() -> float:
+    raise RuntimeError("halfway")
+
+
+def test_amaxes_are_an_optimizers_inside_of_its_step(ranks: Callable) -> None:
+    ranks(3).run(step_and_count)
