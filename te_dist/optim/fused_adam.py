@@ -155,7 +155,8 @@ class FusedAdam(torch.optim.Optimizer):
         for param, own in loaded.items():
             if own:
                 self.state[param].update(own)
-            self._trust_master(param)
+            if MASTER in self.state.get(param, {}):
+                masters.take_over(param)
             self._loaded.add(param)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -171,12 +172,6 @@ class FusedAdam(torch.optim.Optimizer):
             self.precision.check(param)  # it may have been cut since
             state.update(self.precision.initial_state(param))
             masters.take_over(param)
-
-    def _trust_master(self, param: Tensor) -> None:
-        """Notes that the values a quantized parameter has now are those of its master."""
-        local = local_tensor(param)
-        if isinstance(local, QuantizedTensor) and MASTER in self.state.get(param, {}):
-            local.storage.note_master()
 
     def _update(self, device: torch.device, groups: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> None:
         """One step of parameters with their gradients, by group, that lie on one device."""
