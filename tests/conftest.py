@@ -7,6 +7,7 @@ workers already fill the cores, and because each pytest process that uses a pool
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import hypothesis
 import pytest
 import torch
 
+from te_dist import __main__ as command
 from te_dist.testing import WorkerPool, pool
 
 CORES_PER_GROUP = 4
@@ -70,3 +72,22 @@ def ranks(device_type: str, request: pytest.FixtureRequest) -> Callable[[int], W
         return pool(world, device_type)
 
     return of
+
+
+@pytest.fixture
+def te_dist_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[str, object]]:
+    """Runs `te-dist` with the given arguments; returns what it printed last and its exit status."""
+
+    def run(*arguments: str) -> tuple[str, object]:
+        monkeypatch.setattr(sys, "argv", ["te-dist", *arguments])
+        status: object = 0
+        try:
+            command.main()
+        except SystemExit as end:
+            status = end.code
+        printed = capsys.readouterr()
+        return printed.err if status else printed.out, status
+
+    return run

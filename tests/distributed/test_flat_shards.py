@@ -270,6 +270,12 @@ def test_a_group_agrees_on_its_own_scales(name: str) -> None:
     pool(4).run(quantize_over_a_mesh_dimension, name)
 
 
+def check_refused_alike(messages: list[str], match: str) -> None:
+    """Every rank raised with the same words."""
+    assert len(set(messages)) == 1
+    assert re.search(match, messages[0]), messages[0]
+
+
 def refused(rank: int, world: int, what: str) -> str:
     name = {"byte": "nvfp4_2d", "transform": "nvfp4_1d_hadamard"}.get(what, "float8_block_2d")
     shape = (32, 48) if what == "other weights" and rank == 2 else (48, 32)
@@ -319,9 +325,7 @@ def refused(rank: int, world: int, what: str) -> str:
     ],
 )
 def test_what_cannot_be_done_is_refused_on_every_rank(what: str, match: str) -> None:
-    messages = pool(3).run(refused, what)
-    assert len(set(messages)) == 1
-    assert re.search(match, messages[0]), messages[0]
+    check_refused_alike(pool(3).run(refused, what), match)
 
 
 def refused_later(rank: int, world: int, what: str) -> str:
@@ -366,9 +370,7 @@ def refused_later(rank: int, world: int, what: str) -> str:
     ],
 )
 def test_later_calls_are_refused_on_every_rank(what: str, match: str) -> None:
-    messages = pool(2).run(refused_later, what)
-    assert len(set(messages)) == 1
-    assert re.search(match, messages[0]), messages[0]
+    check_refused_alike(pool(2).run(refused_later, what), match)
 
 
 def other_list(rank: int, world: int) -> None:

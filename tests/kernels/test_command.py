@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ LISTED = [movement.transform(8), movement.copies(16), movement.copies(4)]
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
+def run(tmp_path, monkeypatch, te_dist_command):
     """Runs `te-dist` with these arguments over an empty cache; returns what it printed last and its exit status."""
     monkeypatch.setenv("TE_DIST_KERNEL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
@@ -27,14 +26,8 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compiler, "compile_kernel", lambda *_: KERNEL)
 
     def run(*arguments: str) -> tuple[str, object]:
-        monkeypatch.setattr(sys, "argv", ["te-dist", *arguments])
-        status = 0
-        try:
-            command.main()
-        except SystemExit as end:
-            status = end.code
-        printed = capsys.readouterr()
-        return " ".join((printed.err if status else printed.out).split()), status
+        printed, status = te_dist_command(*arguments)
+        return " ".join(printed.split()), status
 
     return run
 

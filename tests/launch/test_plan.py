@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from te_dist import __main__ as command
 from te_dist import fsdp2, testing
 from te_dist.fsdp2 import Purpose
 from te_dist.launch import config_file, layout, parallelize
@@ -79,20 +78,9 @@ def test_a_job_stores_and_sends_what_was_planned(ranks: Callable, job: str) -> N
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(te_dist_command):
     """Runs `te-dist plan` with these arguments; returns what it printed and its exit status."""
-
-    def run(*options: str) -> tuple[str, object]:
-        monkeypatch.setattr(sys, "argv", ["te-dist", "plan", *options])
-        status = 0
-        try:
-            command.main()
-        except SystemExit as end:
-            status = end.code
-        printed = capsys.readouterr()
-        return printed.err if status else printed.out, status
-
-    return run
+    return partial(te_dist_command, "plan")
 
 
 def test_tables_show_layers_and_ranks(run) -> None:
