@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from te_dist import _torch_private
 from te_dist.formats import Partition
 from te_dist.fsdp2.plan import KEPT, RECOMPUTED, RESHARDED, GatherPlan, GatherPolicy, Phase, Place, plan_gather
-from te_dist.fsdp2.unsharded import unsharded
+from te_dist.fsdp2.unsharded import read_here, unsharded
 from te_dist.grouped import GroupCut, GroupedStorage, GroupedTensor
 from te_dist.scaling.agreement import settle_parts
 from te_dist.tensor import Cut, QuantizedStorage, QuantizedTensor, collectives
@@ -97,7 +97,7 @@ class Gathered:
         plan, wanted = self.plans[self.phase], self.plans[Phase.now()]
         if set(wanted.present) <= set(plan.present):
             return plan
-        wires = wanted.pack(self.shard, self.place)
+        wires = wanted.pack({name: read_here(buffer) for name, buffer in self.shard.items()}, self.place)
         for output, wire in zip(outputs, wires, strict=False):
             if output.numel() == wire.numel():
                 output.view(-1).copy_(wire)

@@ -13,6 +13,17 @@ from te_dist.grouped import GroupedStorage
 from te_dist.tensor import QuantizedStorage
 
 
+def read_here(buffer: Tensor) -> Tensor:
+    """`buffer` of a shard, kept until the current stream has read it.
+
+    Under `CPUOffloadPolicy` a shard on the device is a copy made by the stream that feeds the gather; once the hooks
+    are through it is freed, and that stream may write over it at once.
+    """
+    if buffer.is_cuda:
+        buffer.record_stream(torch.cuda.current_stream(buffer.device))
+    return buffer
+
+
 class Unsharded(QuantizedStorage):
     """A storage that FSDP2 fills and frees.
 
@@ -39,7 +50,7 @@ class Unsharded(QuantizedStorage):
             if plan.sends(field):
                 self.buffers[field.name] = self._gathered(field, plan, outputs, shard)
             elif field.name in live and field.name in shard and not self._is_derived(field):
-                self.buffers[field.name] = self._owned(field).copy_(shard[field.name])
+                self.buffers[field.name] = self._owned(field).copy_(read_here(shard[field.name]))
         if self.format.columnwise_is_derivable and Direction.COLUMNWISE in plan.present:
             targets = {f.name: self._owned(f) for f in self.format.columnwise.fields if self._is_derived(f)}
             self.derive(Direction.COLUMNWISE, targets)
@@ -64,7 +75,7 @@ class Unsharded(QuantizedStorage):
     ) -> Tensor:
         # NOTE: on a mesh of one rank FSDP2 gathers nothing and delivers a copy of the first wire only.
         if plan.wire_of(field) >= len(outputs):
-            return self._owned(field).copy_(shard[field.name])
+            return self._owned(field).copy_(read_here(shard[field.name]))
         whole = plan.concatenated(outputs, field)
         if whole is not None:
             return whole

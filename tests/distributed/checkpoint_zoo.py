@@ -42,10 +42,11 @@ class Zoo(nn.Module):
         super().__init__()
         self.seed = seed
         self.weights = nn.ModuleDict({n: self._layer(n, device) for n in names})
-        self.norm = nn.LayerNorm(37, device=device)
-        self.head = nn.Linear(37, 5, bias=False, device=device, dtype=torch.bfloat16)
-        self.register_buffer("seen", torch.tensor([seed], device=device))
+        self.norm = nn.LayerNorm(37)
+        self.head = nn.Linear(37, 5, bias=False, dtype=torch.bfloat16)
+        self.register_buffer("seen", torch.tensor([seed]))
         nn.init.normal_(self.norm.weight)
+        self.norm, self.head, self.seen = self.norm.to(device), self.head.to(device), self.seen.to(device)
 
     def _layer(self, name: str, device: torch.device | str) -> Layer:
         layer = Layer(FORMATS[name], random_matrix(rows_of(FORMATS[name]), COLS, self.seed).to(device))

@@ -120,8 +120,8 @@ def test_launches_in_fewer_bits_do_not_depend_on_the_number_of_parameters(option
         for turn in range(3):
             give_gradients(params, turn)
             started = on_device(optimizer.step)
-        counts[repeats] = len(started)
-    assert counts[1] == counts[37] <= 24, (counts, started)
+        counts[repeats] = started
+    assert len(counts[1]) == len(counts[37]) <= 24, counts
 
 
 def test_steps_in_fewer_bits_are_captured_in_a_graph():

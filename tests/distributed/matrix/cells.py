@@ -36,7 +36,7 @@ def states(which: Situation, workers: WorkerPool, formats: tuple[str, ...] = tup
     """By format, `GREEN` or why torch has it refused; of what all ranks found, which is the same."""
     first, *others = workers.run(run_all, which.name, formats)
     for other in others:
-        assert other == first, "ranks disagree"
+        assert other == first, f"ranks disagree: {other} on one, {first} on rank 0"
     return {name: state if state == GREEN else reason_of(state) for name, state in first.items()}
 
 
