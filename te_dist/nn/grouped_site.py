@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ast import literal_eval
 from collections.abc import Sequence
 from functools import lru_cache
 from math import lcm
@@ -94,8 +95,7 @@ class GroupedSite(LinearSite):
         is_plain = not isinstance(x, QuantizedTensor) and front in grouped_traced.FRONTS
         plan = None
         if is_plain and not self.fuses_wgrad and all([value is None for value in asked]):
-            place = (self.name, self.in_features, self.out_features)
-            plan = _traced_plan(current_autocast().name, place, x.dtype, weights[0].device.type)
+            plan = _traced_plan(current_autocast().name, self.place, x.dtype, weights[0].device.type)
         if plan is None:
             return self._outside_of_graphs(x, weights, given=given, biases=biases, beside=beside)
         saves = torch.is_grad_enabled() and any([weight.requires_grad for weight in weights])
@@ -210,16 +210,17 @@ class GroupedSite(LinearSite):
 
 
 @torch.compiler.assume_constant_result
-def _traced_plan(name: str, place: tuple[str, int, int], dtype: torch.dtype, device: str) -> str | None:
-    """Name of the plan of a map of `place` (name, K, N) by the recipe `name`; None where it needs more than tensors."""
+def _traced_plan(name: str, place: str, dtype: torch.dtype, device: str) -> str | None:
+    """Name of the plan of a map of this `place` by the recipe `name`; None where it needs more than tensors."""
     recipe = recipe_named(name)
     if recipe is None:
         return grouped_traced.name_of(_plain_plan(dtype, fuses_wgrad=False), f"plain {dtype}")
-    answers = answers_of(recipe, place[0], GroupedSite.module_type)
-    _check(recipe, place, device)
+    site, *features = literal_eval(place)
+    answers = answers_of(recipe, site, GroupedSite.module_type)
+    _check(recipe, (site, *features), device)
     if any(not isinstance(answer, Quantizer) for answer in answers.values()):
         return None
-    return grouped_traced.name_of(Plan(**answers), described(name, place[0], dtype, device=device))
+    return grouped_traced.name_of(Plan(**answers), described(name, site, dtype, device=device))
 
 
 def _plain_plan(dtype: torch.dtype, *, fuses_wgrad: bool) -> Plan:

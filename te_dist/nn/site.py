@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ast import literal_eval
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -71,6 +72,7 @@ class LinearSite(nn.Module):
         name: for messages and for the roles that a `CustomRecipe` sees.
         in_features: K, columns of the weight.
         out_features: N, rows of the whole weight.
+        place: these three as text, which compilers take for a constant; numbers that differ between sites they may not.
         scaling: histories and scales of delayed scaling; None until a recipe asks for them.
         placed: (role, quantizer) -> the quantizer of a part that this rank holds; set by tensor parallelism.
         fuses_wgrad: whether the gradient of the weight is added to its `main_grad` instead of being returned.
@@ -88,6 +90,7 @@ class LinearSite(nn.Module):
         self.name = name
         self.in_features = in_features
         self.out_features = out_features
+        self.place = repr((name, in_features, out_features))
         self.register_module("scaling", None)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, front: str = "") -> Tensor:
@@ -144,8 +147,7 @@ class LinearSite(nn.Module):
             x, front = activations.find(front)(x), ""
         if not name and not is_quantized:
             return _plain(x, weight, bias)
-        place = (self.name, self.in_features, self.out_features)
-        plan = _traced_plan(name, place, x.dtype, weight.device.type)
+        plan = _traced_plan(name, self.place, x.dtype, weight.device.type)
         if plan is None:
             return self._outside_of_graphs(x, weight, bias, front)
         return traced.linear(x, weight, bias, plan=plan, front=front)
@@ -275,17 +277,18 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @torch.compiler.assume_constant_result
-def _traced_plan(name: str, place: tuple[str, int, int], dtype: torch.dtype, device: str) -> str | None:
-    """Name of the plan of a map of `place` (name, K, N) by the recipe `name`; None where it needs more than tensors."""
+def _traced_plan(name: str, place: str, dtype: torch.dtype, device: str) -> str | None:
+    """Name of the plan of a map of this `place` by the recipe `name`; None where it needs more than tensors."""
     recipe = recipe_named(name)
     if recipe is None:
         return traced.name_of(_WEIGHT_ONLY, "weight only")
-    answers = answers_of(recipe, place[0], LinearSite.module_type)
-    _check(recipe, place, device)
+    site, *features = literal_eval(place)
+    answers = answers_of(recipe, site, LinearSite.module_type)
+    _check(recipe, (site, *features), device)
     if _requests(answers):
         return None
-    plan = Plan(**answers, row_multiple=_row_multiple(recipe, place[0], dtype, device))
-    return traced.name_of(plan, described(name, place[0], dtype, device=device))
+    plan = Plan(**answers, row_multiple=_row_multiple(recipe, site, dtype, device))
+    return traced.name_of(plan, described(name, site, dtype, device=device))
 
 
 def described(recipe: str, name: str, dtype: torch.dtype, *, device: str) -> str:

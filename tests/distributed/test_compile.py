@@ -11,11 +11,12 @@ from te_dist import fsdp2, recipe
 from te_dist.recipe import Recipe
 from te_dist.testing import assert_bitwise, mesh, pool
 
-WIDTH = 192  # 96 rows on each of two ranks, a cut through a tile
+WIDTH, HIDDEN = 192, 160  # 96 and 80 rows on each of two ranks, cuts through a tile
 RECIPES: dict[str, Recipe] = {
     "block": recipe.Float8BlockScaling(),
     "current": recipe.Float8CurrentScaling(),
     "mxfp8": recipe.MXFP8BlockScaling(),
+    "delayed": recipe.DelayedScaling(),  # whose maps stay outside of graphs
 }
 
 
@@ -25,11 +26,11 @@ def passes(world: int, rank: int, how: tuple[str, bool, bool], compiled: bool) -
     torch.compiler.reset()
     torch.manual_seed(0)
     with te.quantized_model_init(enabled=quantized, recipe=RECIPES[name]):
-        units = [nn.Sequential(te.Linear(WIDTH, WIDTH), nn.SiLU(), te.Linear(WIDTH, WIDTH)) for _ in range(2)]
+        units = [nn.Sequential(te.Linear(WIDTH, HIDDEN), nn.SiLU(), te.Linear(HIDDEN, WIDTH)) for _ in range(2)]
     model = nn.Sequential(*units)
     for unit in units:
         if compiled:
-            unit.compile(backend="aot_eager", fullgraph=True)
+            unit.compile(backend="aot_eager", fullgraph=name != "delayed")
         fsdp2.fully_shard(unit, mesh=mesh((world,), ("dp",)), reshard_after_forward=reshards)
     fsdp2.fully_shard(model, mesh=mesh((world,), ("dp",)))
     for seed in range(2):

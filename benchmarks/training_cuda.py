@@ -1,0 +1,248 @@
+"""How fast does a decoder train under FSDP2 in each recipe beside torch in bf16, in how much memory, and why?
+
+    torchrun --standalone --nproc-per-node 8 -m benchmarks.training_cuda --out benchmarks/results --shares
+
+The peer is plain torch: parameters in fp32 that `fully_shard` casts to bf16, gradients reduced in bf16, a fused AdamW.
+te_dist's weights are quantized from the start, the masters of `FusedAdam` are fp32. Both run the same norms, rotary
+embedding, attention and loss, on random tokens. Step times are those of the slowest rank, medians; memory is the
+largest of all ranks. Bytes are what one step gathers and reduces, as `fsdp2.count_traffic` counts it.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import te_dist as te
+from benchmarks.decoder import LLAMA, QWEN, Decoder, Shape
+from benchmarks.linear_cuda import RECIPES
+from benchmarks.report import Report, number, text
+from benchmarks.shares import shares_of
+from te_dist import fsdp2, optim, recipe
+
+MODELS = {"llama": LLAMA, "qwen_moe": QWEN}
+WARM_STEPS = 4
+# Whatever torch calls fastest here; the same for all.
+BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+GATHERS = fsdp2.Purpose.FORWARD_GATHER, fsdp2.Purpose.BACKWARD_GATHER
+
+
+@dataclass(frozen=True)
+class Case:
+    """A line to be: which model, on what, and how."""
+
+    model: str
+    sequences: int
+    length: int
+    recipe: str = ""
+    compiled: bool = False
+
+    @property
+    def label(self) -> str:
+        """What the table calls it."""
+        return (self.recipe or "torch bf16") + (", compiled" if self.compiled else "")
+
+    @property
+    def made_by(self) -> recipe.Recipe | None:
+        """The recipe; None for the peer."""
+        return RECIPES[self.recipe] if self.recipe else None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line: tokens a second, a step in ms, TFLOP/s, GiB at the peak, MiB sent; the peer's step over this one."""
+
+    model: str
+    batch: str
+    label: str
+    tokens: float
+    step: float
+    issue: float
+    tflops: float
+    peak: float
+    gathered: float
+    reduced: float
+    speedup: float | None
+
+
+class Job:
+    """A model of a case, its optimizer, and a step of both."""
+
+    def __init__(self, case: Case, mesh: DeviceMesh) -> None:
+        self.case = case
+        shape, device = MODELS[case.model], torch.device(mesh.device_type)
+        self.model = plain(shape, mesh) if case.made_by is None else quantized(shape, case.made_by, mesh=mesh)
+        if case.compiled:
+            for block in self.model.blocks:
+                block.compile()
+        params = self.model.parameters()
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.AdamW(params, 1e-4, fused=True) if case.made_by is None else optim.FusedAdam(params, 1e-4)
+        )
+        tokens = torch.randint(shape.vocabulary, (case.sequences, case.length + 1), device=device)
+        self.inputs, self.targets = tokens[:, :-1], tokens[:, 1:]
+
+    def __call__(self) -> Tensor:
+        """A step; its loss."""
+        with te.autocast(enabled=self.case.made_by is not None, recipe=self.case.made_by):
+            loss = self.model(self.inputs, self.targets)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+
+def plain(shape: Shape, mesh: DeviceMesh) -> Decoder:
+    """The peer."""
+    with torch.device(mesh.device_type):
+        model = Decoder(shape, quantized=False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for unit in (*model.blocks, model):
+        torch_fully_shard(unit, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def quantized(shape: Shape, made_by: recipe.Recipe, *, mesh: DeviceMesh) -> Decoder:
+    """te_dist's, made on meta and filled once it is cut."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with te.quantized_model_init(recipe=made_by), torch.device("meta"):
+            model = Decoder(shape, quantized=True)
+    finally:
+        torch.set_default_dtype(before)
+    for unit in (*model.blocks, model):
+        fsdp2.fully_shard(unit, mesh=mesh)
+    fsdp2.materialize(model, device=mesh.device_type, seed=0)
+    te.prepare(model, made_by)
+    return model
+
+
+def over_ranks(value: float) -> float:
+    """The largest."""
+    found = torch.tensor(value, device="cuda", dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+def times_of(job: Callable[[], object], steps: int) -> tuple[float, float]:
+    """Milliseconds of a step, on the device and to hand it over; medians, of the slowest rank."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    host = []
+    events[0].record()
+    for event in events[1:]:
+        started = time.perf_counter()
+        job()
+        host.append(time.perf_counter() - started)
+        event.record()
+    torch.cuda.synchronize()
+    device = sorted(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
+    return over_ranks(device[steps // 2]), over_ranks(sorted(host)[steps // 2] * 1e3)
+
+
+def row_of(case: Case, mesh: DeviceMesh, *, steps: int, peer: float | None, parts: list[str] | None) -> Row:
+    """Builds, trains, measures and throws away."""
+    shape = MODELS[case.model]
+    job = Job(case, mesh)
+    for _ in range(WARM_STEPS):
+        job()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step, issue = times_of(job, steps)
+    peak = over_ranks(torch.cuda.max_memory_allocated() / 2**30)
+    with fsdp2.count_traffic(job.model) as counted:
+        loss = job()
+    assert bool(loss.isfinite()), f"{case}: the loss is {loss}"
+    gathered, every = (counted.nbytes(*purposes) / 2**20 for purposes in (GATHERS, ()))
+    if parts is not None and not case.compiled:
+        parts += [f"\n## {case.model}, {case.sequences} x {case.length}, {case.label}\n", *shares_of(job)]
+    tokens = case.sequences * case.length / step * 1e3
+    rate = tokens * shape.flops(case.length) / 1e12
+    batch, speedup = f"{case.sequences} x {case.length}", None if peer is None else peer / step
+    return Row(case.model, batch, case.label, tokens, step, issue, rate, peak, gathered, every - gathered, speedup)
+
+
+def rows_of(cases: list[Case], mesh: DeviceMesh, *, steps: int, parts: list[str] | None) -> Iterator[Row]:
+    """Every case; the first of a model and batch is the peer."""
+    peers: dict[tuple[str, str], float] = {}
+    for case in cases:
+        key = case.model, f"{case.sequences} x {case.length}"
+        row = row_of(case, mesh, steps=steps, peer=peers.get(key), parts=parts)
+        peers.setdefault(key, row.step)
+        yield row
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.compiler.reset()
+
+
+def cases_of(model: str, chosen: tuple[str, ...], *, compiled: bool) -> Iterator[Case]:
+    """The peer and each recipe: long sequences, then short ones, where communication counts."""
+    for sequences, length in {"llama": ((1, 8192), (1, 2048)), "qwen_moe": ((4, 4096),)}[model]:
+        for name in ("", *chosen):
+            yield Case(model, sequences, length, name)
+            if compiled:
+                yield Case(model, sequences, length, name, compiled=True)
+
+
+def report_on(model: str) -> Report:
+    """The page of a model."""
+    return Report(
+        f"training_{model}_cuda",
+        f"Training under FSDP2: {model}",
+        f"{MODELS[model]}. Tokens a second of each GPU; a step with its optimizer, and the CPU's time to hand it over; "
+        "TFLOP/s of products and attention; what a rank gathers and reduces in a step, in MiB. Speedup: torch's step "
+        "in bf16 over this one's.",
+        {
+            "batch of a GPU": text("batch"),
+            "recipe": text("label"),
+            "tokens/s": number("tokens"),
+            "step ms": number("step", 1),
+            "CPU ms": number("issue", 1),
+            "TFLOP/s": number("tflops"),
+            "peak GiB": number("peak", 1),
+            "gathered": number("gathered"),
+            "reduced": number("reduced"),
+            "speedup": number("speedup", 2),
+        },
+    )
+
+
+def main(
+    out: Path | None = None,
+    models: tuple[str, ...] = tuple(MODELS),
+    recipes: tuple[str, ...] = ("block", "current", "delayed"),
+    steps: int = 15,
+    compiled: bool = False,
+    shares: bool = False,
+) -> None:
+    """Prints the table; writes it as Markdown and JSON into `out`."""
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    torch.manual_seed(dist.get_rank())
+    with sdpa_kernel(BACKENDS, set_priority=True):
+        for model in models:
+            parts: list[str] = []
+            cases = list(cases_of(model, recipes, compiled=compiled))
+            rows = rows_of(cases, mesh, steps=steps, parts=parts if shares else None)
+            if dist.get_rank() == 0:
+                report_on(model).publish(rows, out, facts={"GPUs": str(mesh.size())}, end=parts)
+            else:
+                list(rows)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
