@@ -4,10 +4,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 #include <tuple>
 #include <vector>
 
+#include "described.h"
 #include "host.h"
 
 namespace py = pybind11;
@@ -34,14 +36,28 @@ void launch(LoadedKernel& kernel, int device, uint64_t stream, Grid grid, const 
 // Kernel, grid, parameters, and the members of each Patch.
 using Step = std::tuple<py::object, Grid, py::bytes, std::vector<std::tuple<size_t, size_t, uint64_t, bool>>>;
 
-// A program that keeps its kernels.
+// A program that keeps its kernels, and takes its addresses from tensors.
 class KeptProgram {
  public:
-  explicit KeptProgram(std::vector<Step> steps) : program_(launches(steps)) {
+  // `places`: by slot, which of the tensors of a run has the address.
+  KeptProgram(std::vector<Step> steps, std::vector<size_t> places) : program_(launches(steps)), places_(std::move(places)) {
     for (Step& step : steps) kernels_.push_back(std::move(std::get<0>(step)));
   }
 
-  void run(int device, uint64_t stream, const std::vector<uint64_t>& addresses) { program_.run(device, stream, addresses); }
+  void run(int device, uint64_t stream, const py::list& tensors) {
+    std::vector<uint64_t> addresses;
+    addresses.reserve(places_.size());
+    for (const size_t place : places_) {
+      dlpack::Tensor tensor;
+      if (place >= tensors.size() || !describe(PyList_GET_ITEM(tensors.ptr(), Py_ssize_t(place)), &tensor)) {
+        throw std::invalid_argument("there is no tensor with a place in memory at position " + std::to_string(place));
+      }
+      addresses.push_back(address_of(tensor));
+    }
+    const py::gil_scoped_release release;
+    program_.run(device, stream, addresses);
+  }
+
   size_t position() const { return program_.position(); }
 
  private:
@@ -56,8 +72,32 @@ class KeptProgram {
   }
 
   Program program_;
+  std::vector<size_t> places_;
   std::vector<py::object> kernels_;
 };
+
+template <class Value>
+void append(std::string* bytes, const Value* values, size_t count = 1) {
+  bytes->append(reinterpret_cast<const char*>(values), count * sizeof(Value));
+}
+
+py::object signature(const py::tuple& tensors, const py::tuple& classes, uint64_t alignment) {
+  std::string bytes;
+  bytes.reserve(64 * tensors.size());
+  for (const py::handle tensor : tensors) {
+    const auto is_its = [&](py::handle known) { return known.is(py::type::handle_of(tensor)); };
+    dlpack::Tensor found;
+    if (std::none_of(classes.begin(), classes.end(), is_its) || !describe(tensor.ptr(), &found)) return py::none();
+    const uint64_t remainder = address_of(found) % alignment;
+    append(&bytes, &found.dtype);
+    append(&bytes, &found.device);
+    append(&bytes, &remainder);
+    append(&bytes, &found.num_dims);
+    append(&bytes, found.shape, size_t(found.num_dims));
+    append(&bytes, found.strides, size_t(found.num_dims));
+  }
+  return py::bytes(bytes);
+}
 
 py::bytes matrix_map(int dtype, uint64_t address, uint64_t rows, uint64_t cols, uint64_t pitch, uint32_t box_rows,
                      uint32_t box_cols, int swizzle) {
@@ -78,10 +118,14 @@ void define_host(py::module_& parent) {
       .def_property_readonly("label", &LoadedKernel::label);
   module.def("compute_capability", &compute_capability, "(major, minor) of a device.");
   py::class_<KeptProgram>(module, "Program", "Launches that are repeated with other addresses.")
-      .def(py::init<std::vector<Step>>(),
-           "Of (kernel, grid, parameters, [(place, slot, offset, whether a tensor map lies there)]) for each launch.")
-      .def("run", &KeptProgram::run, py::call_guard<py::gil_scoped_release>(), "(device, stream, addresses by slot)")
+      .def(py::init<std::vector<Step>, std::vector<size_t>>(),
+           "Of (kernel, grid, parameters, [(place, slot, offset, whether a tensor map lies there)]) for each launch; and "
+           "by slot the position of its tensor among those of a run.")
+      .def("run", &KeptProgram::run, "(device, stream, list of tensors)")
       .def_property_readonly("position", &KeptProgram::position, "Number of the launch that failed, after an exception.");
+  module.def("signature", &signature,
+             "Types, devices, shapes, strides and addresses modulo `alignment` of a tuple of tensors, as bytes; None where "
+             "one is of none of the `classes`, or has no place in memory: (tensors, classes, alignment).");
   module.def("matrix_map", &matrix_map,
              "Tensor map of a matrix for the bulk copy engine, as bytes: (dtype, address, rows, cols, pitch in bytes, "
              "rows and columns of a box, swizzle).");

@@ -33,10 +33,11 @@ class CopyKernel:
 class Program:
     """What te_dist._C.cuda.Program does, with kernels like this one."""
 
-    def __init__(self, steps: list[tuple[Any, ...]]) -> None:
-        self.steps = steps
+    def __init__(self, steps: list[tuple[Any, ...]], places: list[int]) -> None:
+        self.steps, self.places = steps, places
 
-    def run(self, device: int, stream: int, addresses: list[int]) -> None:
+    def run(self, device: int, stream: int, tensors: list[Tensor]) -> None:
+        addresses = [tensors[place].data_ptr() for place in self.places]
         for kernel, grid, parameters, patches in self.steps:
             patched = bytearray(parameters)
             for place, slot, offset, _ in patches:
@@ -48,7 +49,7 @@ class Program:
 def kernel(monkeypatch: pytest.MonkeyPatch) -> CopyKernel:
     """CPU tensors are recorded, and launches go to this kernel."""
     copies = CopyKernel()
-    monkeypatch.setattr(tape, "is_recordable", lambda tensors: not tape.is_dispatch_watched())
+    monkeypatch.setattr(tape, "is_recordable", lambda tensor: not tape.is_dispatch_watched())
     monkeypatch.setattr(tape, "Program", Program)
     monkeypatch.setattr(tape, "_ALIGNMENT", 64)  # that of all CPU tensors
     monkeypatch.setitem(runtime._loaded, (COPY, -1), copies)
