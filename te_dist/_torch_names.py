@@ -96,6 +96,10 @@ ATTRIBUTES = (
         "whether ops are being watched, asked on every pass; the public class tells of no mode but its own",
     ),
     Private(
+        "torch._C._is_any_autocast_enabled",
+        "whether autocast is on at all, asked on every pass; the public question needs the type of a device",
+    ),
+    Private(
         "torch._ops.OpOverload._schema",
         "whether an op writes into its arguments; torch.library hands schemas in only",
     ),

@@ -49,6 +49,7 @@ __all__ = [
     "disabled_torch_function",
     "gather_end_to_end",
     "in_backward",
+    "is_autocast_anywhere",
     "is_dispatch_watched",
     "is_first_of_unit",
     "is_gathered",
@@ -100,6 +101,11 @@ def current_cuda_stream(device: int) -> int:
 def is_dispatch_watched() -> bool:
     """Whether a mode of this thread sees every op, as compilers and trackers have it."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_autocast_anywhere() -> bool:
+    """Whether torch's autocast is on in this thread, for any type of device."""
+    return torch._C._is_any_autocast_enabled()
 
 
 def is_mutable(op: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import ContextDecorator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -43,7 +43,7 @@ class ModelInit:
 _OUTSIDE, _PLAIN = Autocast(), ModelInit()
 # NOTE: of each thread, as torch's autocast is; torch.compile follows and guards these attributes, but no ContextVar.
 _current = threading.local()
-_names: dict[Recipe, str] = {}
+_states: dict[Recipe, Autocast] = {}
 _named: dict[str, Recipe] = {}
 
 
@@ -87,8 +87,10 @@ def autocast(
     """
     if not enabled:
         return restore_autocast(_OUTSIDE)
-    known = _given(recipe, "autocast", enabled)
-    return restore_autocast(Autocast(known, amax_reduction_group, _name_of(known)))
+    state = _state_of(_given(recipe, "autocast", enabled))
+    return restore_autocast(
+        state if amax_reduction_group is None else replace(state, amax_reduction_group=amax_reduction_group)
+    )
 
 
 def restore_autocast(state: Autocast) -> Scope:
@@ -133,12 +135,13 @@ def recipe_named(name: str) -> Recipe | None:
     return _named.get(name)
 
 
-def _name_of(recipe: Recipe) -> str:
-    """Equal recipes have the same name, others have not."""
+def _state_of(recipe: Recipe) -> Autocast:
+    """Inside of an `autocast` of this recipe alone. Equal recipes have the same name, others have not."""
     # NOTE: kept for good, so that an address in a text stays that of the same object.
-    name = _names.get(recipe)
-    if name is None:
+    state = _states.get(recipe)
+    if state is None:
         text = repr(recipe)
-        name = _names[recipe] = f"{text} {len(_named)}" if text in _named else text
+        name = f"{text} {len(_named)}" if text in _named else text
+        state = _states[recipe] = Autocast(recipe, name=name)
         _named[name] = recipe
-    return name
+    return state

@@ -127,7 +127,7 @@ class _Launches:
     def __init__(self, launches: Sequence[_Launched]) -> None:
         self._launches = launches
         self._slots = list(dict.fromkeys(slot for step in launches for _, slot, _ in step.addresses))
-        self._program = Program([self._step(*step) for step in launches], self._slots)
+        self.program = Program([self._step(*step) for step in launches], self._slots)
 
     def _step(self, launch: Launch, addresses: list[tuple[int, int, int]]) -> tuple[Any, ...]:
         """As a `Program` takes it."""
@@ -135,16 +135,13 @@ class _Launches:
         patches = [(layout.offsets[p], index(slot), offset, layout.is_map(p)) for p, slot, offset in addresses]
         return launch.kernel, launch.grid, layout.pack(*launch.values), patches
 
-    def start(self, device: int, stream: int, slots: list[Any]) -> None:
-        """Launches all; `slots`: the tensors of the tape."""
-        try:
-            self._program.run(device, stream, slots)
-        except RuntimeError as error:
-            launch, places = self._launches[self._program.position]
-            values = list(launch.values)
-            for place, slot, offset in places:
-                values[place] = slots[slot].data_ptr() + offset
-            raise launch.failed(error, values) from None
+    def failed(self, error: RuntimeError, slots: list[Any]) -> RuntimeError:
+        """The error of a run of `program` with the tensors `slots`, with the values that were launched with."""
+        launch, places = self._launches[self.program.position]
+        values = list(launch.values)
+        for place, slot, offset in places:
+            values[place] = slots[slot].data_ptr() + offset
+        return launch.failed(error, values)
 
 
 class _Tape(NamedTuple):
@@ -164,7 +161,10 @@ class _Tape(NamedTuple):
                 # NOTE: half the time of `torch.empty`.
                 slots[slot] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
             elif type(step) is _Launches:
-                step.start(device.index, current_cuda_stream(device.index), slots)
+                try:
+                    step.program.run(device.index, current_cuda_stream(device.index), slots)
+                except RuntimeError as error:
+                    raise step.failed(error, slots) from None
             else:
                 step.play(device, slots)
         return tuple([slots[slot] for slot in outputs]), rest

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from te_dist import ops
 from te_dist.codecs.grouped_gemm import Result, Rows, SumsResult, multiply_rows, multiply_sums
 from te_dist.formats import Direction
 from te_dist.grouped import GroupedStorage
 from te_dist.nn.grouped_weights import MainGrads, as_one, members_of, shape_of, stacked, together
-from te_dist.nn.products import Plan, Saved, kind_of, plain_parts
+from te_dist.nn.once import once_differentiable
+from te_dist.nn.products import Plan, Saved, taken_apart
 from te_dist.ops.evaluate import values
 from te_dist.ops.panel_sums import column_sums
 from te_dist.ops.source import Source, SwiGlu, SwiGluGradient, row_sums_shape
@@ -104,7 +104,7 @@ class Given(NamedTuple):
     @property
     def kind(self) -> Hashable:
         """What is to be known of this besides its tensors."""
-        cached = None if self.cached is None else tuple(self.cached.buffers)
+        cached = None if self.cached is None else (self.cached.format, self.cached.group, tuple(self.cached.buffers))
         front = None if self.front is None else self.front.name
         given = self.out is None, self.dgrad_out is None, self.saves_original, self.later is None, self.adds
         return front, *given, cached
@@ -255,9 +255,9 @@ def taped_forward(
     """(output, buffers of the input that backward needs), what these are; no autograd."""
     weights, biases, beside = tensors
     read = weights if given.cached is None else ()
-    held = (*_parts(x, *read, *biases, *beside), *given.tensors)
-    key = ("forward", kind_of(x), kind_of(weights[0]), counts, given.kind)
-    return given.plan.tapes.run(key, held, lambda: _forward(x, tensors, counts, given))
+    parts, kinds = taken_apart(x, *read, *biases, *beside)
+    key = ("forward", kinds, counts, given.kind)
+    return given.plan.tapes.run(key, (*parts, *given.tensors), lambda: _forward(x, tensors, counts, given))
 
 
 def _forward(x: Tensor, tensors: _Operands, counts: Counts, given: Given) -> tuple[tuple[Tensor, ...], Saved | None]:
@@ -345,9 +345,9 @@ def _finish(
     parameters, wanted = weights
     main = MainGrads.of(parameters, wanted, of.shape, adds=given.adds) if given.plan.fuses_wgrad else None
     of = of._replace(main_grad=None if main is None else main.whole)
-    inputs = () if of.inputs is None else plain_parts(of.inputs)
-    held = (*grads.buffers.values(), *inputs, *_parts(of.x, *of.beside, of.main_grad), *given.tensors)
-    key = ("sums", grads.format, of.shape, of.dtypes, kind_of(of.inputs), kind_of(of.x), given.kind)
+    parts, kinds = taken_apart(of.inputs, of.x, *of.beside, of.main_grad)
+    held = (*parts, *grads.buffers.values(), *given.tensors)
+    key = ("sums", grads.format, kinds, of.shape, of.dtypes, given.kind)
     (found,) = given.plan.tapes.run(key, held, lambda: ((_weight_gradient(of, grads, given),), None))[0]
     if main is not None:
         return main.finish()
@@ -356,19 +356,14 @@ def _finish(
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
-def _parts(*tensors: Tensor | None) -> tuple[Tensor, ...]:
-    return tuple(part for tensor in tensors for part in plain_parts(tensor))
-
-
 def taped_backward(of: Backward, given: Given) -> tuple[tuple[Tensor, ...], Saved | None]:
     """(gradients of inputs, of biases, of weights), None; no autograd.
 
     Instead of the last, where they are computed later, buffers of the gradient of the output, and what these are.
     """
-    held = (of.grad, of.inputs, of.x, *of.beside, *of.weights, of.main_grad)
-    kinds = kind_of(of.inputs), kind_of(of.x), kind_of(of.weights[0] if of.weights else None)
-    key = ("backward", kinds, of.x is None, of.main_grad is None, of.wants, of.shape, of.dtypes, given.kind)
-    return given.plan.tapes.run(key, (*_parts(*held), *given.tensors), lambda: _backward(of, given))
+    parts, kinds = taken_apart(of.grad, of.inputs, of.x, *of.beside, *of.weights, of.main_grad)
+    key = ("backward", kinds, of.wants, of.shape, of.dtypes, given.kind)
+    return given.plan.tapes.run(key, (*parts, *given.tensors), lambda: _backward(of, given))
 
 
 def _backward(of: Backward, given: Given) -> tuple[tuple[Tensor, ...], Saved | None]:

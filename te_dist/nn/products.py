@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from te_dist.codecs.gemm import READS_ANY_ORDER, Operand, multiply
 from te_dist.formats import Direction, Format, Region
 from te_dist.kernels.tape import Tapes
+from te_dist.nn.once import once_differentiable
 from te_dist.ops.evaluate import values
 from te_dist.ops.panel_sums import column_sums, panel_sums
 from te_dist.ops.source import Source, SwiGlu, SwiGluGradient, sums_shape
@@ -125,17 +125,17 @@ def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, saves_input: bool, front: str
 ) -> tuple[tuple[Tensor, ...], Saved | None]:
     """(output, buffers of the input that backward needs), what these are; no autograd."""
-    tensors = (*plain_parts(x), *plain_parts(weight), *plain_parts(bias), *plan.tensors)
-    key = ("forward", kind_of(x), kind_of(weight), bias is None, saves_input, front)
-    return plan.tapes.run(key, tensors, lambda: _forward(x, weight, bias, plan, saves_input, front))
+    parts, kinds = taken_apart(x, weight, bias)
+    key = ("forward", kinds, saves_input, front)
+    return plan.tapes.run(key, (*parts, *plan.tensors), lambda: _forward(x, weight, bias, plan, saves_input, front))
 
 
 def backward(of: Backward, plan: Plan) -> tuple[Tensor, ...]:
     """The gradients that are wanted, in order, but for that of the weight where it has a `main_grad`; no autograd."""
-    held = (of.grad, of.inputs, of.weight, of.main_grad, of.behind)
-    tensors = (*(part for tensor in held for part in plain_parts(tensor)), *plan.tensors)
-    key = ("backward", *map(kind_of, held), of.main_grad is None, of.wants, of.shape, of.dtypes, of.front)
-    return plan.tapes.run(key, tensors, lambda: (_backward(of, plan), None))[0]
+    grad, inputs, weight, main_grad, wants, shape, dtypes, behind, front = of
+    parts, kinds = taken_apart(grad, inputs, weight, main_grad, behind)
+    key = ("backward", kinds, wants, shape, dtypes, front)
+    return plan.tapes.run(key, (*parts, *plan.tensors), lambda: (_backward(of, plan), None))[0]
 
 
 class Saved(NamedTuple):
@@ -246,19 +246,21 @@ def main_grad_of(weight: Tensor) -> Tensor:
     return found
 
 
-def plain_parts(tensor: Tensor | None) -> tuple[Tensor, ...]:
-    """The plain tensors that a tensor is made of."""
-    if isinstance(tensor, QuantizedTensor):
-        return tuple(tensor.storage.buffers.values())
-    return () if tensor is None else (tensor,)
-
-
-def kind_of(tensor: Tensor | None) -> Any:
-    """What is to be known of a tensor besides its plain parts."""
-    if not isinstance(tensor, QuantizedTensor):
-        return None
-    storage = tensor.storage
-    return storage.format, storage.region, storage.dtype, tensor.shape, tuple(storage.buffers)
+def taken_apart(*tensors: Tensor | None) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+    """The plain tensors that tensors are made of; and what else is to be known of each, None where there is none."""
+    parts: list[Tensor] = []
+    kinds: list[Any] = []
+    for tensor in tensors:
+        if isinstance(tensor, QuantizedTensor):
+            storage = tensor.storage
+            parts += storage.buffers.values()
+            kinds.append((storage.format, storage.region, storage.dtype, tensor.shape, tuple(storage.buffers)))
+        elif tensor is not None:
+            parts.append(tensor)
+            kinds.append(Tensor)
+        else:
+            kinds.append(None)
+    return tuple(parts), tuple(kinds)
 
 
 def operand(storage: QuantizedStorage, direction: Direction) -> Operand:

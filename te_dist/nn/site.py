@@ -59,6 +59,8 @@ _WEIGHT_ONLY = Plan(IdentityQuantizer(), IdentityQuantizer(), IdentityQuantizer(
 
 def autocast_of_torch(x: Tensor) -> Tensor:
     """`x` in the dtype of `torch.autocast` inside of it; quantized ones as they are."""
+    if not torch.compiler.is_compiling() and not _torch_private.is_autocast_anywhere():
+        return x
     kind = x.device.type
     if kind == "meta" or isinstance(x, QuantizedTensor) or not torch.is_autocast_enabled(kind):
         return x
@@ -174,7 +176,7 @@ class LinearSite(nn.Module):
                 return None
             state = last.state
         key = (x.dtype, weight.device, self.placed, self.fuses_wgrad)
-        if last is None or last.key != key or last.state != state:
+        if last is None or last.key != key or (last.state is not state and last.state != state):
             last = _latest[self] = self._plan(state, key)
         return self._with_histories(last, x, weight) if last.requests else last.plan
 

@@ -56,7 +56,7 @@ class QuantizedTensor(torch.Tensor):
     ) -> QuantizedTensor:
         return torch.Tensor._make_wrapper_subclass(
             cls,
-            torch.Size(storage.shape if shape is None else shape),
+            storage.shape if shape is None else shape,
             dtype=storage.dtype,
             device=storage.device,
             requires_grad=requires_grad,
