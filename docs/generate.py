@@ -151,9 +151,9 @@ maps ([recipes.md](recipes.md) says which), in one graph. `torch.load` loads fil
 `te_dist.checkpoints` writes plain ones, and `checkpoints.high_precision_state_dict` gives such to other programs.
 
 A part (a slice, a chunk, a member by its index) has bytes of its own. Writing into one (`q[:64] = 0`,
-`q.chunk(2)[0].zero_()`) raises while the whole is there, because the whole would not change: so does
-`torch.distributed.checkpoint` where shards are cut in another way than those it saved ([checkpoints](checkpoints.md)
-are not). Change the values and `q.copy_(values)`, or clone a part to write into it alone.
+`q.chunk(2)[0].zero_()`) raises while the whole is there, because the whole would not change. Change the values and
+`q.copy_(values)`, or clone a part to write into it alone. Parts that `torch.distributed.checkpoint` fills are written
+through ([checkpoints](checkpoints.md#torchs-own-calls)).
 
 An average of weights that is itself quantized rounds every update away, as an optimizer would, so that `lerp_` and
 `_foreach_lerp_` into quantized tensors are refused: `torch.optim.swa_utils.AveragedModel(model)`, which averages into

@@ -14,6 +14,7 @@ from te_dist.grouped.grouped_tensor import OPS, GroupedTensor
 from te_dist.grouped.storage import GroupCut, GroupedStorage, empty
 from te_dist.tensor import OPS as OF_MATRICES
 from te_dist.tensor import QuantizedTensor, aten_values
+from te_dist.tensor.filling import fill
 from te_dist.tensor.parts import check_writable, note
 
 aten = torch.ops.aten
@@ -140,6 +141,8 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     non_blocking = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
     if not isinstance(dst, GroupedTensor):
         return dst.copy_(src.dequantize(), non_blocking=non_blocking)
+    if fill(dst, src):
+        return dst
     check_writable(dst)
     if not isinstance(src, QuantizedTensor):
         dst.quantize_(src.to(dst.device).expand(dst.shape))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from te_dist._torch_private import tree_map_only
 from te_dist.formats import geometry
+from te_dist.tensor.filling import fill
 from te_dist.tensor.parts import check_writable, note
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
 from te_dist.tensor.storage import Cut, QuantizedStorage, empty
@@ -198,6 +199,8 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     non_blocking = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
     if not isinstance(dst, QuantizedTensor):
         return dst.copy_(src.dequantize(), non_blocking=non_blocking)
+    if fill(dst, src):
+        return dst
     check_writable(dst)
     if not isinstance(src, QuantizedTensor):
         dst.quantize_(src.to(dst.device).expand(dst.shape))

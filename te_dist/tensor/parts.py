@@ -1,25 +1,47 @@
 """Parts of quantized tensors have bytes of their own, so that what is written into a part is not in the whole.
 
 A scale may cover more than the part; new values of the part alone have no place in the whole. Ordinary code that takes
-a slice for a view (torch.distributed.checkpoint does, where shards are cut in another way than those saved) would lose
-what it writes; it is told so for as long as the whole lives.
+a slice for a view would lose what it writes; it is told so for as long as the whole lives. Parts of what a checkpoint
+fills (`tensor.filling`) are written through.
 """
 
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 from te_dist.tensor.storage import QuantizedStorage
 
-_WHOLES: weakref.WeakKeyDictionary[QuantizedStorage, weakref.ref[QuantizedStorage]] = weakref.WeakKeyDictionary()
+
+@dataclass(frozen=True)
+class _Origin:
+    """What a part was taken out of, and whether that sees what is copied into the part."""
+
+    whole: weakref.ref[QuantizedStorage]
+    is_filled: bool
+
+
+_ORIGINS: weakref.WeakKeyDictionary[QuantizedStorage, _Origin] = weakref.WeakKeyDictionary()
 
 
 def note(part: QuantizedStorage, whole: QuantizedStorage) -> QuantizedStorage:
     """Remembers what `part` was taken out of, in the end where that is a part too; gives it back."""
-    first = _WHOLES.get(whole)
-    _WHOLES[part] = weakref.ref(whole) if first is None or first() is None else first
+    first = _ORIGINS.get(whole)
+    _ORIGINS[part] = _Origin(weakref.ref(whole), False) if first is None or first.whole() is None else first
     return part
+
+
+def note_filled(part: QuantizedStorage, whole: QuantizedStorage) -> QuantizedStorage:
+    """Has what is copied into `part`, or into parts of it, written into `whole`; gives it back."""
+    _ORIGINS[part] = _Origin(weakref.ref(whole), True)
+    return part
+
+
+def filled_by(part: QuantizedStorage) -> QuantizedStorage | None:
+    """The storage into which what is copied into `part` belongs; None where it has a place of its own."""
+    origin = _ORIGINS.get(part)
+    return origin.whole() if origin is not None and origin.is_filled else None
 
 
 def check_writable(tensor: Any) -> None:
@@ -29,11 +51,10 @@ def check_writable(tensor: Any) -> None:
         NotImplementedError: it is a part, and the whole would not see them.
     """
     storage = getattr(tensor, "storage", None)
-    whole = _WHOLES.get(storage) if isinstance(storage, QuantizedStorage) else None
-    if whole is not None and whole() is not None and tensor.numel():
+    origin = _ORIGINS.get(storage) if isinstance(storage, QuantizedStorage) else None
+    if origin is not None and origin.whole() is not None and tensor.numel():
         raise NotImplementedError(
             f"cannot write into a part of shape {tuple(tensor.shape)} of a quantized tensor: it has bytes of its own, "
             "and the whole would not change. Write the whole (values = whole.dequantize(); values[...] = ...; "
-            "whole.copy_(values)), or clone the part to use it alone; checkpoints that are cut "
-            "in another way than the model are loaded by te_dist.checkpoints"
+            "whole.copy_(values)), or clone the part to use it alone"
         )

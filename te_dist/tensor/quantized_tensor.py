@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 
 from te_dist._torch_private import disabled_torch_function
 from te_dist.formats import Direction, Format
+from te_dist.tensor import filling
 from te_dist.tensor import storage as storages
 from te_dist.tensor.storage import QuantizedStorage
 
@@ -147,6 +151,21 @@ class QuantizedTensor(torch.Tensor):
     ) -> QuantizedTensor:
         cls, format, region, dtype, cut = context
         return cls(QuantizedStorage(format, dict(inner), region, dtype=dtype, cut=cut), outer_size)
+
+    # -- the protocol of torch.distributed.checkpoint: see `tensor.filling` ----------------------------------------
+
+    def __create_write_items__(self, name: str, whole: Tensor) -> list[WriteItem]:
+        return filling.items_to_write(self, name, whole)
+
+    @property
+    def __create_chunk_list__(self) -> Callable[[], list[ChunkStorageMetadata]]:
+        chunk = filling.chunk_of_rest(self)
+        if chunk is None:
+            raise AttributeError("torch tells where this lies")
+        return lambda: [chunk]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> QuantizedTensor:
+        return self.like(*filling.to_fill(self))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         fields = ", ".join(f"{n}: {str(b.dtype)[6:]}{list(b.shape)}" for n, b in self.storage.buffers.items())

@@ -77,6 +77,26 @@ def test_bytes_are_the_same_on_any_mesh(ranks, tmp_path: Path, saved: Layout, lo
     ranks(loaded.world).run(load_zoo, tmp_path / "c", loaded)
 
 
+def save_zoo_by_torch(rank: int, world: int, path: Path, layout: Layout) -> None:
+    dcp.save({"model": zoo(1, layout).state_dict()}, checkpoint_id=path)
+
+
+def load_zoo_by_torch(rank: int, world: int, path: Path, layout: Layout) -> None:
+    model = zoo(2, layout)
+    state = model.state_dict()
+    dcp.load({"model": state}, checkpoint_id=path)
+    model.load_state_dict(state)
+    assert_weights(model, 1)
+    assert_plain(model, zoo(1, names=()))
+
+
+@pytest.mark.gloo_only("its expected values are made on the CPU")
+@pytest.mark.parametrize(("saved", "loaded"), [(data_parallel(3), TP), (TP, HSDP)], ids=str)
+def test_torchs_own_checkpoints_load_on_any_mesh(ranks, tmp_path: Path, saved: Layout, loaded: Layout) -> None:
+    ranks(saved.world).run(save_zoo_by_torch, tmp_path / "c", saved)
+    ranks(loaded.world).run(load_zoo_by_torch, tmp_path / "c", loaded)
+
+
 def save_zoo_later(rank: int, world: int, path: Path, layout: Layout) -> None:
     """What is written between the call and the end of the save is not in it."""
     model = zoo(1, layout)

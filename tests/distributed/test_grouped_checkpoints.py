@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -114,6 +115,25 @@ def test_resharding_keeps_every_byte(ranks: tuple[int, int], cuts: tuple[str, st
     names = list(FORMATS)
     pool(ranks[0]).run(save, tmp_path / "c", Packed, names, cuts[0])
     pool(ranks[1]).run(load, tmp_path / "c", Packed, names, cuts[1])
+
+
+def save_by_torch(rank: int, world: int, path: Path, names: list[str], cut: str) -> None:
+    dcp.save(made(Packed, 1, names, world, cut).state_dict(), checkpoint_id=path)
+
+
+def load_by_torch(rank: int, world: int, path: Path, names: list[str], cut: str) -> None:
+    model = made(Packed, 2, names, world, cut)
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state)
+    assert_model(model, 1)
+
+
+@pytest.mark.parametrize(("ranks", "cuts"), [((2, 4), ("rows", "experts")), ((4, 2), ("members", "rows"))], ids=str)
+def test_torchs_own_checkpoints_load_on_any_mesh(ranks: tuple[int, int], cuts: tuple[str, str], tmp_path: Path) -> None:
+    names = list(FORMATS)
+    pool(ranks[0]).run(save_by_torch, tmp_path / "c", names, cuts[0])
+    pool(ranks[1]).run(load_by_torch, tmp_path / "c", names, cuts[1])
 
 
 def trained(world: int, kind: type[nn.Module], seed: int, cut: str) -> tuple[nn.Module, optim.FusedAdam]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from te_dist import fsdp2
@@ -20,6 +23,7 @@ from te_dist.testing import assert_bitwise, mesh, pool
 from tests.distributed.probe import FORMATS, Layer, assert_seen, fits, random_matrix, wires
 
 COLS = 160
+UNEVEN = 352  # rows, over three ranks
 
 
 def sharded(name: str, rows: int, world: int, seed: int = 0) -> Layer:
@@ -131,25 +135,86 @@ def test_columns_are_refused_on_every_rank() -> None:
     assert first == second
 
 
-def save_by_torch(rank: int, world: int, name: str, path: str) -> None:
-    dcp.save({"model": get_model_state_dict(sharded(name, 384, world))}, checkpoint_id=path)
+def save_by_torch(rank: int, world: int, path: str) -> None:
+    state = {f"{name}, {rows} rows": layer for name, rows, layer in layers_to_save(world)}
+    for rows in (384, 2):
+        plain = state[f"plain, {rows} rows"] = nn.Linear(COLS, rows, bias=False)
+        with torch.no_grad():
+            plain.weight.copy_(random_matrix(rows, COLS, 0))
+        torch_fully_shard(plain, mesh=mesh((world,), ("dp",)))
+    dcp.save({key: get_model_state_dict(layer) for key, layer in state.items()}, checkpoint_id=path)
 
 
-def load_by_torch(rank: int, world: int, name: str, path: str, refused: bool) -> None:
-    layer = sharded(name, 384, world, seed=1)
-    state = {"model": get_model_state_dict(layer)}
-    if refused:
-        with pytest.raises(CheckpointException, match="te_dist.checkpoints"):
-            dcp.load(state, checkpoint_id=path)
-        return
+def layers_to_save(world: int, seed: int = 0) -> Iterator[tuple[str, int, Layer]]:
+    """Of every format: cut through tiles, unevenly where that can be, and with ranks that have no rows."""
+    for name in FORMATS:
+        for rows in (384, UNEVEN, 2):
+            if fits(FORMATS[name], rows, 2) and fits(FORMATS[name], rows, 3):
+                yield name, rows, sharded(name, rows, world, seed)
+
+
+def load_by_torch(rank: int, world: int, path: str) -> None:
+    found = list(layers_to_save(world, seed=1))
+    state = {f"{name}, {rows} rows": get_model_state_dict(layer) for name, rows, layer in found}
     dcp.load(state, checkpoint_id=path)
-    set_model_state_dict(layer, state["model"])
+    for (name, rows, layer), (_, _, want) in zip(found, layers_to_save(world), strict=True):
+        set_model_state_dict(layer, state[f"{name}, {rows} rows"])
+        got, wanted = (local_tensor(each.weight).storage for each in (layer, want))
+        for field, buffer in wanted.buffers.items():
+            assert_bitwise(got.buffers[field], buffer, f"{field} of {name} with {rows} rows")
+        assert got.unsettled is None
+
+
+def load_plain_by_torch(rank: int, world: int, path: str) -> None:
+    found = [(rows, layer) for _, rows, layer in layers_to_save(world, seed=1) if rows != UNEVEN]
+    for rows, layer in found:
+        dcp.load({f"plain, {rows} rows": get_model_state_dict(layer)}, checkpoint_id=path)
+        layer(random_matrix(4, COLS, 1))
+        assert_seen(layer, random_matrix(rows, COLS, 0), backward=False)
+
+
+def load_another_format_by_torch(rank: int, world: int, path: str) -> None:
+    """Values are decoded, put together, and quantized once."""
+    layer = sharded("mxfp8_1d", 384, world, seed=1)
+    dcp.load({"float8_block_2d, 384 rows": get_model_state_dict(layer)}, checkpoint_id=path)
     layer(random_matrix(4, COLS, 1))
-    assert_seen(layer, random_matrix(384, COLS, 0), backward=False)
+    assert_seen(layer, quantize(random_matrix(384, COLS, 0), FORMATS["float8_block_2d"]).dequantize(), backward=False)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_torchs_own_checkpoints_load_on_the_same_ranks_and_are_refused_on_others(name: str, tmp_path: Path) -> None:
-    pool(2).run(save_by_torch, name, str(tmp_path))
-    pool(2).run(load_by_torch, name, str(tmp_path), False)
-    pool(3).run(load_by_torch, name, str(tmp_path), True)
+def test_torchs_own_checkpoints_load_on_other_ranks(tmp_path: Path) -> None:
+    pool(2).run(save_by_torch, str(tmp_path))
+    for world in (2, 3):
+        pool(world).run(load_by_torch, str(tmp_path))
+        pool(world).run(load_plain_by_torch, str(tmp_path))
+        pool(world).run(load_another_format_by_torch, str(tmp_path))
+
+
+def save_unsettled_by_torch(rank: int, world: int, path: str) -> str:
+    layer = sharded("float8_tensorwise", 64, world)
+    with torch.no_grad():
+        local_tensor(layer.weight).fill_(rank + 1.0)
+    with pytest.raises(CheckpointException, match="settle") as error:
+        dcp.save(layer.state_dict(), checkpoint_id=path)
+    return str(error.value)
+
+
+def test_shards_with_scales_of_their_own_are_not_saved(tmp_path: Path) -> None:
+    first, second = pool(2).run(save_unsettled_by_torch, str(tmp_path))
+    assert first == second
+
+
+def interrupt_loading(rank: int, world: int) -> None:
+    """Pieces that were given before a load stopped do not count for the next one."""
+    layer, values = sharded("mxfp8_2d", 192, world, seed=1), random_matrix(192, COLS, 0)
+    local = local_tensor(layer.weight)
+    for attempt in ([0], [0, 1]):
+        for half in attempt:
+            target = local.__get_tensor_shard__(None)  # as DCP asks for it
+            own = values[96 * rank :][48 * half : 48 * (half + 1)]
+            target.narrow(0, 48 * half, 48).detach().copy_(own)
+    layer(random_matrix(4, COLS, 1))
+    assert_seen(layer, values, backward=False)
+
+
+def test_a_load_that_stopped_half_way_is_begun_again() -> None:
+    pool(2).run(interrupt_loading)
