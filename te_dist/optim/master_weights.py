@@ -35,7 +35,8 @@ class MasterWeights(torch.optim.Optimizer):
     parameters are quantized together: one reduction for each process group whose ranks share scales.
 
     Until the first step masters follow whatever is written into parameters; from then on those of quantized parameters
-    do (loaded, clamped, averaged), and those of 16-bit parameters are the optimizer's alone.
+    do (loaded, clamped, averaged), and those of 16-bit parameters are the optimizer's alone. Frozen parameters have
+    none until they are to be updated.
 
     Args:
         params: parameters, (name, parameter) pairs or groups of them; sharded, replicated or whole.
@@ -57,6 +58,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._masters: dict[Tensor, Tensor] = {}  # of every parameter; itself where it has none
         self._states: dict[Tensor, dict[str, Tensor]] = {}  # of every parameter with a master: that alone, for `Held`
         self._stepped: set[Tensor] = set()
+        self._without: set[Tensor] = set()  # parameters whose master is made when they are to be updated
         self._write_backs: dict[Any, WriteBack] = {}
         self._captured: list[WriteBack] = []  # what graphs launch is kept as long as they may
         super().__init__([dict(each) if isinstance(each, dict) else each for each in given], {})
@@ -88,6 +90,9 @@ class MasterWeights(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 evaluated.append(closure())
+        if closure is not None:  # what calls it may write into all parameters, by way of one vector (LBFGS)
+            for param in tuple(self._without):
+                self._make_master(param, even_frozen=True)
         self._hand_in()
         updated = self._hand_in_gradients()
 
@@ -110,11 +115,23 @@ class MasterWeights(torch.optim.Optimizer):
         self._take_out()
         return loss
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but state keeps its type: torch would round it to the dtype of its parameter."""
-        super().load_state_dict(state_dict)
+    def load_state_dict(self, state_dict: dict[str, Any], *, begin_masters: bool = False) -> None:
+        """As in torch, but state keeps its type: torch would round it to the dtype of its parameter.
+
+        Args:
+            state_dict: of a `MasterWeights`.
+            begin_masters: whether it may be one without masters, as the wrapped optimizer has saved it by itself:
+                masters then begin with what parameters hold.
+
+        Raises:
+            ValueError: a parameter that needs a master has none in its state.
+        """
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
+        if not begin_masters:
+            for key, param in zip(saved, params, strict=False):
+                self._check_has_master(param, state_dict["state"].get(key, {}))
+        super().load_state_dict(state_dict)
         for key, param in zip(saved, params, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
                 if name != "step":
@@ -123,28 +140,45 @@ class MasterWeights(torch.optim.Optimizer):
                     self.state[param][name] = self.state[param][name].clone()
             if MASTER in self.state.get(param, {}):
                 masters.take_over(param)
+            elif begin_masters and _needs_master(param):
+                self._make_master(param)
+                self._stepped.discard(param)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled."""
-        own = ("wrapped", "_masters", "_states", "_stepped")
+        own = ("wrapped", "_masters", "_states", "_stepped", "_without")
         return (
             super().__getstate__() | {name: getattr(self, name) for name in own} | {"_write_backs": {}, "_captured": []}
         )
 
     # -- masters ------------------------------------------------------------------------------------------------
 
-    def _make_master(self, param: Tensor) -> Tensor:
+    def _make_master(self, param: Tensor, *, even_frozen: bool = False) -> Tensor:
+        if hasattr(self, "wrapped"):
+            self.wrapped.state.pop(self._masters.get(param), None)
+        self._without.discard(param)
         master = param
-        if _needs_master(param):
+        if _needs_master(param) and not even_frozen and self._is_left_alone(param):
+            # NOTE: of its shape and type, so that what is wrapped makes the state it would make.
+            nothing = torch.zeros((), dtype=torch.float32, device=param.device).expand(local_tensor(param).shape)
+            master = masters.shaped_like(param, nothing)
+            self._without.add(param)
+        elif _needs_master(param):
             master = masters.shaped_like(param, masters.initial_master(param))
             self._states.setdefault(param, {})[MASTER] = master
         self._masters[param] = master
         return master
 
+    def _is_left_alone(self, param: Tensor) -> bool:
+        """Whether a parameter is frozen, as it has always been."""
+        return not param.requires_grad and param.grad is None and MASTER not in self.state.get(param, {})
+
     def _current_master(self, param: Tensor) -> Tensor:
         """Of a parameter that may have moved, or have been exchanged since the optimizer was made."""
         master = self._masters.get(param)
         if master is None or (master is param) == _needs_master(param):
+            return self._make_master(param)
+        if param in self._without and not self._is_left_alone(param):
             return self._make_master(param)
         own, local = local_tensor(master), local_tensor(param)
         fits = own.device == local.device and own.shape == local.shape
@@ -154,6 +188,8 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _refresh(self, param: Tensor, master: Tensor) -> None:
         """Takes over what was written into the state or into the parameter."""
+        if param in self._without:
+            return
         loaded = self.state.get(param, {}).get(MASTER, master)
         if loaded is not master:
             local_tensor(master).copy_(local_tensor(loaded))
@@ -167,6 +203,15 @@ class MasterWeights(torch.optim.Optimizer):
         """The same with masters."""
         own = {key: value for key, value in group.items() if key != "param_names"}
         return own | {"params": [self._masters[param] for param in group["params"]]}
+
+    def _check_has_master(self, param: Tensor, own: dict[str, Any]) -> None:
+        """Of state that is to be loaded."""
+        if own and MASTER not in own and _needs_master(param) and param not in self._without:
+            raise ValueError(
+                f"state of a parameter of shape {tuple(param.shape)} and dtype {param.dtype}: got {sorted(own)}, "
+                f"wanted {MASTER} too: without it training would go on from values that were rounded. Load the state "
+                "of a MasterWeights; or pass begin_masters=True, where masters are to begin with what parameters hold"
+            )
 
     def _check_wrapped(self) -> None:
         got = [list(map(id, group["params"])) for group in self.wrapped.param_groups]
@@ -194,7 +239,7 @@ class MasterWeights(torch.optim.Optimizer):
                     self.wrapped.state.pop(master, None)
         params = {param for group in self.param_groups for param in group["params"]}
         for stale in self._masters.keys() - params:
-            self._masters.pop(stale), self._states.pop(stale, None)
+            self._masters.pop(stale), self._states.pop(stale, None), self._without.discard(stale)
 
     def _hand_in_gradients(self) -> dict[Tensor, Tensor]:
         """To masters. Returns those that have one, by parameter."""
@@ -241,7 +286,8 @@ class MasterWeights(torch.optim.Optimizer):
                 master = self._masters[param]
                 found = self.wrapped.state.get(master, {})
                 if found or param in self._stepped:
-                    self.state[param] = dict(found) if master is param else {MASTER: master, **found}
+                    has_master = master is not param and param not in self._without
+                    self.state[param] = {MASTER: master, **found} if has_master else dict(found)
 
 
 def _needs_master(param: Tensor) -> bool:

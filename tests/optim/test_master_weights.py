@@ -192,6 +192,87 @@ def test_training_goes_on_as_if_nothing_had_happened(through: str, tmp_path) -> 
             assert_bitwise(other.state[own][key], value, key)
 
 
+def allocated(optimizer: optim.MasterWeights) -> int:
+    """Bytes of what is in the place of parameters in the wrapped optimizer."""
+    held = [param for group in optimizer.wrapped.param_groups for param in group["params"]]
+    return sum(param.untyped_storage().nbytes() for param in held)
+
+
+@pytest.mark.parametrize("make", [OPTIMIZERS["AdamW, fused"], OPTIMIZERS["Adagrad"]], ids=["AdamW", "Adagrad"])
+def test_frozen_parameters_have_masters_once_they_are_trained(make: Make) -> None:
+    """From then on, as if they had been trained alone."""
+    model, plain = Model("float8_block_2d"), Model(None)
+    frozen = ["weight", "bf16"]
+    for name in frozen:
+        getattr(model, name).requires_grad_(False)
+    optimizer, oracle = optim.MasterWeights(model.parameters(), make), make(list(plain.parameters()))
+    trained = sum(p.numel() for n, p in model.named_parameters() if n not in frozen)
+    assert allocated(optimizer) < 4 * trained + 16
+    kept = {name: getattr(model, name).detach().clone() for name in frozen}
+    for turn in range(4):
+        model.give_gradients(turn)
+        for name, param in model.named_parameters():
+            if turn < 2 and name in frozen:
+                param.grad = None
+            getattr(plain, name).grad = None if param.grad is None else param.grad.float()
+        if turn == 2:
+            for name in frozen:
+                getattr(model, name).requires_grad_(True)
+        optimizer.step()
+        oracle.step()
+        if turn < 2:
+            assert all(torch.equal(getattr(model, name), kept[name]) for name in frozen)
+            assert allocated(optimizer) < 4 * trained + 16
+            assert not any("master_param" in optimizer.state[getattr(model, name)] for name in frozen)
+    assert_written_back(model, [param.detach() for param in plain.parameters()])
+    for param, own in zip(plain.parameters(), model.parameters(), strict=True):
+        for key, value in oracle.state[param].items():
+            assert_bitwise(optimizer.state[own][key], value, key)
+    assert len(optimizer.wrapped.state) == len(list(model.parameters()))
+
+
+def test_what_calls_a_closure_has_masters_of_frozen_parameters() -> None:
+    """It updates all parameters by one vector, which has zeros for them."""
+    model = Model("float8_block_2d")
+    model.experts.requires_grad_(False)
+    optimizer = optim.MasterWeights(model.parameters(), lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2))
+    kept = model.experts.detach().clone()
+
+    def closure() -> Tensor:
+        model.give_gradients(0)
+        model.experts.grad = None
+        return torch.ones(())
+
+    optimizer.step(closure)
+    assert torch.equal(model.experts, kept)
+
+
+def test_state_without_masters_is_refused_unless_they_are_to_begin() -> None:
+    model, plain = Model("float8_block_2d"), Model(None)
+    own = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    plain.give_gradients(0)
+    own.step()
+    optimizer = optim.MasterWeights(model.parameters(), lambda p: torch.optim.AdamW(p, lr=0.1))
+    model.give_gradients(5)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"shape \(.*got \['exp_avg'.*wanted master_param.*begin_masters=True"):
+        optimizer.load_state_dict(own.state_dict())
+    for index, state in before["state"].items():
+        for key, value in state.items():
+            assert_bitwise(optimizer.state_dict()["state"][index][key], value, key)
+    optimizer.load_state_dict(copy.deepcopy(own.state_dict()), begin_masters=True)
+    model.load_state_dict(plain.state_dict())
+    plain.load_state_dict({name: param * 1.0 for name, param in model.state_dict().items()})
+    for each, its in ((model, optimizer), (plain, own)):
+        each.give_gradients(1)
+        if each is plain:
+            for param, other in zip(plain.parameters(), model.parameters(), strict=True):
+                param.grad = other.grad.float()
+        its.step()
+    assert_written_back(model, [param.detach() for param in plain.parameters()])
+
+
 def test_groups_can_be_added() -> None:
     model, plain = Model("float8_block_2d"), Model(None)
     first, *rest = model.parameters()
