@@ -157,8 +157,9 @@ through ([checkpoints](checkpoints.md#torchs-own-calls)).
 
 An average of weights that is itself quantized rounds every update away, as an optimizer would, so that `lerp_` and
 `_foreach_lerp_` into quantized tensors are refused: `torch.optim.swa_utils.AveragedModel(model)`, which averages into
-a copy of the model, raises at its second update where it uses them. Updates by other ops (`avg_fn=...`, which copies;
-`mul_` and `add_`) cannot be told from loading or scaling weights: they run, are rounded, and stand still. Ops on
+a copy of the model, raises at its second update where it uses them. Adding a tensor to a quantized one (`add_`,
+`addcmul_` and their like) runs, is rounded, and warns once for each line of code that does. `avg_fn=` copies what it
+computes, as loading does: nothing can tell it, it is rounded at every update and stands still. Ops on
 values give plain tensors, and an average that begins as one stays in high precision:
 
 ```python

@@ -25,7 +25,7 @@ OPS.adopt(
     *(aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default),
     *(aten._reshape_alias.default, aten.as_strided.default, aten.clone.default, aten._pin_memory.default),
     *(aten._to_copy.default, aten.record_stream.default, aten.is_pinned.default),
-    *(op for op in aten_values.overloads(aten_values.READING) if op is not aten.unbind.int),
+    *(aten.expand.default, *aten_values.overloads(aten_values.READING)),
     *aten_values.overloads(aten_values.FRESH),
     *aten_values.overloads(aten_values.AVERAGING),
 )
@@ -189,6 +189,7 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
     """In high precision; what the schema says is written is quantized back into place, each member on its own."""
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
+    aten_values.warn_of_sum(func, *given.values())
     plain = tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, given)
     func(**plain)
     written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]

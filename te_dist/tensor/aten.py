@@ -39,6 +39,18 @@ def _same_matrix_view(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     return args[0].like(args[0].storage, func(torch.empty(args[0].shape, device="meta"), *args[1:]).shape)
 
 
+@OPS.implements(aten.expand.default)
+def _expand(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    """More dimensions of one in front: another nominal shape of the same storage. Nothing is repeated."""
+    tensor, shape = args[0], func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs).shape
+    if shape.numel() != tensor.numel():
+        raise NotImplementedError(
+            f"a quantized tensor of {tuple(tensor.shape)} is not repeated, got expand to {tuple(shape)}; call "
+            ".dequantize() first"
+        )
+    return tensor.like(tensor.storage, shape)
+
+
 @OPS.implements(aten.as_strided.default)
 def _as_strided(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     """The identity only: same size, contiguous strides, no offset."""
@@ -184,12 +196,24 @@ def _pad(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
 def _select(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     """One member of a stacked tensor, with buffers of its own."""
     tensor, dim, index = args
+    _check_members(tensor, "select", dim)
+    return tensor.like(_part(tensor, 0, index % tensor.shape[0], 1), tensor.shape[1:])
+
+
+@OPS.implements(aten.unbind.int)
+def _unbind(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
+    """The members of a stacked tensor, with buffers of their own."""
+    tensor, dim = (*args, 0)[:2]
+    _check_members(tensor, "unbind", kwargs.get("dim", dim))
+    return [tensor.like(_part(tensor, 0, index, 1), tensor.shape[1:]) for index in range(tensor.shape[0])]
+
+
+def _check_members(tensor: QuantizedTensor, op: str, dim: int) -> None:
     if tensor.dim() < 3 or dim % tensor.dim() != 0:
         raise NotImplementedError(
-            f"select takes a member of a stacked quantized tensor (dim 0 of three or more), got dim {dim} of "
+            f"{op} takes members of a stacked quantized tensor (dim 0 of three or more), got dim {dim} of "
             f"{tuple(tensor.shape)}; call .dequantize() first"
         )
-    return tensor.like(_part(tensor, 0, index % tensor.shape[0], 1), tensor.shape[1:])
 
 
 @OPS.implements(aten.copy_.default)

@@ -8,12 +8,13 @@ only. Products of matrices are in no list: they belong to the modules.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from te_dist._torch_private import tree_map_only
+from te_dist._torch_private import tree_leaves, tree_map_only
 from te_dist.tensor.parts import check_writable
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
 
@@ -22,9 +23,9 @@ aten = torch.ops.aten
 READING = """
 _foreach_add.List _foreach_add.Scalar _foreach_div.List _foreach_div.Scalar _foreach_mul.List _foreach_mul.Scalar
 _foreach_norm.Scalar _foreach_sub.List _foreach_sub.Scalar _local_scalar_dense.default _softmax.default abs.default
-add.Scalar add.Tensor all.default all.dim allclose.default amax.default amin.default aminmax.default any.default any.dim
-argmax.default argmin.default cat.default clamp.default count_nonzero.default cumsum.default dist.default div.Scalar
-div.Tensor embedding.default eq.Scalar eq.Tensor exp.default expand.default flip.default gather.default ge.Scalar
+add.Scalar add.Tensor all.default all.dim allclose.default amax.default amin.default aminmax.default any.default
+any.dim argmax.default argmin.default cat.default clamp.default count_nonzero.default cumsum.default dist.default
+div.Scalar div.Tensor embedding.default eq.Scalar eq.Tensor exp.default flip.default gather.default ge.Scalar
 ge.Tensor gt.Scalar gt.Tensor histc.default index.Tensor index_select.default isfinite.default isinf.default
 isnan.default le.Scalar le.Tensor lerp.Scalar lerp.Tensor linalg_vector_norm.default log.default lt.Scalar lt.Tensor
 masked_select.default max.default max.dim maximum.default mean.default mean.dim median.default min.default min.dim
@@ -32,7 +33,7 @@ minimum.default mul.Scalar mul.Tensor ne.Scalar ne.Tensor neg.default nonzero.de
 pow.Tensor_Scalar pow.Tensor_Tensor prod.default reciprocal.default repeat.default round.default rsqrt.default
 rsub.Scalar sigmoid.default sign.default sort.default sqrt.default square.default stack.default std.correction
 std.default sub.Scalar sub.Tensor sum.default sum.dim_IntList tanh.default topk.default tril.default triu.default
-unbind.int var.correction var.default where.ScalarOther where.self
+var.correction var.default where.ScalarOther where.self
 """.split()  # noqa: SIM905
 
 FRESH = """
@@ -55,6 +56,12 @@ _foreach_mul_.List _foreach_mul_.Scalar _foreach_mul_.Tensor
 _foreach_sub_.List _foreach_sub_.Scalar _foreach_zero_.default
 """.split()  # noqa: SIM905
 
+# Of those above, what adds tensors: by which averages and steps of one's own go on.
+ADDING = """
+add_.Tensor addcdiv_.default addcmul_.default sub_.Tensor _foreach_add_.List _foreach_addcdiv_.Scalar
+_foreach_addcdiv_.ScalarList _foreach_addcmul_.Scalar _foreach_sub_.List
+""".split()  # noqa: SIM905
+
 AVERAGING = """
 lerp_.Scalar lerp_.Tensor _foreach_lerp_.List _foreach_lerp_.Scalar _foreach_lerp_.ScalarList
 """.split()  # noqa: SIM905
@@ -68,6 +75,9 @@ def overloads(names: list[str]) -> list[Any]:
         if overload in getattr(getattr(aten, packet, None), "overloads", list)():
             found.append(getattr(getattr(aten, packet), overload))
     return found
+
+
+_ADDING = frozenset(overloads(ADDING))
 
 
 def _plain(tree: Any) -> Any:
@@ -87,10 +97,26 @@ def _fresh(func: Any, args: Any, kwargs: Any) -> Tensor:
     return func(like, *args[1:], **kwargs)
 
 
+def warn_of_sum(func: Any, target: Any, *others: Any) -> None:
+    """Before tensors are added into quantized ones: once for each line of code that does."""
+    if func not in _ADDING or not any(isinstance(other, Tensor) and other.dim() for other in tree_leaves(others)):
+        return  # NOTE: a number comes as a tensor without dimensions
+    first = target[0] if isinstance(target, list | tuple) else target
+    if isinstance(first, QuantizedTensor):
+        warnings.warn(
+            f"{func} rounds its result to the codes of a quantized tensor of shape {tuple(first.shape)}: a sum over "
+            "many steps (an average, an optimizer of one's own) loses those smaller than the distance of two codes and "
+            "stands still. Sum in plain tensors (value.detach() * 1.0) and copy_ the result; optimizers are in "
+            "te_dist.optim",
+            stacklevel=5,
+        )
+
+
 @OPS.implements(*overloads(WRITING))
 def _write(func: Any, args: Any, kwargs: Any) -> Tensor:
     """In high precision, the result quantized back into place."""
     check_writable(args[0])
+    warn_of_sum(func, *args)
     target, values = args[0], _plain(args[0])
     func(values, *_plain(args[1:]), **_plain(kwargs))
     return target.quantize_(values) if isinstance(target, QuantizedTensor) else target.copy_(values)
@@ -101,6 +127,7 @@ def _write_lists(func: Any, args: Any, kwargs: Any) -> None:
     """In high precision, every result of the list quantized back into place."""
     for target in args[0]:
         check_writable(target)
+    warn_of_sum(func, *args)
     values = _plain(args[0])
     func(values, *_plain(args[1:]), **_plain(kwargs))
     for target, value in zip(args[0], values, strict=True):

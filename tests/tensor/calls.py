@@ -22,7 +22,7 @@ WRITTEN_OUT: dict[str, Any] = {
     "copy_.default": lambda t: (_other(t),),
     "embedding.default": lambda t: (torch.tensor([0, 2]),),
     "exponential_.default": lambda t: (2.0,),
-    "expand.default": lambda t: ([2, *t.shape],),
+    "expand.default": lambda t: ([1, *t.shape],),
     "fill_.Tensor": lambda t: (torch.tensor(0.5),),
     "flip.default": lambda t: ([0],),
     "gather.default": lambda t: (0, torch.zeros(1, t.shape[1], dtype=torch.long)),

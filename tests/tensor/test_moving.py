@@ -69,12 +69,20 @@ def test_members_of_a_stack_are_parts(name: str) -> None:
     want = tensor.dequantize()
     assert_bitwise(tensor[2].dequantize(), want[2], "member")
     assert_bitwise(tensor[1:3].dequantize(), want[1:3], "members")
+    for got, member in zip(tensor, want, strict=True):
+        assert_bitwise(got.dequantize(), member, "one of all members")
 
 
 @every_format
 def test_cuts_that_no_format_can_make_raise(name: str) -> None:
     tensor = sample(name)
-    for cut in (lambda: tensor[::2], lambda: tensor[0], lambda: tensor.as_strided((8, 8), (160, 1))):
+    for cut in (
+        lambda: tensor[::2],
+        lambda: tensor[0],
+        lambda: list(tensor),
+        lambda: tensor.expand(2, -1, -1),
+        lambda: tensor.as_strided((8, 8), (160, 1)),
+    ):
         with pytest.raises(NotImplementedError, match="dequantize"):
             cut()
 
@@ -207,6 +215,7 @@ WRITES = {
     "chunk": lambda q: q.chunk(2)[0].mul_(2.0),
     "view": lambda q: q[:64].view(2, 32, -1).detach().zero_(),
     "member": lambda q: q.view(2, -1, SHAPE[1])[1].zero_(),
+    "every member": lambda q: [member.zero_() for member in q.view(2, -1, SHAPE[1])],
     "list": lambda q: torch._foreach_zero_([q[:32]]),
 }
 
@@ -223,7 +232,7 @@ def test_a_write_into_a_part_raises_where_the_whole_would_not_change(name: str, 
 @every_format
 def test_parts_of_everything_and_copies_of_parts_are_written(name: str) -> None:
     tensor, part = sample(name), sample(name)[:32].clone()
-    tensor[:] = 0.0
+    tensor.expand(1, *SHAPE)[:] = 0.0
     assert not tensor.dequantize().any()
     part.zero_()
     assert not part.dequantize().any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -153,6 +154,24 @@ def test_averages_that_are_quantized_are_refused(name: str) -> None:
         average.update_parameters(module)
         with pytest.raises(RuntimeError, match=r"_foreach_lerp_.*AveragedModel"):
             average.update_parameters(module)
+
+
+@every_format
+def test_sums_into_quantized_tensors_are_warned_of(name: str) -> None:
+    average, weight = (Holder(name).weight.detach() for _ in range(2))
+    for add in (
+        lambda: average.mul_(0.9).add_(weight, alpha=0.1),
+        lambda: average.addcmul_(torch.ones(SHAPE), torch.ones(SHAPE)),
+        lambda: torch._foreach_sub_([average], [torch.ones(SHAPE)]),
+    ):
+        with pytest.warns(UserWarning, match=r"add.*_|sub_.*stands still.*te_dist\.optim") as caught:
+            add()
+        assert caught[0].filename == __file__, "it names the line that sums"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        average.mul_(0.9).add_(1.0).copy_(weight)
+        (average * 1.0).add_(weight, alpha=0.1)
+        nn.init.trunc_normal_(Holder("high_precision").weight, std=0.02)
 
 
 @every_format
