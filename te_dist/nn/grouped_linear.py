@@ -94,6 +94,8 @@ class GroupedLinear(QuantizedModule):
         is_first_microbatch: bool | None = None,
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
+        *,
+        skip_weight_quantization: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Any]:
         """(..., out_features) of `inp` (..., in_features), whose rows come group by group.
 
@@ -109,15 +111,21 @@ class GroupedLinear(QuantizedModule):
             out: (rows, out_features) in the dtype of `inp`, contiguous: where the output goes. Rows behind the last
                 group are left as they are; without it, they are zeros.
             dgrad_out: (rows, in_features): the same for the gradient of `inp`.
+            skip_weight_quantization: what `is_first_microbatch` says, turned round and read on the device, so that one
+                CUDA graph serves all micro batches: one element, bool, int32 or fp32, on the device of `inp`. Inside of
+                `autocast`, plain weights are quantized and kept where it is zero; else they are taken as they were last
+                quantized, however old that is. The first call quantizes always. `main_grad` is added to.
 
         Returns:
             The output; with `return_bias`, (output without bias, the bias or the list of biases).
 
         Raises:
             ValueError: sizes that do not fit, or buffers that cannot be written; `delay_wgrad_compute`,
-                `fuse_wgrad_accumulation` or, with plain weights, `is_first_microbatch` under FSDP2.
-            RuntimeError: sizes on the host while a CUDA graph is captured; `is_first_microbatch=False` where the
-                weights or the recipe have changed.
+                `fuse_wgrad_accumulation`, `skip_weight_quantization` or, with plain weights, `is_first_microbatch`
+                under FSDP2; `skip_weight_quantization` with quantized weights or with `is_first_microbatch`.
+            NotImplementedError: a recipe whose quantization of weights no flag turns off.
+            RuntimeError: sizes on the host, or `skip_weight_quantization` for the first time, while a CUDA graph is
+                captured; `is_first_microbatch=False` where the weights or the recipe have changed.
         """
         x = autocast_of_torch(inp.flatten(0, -2) if inp.dim() != 2 else inp)  # noqa: PLR2004
         self._check_input(x)
@@ -133,6 +141,7 @@ class GroupedLinear(QuantizedModule):
             saves_original=self.gemm.saves_original,
             later=self._later.append if self.delay_wgrad_compute else None,
             is_first=is_first_microbatch,
+            skip=skip_weight_quantization,
         )
         y = self.gemm(x, weights, given=given, biases=() if self.return_bias else biases)
         y = y if inp.dim() == 2 else y.unflatten(0, inp.shape[:-1])  # noqa: PLR2004
@@ -150,6 +159,7 @@ class GroupedLinear(QuantizedModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
+        self.gemm.kept.forget()
         self.pack()
         return self
 

@@ -74,6 +74,7 @@ class Given(NamedTuple):
         later: takes the product that gives the gradient of the weights, instead of backward; None for at once.
         cached: the weights quantized beforehand, in both directions; None where that is done now.
         is_first: whether this is the first of several calls before a step of the optimizer; None for the only one.
+        skip: a flag on the device: where it is set, weights are not quantized but taken as they were; None for neither.
     """
 
     table: Tensor
@@ -85,6 +86,7 @@ class Given(NamedTuple):
     later: Callable[[Callable[[], None]], None] | None = None
     cached: GroupedStorage | None = None
     is_first: bool | None = None
+    skip: Tensor | None = None
 
     @property
     def adds(self) -> bool:

@@ -6,21 +6,20 @@ from ast import literal_eval
 from collections.abc import Sequence
 from functools import lru_cache
 from math import lcm
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_dist import _torch_private
 from te_dist.codecs import grouped_gemm
 from te_dist.context import current_autocast, recipe_named
 from te_dist.formats import Direction
-from te_dist.grouped import GroupedStorage
 from te_dist.nn import grouped_traced
+from te_dist.nn.grouped_cache import WeightCache
 from te_dist.nn.grouped_products import Given, grouped_linear
-from te_dist.nn.grouped_weights import OneBuffer, stacked
+from te_dist.nn.grouped_weights import OneBuffer
 from te_dist.nn.products import Plan
 from te_dist.nn.site import Answers, LinearSite, answers_of, check_features, described, quantizer_of
 from te_dist.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
@@ -46,6 +45,7 @@ class GroupedSite(LinearSite):
         num_ranks: of which each has groups of its own.
         saves_original: see `grouped_products.Given`.
         one_buffer: what knows whether quantized weights of each group lie in one buffer.
+        kept: what is kept of plain weights between calls.
     """
 
     module_type: ClassVar[str] = "grouped_linear"
@@ -57,11 +57,7 @@ class GroupedSite(LinearSite):
     def __init__(self, num_groups: int, in_features: int, out_features: int, *, name: str) -> None:
         super().__init__(in_features, out_features, name=name)
         self.num_groups = num_groups
-        self._kept: _Kept | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What is copied and pickled: copies have weights of their own."""
-        return self.__dict__ | {"_kept": None}
+        self.kept = WeightCache(self._label)
 
     def forward(  # type: ignore[override]
         self,
@@ -91,7 +87,7 @@ class GroupedSite(LinearSite):
     ) -> Tensor:
         """As `_eager`, see [Note: Compiled linear maps]."""
         front = grouped_traced.PLAIN if given.front is None else given.front.name
-        asked = given.out, given.dgrad_out, given.later, given.is_first
+        asked = given.out, given.dgrad_out, given.later, given.is_first, given.skip
         is_plain = not isinstance(x, QuantizedTensor) and front in grouped_traced.FRONTS
         plan = None
         if is_plain and not self.fuses_wgrad and all([value is None for value in asked]):
@@ -122,9 +118,24 @@ class GroupedSite(LinearSite):
         if plan is None:
             given = self._outside(x, weights, given=given)
             return grouped_linear(x, weights, given=given, biases=biases, beside=beside)
-        cached = self.one_buffer.storage if is_one else self._cached(weights, plan.weight, given.is_first)
-        given = given._replace(plan=plan, cached=cached)
+        given = given._replace(plan=plan, cached=self.one_buffer.storage if is_one else None)
+        if given.skip is not None:
+            return self._by_flag(x, weights, given=given, biases=biases, beside=beside)
+        if given.is_first is not None and not isinstance(weights[0], QuantizedTensor):
+            given = given._replace(cached=self.kept.by_host(weights, plan.weight, is_first=given.is_first))
         return grouped_linear(x, weights, given=given, biases=biases, beside=beside)
+
+    def _by_flag(
+        self, x: Tensor, weights: Sequence[Tensor], *, given: Given, biases: Sequence[Tensor], beside: Sequence[Tensor]
+    ) -> Tensor:
+        """As `_eager`, see [Note: Weights kept by a flag]."""
+        if isinstance(weights[0], QuantizedTensor) or given.is_first is not None:
+            why = "the weights are quantized already" if given.is_first is None else "is_first_microbatch says it too"
+            raise ValueError(f"{self._label}: skip_weight_quantization: {why}; leave skip_weight_quantization out")
+        flagged = self.kept.by_flag(weights, given.plan.weight, given.skip)
+        out = grouped_linear(x, weights, given=given._replace(cached=flagged.stack), biases=biases, beside=beside)
+        flagged.guard(out)
+        return out
 
     def prepare(self, recipe: Recipe, device: torch.device) -> Answers:
         self.check_ranks(recipe)
@@ -169,27 +180,15 @@ class GroupedSite(LinearSite):
             plans[x.dtype, self.fuses_wgrad] = _plain_plan(x.dtype, fuses_wgrad=self.fuses_wgrad)
         return given._replace(plan=plans[x.dtype, self.fuses_wgrad])
 
-    def _cached(self, weights: Sequence[Tensor], quantizer: Quantizer, is_first: bool | None) -> GroupedStorage | None:
-        """The weights quantized once for several calls; None where that is not asked for, or they are quantized."""
-        if is_first is None or isinstance(weights[0], QuantizedTensor):
-            return None
-        sources = tuple(_Source.of(weight) for weight in weights)
-        if is_first:
-            stack = stacked([weight.detach() for weight in weights], quantizer, ROWWISE, COLUMNWISE)
-            self._kept = _Kept(quantizer, sources, stack)
-        elif self._kept is None or self._kept[:2] != (quantizer, sources):
-            raise RuntimeError(
-                f"{self._label}: is_first_microbatch=False takes the weights as an earlier call quantized them, and "
-                f"{'there was none' if self._kept is None else 'they, or the recipe, have changed since'}; call it "
-                "with True first"
-            )
-        return self._kept.stack
-
     def _check_gathered(self, weights: Sequence[Tensor], given: Given) -> None:
         """What FSDP2 gathers sees its gradient in backward only, and is written anew without a trace."""
-        keeps = given.is_first is not None and not isinstance(weights[0], QuantizedTensor)
-        asked = {"delay_wgrad_compute": given.later, "fuse_wgrad_accumulation": self.fuses_wgrad}
-        found = [name for name, value in {**asked, "is_first_microbatch": keeps}.items() if value]
+        asked = (
+            ("delay_wgrad_compute", given.later is not None),
+            ("fuse_wgrad_accumulation", self.fuses_wgrad),
+            ("is_first_microbatch", given.is_first is not None and not isinstance(weights[0], QuantizedTensor)),
+            ("skip_weight_quantization", given.skip is not None),
+        )
+        found = [name for name, value in asked if value]
         if found and any(_torch_private.is_gathered(weight) for weight in weights):
             raise ValueError(
                 f"{self._label}: the weights are gathered by FSDP2, under which {' and '.join(found)} would lose "
@@ -225,32 +224,6 @@ def _traced_plan(name: str, place: str, dtype: torch.dtype, device: str) -> str 
 
 def _plain_plan(dtype: torch.dtype, *, fuses_wgrad: bool) -> Plan:
     return Plan(*(IdentityQuantizer(dtype=dtype) for _ in range(3)), fuses_wgrad=fuses_wgrad)
-
-
-class _Source(NamedTuple):
-    """The values of a plain tensor as of now: where they lie, and how often they were written.
-
-    A DTensor's local part is another tensor in every pass, in the same memory.
-    """
-
-    memory: StorageWeakRef
-    offset: int
-    shape: torch.Size
-    dtype: torch.dtype
-    version: int
-
-    @staticmethod
-    def of(weight: Tensor) -> _Source:
-        memory = StorageWeakRef(weight.untyped_storage())
-        return _Source(memory, int(weight.storage_offset()), weight.shape, weight.dtype, weight._version)
-
-
-class _Kept(NamedTuple):
-    """Weights quantized for several calls: how, from what, and what came of it."""
-
-    quantizer: Quantizer
-    sources: tuple[_Source, ...]
-    stack: GroupedStorage
 
 
 @lru_cache(maxsize=4096)

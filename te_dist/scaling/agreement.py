@@ -99,7 +99,7 @@ class PartsQuantization:
         """Args:
         parts: storages, values (fp32, bf16 or fp16) and how the matrices are cut.
         groups: over which the parts are spread.
-        noop: int32 (1,); where it is set nothing is written.
+        noop: int32 (1,); where it is set nothing is written of what can be run together.
         """
         self._parts, self._noop = parts, noop
         self._shared = [bool(groups) and shares_scales(storage.format, partition) for storage, _, partition in parts]
@@ -118,6 +118,11 @@ class PartsQuantization:
             slots += own
             owners += [storage] * len(own)
         self._reduction = _Reduction(self._amaxes, slots, groups, owners=owners) if any(self._shared) else None
+
+    @property
+    def obeys_noop(self) -> bool:
+        """Whether nothing is written where `noop` is set: so it is where no part is run on its own."""
+        return not self._alone
 
     @property
     def calls(self) -> list[Call]:

@@ -120,7 +120,7 @@ def test_no_pass_waits_for_the_gpu(name: str, quantized: bool, single: bool) -> 
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("rest", ["delay", "fuse", "original", "buffers", "microbatches"])
+@pytest.mark.parametrize("rest", ["delay", "fuse", "original", "buffers", "microbatches", "flag"])
 @pytest.mark.parametrize("name", ["plain", "block", "mxfp8"])
 def test_no_option_waits_for_the_gpu(name: str, rest: str) -> None:
     made_by, sizes = RECIPES[name], SIZES["ragged"]
@@ -129,11 +129,13 @@ def test_no_option_waits_for_the_gpu(name: str, rest: str) -> None:
     module.weight.main_grad = torch.zeros(module.weight.shape, device="cuda")
     splits, x, grad = torch.tensor(sizes).cuda(), normal(ROWS, IN).requires_grad_(), normal(ROWS, OUT, seed=2)
     buffers = (normal(ROWS, OUT), normal(ROWS, IN)) if rest == "buffers" else (None, None)
+    flag = torch.zeros(1, dtype=torch.bool, device="cuda") if rest == "flag" else None
     for number in range(4):
         torch.cuda.set_sync_debug_mode("error" if number else "default")
         try:
             with inside(made_by):
-                out = module(x, splits, number == 0 if rest == "microbatches" else None, *buffers)
+                is_first = number == 0 if rest == "microbatches" else None
+                out = module(x, splits, is_first, *buffers, skip_weight_quantization=flag)
             out.backward(grad)
             module.backward_dw()
         finally:
@@ -168,6 +170,62 @@ def test_a_captured_pass_replays_with_other_sizes(name: str, quantized: bool, si
         want = step(make(num, of), made_by, splits, x)
         for key, value in captured.items():
             assert_bitwise(value, want[key], f"{key} of {sizes}")
+
+
+FLAGGED = [name for name in RECIPES if name != "plain" and name not in NO_PARAMETER and not name.startswith("delayed")]
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("name", FLAGGED)
+def test_a_flag_says_whether_a_captured_pass_quantizes_weights(name: str, single: bool) -> None:
+    made_by, graph, stream = RECIPES[name], torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    module, splits = make(6, single=single), torch.tensor(SIZES["ragged"]).cuda()
+    x, grad, flag = normal(ROWS, IN).requires_grad_(), normal(ROWS, OUT, seed=2), torch.zeros(1, device="cuda")
+
+    def run() -> Tensor:
+        with inside(made_by):
+            out = module(x, splits, skip_weight_quantization=flag)
+        out.backward(grad)
+        return out.detach()
+
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    module.zero_grad()
+    x.grad = None
+    with torch.cuda.graph(graph):
+        out = run()
+    kept = module.weight_names[0]
+    for factor, skips in ((1.0, False), (2.5, True), (0.3, True), (1.0, False), (1.0, True)):
+        with torch.no_grad():
+            for parameter_name in module.weight_names:
+                getattr(module, parameter_name).mul_(factor)
+        if not skips:
+            twin = make(6, single=single)
+            twin.load_state_dict(module.state_dict())
+        flag.fill_(skips)
+        graph.replay()
+        want = step(twin, made_by, splits, x)
+        assert_bitwise(out, want["y"], f"y of {factor} {skips}")
+        assert_bitwise(x.grad, want["dx"], f"dx of {factor} {skips}")
+        got = getattr(module, kept).grad
+        assert_bitwise(got, want["dw"] if single else want["dw"][0], f"dw of {factor} {skips}")
+
+
+def test_a_graph_captures_no_weights_that_were_never_quantized() -> None:
+    module, x = make(6), normal(ROWS, IN)
+    splits, flag = torch.tensor(SIZES["ragged"]).cuda(), torch.zeros(1, device="cuda")
+    with te.autocast(recipe=RECIPES["block"]):
+        module(x, splits)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(RuntimeError, match="there are no quantized weights that a graph could keep"),
+        torch.cuda.graph(graph),
+        te.autocast(recipe=RECIPES["block"]),
+    ):
+        module(x, splits, skip_weight_quantization=flag)
 
 
 def test_sizes_on_the_host_are_not_captured() -> None:
