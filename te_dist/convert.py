@@ -1,39 +1,44 @@
-"""Linear modules of a model that somebody else wrote, exchanged for te_dist's by name."""
+"""Linear modules and experts of a model that somebody else wrote, exchanged for te_dist's by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from te_dist.context import quantized_model_init
 from te_dist.nn import Linear
-from te_dist.nn.module import weight_of
+from te_dist.nn.module import QuantizedModule, weight_of
+from te_dist.nn.moe.foreign import holds_experts, why_no_twin
+from te_dist.nn.moe.stacked import NAMES, StackedExperts
 from te_dist.recipe import Recipe
 
 
-def convert(model: nn.Module, plan: Mapping[str, Recipe | None]) -> dict[str, Linear]:
-    """Exchanges each `torch.nn.Linear` whose name fits a pattern for a `te_dist.Linear` of the same parameters.
+def convert(model: nn.Module, plan: Mapping[str, Recipe | None]) -> dict[str, QuantizedModule]:
+    """Exchanges modules whose names fit a pattern for te_dist's of the same parameters, under the same names.
 
         convert(model, {"lm_head": None, "model.layers.*": recipe.Float8BlockScaling()})
+
+    Each `torch.nn.Linear` for a `te_dist.Linear`, and each module of stacked experts that computes what
+    `te_dist.nn.moe.StackedExperts` does (it is tried with small matrices) for one of these.
 
     Parameters that stay plain stay the same objects: optimizers and ties made before hold. Those that become quantized
     are new ones; make the optimizer afterwards.
 
     Args:
         model: on any device, also meta; before it is sharded.
-        plan: name patterns (as of a shell; `*` also matches dots) -> the recipe in whose format the weight is
-            quantized, or None for a plain one. The first pattern that fits a module counts.
+        plan: name patterns (as of a shell; `*` also matches dots) -> the recipe in whose format the weights are
+            quantized, or None for plain ones. The first pattern that fits a module counts.
 
     Returns:
         The new modules by name.
 
     Raises:
-        ValueError: a pattern fits no module, the model is a `torch.nn.Linear` itself, a weight to be quantized is tied
-            to another module, the model is sharded already, or features do not fit the recipe. The model is unchanged
-            then.
+        ValueError: a pattern fits no module, the model is such a module itself, a weight to be quantized is tied to
+            another module, the model is sharded already, features do not fit the recipe, or a recipe is meant for
+            experts that compute something else. The model is unchanged then.
     """
     chosen = _choose(model, plan)
     made = {name: _made_of(model.get_submodule(name), name, recipe) for name, recipe in chosen.items()}
@@ -45,47 +50,89 @@ def convert(model: nn.Module, plan: Mapping[str, Recipe | None]) -> dict[str, Li
 
 def _choose(model: nn.Module, plan: Mapping[str, Recipe | None]) -> dict[str, Recipe | None]:
     """By name of a module, what the first pattern that fits it says."""
-    # NOTE: subclasses of nn.Linear are left alone: their owners (nn.MultiheadAttention) read the weight themselves.
-    if type(model) is nn.Linear:
-        raise ValueError("the model is a torch.nn.Linear itself, with no parent to hold another; make a te_dist.Linear")
-    names = [name for name, module in model.named_modules(remove_duplicate=False) if type(module) is nn.Linear]
+    if _is_exchanged(model):
+        raise ValueError(
+            f"the model is a {type(model).__name__} itself, with no parent to hold another; make a te_dist.Linear or a "
+            "te_dist.nn.moe.StackedExperts"
+        )
+    names = [name for name, module in model.named_modules(remove_duplicate=False) if _is_exchanged(module)]
     unused = [pattern for pattern in plan if not any(fnmatchcase(name, pattern) for name in names)]
     if unused:
-        raise ValueError(f"no torch.nn.Linear is named {unused}; names are {names[:8]}{' ...' if names[8:] else ''}")
+        raise ValueError(
+            f"no torch.nn.Linear and no experts are named {unused}; names are {names[:8]}{' ...' if names[8:] else ''}"
+        )
     chosen = {}
     for name in names:
         fitting = [recipe for pattern, recipe in plan.items() if fnmatchcase(name, pattern)]
-        if fitting:
+        if fitting and _can_be_exchanged(model.get_submodule(name), name, fitting[0]):
             chosen[name] = fitting[0]
     users: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         users.setdefault(id(param), []).append(name)
     for name, recipe in chosen.items():
-        weight = model.get_submodule(name).weight
-        if isinstance(weight, DTensor):
-            raise ValueError(f"{name}.weight is sharded already; convert the model before sharding it")
-        if recipe is not None and len(users[id(weight)]) > 1:
-            raise ValueError(
-                f"{name}.weight is tied, as {users[id(weight)]}; give it None in the plan, or untie it, to quantize it"
-            )
+        for key, weight in _weights(model.get_submodule(name)).items():
+            if isinstance(weight, DTensor):
+                raise ValueError(f"{name}.{key} is sharded already; convert the model before sharding it")
+            if recipe is not None and len(users[id(weight)]) > 1:
+                raise ValueError(
+                    f"{name}.{key} is tied, as {users[id(weight)]}; give it None in the plan, or untie it, to quantize "
+                    "it"
+                )
     return chosen
 
 
-def _made_of(old: nn.Module, name: str, recipe: Recipe | None) -> Linear:
-    assert isinstance(old, nn.Linear)
-    new = Linear(
-        old.in_features,
-        old.out_features,
-        bias=old.bias is not None,
-        params_dtype=old.weight.dtype,
-        device="meta",
-        name=name,
-    )
-    new.bias = old.bias
-    if recipe is None:
-        new.weight = old.weight
+def _is_exchanged(module: nn.Module) -> bool:
+    """Whether a pattern is meant for this module."""
+    # NOTE: subclasses of nn.Linear are left alone: their owners (nn.MultiheadAttention) read the weight themselves.
+    return type(module) is nn.Linear or holds_experts(module)
+
+
+def _can_be_exchanged(module: nn.Module, name: str, recipe: Recipe | None) -> bool:
+    """Whether there is something to take its place; raises where a recipe is meant for what would stay as it is."""
+    why = None if type(module) is nn.Linear else why_no_twin(module)
+    if why is not None and recipe is not None:
+        raise ValueError(
+            f"{name}: the matrices of {type(module).__name__} would stay in {next(module.parameters()).dtype}, since "
+            f"te_dist.nn.moe.StackedExperts cannot take its place: {why}. Give it None in the plan, before the pattern "
+            "that fits it, to leave it as it is; or build the model with te_dist.nn.MoE"
+        )
+    return why is None
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    """What is quantized of a module that is exchanged."""
+    names = ("weight",) if isinstance(module, nn.Linear) else NAMES
+    return {name: module.get_parameter(name) for name in names}
+
+
+def _made_of(old: nn.Module, name: str, recipe: Recipe | None) -> QuantizedModule:
+    new: Linear | StackedExperts
+    if isinstance(old, nn.Linear):
+        new = Linear(
+            old.in_features,
+            old.out_features,
+            bias=old.bias is not None,
+            params_dtype=old.weight.dtype,
+            device="meta",
+            name=name,
+        )
+        new.bias = old.bias
+        sites = {"weight": new.gemm}
     else:
+        down = old.get_parameter(NAMES[1])
+        new = StackedExperts(*_sizes(down), params_dtype=down.dtype, device="meta", name=name)
+        sites = dict(zip(NAMES, (new.fc1, new.fc2), strict=True))
+    for key, weight in _weights(old).items():
+        if recipe is None:
+            setattr(new, key, weight)
+            continue
         with quantized_model_init(recipe=recipe):
-            new.weight = weight_of(new.gemm, old.weight.detach())
-        new.weight.requires_grad_(old.weight.requires_grad)
+            setattr(new, key, weight_of(sites[key], weight.detach()))
+        new.get_parameter(key).requires_grad_(weight.requires_grad)
     return new.train(old.training)
+
+
+def _sizes(down: Tensor) -> tuple[int, int, int]:
+    """(num_experts, hidden_dim, intermediate_dim)."""
+    num, hidden, inner = down.shape
+    return num, hidden, inner

@@ -214,7 +214,7 @@ class GroupedLinear(QuantizedModule):
 
     def _values(self, shape: tuple[int, ...], names: Sequence[str], fill: Callable[[Tensor], Any]) -> Tensor:
         """Initial values of all groups, which parameters of these names are going to have."""
-        self._fillers |= dict.fromkeys(names, partial(_each_member, fill, dims=len(shape)))
+        self._fillers |= dict.fromkeys(names, partial(each_member, fill, dims=len(shape)))
         values = torch.empty(shape, dtype=self.params_dtype, device=self._device)
         self.init_parameter(names[0], values)
         return values
@@ -297,7 +297,7 @@ def _names(what: str, num: int, *, is_one: bool) -> tuple[str, ...]:
     return (what,) if is_one else tuple(f"{what}{number}" for number in range(num))
 
 
-def _each_member(fill: Callable[[Tensor], Any], tensor: Tensor, *, dims: int) -> None:
+def each_member(fill: Callable[[Tensor], Any], tensor: Tensor, *, dims: int) -> None:
     """Fills every member of a tensor of so many dimensions, as if each were a parameter of its own; else the tensor."""
     for member in tensor if tensor.dim() == dims else (tensor,):
         fill(member)

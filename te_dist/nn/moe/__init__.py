@@ -5,6 +5,7 @@ from te_dist.nn.moe.experts import GroupedMLP, SwiGluMLP
 from te_dist.nn.moe.permutation import Permutation, permute, permute_probabilities, sort_by_expert, unpermute
 from te_dist.nn.moe.router import Routed, TopKRouter, attach_loss, update_expert_biases
 from te_dist.nn.moe.routing import Routing
+from te_dist.nn.moe.stacked import StackedExperts
 
 __all__ = [
     "ExpertParallel",
@@ -14,6 +15,7 @@ __all__ = [
     "Permutation",
     "Routed",
     "Routing",
+    "StackedExperts",
     "TopKRouter",
     "attach_loss",
     "permute",

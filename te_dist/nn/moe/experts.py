@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from collections.abc import Callable
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from te_dist.context import current_autocast
 from te_dist.nn import activations, rehearsal
 from te_dist.nn.grouped_linear import GroupedLinear
 from te_dist.nn.grouped_products import WEIGHTED_SWIGLU, Given, GroupFront, group_table
-from te_dist.nn.grouped_site import NO_HISTORIES, PLAIN
+from te_dist.nn.grouped_site import NO_HISTORIES, PLAIN, GroupedSite
 from te_dist.nn.module import QuantizedModule
 from te_dist.nn.moe.dispatch import Arrived
 from te_dist.nn.moe.permutation import Permutation, gather_sum, unpermute
@@ -84,18 +85,8 @@ class GroupedMLP(nn.Module):
         Raises:
             ValueError: `fc1` or `fc2` alone was wrapped by FSDP2.
         """
-        rows = autocast_of_torch(rows)
-        index, _, positions, counts = arrived.by_expert
-        table = group_table(counts, index.shape[0]).tensor
-        first, second = (_weight_of(fc) for fc in (self.fc1, self.fc2))
-        given = Given(table, PLAIN, saves_original=self.save_original_input)
-        if isinstance(rows, QuantizedTensor):
-            hidden = self.fc1.gemm(rows, [first], given=given)
-        else:
-            gathered = given._replace(front=GATHERED)
-            hidden = self.fc1.gemm(rows.contiguous(), [first], beside=[index, positions], given=gathered)
-        weighted = given._replace(front=WEIGHTED_SWIGLU)
-        return self.fc2.gemm(hidden, [second], beside=[arrived.probabilities], given=weighted)
+        maps = tuple((fc.gemm, _weight_of(fc)) for fc in (self.fc1, self.fc2))
+        return multiply(maps, rows, arrived, saves_original=self.save_original_input)
 
     def input_quantizer(self, x: Tensor) -> Quantizer | None:
         """What `fc1` quantizes its input by at this moment; None outside of `autocast`."""
@@ -110,7 +101,7 @@ class GroupedMLP(nn.Module):
 
     def rehearse(self, dtype: torch.dtype | None) -> None:
         """See `rehearsal.rehearse`."""
-        rehearsal.rehearse(_TwoEach(self), dtype)
+        rehearsal.rehearse(TwoEach(self, self.fc1.num_gemms, GroupedMLP.forward), dtype)
 
     def cut(self, mesh: DeviceMesh) -> None:
         """Leaves this rank its experts. Every rank of `mesh` has all of them.
@@ -130,6 +121,24 @@ class GroupedMLP(nn.Module):
             module.num_gemms = module.gemm.num_groups = module.num_gemms // mesh.size()
             module.gemm.num_ranks = mesh.size()
             module.gemm.scaling = None  # a history for each expert here, made when it is asked for
+
+
+def multiply(
+    maps: tuple[tuple[GroupedSite, Tensor], ...], rows: Tensor, arrived: Arrived, *, saves_original: bool
+) -> Tensor:
+    """What `GroupedMLP.forward` gives, by two maps and their weights: to gates and ups, and from what comes of them."""
+    rows = autocast_of_torch(rows)
+    index, _, positions, counts = arrived.by_expert
+    table = group_table(counts, index.shape[0]).tensor
+    (fc1, first), (fc2, second) = maps
+    given = Given(table, PLAIN, saves_original=saves_original)
+    if isinstance(rows, QuantizedTensor):
+        hidden = fc1(rows, [first], given=given)
+    else:
+        gathered = given._replace(front=GATHERED)
+        hidden = fc1(rows.contiguous(), [first], beside=[index, positions], given=gathered)
+    weighted = given._replace(front=WEIGHTED_SWIGLU)
+    return fc2(hidden, [second], beside=[arrived.probabilities], given=weighted)
 
 
 def _weight_of(fc: GroupedLinear) -> Tensor:
@@ -159,19 +168,28 @@ def _check_cut(fc: GroupedLinear, mesh: DeviceMesh) -> None:
         raise ValueError(f"{fc.name}: made for, or run with, delayed scaling, whose histories it holds; {NO_HISTORIES}")
 
 
-class _TwoEach(nn.Module):
-    """Experts of rows of which each goes to two of them, and the sums of what they make."""
+class TwoEach(nn.Module):
+    """Experts of rows of which each goes to two of them, and the sums of what they make.
 
-    def __init__(self, experts: GroupedMLP) -> None:
+    Args:
+        experts: which hold the weights.
+        num_experts: of this rank.
+        compute: what they make of rows, and of how these arrived.
+    """
+
+    def __init__(self, experts: Any, num_experts: int, compute: Callable[[Any, Tensor, Arrived], Tensor]) -> None:
         super().__init__()
         self.experts = experts
+        self.num_experts = num_experts
+        self.compute = compute
 
     def forward(self, x: Tensor) -> Tensor:
+        """(rows, hidden_size) of `x` of that shape."""
         index = torch.empty(2 * x.shape[0], dtype=torch.int64, device=x.device)
-        counts = torch.empty(self.experts.fc1.num_gemms, dtype=torch.int64, device=x.device)
+        counts = torch.empty(self.num_experts, dtype=torch.int64, device=x.device)
         by_expert = Permutation(index, index, index.view(-1, 2), counts)
         probabilities = torch.empty(index.shape[0], dtype=torch.float32, device=x.device, requires_grad=True)
-        return unpermute(self.experts.forward(x, Arrived(x, by_expert, probabilities)), by_expert)
+        return unpermute(self.compute(self.experts, x, Arrived(x, by_expert, probabilities)), by_expert)
 
 
 class SwiGluMLP(QuantizedModule):

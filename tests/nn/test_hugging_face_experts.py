@@ -1,0 +1,93 @@
+"""Mixtures of experts of Hugging Face's transformers, converted: the same numbers, saved under the same names."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import te_dist as te
+from te_dist import checkpoints, recipe
+from te_dist.nn.moe import StackedExperts
+from te_dist.tensor import QuantizedTensor
+from te_dist.testing import assert_bitwise
+from tests.nn.recipes import relative_error
+
+WHY = "needs Hugging Face's library: pip install transformers"
+transformers = pytest.importorskip("transformers", minversion="5.0", reason=WHY)
+
+BLOCK = recipe.Float8BlockScaling()
+IDS = torch.arange(40).view(2, 20) * 3 % 128
+SIZES = dict(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    eos_token_id=1,
+    bos_token_id=1,
+    pad_token_id=0,
+)
+LOW_RANK = dict(q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16)
+MODELS: dict[str, dict[str, Any]] = {
+    "Mixtral": dict(num_local_experts=6),
+    "Qwen3Moe": dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16),
+    "Olmoe": dict(num_experts=6, num_experts_per_tok=2),
+    "DeepseekV3": LOW_RANK
+    | dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, n_group=2, topk_group=1)
+    | dict(first_k_dense_replace=1, num_key_value_heads=4),
+}
+
+
+def make(name: str, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES | options)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_converted_models_compute_the_same(name: str) -> None:
+    model = make(name, **MODELS[name])
+    plain = copy.deepcopy(model)
+    made = te.convert(plain, {"*": None})
+    assert any(isinstance(module, StackedExperts) for module in made.values())
+    assert list(plain.state_dict()) == list(model.state_dict())
+    found = [each(IDS, labels=IDS) for each in (model, plain)]
+    for each in found:
+        each.loss.backward()
+    assert relative_error(found[1].logits, found[0].logits) < 1e-6
+    for (key, want), got in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if want.grad is not None and want.grad.any():
+            assert relative_error(got.grad, want.grad) < 1e-5, key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_quantized_experts_train_and_are_saved_under_their_names(name: str, tmp_path: Path) -> None:
+    model = make(name, **MODELS[name])
+    with torch.no_grad():
+        want = model(IDS).logits
+    te.convert(model, {"lm_head": None, "model.layers.*": BLOCK})
+    with te.autocast(recipe=BLOCK):
+        found = model(IDS, labels=IDS)
+    assert relative_error(found.logits, want) < 0.1
+    found.loss.backward()
+    experts = [module for module in model.modules() if isinstance(module, StackedExperts)]
+    assert all(parameter.grad.any() for module in experts for parameter in module.parameters())
+    model.save_pretrained(tmp_path, state_dict=checkpoints.high_precision_state_dict(model))
+    loaded = type(model).from_pretrained(tmp_path).state_dict()
+    for key, value in model.state_dict().items():
+        assert_bitwise(loaded[key], value.dequantize() if isinstance(value, QuantizedTensor) else value, key)
+
+
+@pytest.mark.parametrize(("name", "options"), [("GptOss", {}), ("Llama4", dict(head_dim=16))])
+def test_other_experts_are_refused(name: str, options: dict[str, Any]) -> None:
+    config = "Llama4Text" if name == "Llama4" else name
+    made_of = getattr(transformers, f"{config}Config")(**SIZES | dict(num_local_experts=4, head_dim=16) | options)
+    model = getattr(transformers, f"{name}ForCausalLM")(made_of)
+    with pytest.raises(ValueError, match="experts: the matrices of .* would stay in torch.float32"):
+        te.convert(model, {"model.layers.*": BLOCK})
