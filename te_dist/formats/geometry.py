@@ -131,6 +131,11 @@ def window(field: Field, wire: Tensor, region: Region, part: Region) -> Tensor:
     Raises:
         ValueError: `part` begins or ends inside a stored byte.
     """
+    return wire[..., *extent(field, region, part)]
+
+
+def extent(field: Field, region: Region, part: Region) -> tuple[slice, slice]:
+    """(outer, inner) elements of the wire of `region` that hold the values of `part`; raises as `window` does."""
     spans = zip(region.blocks(field.grain), part.blocks(field.grain), (region.rows, region.cols), strict=True)
     slices: list[slice] = []
     for dim, (whole, inner, span) in enumerate(spans):
@@ -141,7 +146,8 @@ def window(field: Field, wire: Tensor, region: Region, part: Region) -> Tensor:
                 f"{field.name}: a cut at {span} falls inside a stored byte; cut at multiples of {field.alignment(dim)}"
             )
         slices.append(slice(start // step, start // step + -(-len(inner) // step)))
-    return wire[..., slices[0], slices[1]] if field.order == "mk" else wire[..., slices[1], slices[0]]
+    rows, cols = slices
+    return (rows, cols) if field.order == "mk" else (cols, rows)
 
 
 def _pack(values: Tensor) -> Tensor:

@@ -13,9 +13,11 @@ the bytes.
 
 from __future__ import annotations
 
+import inspect
+import operator
 import weakref
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +97,7 @@ class Gathered:
         an order that includes earlier microbatches, and leaves the result to the next forward pass.
         """
         plan, wanted = self.plans[self.phase], self.plans[Phase.now()]
-        if set(wanted.present) <= set(plan.present):
+        if wanted is plan or set(wanted.present) <= set(plan.present):
             return plan
         wires = wanted.pack({name: read_here(buffer) for name, buffer in self.shard.items()}, self.place)
         for output, wire in zip(outputs, wires, strict=False):
@@ -104,6 +106,20 @@ class Gathered:
             else:
                 collectives.all_gather(wire, self.mesh.get_group(), out=output.view(-1))
         return wanted
+
+
+class _Planned(NamedTuple):
+    """The plans of a shard.
+
+    Attributes:
+        key: what they depend on.
+        plans: by phase.
+        sent: by phase, buffers and the wires that are parts of them.
+    """
+
+    key: Any
+    plans: dict[Phase, GatherPlan]
+    sent: dict[Phase, tuple[list[Tensor], tuple[Tensor, ...]]]
 
 
 class ShardedParameter(QuantizedTensor):
@@ -116,6 +132,7 @@ class ShardedParameter(QuantizedTensor):
 
     wrap: Wrap | None = None
     keep_initial: bool = False
+    _planned: _Planned | None = None  # for the latest mesh
 
     def like(self, storage: QuantizedStorage, shape: Any = None) -> ShardedParameter:
         out = super().like(storage, shape)
@@ -123,8 +140,8 @@ class ShardedParameter(QuantizedTensor):
         return out
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: not the wrap, which belongs to the model that was sharded."""
-        return {name: value for name, value in self.__dict__.items() if name != "wrap"}
+        """What is pickled: not the wrap and the plans, which belong to the model that was sharded."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("wrap", "_planned")}
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
         """What this rank sends, and what the other hook needs to know."""
@@ -147,7 +164,24 @@ class ShardedParameter(QuantizedTensor):
             parts = Partition.of([getattr(part, "region", part) for part in plan.parts])
             settle_parts([(storage, storage.unsettled, parts)], [mesh.get_group()])
         gathered = Gathered(plans, phase, storage.buffers, storage.place, self._cut.shape, mesh)
-        return plan.pack(storage.buffers, storage.place), gathered
+        return self._wires(plan), gathered
+
+    # FSDP2 looks at it in every gather.
+    fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)  # type: ignore[attr-defined]
+
+    def _wires(self, plan: GatherPlan) -> tuple[Tensor, ...]:
+        """What this shard sends; views of its buffers are made once."""
+        buffers = self.storage.buffers
+        sources = [buffers[wire.fields[0].name] for wire in plan.wires]
+        planned = self._planned
+        known = planned.sent.get(plan.phase) if planned is not None and planned.plans[plan.phase] is plan else None
+        if known is not None and all(map(operator.is_, known[0], sources)):
+            return known[1]
+        wires = plan.pack(buffers, self.storage.place)
+        are_views = all(wire.data_ptr() == source.data_ptr() != 0 for wire, source in zip(wires, sources, strict=True))
+        if planned is not None and are_views:
+            planned.sent[plan.phase] = sources, wires
+        return wires
 
     def gather_plans(self, num_ranks: int, policy: GatherPolicy | None = None) -> dict[Phase, GatherPlan]:
         """What a mesh of `num_ranks` sends of this shard in each phase.
@@ -156,13 +190,18 @@ class ShardedParameter(QuantizedTensor):
             policy: as if this were the one. None: that of the wrap, which the first such call fixes.
         """
         cut = self._cut
-        # NOTE: one row over several ranks looks like `replicate()` on the rank that has it; what is sent is the same.
-        is_replicated = self.storage.place == cut.place and cut.is_of_several
-        parts = cut.parts(1 if is_replicated else num_ranks)
         if policy is None:
             sends_one = self.format.columnwise_is_derivable or len(self.format.directions) == 1
             policy = self.wrap.settled_policy(sends_one=sends_one) if self.wrap else GatherPolicy.unknown(self.format)
-        return {p: plan_gather(self.format, parts, cut.place, policy=policy, phase=p) for p in Phase}
+        key = (cut, self.storage.place, num_ranks, policy)
+        if self._planned is not None and self._planned.key == key:
+            return self._planned.plans
+        # NOTE: one row over several ranks looks like `replicate()` on the rank that has it; what is sent is the same.
+        is_replicated = self.storage.place == cut.place and cut.is_of_several
+        parts = cut.parts(1 if is_replicated else num_ranks)
+        plans = {p: plan_gather(self.format, parts, cut.place, policy=policy, phase=p) for p in Phase}
+        self._planned = _Planned(key, plans, {})
+        return plans
 
     def expected_policy(self, *, inside: bool) -> GatherPolicy:
         """The policy by which this is gathered, or will be; `inside`: whether its unit is not the root."""

@@ -21,7 +21,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from te_dist import _torch_private
+from te_dist import _torch_private, ops
 from te_dist.formats import Direction, Field, Format, Group, Region, geometry
 
 _ALIGNMENT = 16  # bytes at which packed fields start, so that they can be viewed in their dtype
@@ -134,17 +134,22 @@ class GatherPlan:
         gathered = outputs[index].view(len(self.parts), wire.nbytes)
         return [_view(field, gathered[rank, start:], part) for rank, part in enumerate(self.parts)]
 
-    def assemble(self, outputs: Sequence[Tensor], field: Field, out: Tensor) -> Tensor:
+    def assemble(self, outputs: Sequence[Tensor], field: Field, out: Tensor) -> None:
         """Writes the stored tensor of `field` of the whole into `out`, from the gathered wires."""
-        wires, (_, region) = self.unpack(outputs, field), leading_and_region(self.whole)
-        if not _is_cut_by_members(self.parts, self.whole):
-            return geometry.assemble(field, wires, [leading_and_region(part)[1] for part in self.parts], region, out)
+        wires, (leading, region) = self.unpack(outputs, field), leading_and_region(self.whole)
+        parts = [leading_and_region(part)[1] for part in self.parts]
+        if leading and not _is_cut_by_members(self.parts, self.whole):
+            geometry.assemble(field, wires, parts, region, out)
+            return
         if field.is_padded(region):
             out.zero_()
-        members = geometry.compact(field, out, region).split([len(wire) for wire in wires])
-        for target, wire in zip(members, wires, strict=True):
-            target.copy_(wire)
-        return out
+        target = geometry.compact(field, out, region)
+        if leading:
+            for members, wire in zip(target.split([len(wire) for wire in wires]), wires, strict=True):
+                members.copy_(wire)
+            return
+        starts = [[each.start for each in geometry.extent(field, region, part)] for part in parts]
+        ops.assemble(wires, row_starts=[row for row, _ in starts], col_starts=[col for _, col in starts], out=target)
 
     def concatenated(self, outputs: Sequence[Tensor], field: Field) -> Tensor | None:
         """The stored tensor of `field`, where the gathered wire already is it (a view); None where it is not."""

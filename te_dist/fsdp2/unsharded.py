@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from te_dist.formats import Direction, Field, Format, Group, Region, geometry
-from te_dist.fsdp2.plan import GatherPlan, Place
+from te_dist.fsdp2.plan import GatherPlan, Phase, Place
 from te_dist.grouped import GroupedStorage
+from te_dist.kernels.tape import Result, Tapes
 from te_dist.tensor import QuantizedStorage
 
 
@@ -24,18 +26,47 @@ def read_here(buffer: Tensor) -> Tensor:
     return buffer
 
 
+@dataclass
+class _Way:
+    """How a plan fills the buffers, found when it first does.
+
+    Attributes:
+        plan, outputs: what it is the way of.
+        names: of all fields that are live.
+        views: by name, fields whose stored tensors the gathered wires are.
+        owned: the other fields that are live.
+        beside: names of those that the shard has and no wire brings.
+        tapes: of what is launched to fill them.
+    """
+
+    plan: GatherPlan
+    outputs: tuple[Tensor, ...]
+    names: list[str]
+    views: dict[str, Tensor]
+    owned: list[Field]
+    beside: list[str]
+    tapes: Tapes
+
+    def serves(self, plan: GatherPlan, outputs: tuple[Tensor, ...]) -> bool:
+        """Whether this is the way of `plan` from the memory of `outputs`, which FSDP2 makes once, frees and fills."""
+        same = plan is self.plan or plan == self.plan
+        return same and len(outputs) == len(self.outputs) and all(map(Tensor.is_set_to, outputs, self.outputs))
+
+
 class Unsharded(QuantizedStorage):
     """A storage that FSDP2 fills and frees.
 
     Attributes:
         owned: stored tensors by field name that are no views of gathered buffers; FSDP2 manages their memory.
         home: device of all buffers.
+        ways: by phase, the latest one.
     """
 
     __slots__ = ()
 
     home: torch.device
     owned: dict[str, Tensor]
+    ways: dict[Phase, _Way]
 
     def allocate(self, fields: Iterable[Field]) -> None:
         """Makes the owned buffers of every field that any gather will need: FSDP2 is told of them once."""
@@ -44,20 +75,48 @@ class Unsharded(QuantizedStorage):
 
     def fill(self, plan: GatherPlan, outputs: tuple[Tensor, ...], shard: dict[str, Tensor]) -> None:
         """Takes over gathered wires; fields that were not sent come from `shard`, by name, or are derived."""
-        live = {f.name for d in plan.present for f in self.format[d].fields}
-        self.buffers = {}
-        for field in self.format.fields:
-            if plan.sends(field):
-                self.buffers[field.name] = self._gathered(field, plan, outputs, shard)
-            elif field.name in live and field.name in shard and not self._is_derived(field):
-                self.buffers[field.name] = self._owned(field).copy_(read_here(shard[field.name]))
-        if self.format.columnwise_is_derivable and Direction.COLUMNWISE in plan.present:
-            targets = {f.name: self._owned(f) for f in self.format.columnwise.fields if self._is_derived(f)}
-            self.derive(Direction.COLUMNWISE, targets)
-        self.buffers = {name: buffer for name, buffer in self.buffers.items() if name in live}
+        way = self.ways.get(plan.phase)
+        if way is None or not way.serves(plan, outputs):
+            way = self.ways[plan.phase] = self._way(plan, outputs, shard)
+        targets = {field.name: self._owned(field) for field in way.owned}
+        self.buffers = {name: targets[name] if name in targets else way.views[name] for name in way.names}
+        if targets:
+            beside = [read_here(shard[name]) for name in way.beside]
+            way.tapes.run(None, (*outputs, *beside, *targets.values()), lambda: self._fill(way, outputs, shard))
         for name, buffer in self.owned.items():
-            if name not in live:
+            if name not in targets:
                 buffer.untyped_storage().resize_(0)
+
+    def _way(self, plan: GatherPlan, outputs: tuple[Tensor, ...], shard: dict[str, Tensor]) -> _Way:
+        live = {field for direction in plan.present for field in self.format[direction].fields}
+        fields = [field for field in self.format.fields if field in live]
+        views: dict[str, Tensor] = {}
+        beside: list[str] = []
+        for field in fields:
+            # NOTE: on a mesh of one rank FSDP2 gathers nothing and delivers a copy of the first wire only.
+            is_here = plan.sends(field) and plan.wire_of(field) < len(outputs)
+            whole = plan.concatenated(outputs, field) if is_here else None
+            if whole is not None:
+                views[field.name] = whole
+            elif not is_here and field.name in shard and not self._is_derived(field):
+                beside.append(field.name)
+        owned = [field for field in fields if field.name not in views]
+        return _Way(plan, outputs, [field.name for field in fields], views, owned, beside, Tapes())
+
+    def _fill(self, way: _Way, outputs: tuple[Tensor, ...], shard: dict[str, Tensor]) -> Result:
+        """Writes all buffers that are no views."""
+        derived = {}
+        for field in way.owned:
+            target = self.owned[field.name]
+            if field.name in way.beside:
+                target.copy_(shard[field.name])
+            elif self._is_derived(field):
+                derived[field.name] = target
+            else:
+                way.plan.assemble(outputs, field, target)
+        if derived:
+            self.derive(Direction.COLUMNWISE, derived)
+        return (), None
 
     def absent(self, direction: Direction) -> RuntimeError:
         """As for any storage; what FSDP2 gathers, the wrap decided."""
@@ -69,17 +128,6 @@ class Unsharded(QuantizedStorage):
 
     def _is_derived(self, field: Field) -> bool:
         return self.format.columnwise_is_derivable and field not in self.format.rowwise.fields
-
-    def _gathered(
-        self, field: Field, plan: GatherPlan, outputs: tuple[Tensor, ...], shard: dict[str, Tensor]
-    ) -> Tensor:
-        # NOTE: on a mesh of one rank FSDP2 gathers nothing and delivers a copy of the first wire only.
-        if plan.wire_of(field) >= len(outputs):
-            return self._owned(field).copy_(read_here(shard[field.name]))
-        whole = plan.concatenated(outputs, field)
-        if whole is not None:
-            return whole
-        return plan.assemble(outputs, field, self._owned(field))
 
     def _owned(self, field: Field) -> Tensor:
         """The owned buffer of `field`, allocated."""
@@ -96,21 +144,21 @@ class Unsharded(QuantizedStorage):
 class UnshardedMatrix(Unsharded):
     """Of one matrix."""
 
-    __slots__ = ("home", "owned")
+    __slots__ = ("home", "owned", "ways")
 
     def __init__(self, format: Format, region: Region, *, dtype: torch.dtype, home: torch.device) -> None:
         super().__init__(format, {}, region, dtype=dtype)
-        self.home, self.owned = home, {}
+        self.home, self.owned, self.ways = home, {}, {}
 
 
 class UnshardedGroup(Unsharded, GroupedStorage):
     """Of all members of a group."""
 
-    __slots__ = ("home", "owned")
+    __slots__ = ("home", "owned", "ways")
 
     def __init__(self, format: Format, group: Group, *, dtype: torch.dtype, home: torch.device) -> None:
         GroupedStorage.__init__(self, format, {}, group, dtype=dtype)
-        self.home, self.owned = home, {}
+        self.home, self.owned, self.ways = home, {}, {}
 
 
 def unsharded(format: Format, place: Place, *, dtype: torch.dtype, home: torch.device) -> Unsharded:

@@ -120,7 +120,10 @@ def shard_model(config: Config, mesh: DeviceMesh, *, expert_mesh: DeviceMesh | N
     and head stay in between, since backward starts with them.
     """
     precision = RECIPES[config.recipe]
-    with te.quantized_model_init(enabled=precision is not None, recipe=precision), torch.device("meta"):
+    init = te.quantized_model_init(
+        enabled=precision is not None, recipe=precision, preserve_high_precision_init_val=True
+    )
+    with init, torch.device("meta"):
         model = Decoder(config.model)
     recomputes = config.recompute == "full"
     for block in model.blocks:

@@ -34,10 +34,13 @@ def _state(which: Situation, name: str) -> str:
 
 def states(which: Situation, workers: WorkerPool, formats: tuple[str, ...] = tuple(FORMATS)) -> dict[str, str]:
     """By format, `GREEN` or why torch has it refused; of what all ranks found, which is the same."""
-    first, *others = workers.run(run_all, which.name, formats)
+    first, *others = (
+        {name: state if state == GREEN else reason_of(state) for name, state in found.items()}
+        for found in workers.run(run_all, which.name, formats)
+    )
     for other in others:
         assert other == first, f"ranks disagree: {other} on one, {first} on rank 0"
-    return {name: state if state == GREEN else reason_of(state) for name, state in first.items()}
+    return first
 
 
 def entry(which: Situation, found: dict[str, str]) -> dict[str, Any]:
