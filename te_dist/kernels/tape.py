@@ -27,7 +27,7 @@ from te_dist.kernels.runtime import Launch, listening
 
 _ALIGNMENT = 128  # bytes: kernels choose by less
 _WORKSPACE_ALIGNMENT = 512  # bytes, as torch aligns allocations
-_MAX_TAPES = 64  # of one owner; shapes that change all the time are not worth a tape
+_MAX_TAPES = 64  # of a module; shapes that change all the time are not worth a tape
 _PLAIN = (Tensor, torch.nn.Parameter)
 _QUICK = {  # the same without a look-up of overloads
     torch.ops.aten.t.default: Tensor.t,
@@ -42,9 +42,10 @@ Result = tuple[tuple[Tensor, ...], Any]
 
 
 class Tapes:
-    """The tapes of one owner, such as a module."""
+    """The tapes of one owner, such as a module: the first `max_tapes`."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_tapes: int = _MAX_TAPES) -> None:
+        self._max_tapes = max_tapes
         self._tapes: dict[Hashable, _Tape | None] = {}
 
     def run(self, key: Hashable, tensors: tuple[Tensor, ...], function: Callable[[], Result]) -> Result:
@@ -63,7 +64,7 @@ class Tapes:
         tape = self._tapes.get(place)
         if tape is not None:
             return tape.play(tensors)
-        if place in self._tapes or len(self._tapes) >= _MAX_TAPES:
+        if place in self._tapes or len(self._tapes) >= self._max_tapes:
             return function()
         recorder = _Recorder(tensors)
         with recorder, listening(recorder.launched):

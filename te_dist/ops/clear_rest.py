@@ -8,9 +8,11 @@ from torch import Tensor
 from te_dist import kernels
 from te_dist.ops._checks import HIGH_PRECISION, check_matrix
 from te_dist.ops._library import register
+from te_dist.ops._taped import taped
 from te_dist.ops.group_table import check_table
 
 
+@taped
 def clear_rest(out: Tensor, *, table: Tensor) -> None:
     """Writes zeros into the rows of `out` behind the last group, and nothing else.
 

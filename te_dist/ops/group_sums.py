@@ -9,11 +9,13 @@ from te_dist import kernels
 from te_dist.ops._checks import check_output
 from te_dist.ops._groups import groups_of
 from te_dist.ops._library import register
+from te_dist.ops._taped import taped
 from te_dist.ops.group_table import check_table
 from te_dist.ops.panel_sums import column_sums, panel_sums
 from te_dist.ops.source import sums_shape
 
 
+@taped
 def group_sums(sums: Tensor, *, table: Tensor, out: Tensor) -> None:
     """Sums the panels of every group, which a quantizer of groups has summed on its way.
 

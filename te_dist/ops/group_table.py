@@ -10,6 +10,7 @@ from te_dist.kernels.grouped_gemm import HEIGHTS
 from te_dist.kernels.panels import tiles_at_most
 from te_dist.ops._checks import check_output, check_packed
 from te_dist.ops._library import register
+from te_dist.ops._taped import taped
 
 TILE = 128
 
@@ -25,6 +26,7 @@ def check_table(table: Tensor) -> int:
     return table.shape[1] - 1
 
 
+@taped
 def group_table(given: Tensor, *, rows: int, out: Tensor, are_sizes: bool = False) -> None:
     """Writes the first row of every group, and how many tiles of 128, 192 and 256 rows lie before it.
 

@@ -8,9 +8,11 @@ from torch import Tensor
 from te_dist import _C, kernels
 from te_dist.ops._groups import check_groups, check_per_group, groups_of, matrix_of, place_of
 from te_dist.ops._library import register
+from te_dist.ops._taped import taped
 from te_dist.ops.source import Source, flat_source, unsummed
 
 
+@taped
 def grouped_amax(x: Tensor | Source, *, table: Tensor, out: Tensor) -> None:
     """Writes the largest magnitude of every group, or of all groups. NaN is ignored; without rows it is 0.
 

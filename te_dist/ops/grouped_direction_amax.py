@@ -8,10 +8,12 @@ from torch import Tensor
 from te_dist import _C, kernels
 from te_dist.ops._groups import check_groups, check_per_group, groups_of, matrix_of, place_of, with_padding
 from te_dist.ops._library import register
+from te_dist.ops._taped import taped
 from te_dist.ops.hadamard import transformed
 from te_dist.ops.source import Source, flat_source, unsummed
 
 
+@taped
 def grouped_direction_amax(
     x: Tensor | Source,
     *,

@@ -13,6 +13,7 @@ from te_dist.kernels.gemm_staged import GRAINS, STEP
 from te_dist.ops._checks import check_choice, check_dtype, check_packed, check_shape, grid_shape, takes
 from te_dist.ops._grouped_products import Rows, check_ends_of_rows, write_rows
 from te_dist.ops._library import register
+from te_dist.ops._taped import taped
 from te_dist.ops.dequantize_mxfp8 import dequantize_mxfp8
 from te_dist.ops.dequantize_nvfp4 import dequantize_nvfp4
 from te_dist.ops.gemm_decoded import Coded
@@ -36,6 +37,7 @@ class GroupedDecodedProduct(TypedDict, total=False):
     accumulate: bool
 
 
+@taped
 @takes(GroupedDecodedProduct)
 def grouped_gemm_decoded(a: Coded, b: Coded, *, out: Tensor, **product: Unpack[GroupedDecodedProduct]) -> None:
     """out[rows of g] = a[rows of g] b[g]^T for every group g, decoded and summed as `gemm_decoded` does it.

@@ -12,6 +12,7 @@ from te_dist.formats.region import Pair
 from te_dist.ops._checks import FP8, check_choice, check_rows, takes
 from te_dist.ops._grouped_products import Rows, check_ends_of_rows, check_summed, write_rows
 from te_dist.ops._library import register
+from te_dist.ops._taped import taped
 from te_dist.ops.dequantize_float8 import dequantize_float8
 from te_dist.ops.group_table import TILE
 
@@ -32,6 +33,7 @@ class GroupedFloat8BlockProduct(TypedDict):
     accumulate: bool
 
 
+@taped
 @takes(GroupedFloat8BlockProduct)
 def grouped_gemm_float8_block(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out: Tensor, **product: Unpack[GroupedFloat8BlockProduct]

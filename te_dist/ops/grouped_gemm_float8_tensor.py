@@ -12,6 +12,7 @@ from te_dist.formats import WHOLE
 from te_dist.ops._checks import FP8, check_choice, check_packed, check_rows, takes
 from te_dist.ops._grouped_products import Rows, check_ends_of_rows, check_summed, write_rows
 from te_dist.ops._library import register
+from te_dist.ops._taped import taped
 from te_dist.ops.dequantize_float8 import dequantize_float8
 
 
@@ -29,6 +30,7 @@ class GroupedFloat8Product(TypedDict):
     accumulate: bool
 
 
+@taped
 @takes(GroupedFloat8Product)
 def grouped_gemm_float8_tensor(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out: Tensor, **product: Unpack[GroupedFloat8Product]

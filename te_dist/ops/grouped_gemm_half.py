@@ -11,6 +11,7 @@ from te_dist import kernels
 from te_dist.ops._checks import check_choice, check_rows, takes
 from te_dist.ops._grouped_products import Rows, check_ends_of_rows, check_summed, write_rows
 from te_dist.ops._library import register
+from te_dist.ops._taped import taped
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -29,6 +30,7 @@ class GroupedHalfProduct(TypedDict):
     accumulate: bool
 
 
+@taped
 @takes(GroupedHalfProduct)
 def grouped_gemm_half(a: Tensor, b: Tensor, *, out: Tensor, **product: Unpack[GroupedHalfProduct]) -> None:
     """out[rows of g] = a[rows of g] b[g]^T for every group g, or a[rows of g] b[g] where `summed_dim` is 0.

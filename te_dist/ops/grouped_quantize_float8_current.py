@@ -13,11 +13,13 @@ from te_dist.ops._groups import check_per_group, matrix_of, sum_groups, sum_rows
 from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
 from te_dist.ops._planes import TENSOR_OUTPUTS
+from te_dist.ops._taped import taped
 from te_dist.ops.grouped_quantize_float8_tensor import GroupedTensorPlanes, cast_groups, check_casts
 from te_dist.ops.quantize_float8_current import scale_of
 from te_dist.ops.source import Source, flat_source
 
 
+@taped
 @takes(GroupedTensorPlanes)
 def grouped_quantize_float8_current(  # noqa: PLR0913  (an op's signature is its schema)
     x: Tensor | Source,

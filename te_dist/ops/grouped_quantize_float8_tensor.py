@@ -25,6 +25,7 @@ from te_dist.ops._groups import (
 from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
 from te_dist.ops._planes import TENSOR_OUTPUTS
+from te_dist.ops._taped import taped
 from te_dist.ops.group_table import TILE
 from te_dist.ops.quantize_float8_tensor import cast
 from te_dist.ops.source import Source, flat_source
@@ -43,6 +44,7 @@ class GroupedTensorPlanes(TypedDict, total=False):
     col_scale: Tensor | None
 
 
+@taped
 @takes(GroupedTensorPlanes)
 def grouped_quantize_float8_tensor(
     x: Tensor | Source,

@@ -13,6 +13,7 @@ from te_dist.ops._checks import FP8, check_choice, check_output, check_rows, tak
 from te_dist.ops._groups import check_groups, check_padded, groups_of, matrix_of, sum_groups, sum_rows, with_padding
 from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
+from te_dist.ops._taped import taped
 from te_dist.ops.group_table import TILE as GROUP_TILE
 from te_dist.ops.quantize_mxfp8 import TILE, quantize_mxfp8
 from te_dist.ops.source import Source, flat_source
@@ -40,6 +41,7 @@ class GroupedMxFp8Planes(TypedDict, total=False):
 KEYS = ("row_tile", "row_data", "row_scale", "col_tile", "col_data", "col_scale")  # in the order of the schema
 
 
+@taped
 @takes(GroupedMxFp8Planes)
 def grouped_quantize_mxfp8(
     x: Tensor | Source,

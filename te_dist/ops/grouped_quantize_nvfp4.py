@@ -23,6 +23,7 @@ from te_dist.ops._groups import (
 )
 from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
+from te_dist.ops._taped import taped
 from te_dist.ops.group_table import TILE as GROUP_TILE
 from te_dist.ops.quantize_nvfp4 import E4M3_MAX, FOUR_OVER_SIX, TILE, quantize_nvfp4
 from te_dist.ops.source import Source, flat_source
@@ -58,6 +59,7 @@ PARTS = ("tile", "tensor_amax", "data", "scale")
 KEYS = tuple(f"{side}_{part}" for side in ("row", "col") for part in PARTS)  # in the order of the schema
 
 
+@taped
 @takes(GroupedNvFp4Planes)
 def grouped_quantize_nvfp4(
     x: Tensor | Source,

@@ -9,11 +9,13 @@ from te_dist import kernels
 from te_dist.ops._checks import check_product
 from te_dist.ops._grouped_products import write_sums
 from te_dist.ops._library import register
+from te_dist.ops._taped import taped
 from te_dist.ops.gemm_decoded import Coded
 from te_dist.ops.group_table import TILE, check_table
 from te_dist.ops.grouped_gemm_decoded import check_operand, factor_of, flat, values
 
 
+@taped
 def grouped_wgrad_decoded(a: Coded, b: Coded, *, table: Tensor, out: Tensor, accumulate: bool = False) -> None:
     """out[g] = a[:, tiles of g] b[:, tiles of g]^T for every group g, decoded and summed as `gemm_decoded` does it.
 

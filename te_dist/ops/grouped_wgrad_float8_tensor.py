@@ -11,10 +11,12 @@ from te_dist import kernels
 from te_dist.ops._checks import check_product, takes
 from te_dist.ops._grouped_products import GroupedFloat8Sums, check_tiles, write_sums
 from te_dist.ops._library import register
+from te_dist.ops._taped import taped
 from te_dist.ops.group_table import TILE, check_table
 from te_dist.ops.grouped_gemm_float8_tensor import check_operands, values
 
 
+@taped
 @takes(GroupedFloat8Sums)
 def grouped_wgrad_float8_tensor(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out: Tensor, **product: Unpack[GroupedFloat8Sums]

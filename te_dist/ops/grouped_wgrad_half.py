@@ -9,10 +9,12 @@ from te_dist import kernels
 from te_dist.ops._checks import check_product, check_rows
 from te_dist.ops._grouped_products import write_sums
 from te_dist.ops._library import register
+from te_dist.ops._taped import taped
 from te_dist.ops.group_table import check_table
 from te_dist.ops.grouped_gemm_half import HALVES
 
 
+@taped
 def grouped_wgrad_half(a: Tensor, b: Tensor, *, table: Tensor, accumulate: bool, out: Tensor) -> None:
     """out[g] = a[rows of g]^T b[rows of g] for every group g.
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from te_dist.kernels import runtime, tape
 from te_dist.kernels.spec import Layout, Spec
 from te_dist.kernels.tape import Tapes
+from te_dist.ops._taped import taped
+from te_dist.ops.source import Gathered, Source, SwiGlu
 
 COPY = Spec("", "Copy", Layout("src:P out:P bytes:q"))
 
@@ -204,6 +206,64 @@ def test_autocast_of_the_moment_does_not_matter() -> None:
     (want,) = counted(x)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(counted(x)[0], want)
+
+
+class Issued:
+    """An op that copies what it is given from an offset on; counts the times that it ran itself."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.op = taped(self._copy)
+
+    def _copy(
+        self, x: Tensor | Source, *, out: Tensor, offset: int = 0, tile: Any = (), noop: Tensor | None = None
+    ) -> None:
+        self.runs += 1
+        if out.numel() != x.shape[0] * x.shape[1] - offset:
+            raise ValueError(f"out: got {out.numel()} values")
+        tensor = x.x if isinstance(x, Source) else x
+        runtime.launch(COPY, out, (1, 1), (tensor.data_ptr() + 4 * offset, out.data_ptr(), out.nbytes))
+
+
+def test_an_op_is_issued_again_with_other_tensors(kernel: CopyKernel) -> None:
+    issued = Issued()
+    for count in (1, 2, 3):
+        x, out = torch.randn(8, 8), torch.empty(60)
+        issued.op(x, out=out, offset=4, tile=[1, 128])
+        assert torch.equal(out, x.flatten()[4:])
+        assert (issued.runs, kernel.launches) == (1, count)
+
+
+def test_an_op_that_is_called_otherwise_runs_itself() -> None:
+    issued, x, out, one = Issued(), torch.randn(8, 16), torch.empty(128), torch.ones(1)
+    half, index = torch.empty(64), torch.zeros(8, dtype=torch.int64)
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        (x, {"out": out}),
+        (x, {"out": torch.empty(124), "offset": 4}),
+        (x, {"out": torch.empty(124), "offset": 4, "tile": (1, 128)}),
+        (x, {"out": torch.empty(124), "offset": 4, "tile": (128, 128)}),
+        (x, {"out": out, "noop": None}),
+        (x, {"out": out, "noop": one}),
+        (x.view(16, 8), {"out": out}),
+        (SwiGlu(x), {"out": half}),
+        (SwiGlu(x, torch.ones(8)), {"out": half}),
+        (Gathered(x, index), {"out": out}),
+    ]
+    for _ in range(2):
+        for given, keywords in calls:
+            keywords["out"].fill_(-1)
+            issued.op(given, **keywords)
+            start, end = keywords.get("offset", 0), keywords["out"].numel()
+            assert torch.equal(keywords["out"], x.flatten()[start : start + end])
+    assert issued.runs == len(calls)
+
+
+def test_what_an_op_refuses_it_refuses_again(kernel: CopyKernel) -> None:
+    issued = Issued()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="got 7 values"):
+            issued.op(torch.randn(8, 8), out=torch.empty(7))
+    assert kernel.launches == 0
 
 
 def test_the_number_of_tapes_is_bounded() -> None:
