@@ -96,6 +96,10 @@ ATTRIBUTES = (
         "whether ops are being watched, asked on every pass; the public class tells of no mode but its own",
     ),
     Private(
+        "torch._C._are_functorch_transforms_active",
+        "whether an autograd Function is applied inside of torch.func; the public `apply` asks it in the same way",
+    ),
+    Private(
         "torch._C._is_any_autocast_enabled",
         "whether autocast is on at all, asked on every pass; the public question needs the type of a device",
     ),

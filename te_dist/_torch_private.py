@@ -43,6 +43,7 @@ __all__ = [
     "Private",
     "TensorMeta",
     "TorchDispatchMode",
+    "applied",
     "call_when_backward_ends",
     "copy_each",
     "current_cuda_stream",
@@ -101,6 +102,13 @@ def current_cuda_stream(device: int) -> int:
 def is_dispatch_watched() -> bool:
     """Whether a mode of this thread sees every op, as compilers and trackers have it."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply(*args)`. Arguments are not searched for what ended transforms of torch.func left behind."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)
 
 
 def is_autocast_anywhere() -> bool:

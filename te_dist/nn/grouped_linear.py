@@ -19,7 +19,6 @@ from te_dist.nn.grouped_weights import apart, packed, together
 from te_dist.nn.module import QuantizedModule, weight_of
 from te_dist.nn.options import read
 from te_dist.nn.site import autocast_of_torch, without_values
-from te_dist.tensor.placement import local_tensor
 
 Splits = Sequence[int] | Tensor | GroupTable
 
@@ -128,22 +127,24 @@ class GroupedLinear(QuantizedModule):
                 captured; `is_first_microbatch=False` where the weights or the recipe have changed.
         """
         x = autocast_of_torch(inp.flatten(0, -2) if inp.dim() != 2 else inp)  # noqa: PLR2004
-        self._check_input(x)
-        for name, tensor, cols in (("out", out, self.out_features), ("dgrad_out", dgrad_out, self.in_features)):
-            _check_buffer(name, tensor, x, cols)
         weights, biases = self._local(self.weight_names), self._local(self.bias_names)
-        table = self._table(m_splits, x)
+        self._check_input(x, weights[0])
+        if out is not None:
+            _check_buffer("out", out, x, self.out_features)
+        if dgrad_out is not None:
+            _check_buffer("dgrad_out", dgrad_out, x, self.in_features)
+        gemm, table = self.gemm, self._table(m_splits, x)
         given = Given(
             table,
             PLAIN,
             out=out,
             dgrad_out=dgrad_out,
-            saves_original=self.gemm.saves_original,
+            saves_original=gemm.saves_original,
             later=self._later.append if self.delay_wgrad_compute else None,
             is_first=is_first_microbatch,
             skip=skip_weight_quantization,
         )
-        y = self.gemm(x, weights, given=given, biases=() if self.return_bias else biases)
+        y = gemm(x, weights, given=given, biases=() if self.return_bias else biases)
         y = y if inp.dim() == 2 else y.unflatten(0, inp.shape[:-1])  # noqa: PLR2004
         return (y, (biases[0] if self.single_grouped_bias else biases) if biases else None) if self.return_bias else y
 
@@ -236,14 +237,13 @@ class GroupedLinear(QuantizedModule):
             )
         return [parameter.to_local() for parameter in parameters]
 
-    def _check_input(self, x: Tensor) -> None:
+    def _check_input(self, x: Tensor, weight: Tensor) -> None:
         label = self.name or "GroupedLinear"
         if x.shape[-1] != self.in_features:
             raise ValueError(
                 f"{label}: the input of shape {tuple(x.shape)} has {x.shape[-1]} columns, the weights take "
                 f"{self.in_features}"
             )
-        weight = local_tensor(getattr(self, self.weight_names[0]))
         if weight.is_meta and not x.is_meta:
             raise without_values(label)
 
@@ -258,7 +258,7 @@ class GroupedLinear(QuantizedModule):
                     f"{label}: m_splits is an int32 or int64 tensor of shape ({self.num_gemms},), got "
                     f"{m_splits.dtype} of {tuple(m_splits.shape)}"
                 )
-            if x.device.type == "cpu" and not torch.compiler.is_compiling():
+            if x.is_cpu and not torch.compiler.is_compiling():
                 self._check_sizes(m_splits.tolist(), rows)
             return group_table(m_splits, rows).tensor
         if isinstance(m_splits, Tensor) and m_splits.device.type != "cpu":
@@ -314,10 +314,8 @@ def _on_device(sizes: list[int], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def _check_buffer(name: str, buffer: Tensor | None, x: Tensor, cols: int) -> None:
+def _check_buffer(name: str, buffer: Tensor, x: Tensor, cols: int) -> None:
     """Of a caller who owns the memory of a result."""
-    if buffer is None:
-        return
     wanted = (x.shape[0], cols), x.dtype, x.device
     if (buffer.shape, buffer.dtype, buffer.device) != wanted or not buffer.is_contiguous() or buffer.requires_grad:
         raise ValueError(

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from te_dist import ops
+from te_dist._torch_private import applied
 from te_dist.codecs.grouped_gemm import Result, Rows, SumsResult, multiply_rows, multiply_sums
 from te_dist.formats import Direction
 from te_dist.grouped import GroupedStorage
+from te_dist.kernels.tape import Tapes
 from te_dist.nn.grouped_weights import MainGrads, as_one, members_of, shape_of, stacked, together
 from te_dist.nn.once import once_differentiable
 from te_dist.nn.products import Plan, Saved, taken_apart
@@ -31,6 +33,7 @@ ROWWISE, COLUMNWISE = BOTH = Direction.ROWWISE, Direction.COLUMNWISE
 _Operands = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]  # weights, biases, what is beside the input
 _TABLE_ROWS = 4
 _ONES = 8  # columns of ones that plain values are summed by: a row of 16 bytes
+_tables = Tapes(max_tapes=1024)  # of all group tables
 
 
 class GroupFront(NamedTuple):
@@ -114,7 +117,7 @@ class Given(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All that are read or written."""
-        made = (tensor for tensor in (self.out, self.dgrad_out) if tensor is not None)
+        made = [tensor for tensor in (self.out, self.dgrad_out) if tensor is not None]
         cached = () if self.cached is None else self.cached.buffers.values()
         return (self.table, *made, *cached, *self.plan.tensors)
 
@@ -133,9 +136,16 @@ class GroupTable(NamedTuple):
 
 def group_table(m_splits: Tensor, rows: int) -> GroupTable:
     """Where groups of these sizes, int (G,), begin in a matrix of `rows`; on their device, which is not waited for."""
+    if torch.compiler.is_compiling():
+        return GroupTable(_table_of(m_splits, rows), rows)
+    (table,), _ = _tables.run(rows, (m_splits,), lambda: ((_table_of(m_splits, rows),), None))
+    return GroupTable(table, rows)
+
+
+def _table_of(m_splits: Tensor, rows: int) -> Tensor:
     table = torch.empty((_TABLE_ROWS, m_splits.shape[0] + 1), dtype=torch.int32, device=m_splits.device)
     ops.group_table(m_splits, rows=rows, out=table, are_sizes=True)
-    return GroupTable(table, rows)
+    return table
 
 
 def grouped_linear(
@@ -161,7 +171,8 @@ def grouped_linear(
     """
     x = x if given.front is None else x.contiguous()
     saves_input = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-    return _GroupedLinear.apply(x, given, Counts(len(weights), len(biases), saves_input), *weights, *biases, *beside)
+    counts = Counts(len(weights), len(biases), saves_input)
+    return applied(_GroupedLinear, x, given, counts, *weights, *biases, *beside)
 
 
 class Counts(NamedTuple):
@@ -210,7 +221,8 @@ class _GroupedLinear(torch.autograd.Function):
         weights, biases, beside = counts.split(tensors)
         (out, *buffers), saved = taped_forward(x, (as_one(weights), as_one(biases), beside), counts, given=given)
         wants_input = ctx.needs_input_grad[0] or any(counts.split(ctx.needs_input_grad[3:])[2])
-        ctx.given, ctx.counts, ctx.shape = given._replace(out=None), counts, shape_of(weights)
+        ctx.given = given if given.out is None else given._replace(out=None)
+        ctx.counts, ctx.shape = counts, shape_of(weights)
         ctx.dtypes = x.dtype, weights[0].dtype, biases[0].dtype if biases else None
         ctx.is_one = weights[0].dim() == 3, bool(biases) and biases[0].dim() == 2
         ctx.parameters = weights if counts.saves_input and (given.plan.fuses_wgrad or given.later) else ()
@@ -225,7 +237,8 @@ class _GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         table, inputs, x, *rest = ctx.saved_tensors
-        wants, given = ctx.needs_input_grad, ctx.given._replace(table=table)
+        wants, given = ctx.needs_input_grad, ctx.given
+        given = given if table is given.table else given._replace(table=table)  # hooks hand out another one
         of_weights, of_biases, of_beside = ctx.counts.split(wants[3:])
         if any(of_weights) and inputs is None and x is None:
             raise RuntimeError(

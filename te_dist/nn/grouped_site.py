@@ -197,7 +197,7 @@ class GroupedSite(LinearSite):
 
     def _check_weights(self, weights: Sequence[Tensor]) -> None:
         """All are plain, or all in one format."""
-        if weights[0].is_meta or len(weights) == 1:
+        if len(weights) == 1 or weights[0].is_meta:
             return
         formats = [weight.storage.format if isinstance(weight, QuantizedTensor) else None for weight in weights]
         if any(format is not formats[0] and format != formats[0] for format in formats):

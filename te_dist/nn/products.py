@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_dist._torch_private import applied
 from te_dist.codecs.gemm import READS_ANY_ORDER, Operand, multiply
 from te_dist.formats import Direction, Format, Region
 from te_dist.kernels.tape import Tapes
@@ -83,7 +84,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, plan: Plan, front:
         front: see `FRONTS`: what of `x`, which is plain then, is multiplied.
     """
     saves_input = torch.is_grad_enabled() and weight.requires_grad
-    return _Linear.apply(x, weight, bias, plan, saves_input, front)
+    return applied(_Linear, x, weight, bias, plan, saves_input, front)
 
 
 class _Linear(torch.autograd.Function):
