@@ -260,8 +260,9 @@ def _each(gradient: Tensor | None, wanted: Sequence[bool], is_one: bool) -> Sequ
     """The gradient of one tensor of all groups, or its parts for one tensor of each."""
     if gradient is None:
         return (None,) * len(wanted)
-    parts = (gradient,) if is_one else gradient.unbind()
-    return tuple(part if wants else None for part, wants in zip(parts, wanted, strict=True))
+    if is_one:
+        return (gradient,)
+    return [part if wants else None for part, wants in zip(gradient.unbind(), wanted, strict=True)]
 
 
 def taped_forward(

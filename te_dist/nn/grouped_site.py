@@ -114,7 +114,9 @@ class GroupedSite(LinearSite):
         if not is_one:
             self._check_weights(weights)
         self._check_gathered(weights, given)
-        plan = self.plan(x, next((weight for weight in weights if weight.requires_grad), weights[0]))
+        first = weights[0]
+        trained = first if first.requires_grad else next((each for each in weights if each.requires_grad), first)
+        plan = self.plan(x, trained)
         if plan is None:
             given = self._outside(x, weights, given=given)
             return grouped_linear(x, weights, given=given, biases=biases, beside=beside)
@@ -182,6 +184,8 @@ class GroupedSite(LinearSite):
 
     def _check_gathered(self, weights: Sequence[Tensor], given: Given) -> None:
         """What FSDP2 gathers sees its gradient in backward only, and is written anew without a trace."""
+        if given.later is None and given.is_first is None and given.skip is None and not self.fuses_wgrad:
+            return
         asked = (
             ("delay_wgrad_compute", given.later is not None),
             ("fuse_wgrad_accumulation", self.fuses_wgrad),
