@@ -117,7 +117,8 @@ def serve(setup: Setup, connection: Connection) -> None:
                 gc.collect()
         except EOFError:
             return
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _join(setup: Setup) -> None:

@@ -42,7 +42,7 @@ def living() -> tuple[int, int, int, Counter[str]]:
     return allocated_bytes(plain), len(storages(plain)), len(plain), Counter(type(each).__name__ for each in found)
 
 
-def train(rank: int, world: int, name: str, *, leak: bool = False) -> None:
+def train(rank: int, world: int, name: str, steps: int = LONG, *, leak: bool = False) -> None:
     precision = RECIPES[name]
     with te.quantized_model_init(recipe=precision), torch.device("meta"):
         blocks = [te.LayerNormLinear(WIDTH, WIDTH, normalization="RMSNorm") for _ in range(2)]
@@ -58,14 +58,14 @@ def train(rank: int, world: int, name: str, *, leak: bool = False) -> None:
         step(model, optimizer, precision)
     living()  # asking makes objects too, once
     before = living()
-    for _ in range(SHORT, LONG):
+    for _ in range(SHORT, steps):
         step(model, optimizer, precision)
         if leak:
             kept.append(torch.empty(1))
     after = living()
     assert after[:3] == before[:3]
     grown = after[3] - before[3] - Counter({"tuple": 1, "Counter": 1})  # which are `before`
-    assert not grown, f"more objects after {LONG} steps than after {SHORT}: {grown}"
+    assert not grown, f"more objects after {steps} steps than after {SHORT}: {grown}"
     with StorageTracker() as tracker:  # which sees what C++ holds too
         for _ in range(SHORT):
             step(model, optimizer, precision)
@@ -80,7 +80,7 @@ def test_nothing_grows_over_a_hundred_steps(name: str) -> None:
 
 def leak_and_train(rank: int, world: int) -> None:
     with pytest.raises(AssertionError):
-        train(rank, world, "float8_block", leak=True)
+        train(rank, world, "float8_block", SHORT + 2, leak=True)
 
 
 def test_a_tensor_kept_at_each_step_is_seen() -> None:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import runpy
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+
+from te_dist.testing import WorkerPool
 
 REPOSITORY = Path(__file__).parents[2]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -107,6 +114,65 @@ class Launcher:
         process = self.start(*arguments)
         output, _ = process.communicate(timeout=120)
         return process.returncode, output
+
+
+@contextmanager
+def written_to(path: str) -> Iterator[None]:
+    """What this process prints goes into a file, also what is printed past Python."""
+    kept = [os.dup(number) for number in (1, 2)]
+    with open(path, "w") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, old in enumerate(kept, start=1):
+                os.dup2(old, number)
+                os.close(old)
+
+
+def run_as_launched(rank: int, world: int, port: int, arguments: tuple[str, ...]) -> tuple[int, str]:
+    """Runs `-m module ...` or `script ...` as torchrun would have it run; its exit code and what it printed."""
+    if dist.is_initialized():
+        dist.destroy_process_group()  # of the pool, or what a failed job has left
+    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    given |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
+    module = arguments[1] if arguments[0] == "-m" else None
+    with pytest.MonkeyPatch.context() as patch, tempfile.NamedTemporaryFile() as log:
+        for name, value in given.items():
+            patch.setenv(name, str(value))
+        patch.setattr(sys, "argv", list(arguments[1 if module else 0 :]))
+        code = 0
+        with written_to(log.name):
+            try:
+                if module:
+                    runpy.run_module(module, run_name="__main__", alter_sys=True)
+                else:
+                    runpy.run_path(arguments[0], run_name="__main__")
+            except SystemExit as end:
+                code = int(end.code or 0)
+        return code, Path(log.name).read_text()
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Callable[..., tuple[int, str]]]:
+    """Runs a program on two ranks of processes that are there already; the first exit code but 0, and all output.
+
+    For what is not about torchrun: processes of its own would take longer to start than a tiny job takes.
+    """
+    workers = WorkerPool(2)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port = probe.getsockname()[1]
+        ended = workers.run(run_as_launched, port, arguments, timeout=120)
+        return max(code for code, _ in ended), "".join(output for _, output in ended)
+
+    yield run
+    workers.close()
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,6 @@ aux_loss_coefficient = 0.01
 bias_update_rate = 0.01
 """
 SLOTS = ("--model.experts.capacity-factor", "0.6", "--model.experts.payload", "quantized")
-TWO_RANKS = ("--standalone", "--nproc-per-node", "2")
 
 
 @pytest.fixture
@@ -119,9 +118,9 @@ def test_sizes_that_products_in_groups_do_not_take_are_told_in_one_line(expert_j
 
 
 @pytest.mark.xdist_group("jobs")
-def test_ranks_share_experts_and_tell_what_they_drop(expert_job: Callable, launcher) -> None:
+def test_ranks_share_experts_and_tell_what_they_drop(expert_job: Callable, two_ranks) -> None:
     job = expert_job("float8_block")
-    code, output = launcher.run(*TWO_RANKS, *job.command("--mesh.ep", "2", "--recompute", "full", *SLOTS))
+    code, output = two_ranks(*job.command("--mesh.ep", "2", "--recompute", "full", *SLOTS))
     assert code == 0, output
     loss = job.metrics("loss")
     assert loss[8] < loss[1] == pytest.approx(math.log(320), abs=0.7)

@@ -1,4 +1,4 @@
-"""Whole jobs under torchrun: what they leave behind, how they resume, how they end."""
+"""Whole jobs on two ranks: what they leave behind, how they resume, how they end; under torchrun where it counts."""
 
 from __future__ import annotations
 
@@ -73,17 +73,17 @@ def test_two_agents_on_two_nodes_run_one_job(unbroken, tiny_job: Callable, launc
     assert job.metrics("loss") == unbroken[0].metrics("loss")
 
 
-def test_ranks_that_share_multiplications_take_the_same_steps(unbroken, tiny_job: Callable, launcher) -> None:
+def test_ranks_that_share_multiplications_take_the_same_steps(unbroken, tiny_job: Callable, two_ranks) -> None:
     job = tiny_job(RECIPE)
-    code, output = launcher.run(*TWO_RANKS, *job.command("--mesh.dp", "1", "--mesh.tp", "2"))
+    code, output = two_ranks(*job.command("--mesh.dp", "1", "--mesh.tp", "2"))
     assert code == 0, output
     for key in ("loss", "gradient_norm", "validation_loss"):
         assert job.metrics(key) == pytest.approx(unbroken[0].metrics(key), rel=2e-2)
 
 
-def test_a_loss_that_is_not_finite_ends_all_ranks_with_one_message(tiny_job: Callable, launcher) -> None:
+def test_a_loss_that_is_not_finite_ends_all_ranks_with_one_message(tiny_job: Callable, two_ranks) -> None:
     job = tiny_job()
-    code, output = launcher.run(*TWO_RANKS, *job.command("--optimizer.learning-rate", "inf"))
+    code, output = two_ranks(*job.command("--optimizer.learning-rate", "inf"))
     assert code != 0
     said = messages(output)
     assert len(said) == 2, output

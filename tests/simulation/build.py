@@ -21,6 +21,7 @@ from tests.simulation.ptx import without_assembly
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / "build" / "simulation"
+OPTIONS = ["-std=c++20", "-O1", "-w", "-fPIC", "-pthread"]
 MACROS = {
     "__CUDACC_RTC__": "1",
     "__device__": "",
@@ -36,26 +37,36 @@ ENTRY = """
 extern "C" void run(const void* parameters, unsigned grid, unsigned height, unsigned cluster) {
   sim::Engine engine;
   sim::engine = &engine;
-  for (unsigned block = 0; block < grid * height; block += cluster) {
-    const unsigned first = block % grid;
-    sim::Cluster its;
+  const unsigned each = unsigned(Kernel::kThreads);
+  std::unique_ptr<sim::Cluster> its;
+  unsigned block = 0;
+  const auto begin = [&] {
+    its = std::make_unique<sim::Cluster>();
     for (unsigned rank = 0; rank < cluster; ++rank) {
-      its.blocks.push_back(std::make_unique<sim::Block>(&its, rank, unsigned(Kernel::kThreads)));
+      its->blocks.push_back(std::make_unique<sim::Block>(its.get(), rank, each));
     }
-    std::vector<std::thread> threads;
-    for (unsigned rank = 0; rank < cluster; ++rank) {
-      for (unsigned number = 0; number < unsigned(Kernel::kThreads); ++number) {
-        threads.emplace_back([&, rank, number, first, block] {
-          sim::self.block = its.blocks[rank].get();
-          sim::self.number = threadIdx.x = number;
-          blockIdx = {first + rank, block / grid, 0}, gridDim = {grid, height, 1};
-          blockDim.x = unsigned(Kernel::kThreads);
+  };
+  begin();
+  std::barrier turn(cluster * each, [&]() noexcept {
+    block += cluster;
+    if (block < grid * height) begin();
+  });
+  std::vector<std::thread> threads;  // of all clusters, one after the other: to make them takes longest
+  for (unsigned rank = 0; rank < cluster; ++rank) {
+    for (unsigned number = 0; number < each; ++number) {
+      threads.emplace_back([&, rank, number] {
+        while (block < grid * height) {
+          sim::self = sim::Thread{its->blocks[rank].get(), number};
+          threadIdx.x = number;
+          blockIdx = {block % grid + rank, block / grid, 0}, gridDim = {grid, height, 1};
+          blockDim.x = each;
           te_dist_kernel(*static_cast<const Kernel::Params*>(parameters));
-        });
-      }
+          turn.arrive_and_wait();
+        }
+      });
     }
-    for (std::thread& thread : threads) thread.join();
   }
+  for (std::thread& thread : threads) thread.join();
 }
 """
 _ELEMENT_BYTES = {0: 1, 6: 2, 7: 4, 9: 2}  # by the type of a tensor map
@@ -90,10 +101,24 @@ def compiled(spec: Spec) -> ctypes.CDLL:
         # Several processes may make the same one.
         source, made = (FOLDER / f"{key}.{os.getpid()}.{kind}" for kind in ("cpp", "made"))
         source.write_text(whole)
-        options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-I{HERE}"]
-        subprocess.run(["g++", *options, str(source), "-o", str(made)], check=True)
+        found = [f"-I{headers()}", f"-I{HERE}"]
+        subprocess.run(["g++", *OPTIONS, "-shared", *found, str(source), "-o", str(made)], check=True)
         made.rename(library)
     return ctypes.CDLL(str(library))
+
+
+@cache
+def headers() -> Path:
+    """Where device.h lies compiled: it takes as long as most kernels."""
+    compiler = subprocess.run(["g++", "--version"], capture_output=True, check=True).stdout
+    key = hashlib.sha256(compiler + (HERE / "device.h").read_bytes()).hexdigest()[:24]
+    folder = FOLDER / f"headers_{key}"
+    if not (folder / "device.h.gch").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        made = folder / f"{os.getpid()}.made"
+        subprocess.run(["g++", *OPTIONS, "-x", "c++-header", str(HERE / "device.h"), "-o", str(made)], check=True)
+        made.rename(folder / "device.h.gch")
+    return folder
 
 
 def launch(spec: Spec, on: Tensor, grid: tuple[int, int], values: tuple[Any, ...]) -> None:

@@ -1,15 +1,24 @@
 // CUDA's built-in names and PTX instructions, on host threads.
 #pragma once
 
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <barrier>
+#include <cerrno>
 #include <chrono>
+#include <climits>
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -28,24 +37,26 @@ struct Index {
 constexpr auto kPatience = std::chrono::seconds(30);
 [[noreturn]] void stuck(const char* where, unsigned first, unsigned second);
 
-// Where `count` threads wait for each other, again and again.
+// Where `count` threads wait for each other, again and again. By futex: they are many more than there are cores.
 class Meeting {
  public:
   void wait(unsigned count) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const unsigned round = round_;
-    if (++here_ == count) {
+    const unsigned round = round_.load();
+    if (here_.fetch_add(1) + 1 == count) {
       here_ = 0, ++round_;
-      all_here_.notify_all();
-    } else {
-      if (!all_here_.wait_for(lock, kPatience, [&] { return round_ != round; })) stuck("a meeting", here_, count);
+      syscall(SYS_futex, &round_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+      return;
+    }
+    const timespec patience{kPatience.count(), 0};
+    while (round_ == round) {
+      if (syscall(SYS_futex, &round_, FUTEX_WAIT_PRIVATE, round, &patience, nullptr, 0) == -1 && errno == ETIMEDOUT) {
+        stuck("a meeting", here_, count);
+      }
     }
   }
 
  private:
-  std::mutex mutex_;
-  std::condition_variable all_here_;
-  unsigned here_ = 0, round_ = 0;
+  std::atomic<unsigned> here_ = 0, round_ = 0;
 };
 
 struct Warp {
