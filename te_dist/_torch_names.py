@@ -183,6 +183,11 @@ ATTRIBUTES = (
         "parameter looks like any other, and what writes its `.grad` by hand is lost",
     ),
     Private(
+        "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module",
+        "whether DistributedDataParallel reduces gradients at the end of the coming backward pass, by which those that "
+        "are written by hand are missed; the modules inside of it are not told",
+    ),
+    Private(
         "torch.Tensor._make_wrapper_subclass",
         "the only constructor of a tensor without storage of its own",
     ),

@@ -25,6 +25,7 @@ from torch.distributed import _composable_state, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
@@ -50,6 +51,7 @@ __all__ = [
     "disabled_torch_function",
     "gather_end_to_end",
     "in_backward",
+    "in_ddp_forward",
     "is_autocast_anywhere",
     "is_dispatch_watched",
     "is_first_of_unit",
@@ -77,6 +79,11 @@ TESTED = ("2.11", "2.13")
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass; a recomputed forward pass is."""
     return torch._C._current_graph_task_id() != -1
+
+
+def in_ddp_forward() -> bool:
+    """Whether this is inside of the forward pass of a DistributedDataParallel."""
+    return DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def process_group(name: str) -> dist.ProcessGroup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Unpack
@@ -19,6 +20,7 @@ from te_dist.nn.grouped_weights import apart, packed, together
 from te_dist.nn.module import QuantizedModule, weight_of
 from te_dist.nn.options import read
 from te_dist.nn.site import autocast_of_torch, without_values
+from te_dist.tensor import QuantizedTensor
 
 Splits = Sequence[int] | Tensor | GroupTable
 
@@ -68,6 +70,7 @@ class GroupedLinear(QuantizedModule):
         self.weight_names = _names("weight", num_gemms, is_one=self.single_grouped_weight)
         self.bias_names = _names("bias", num_gemms, is_one=self.single_grouped_bias) if bias else ()
         self._later: list[Callable[[], None]] = []
+        self._wgrad_hooks: list[Callable[[], Any]] = []
         self.gemm = GroupedSite(num_gemms, self.in_features, self.out_features, name=self.name)
         self.gemm.fuses_wgrad = self._fuses_wgrad
         self.gemm.saves_original = known.get("save_original_input", False)
@@ -126,9 +129,9 @@ class GroupedLinear(QuantizedModule):
             RuntimeError: sizes on the host, or `skip_weight_quantization` for the first time, while a CUDA graph is
                 captured; `is_first_microbatch=False` where the weights or the recipe have changed.
         """
-        x = autocast_of_torch(inp.flatten(0, -2) if inp.dim() != 2 else inp)  # noqa: PLR2004
         weights, biases = self._local(self.weight_names), self._local(self.bias_names)
-        self._check_input(x, weights[0])
+        self._check_input(inp, weights[0])
+        x = autocast_of_torch(inp.flatten(0, -2) if inp.dim() != 2 else inp)  # noqa: PLR2004
         if out is not None:
             _check_buffer("out", out, x, self.out_features)
         if dgrad_out is not None:
@@ -164,12 +167,25 @@ class GroupedLinear(QuantizedModule):
         self.pack()
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: the gradients that are left to compute are those of the original."""
+        return self.__dict__ | {"_later": []}
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
+        """Adds what `backward_dw` calls once it has written gradients of weights, as TransformerEngine does.
+
+        Hooks of autograd run in backward, before there are any.
+        """
+        self._wgrad_hooks.append(hook)
+
     def backward_dw(self) -> None:
         """Computes the gradients of the weights that `delay_wgrad_compute` has left; nothing where it has left none."""
         waiting, self._later[:] = list(self._later), []
         with torch.no_grad():
             for compute in waiting:
                 compute()
+        for hook in self._wgrad_hooks if waiting else ():
+            hook()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Takes weights and biases of all groups together, or one by one, whichever of the two this module has."""
@@ -239,11 +255,8 @@ class GroupedLinear(QuantizedModule):
 
     def _check_input(self, x: Tensor, weight: Tensor) -> None:
         label = self.name or "GroupedLinear"
-        if x.shape[-1] != self.in_features:
-            raise ValueError(
-                f"{label}: the input of shape {tuple(x.shape)} has {x.shape[-1]} columns, the weights take "
-                f"{self.in_features}"
-            )
+        if x.dim() < 2 or x.shape[-1] != self.in_features:  # noqa: PLR2004
+            raise ValueError(f"{label}: the input is (..., rows, {self.in_features}), got shape {tuple(x.shape)}")
         if weight.is_meta and not x.is_meta:
             raise without_values(label)
 
@@ -260,10 +273,16 @@ class GroupedLinear(QuantizedModule):
                 )
             if x.is_cpu and not torch.compiler.is_compiling():
                 self._check_sizes(m_splits.tolist(), rows)
-            return group_table(m_splits, rows).tensor
+            return group_table(m_splits.contiguous(), rows).tensor
         if isinstance(m_splits, Tensor) and m_splits.device.type != "cpu":
             raise ValueError(f"{label}: m_splits is on {m_splits.device}, the input on {x.device}; move one of them")
-        sizes = [int(size) for size in m_splits]
+        try:
+            sizes = [operator.index(size) for size in m_splits]  # type: ignore[arg-type]
+        except TypeError as error:
+            raise TypeError(
+                f"{label}: m_splits is a list of whole numbers, an int tensor ({self.num_gemms},) or a group table of "
+                f"one, got {m_splits!r}"
+            ) from error
         self._check_sizes(sizes, rows)
         return group_table(_on_device(sizes, x.device), rows).tensor
 
@@ -323,3 +342,16 @@ def _check_buffer(name: str, buffer: Tensor, x: Tensor, cols: int) -> None:
             f"requires_grad={buffer.requires_grad}; wanted {wanted[1]} of {wanted[0]} on {wanted[2]}, contiguous, "
             "without requires_grad"
         )
+    if name == "out" and not torch.compiler.is_compiling() and _overlap(buffer, x):
+        raise ValueError("out: got memory of the input, which is read while out is written, and again in backward")
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two plain tensors have memory in common; gaps between elements count as theirs."""
+    if isinstance(b, QuantizedTensor) or not a.numel() or not b.numel() or a.is_meta:
+        return False
+    ends = [
+        t.data_ptr() + t.element_size() * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
+        for t in (a, b)
+    ]
+    return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]

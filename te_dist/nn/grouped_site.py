@@ -198,6 +198,12 @@ class GroupedSite(LinearSite):
                 f"{self._label}: the weights are gathered by FSDP2, under which {' and '.join(found)} would lose "
                 "gradients or updates; leave it out"
             )
+        by_hand = (given.later is not None or self.fuses_wgrad) and torch.is_grad_enabled()
+        if by_hand and _torch_private.in_ddp_forward():
+            raise ValueError(
+                f"{self._label}: DistributedDataParallel reduces the gradients that backward returns, and would never "
+                "see those of delay_wgrad_compute and fuse_wgrad_accumulation; leave these out"
+            )
 
     def _check_weights(self, weights: Sequence[Tensor]) -> None:
         """All are plain, or all in one format."""
