@@ -82,12 +82,12 @@ def kernels_of(
 
 
 def _rehearse_group(weight: GroupedParameter) -> None:
-    """Matrices are quantized to initialize them and decoded to make masters; what is gathered is derived."""
+    """Matrices are quantized to initialize them, and from masters, which are decoded; what is gathered is derived."""
     gathered = weight.storage.blank(weight.format, device="meta", fields=weight.format.canonical.fields)
     values = torch.empty(gathered.shape, dtype=weight.dtype, device="meta")
     for matrix, own in gathered.matrices(values)[:1]:
         matrix.quantize_(own)
-        matrix.dequantize(torch.float32)
+        _rehearse_update(matrix)
     if weight.format.columnwise_is_derivable:
         gathered.derive(Direction.COLUMNWISE)
 
@@ -99,10 +99,14 @@ def _rehearse_weight(weight: ShardedParameter, shards: Shards | None) -> None:
     region = whole.region
     if shards is not None:
         region = Cut(region, weight.shape).parts(shards.count)[shards.index]
-    shard = _on_meta(weight.storage, region)
-    masters: Tensor = shard.dequantize(torch.float32)
-    shard.quantize_(masters)
-    shard.quantize_(masters, find_amaxes(masters, shard.format, region))
+    _rehearse_update(_on_meta(weight.storage, region))
+
+
+def _rehearse_update(part: QuantizedStorage) -> None:
+    """Masters are decoded at first, and quantized in every step, by scales that ranks agree on where they share any."""
+    masters: Tensor = part.dequantize(torch.float32)
+    part.quantize_(masters)
+    part.quantize_(masters, find_amaxes(masters, part.format, part.region))
 
 
 def _on_meta(storage: QuantizedStorage, region: Region) -> QuantizedStorage:

@@ -16,7 +16,7 @@ from te_dist.fsdp2.ahead import kernels_of
 from te_dist.kernels import movement, runtime
 from te_dist.kernels.cache import Compiled
 from te_dist.nn import products, rehearsal
-from te_dist.nn.moe import MoE, Routing
+from te_dist.nn.moe import MoE, Routing, StackedExperts
 from te_dist.quantizers import base
 from tests.nn.recipes import DEFAULTS
 
@@ -39,6 +39,26 @@ def made(model_recipe: recipe.Recipe, *, quantized: bool) -> nn.Module:
 def made_of_experts(model_recipe: recipe.Recipe, *, quantized: bool) -> nn.Module:
     with te.quantized_model_init(quantized, recipe=model_recipe):
         model = MoE(128, 128, Routing(4, 2), shared_ffn_hidden_size=128, params_dtype=torch.bfloat16)
+    if not quantized:
+        te.prepare(model, model_recipe)
+    return model
+
+
+class Converted(nn.Module):
+    """Stacked experts behind a router of somebody else's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = StackedExperts(4, 128, 128, params_dtype=torch.bfloat16)
+
+    def forward(self, x):
+        weights, chosen = x[:, :4].softmax(-1).topk(2)
+        return self.experts(x, chosen, weights)
+
+
+def made_by_conversion(model_recipe: recipe.Recipe, *, quantized: bool) -> nn.Module:
+    with te.quantized_model_init(quantized, recipe=model_recipe):
+        model = Converted()
     if not quantized:
         te.prepare(model, model_recipe)
     return model
@@ -68,7 +88,7 @@ def step(model: nn.Module, model_recipe: recipe.Recipe) -> None:
     out.float().square().mean().backward()
 
 
-@pytest.mark.parametrize("make", [made, made_of_experts])
+@pytest.mark.parametrize("make", [made, made_of_experts, made_by_conversion])
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("model_recipe", DEFAULTS, ids=lambda r: type(r).__name__)
 def test_a_rehearsal_notes_what_a_step_launches(model_recipe, quantized, make, monkeypatch):
