@@ -91,6 +91,8 @@ ATTRIBUTES = (
         "whether somebody sees what a module is given; there is a public way to add a hook, none to ask for any",
     ),
     Private("torch.nn.Module._forward_hooks", "the same of those who see what it is given and returns"),
+    Private("torch.nn.Module._backward_hooks", "the same of those who see gradients"),
+    Private("torch.nn.Module._backward_pre_hooks", "the same of those who see gradients of outputs"),
     Private(
         "torch._C._len_torch_dispatch_stack",
         "whether ops are being watched, asked on every pass; the public class tells of no mode but its own",

@@ -37,8 +37,8 @@ def convert(model: nn.Module, plan: Mapping[str, Recipe | None]) -> dict[str, Qu
 
     Raises:
         ValueError: a pattern fits no module, the model is such a module itself, a weight to be quantized is tied to
-            another module, the model is sharded already, features do not fit the recipe, or a recipe is meant for
-            experts that compute something else. The model is unchanged then.
+            another module, the model is sharded already, features do not fit the recipe, a module has hooks, or a
+            recipe is meant for experts that compute something else. The model is unchanged then.
     """
     chosen = _choose(model, plan)
     made = {name: _made_of(model.get_submodule(name), name, recipe) for name, recipe in chosen.items()}
@@ -70,6 +70,7 @@ def _choose(model: nn.Module, plan: Mapping[str, Recipe | None]) -> dict[str, Re
     for name, param in model.named_parameters(remove_duplicate=False):
         users.setdefault(id(param), []).append(name)
     for name, recipe in chosen.items():
+        _check_hooks(model.get_submodule(name), name)
         for key, weight in _weights(model.get_submodule(name)).items():
             if isinstance(weight, DTensor):
                 raise ValueError(f"{name}.{key} is sharded already; convert the model before sharding it")
@@ -97,6 +98,16 @@ def _can_be_exchanged(module: nn.Module, name: str, recipe: Recipe | None) -> bo
             "that fits it, to leave it as it is; or build the model with te_dist.nn.MoE"
         )
     return why is None
+
+
+def _check_hooks(module: nn.Module, name: str) -> None:
+    """Raises for what would not come along."""
+    hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    if any(hooks) or "forward" in vars(module):
+        raise ValueError(
+            f"{name} has hooks, or a forward that was put in the place of its own, which would be lost; convert the "
+            "model before these are added"
+        )
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:

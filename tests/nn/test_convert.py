@@ -123,3 +123,22 @@ def test_features_that_do_not_fit_change_nothing() -> None:
 def test_a_linear_without_a_parent_is_refused() -> None:
     with pytest.raises(ValueError, match="no parent"):
         te.convert(nn.Linear(32, 32), {"*": None})
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda module: module.register_forward_hook(print),
+        lambda module: module.register_forward_pre_hook(print),
+        lambda module: module.register_full_backward_hook(print),
+        lambda module: module.register_full_backward_pre_hook(print),
+        lambda module: setattr(module, "forward", print),
+    ],
+    ids=["forward", "forward_pre", "backward", "backward_pre", "replaced"],
+)
+def test_hooks_are_not_lost(add) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    add(model[1])
+    with pytest.raises(ValueError, match="1 has hooks, or a forward that was put in the place of its own"):
+        te.convert(model, {"*": None})
+    assert type(model[0]) is nn.Linear
