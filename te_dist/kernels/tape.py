@@ -6,7 +6,7 @@ checks, grids) costs the CPU more than to issue them, and the answer is the same
 while it runs in the ordinary way: allocations, ops of torch, and launches, whose parameters are numbers and addresses.
 On tensors of the same types, shapes, strides and alignments the tape does the same again with other addresses, and
 Python decides nothing. What is recorded may therefore depend on these, and on what the caller puts into the key of a
-tape, but on no values.
+tape, but on no values. Ops that are called one by one have tapes too (`ops._taped`).
 
 A tape stays blank, and its function always runs in the ordinary way, where something else happened: a collective, a
 tensor from elsewhere, an address that no tensor of the function holds. CPU tensors, subclasses of tensors (those of
