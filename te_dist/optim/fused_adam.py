@@ -133,6 +133,8 @@ class FusedAdam(torch.optim.Optimizer):
                     if device not in by_device:
                         by_device[device] = [[] for _ in self.param_groups]
                     by_device[device][number].append((param, local_tensor(grad).contiguous()))
+        if not by_device:
+            masters.warn_of_no_gradients(self)
         for device, groups in by_device.items():
             self._update(device, groups)
         return loss

@@ -90,11 +90,12 @@ class MasterWeights(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 evaluated.append(closure())
-        if closure is not None:  # what calls it may write into all parameters, by way of one vector (LBFGS)
-            for param in tuple(self._without):
+            for param in tuple(self._without):  # what calls it may write into all, by way of one vector (LBFGS)
                 self._make_master(param, even_frozen=True)
         self._hand_in()
         updated = self._hand_in_gradients()
+        if not updated:
+            masters.warn_of_no_gradients(self)
 
         def evaluate() -> Any:
             if evaluated:

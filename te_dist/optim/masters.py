@@ -6,6 +6,7 @@ as the bytes of the whole matrix of masters quantized at once.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -83,6 +84,16 @@ def gradient(param: Tensor) -> Tensor | None:
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
         return grad.redistribute(placements=param.placements)
     return grad
+
+
+def warn_of_no_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """At a step at which no parameter has a gradient, where there was none before: mostly it has those of nobody."""
+    if not optimizer.state:
+        warnings.warn(
+            f"{type(optimizer).__name__}.step: no parameter has a gradient, at the first step. fully_shard puts others "
+            "in the place of a module's parameters: make the optimizer after it",
+            stacklevel=5,  # where step() is called, past torch's wrappers
+        )
 
 
 def spread_over(param: Tensor) -> tuple[dist.ProcessGroup, ...]:

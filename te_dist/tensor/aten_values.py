@@ -103,11 +103,10 @@ def warn_of_sum(func: Any, target: Any, *others: Any) -> None:
         return  # NOTE: a number comes as a tensor without dimensions
     first = target[0] if isinstance(target, list | tuple) else target
     if isinstance(first, QuantizedTensor):
-        warnings.warn(
-            f"{func} rounds its result to the codes of a quantized tensor of shape {tuple(first.shape)}: a sum over "
-            "many steps (an average, an optimizer of one's own) loses those smaller than the distance of two codes and "
-            "stands still. Sum in plain tensors (value.detach() * 1.0) and copy_ the result; optimizers are in "
-            "te_dist.optim",
+        warnings.warn(  # without the shape: texts that differ are printed again
+            f"{func} rounds its result to the codes of a quantized tensor: a sum over many steps (an average, an "
+            "optimizer of one's own) loses those smaller than the distance of two codes and stands still. Sum in plain "
+            "tensors (value.detach() * 1.0) and copy_ the result; optimizers are in te_dist.optim",
             stacklevel=5,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -114,3 +115,18 @@ def test_a_loaded_master_is_no_part_of_what_it_was_loaded_from(name: str, make: 
     beside.load_state_dict(optimizer.state_dict())
     train(other, beside, 3)
     assert_step_without_rate_keeps(module, optimizer, wanted)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_a_first_step_without_any_gradient_is_warned_of(make: str) -> None:
+    """As when the model was sharded behind the optimizer, which then has parameters of nobody."""
+    module = model("block", 0)
+    optimizer = OPTIMIZERS[make](module)
+    with pytest.warns(UserWarning, match=r"no parameter has a gradient.*after it") as caught:
+        optimizer.step()
+    assert caught[0].filename == __file__
+    train(module, optimizer, 1)
+    optimizer.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
