@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from te_dist import _torch_private
 from te_dist.codecs import grouped_gemm
 from te_dist.context import current_autocast, recipe_named
-from te_dist.formats import Direction
+from te_dist.formats import Direction, Format
 from te_dist.nn import grouped_traced
 from te_dist.nn.grouped_cache import WeightCache
 from te_dist.nn.grouped_products import Given, grouped_linear
 from te_dist.nn.grouped_weights import OneBuffer
 from te_dist.nn.products import Plan
-from te_dist.nn.site import Answers, LinearSite, answers_of, check_features, described, quantizer_of
+from te_dist.nn.site import Answers, LinearSite, answers_of, check_features, check_reduced, described, quantizer_of
 from te_dist.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from te_dist.recipe import Recipe
 from te_dist.scaling.history import DelayedScalingRequest
@@ -29,6 +29,7 @@ from te_dist.tensor import QuantizedTensor
 
 ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
 PLAIN = Plan(IdentityQuantizer(), IdentityQuantizer(), IdentityQuantizer())  # until a site knows better
+BY_HAND = ("delay_wgrad_compute", "fuse_wgrad_accumulation")  # options by which backward returns no gradients
 NO_HISTORIES = (
     "experts of several ranks have none, since checkpoints hold those of one rank and a reduction mixes those of "
     "different experts; take Float8CurrentScaling or a recipe with a scale for each block"
@@ -198,12 +199,8 @@ class GroupedSite(LinearSite):
                 f"{self._label}: the weights are gathered by FSDP2, under which {' and '.join(found)} would lose "
                 "gradients or updates; leave it out"
             )
-        by_hand = (given.later is not None or self.fuses_wgrad) and torch.is_grad_enabled()
-        if by_hand and _torch_private.in_ddp_forward():
-            raise ValueError(
-                f"{self._label}: DistributedDataParallel reduces the gradients that backward returns, and would never "
-                "see those of delay_wgrad_compute and fuse_wgrad_accumulation; leave these out"
-            )
+        if given.later is not None or self.fuses_wgrad:
+            check_reduced(" and ".join(name for name in found if name in BY_HAND), self._label)
 
     def _check_weights(self, weights: Sequence[Tensor]) -> None:
         """All are plain, or all in one format."""
@@ -211,11 +208,15 @@ class GroupedSite(LinearSite):
             return
         formats = [weight.storage.format if isinstance(weight, QuantizedTensor) else None for weight in weights]
         if any(format is not formats[0] and format != formats[0] for format in formats):
-            found = sorted({"plain" if format is None else str(list(format.fields)) for format in formats})
+            found = "; ".join(sorted({"plain" if format is None else _codecs_of(format) for format in formats}))
             raise ValueError(
                 f"{self._label}: weights of one GroupedLinear have one format, or are all plain, got {found}; quantize "
                 "all of them by one recipe (hybrid and plain quantizers do not mix)"
             )
+
+
+def _codecs_of(format: Format) -> str:
+    return ", ".join(f"{direction.value} {format[direction].codec}" for direction in format.directions)
 
 
 @torch.compiler.assume_constant_result

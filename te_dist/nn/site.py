@@ -134,6 +134,8 @@ class LinearSite(nn.Module):
     def _at_once(self, x: Tensor, weight: Tensor, bias: Tensor | None, front: str) -> Tensor:
         plan = self.plan(x, weight)
         if plan is not None:
+            if plan.fuses_wgrad:
+                check_reduced("fuse_wgrad_accumulation", self.name or "Linear")
             return linear(x, weight, bias, plan=plan, front=front)
         x = activations.find(front)(x) if front else x
         if isinstance(weight, QuantizedTensor) or isinstance(x, QuantizedTensor):
@@ -264,6 +266,15 @@ def prepare(model: nn.Module, recipe: Recipe) -> None:
             rehearsal.expect(site, recipe)
     if any(param.is_cuda for param in model.parameters()):
         prepare_kernels(model)
+
+
+def check_reduced(option: str, label: str) -> None:
+    """Raises ValueError inside of a DistributedDataParallel, for an option by which gradients are written by hand."""
+    if torch.is_grad_enabled() and _torch_private.in_ddp_forward():
+        raise ValueError(
+            f"{label}: DistributedDataParallel reduces the gradients that backward returns, and would never see those "
+            f"of {option}; leave it out"
+        )
 
 
 def without_values(label: str) -> ValueError:

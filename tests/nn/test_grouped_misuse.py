@@ -1,4 +1,4 @@
-"""What GroupedLinear is not to be given, and gradients that would have gone astray."""
+"""What GroupedLinear is not to be given, and gradients that would have gone astray, of other modules too."""
 
 from __future__ import annotations
 
@@ -96,6 +96,12 @@ def replicate(rank: int, world: int) -> None:
             backward(wrapped)
         with torch.no_grad(), te.autocast(recipe=RECIPE):
             wrapped(normal(sum(SIZES), IN), SIZES)
+    dense = DistributedDataParallel(te.LayerNormLinear(IN, OUT, fuse_wgrad_accumulation=True))
+    with (
+        te.autocast(recipe=RECIPE),
+        pytest.raises(ValueError, match="never see those of fuse_wgrad_accumulation"),
+    ):
+        dense(normal(16, IN))
     module, alone = make(), make()
     backward(DistributedDataParallel(module))
     backward(alone)
@@ -105,3 +111,14 @@ def replicate(rank: int, world: int) -> None:
 
 def test_gradients_that_replicas_would_not_reduce_are_refused() -> None:
     pool(2).run(replicate)
+
+
+def test_weights_of_several_formats_are_told_by_their_codecs() -> None:
+    with te.quantized_model_init(recipe=RECIPE):
+        module = make()
+    module.weight1 = torch.nn.Parameter(normal(OUT, IN))
+    found = r"got plain; rowwise Block\(tile=\(128, 128\), .*; rowwise MxFp8\(.*, columnwise MxFp8\(tile=.*; quantize"
+    with te.quantized_model_init(recipe=recipe.MXFP8BlockScaling()):
+        module.weight2 = make().weight2
+    with te.autocast(recipe=RECIPE), pytest.raises(ValueError, match=found):
+        module(normal(sum(SIZES), IN), SIZES)
