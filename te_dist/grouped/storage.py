@@ -365,6 +365,8 @@ def quantize(x: Values, format: Format) -> GroupedStorage:
     if isinstance(x, Tensor) and x.dim() != 3:
         raise ValueError(f"got shape {tuple(x.shape)}, wanted (members, rows, cols), or a list of matrices")
     shapes = [tuple(matrix.shape) for matrix in x]
+    if any(len(shape) != 2 for shape in shapes):  # noqa: PLR2004
+        raise ValueError(f"got {shapes}, wanted a list of matrices, (rows, cols) each")
     group = Group.whole(*x.shape) if isinstance(x, Tensor) else group_of(shapes)  # type: ignore[arg-type]
     for region in dict.fromkeys(group.regions):
         for direction in format.directions:

@@ -109,7 +109,8 @@ class WeightCache:
                     "run a pass with these weights and this recipe before it is captured"
                 )
             self._flagged = None
-            self._flagged = FlaggedWeights(weights, known, label=self._label)
+            with torch.inference_mode(False):  # training writes into what an evaluation came upon first
+                self._flagged = FlaggedWeights(weights, known, label=self._label)
             flag = torch.zeros_like(flag)
         if captures and self._flagged not in self._captured:
             self._captured.append(self._flagged)

@@ -84,6 +84,15 @@ def test_the_first_call_quantizes_whatever_the_flag_says() -> None:
     check(step(make(), BLOCK, torch.ones(())), step(make()))
 
 
+def test_training_goes_on_with_what_an_evaluation_has_quantized() -> None:
+    module, flag = make(), torch.zeros(1)
+    with torch.inference_mode():
+        call(module, flag=flag)
+    scale_weights(module, 1.7)
+    check(step(module, BLOCK, torch.ones(1)), step(make()))
+    check(step(module, BLOCK, flag), step(make(1.7)))
+
+
 @pytest.mark.parametrize("how", ["data", "assign", "dtype", "recipe"])
 def test_weights_that_lie_elsewhere_are_quantized_again(how: str) -> None:
     module, flag, made_by = make(), torch.zeros(1, dtype=torch.bool), BLOCK
