@@ -101,7 +101,7 @@ def _cache() -> KernelCache:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What `te-dist plan` takes beside the configuration."""
+    """What `te-dist plan` takes beside the configuration and the job's overrides of it (--recipe mxfp8 --mesh.tp 2)."""
 
     world_size: int = 0
     """Ranks; 0 for as many as the configuration's mesh has."""

@@ -96,7 +96,8 @@ class Precision:
         if not masters.is_quantized(param) and self._is_rounded(param) and param.dtype != _BF16:
             raise ValueError(
                 f"a parameter of shape {tuple(param.shape)} would be rounded by chance: got {param.dtype}, wanted "
-                "bfloat16; give it an fp32 master (master_weights=True), or pass stochastic_rounding=False"
+                "bfloat16; give it an fp32 master (master_weights=True, master_weight_dtype=torch.float32), or pass "
+                "stochastic_rounding=False"
             )
         cut = _smallest_cut(param) if any(self._type(name, param) == _BYTES for name in MOMENTS) else 0
         if cut % MOMENT_BLOCK:
