@@ -76,6 +76,40 @@ class KeptProgram {
   std::vector<py::object> kernels_;
 };
 
+bool is_one_of(const py::tuple& classes, py::handle value) {
+  return std::any_of(classes.begin(), classes.end(), [&](py::handle known) { return known.is(py::type::handle_of(value)); });
+}
+
+bool is_constant(py::handle value) {
+  PyObject* object = value.ptr();
+  return value.is_none() || PyBool_Check(object) || PyLong_CheckExact(object) || PyFloat_CheckExact(object) ||
+         PyUnicode_CheckExact(object);
+}
+
+bool take_apart(py::handle values, const py::tuple& classes, py::list* tensors, py::list* others) {
+  for (const py::handle value : values) {
+    if (is_one_of(classes, value)) {
+      tensors->append(value);
+      others->append(classes[0]);
+    } else if (is_constant(value)) {
+      others->append(value);
+    } else if (PyTuple_Check(value.ptr()) || PyList_Check(value.ptr())) {
+      py::list within;
+      if (!take_apart(value, classes, tensors, &within)) return false;
+      others->append(py::tuple(within));
+    } else {
+      return false;
+    }
+  }
+  return true;
+}
+
+py::object apart(const py::tuple& values, const py::tuple& classes) {
+  py::list tensors, others;
+  if (!take_apart(values, classes, &tensors, &others)) return py::none();
+  return py::make_tuple(py::tuple(tensors), py::tuple(others));
+}
+
 template <class Value>
 void append(std::string* bytes, const Value* values, size_t count = 1) {
   bytes->append(reinterpret_cast<const char*>(values), count * sizeof(Value));
@@ -85,9 +119,8 @@ py::object signature(const py::tuple& tensors, const py::tuple& classes, uint64_
   std::string bytes;
   bytes.reserve(64 * tensors.size());
   for (const py::handle tensor : tensors) {
-    const auto is_its = [&](py::handle known) { return known.is(py::type::handle_of(tensor)); };
     dlpack::Tensor found;
-    if (std::none_of(classes.begin(), classes.end(), is_its) || !describe(tensor.ptr(), &found)) return py::none();
+    if (!is_one_of(classes, tensor) || !describe(tensor.ptr(), &found)) return py::none();
     const uint64_t remainder = address_of(found) % alignment;
     append(&bytes, &found.dtype);
     append(&bytes, &found.device);
@@ -123,6 +156,10 @@ void define_host(py::module_& parent) {
            "by slot the position of its tensor among those of a run.")
       .def("run", &KeptProgram::run, "(device, stream, list of tensors)")
       .def_property_readonly("position", &KeptProgram::position, "Number of the launch that failed, after an exception.");
+  module.def("apart", &apart,
+             "The tensors of these classes among values and in tuples and lists of them; and the values, with a class in "
+             "the place of every tensor. None where there is anything but such tensors and numbers, strings and None: "
+             "(values, classes).");
   module.def("signature", &signature,
              "Types, devices, shapes, strides and addresses modulo `alignment` of a tuple of tensors, as bytes; None where "
              "one is of none of the `classes`, or has no place in memory: (tensors, classes, alignment).");

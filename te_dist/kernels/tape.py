@@ -28,7 +28,7 @@ from te_dist.kernels.runtime import Launch, listening
 _ALIGNMENT = 128  # bytes: kernels choose by less
 _WORKSPACE_ALIGNMENT = 512  # bytes, as torch aligns allocations
 _MAX_TAPES = 64  # of a module; shapes that change all the time are not worth a tape
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)  # classes of tensors that are recorded
 _QUICK = {  # the same without a look-up of overloads
     torch.ops.aten.t.default: Tensor.t,
     torch.ops.aten.view.default: Tensor.view,
@@ -57,7 +57,7 @@ class Tapes:
         """
         if not is_recordable(tensors[0]):
             return function()
-        signature = _C.cuda.signature(tensors, _PLAIN, _ALIGNMENT)
+        signature = _C.cuda.signature(tensors, PLAIN, _ALIGNMENT)
         if signature is None:
             return function()
         place = (signature, key)
@@ -199,7 +199,7 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func.namespace != "te_dist":  # the launches of its ops are recorded
             made = list(out) if isinstance(out, tuple | list) else [] if out is None else [out]
-            known = func.namespace == "aten" and all(kind in _PLAIN for kind in types)
+            known = func.namespace == "aten" and all(kind in PLAIN for kind in types)
             if known and all(isinstance(tensor, Tensor) for tensor in made):
                 self._record(func, args, kwargs, made)
             else:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec
 
 import torch
-from torch import Tensor
 
-from te_dist.kernels.tape import Tapes
+from te_dist import _C
+from te_dist.kernels.tape import PLAIN, Tapes
 from te_dist.ops.source import Source, flat_source
 
 P = ParamSpec("P")
 
-_CONSTANTS = frozenset((bool, int, float, str, type(None)))
 _MAX_TAPES = 1024  # of an op, which serves all that is computed in a process
 
 
@@ -30,25 +29,15 @@ def taped(op: Callable[P, None]) -> Callable[P, None]:
     def issue(*args: P.args, **keywords: P.kwargs) -> None:
         if torch.compiler.is_compiling():
             return op(*args, **keywords)
-        tensors: list[Tensor] = []
-        values = _apart((*args, *keywords.values()), tensors)
-        tapes.run((len(args), *keywords, *values), tuple(tensors), lambda: (op(*args, **keywords) or (), None))
+        given = (*args, *keywords.values())
+        tensors, values = _C.cuda.apart(given, PLAIN) or _C.cuda.apart(tuple(map(_flat, given)), PLAIN) or ((), ())
+        if not tensors:
+            return op(*args, **keywords)
+        tapes.run((len(args), *keywords, *values), tensors, lambda: (op(*args, **keywords) or (), None))
 
     return issue
 
 
-def _apart(values: Iterable[Any], tensors: list[Tensor]) -> list[Hashable]:
-    """What is to be known of arguments besides their tensors, which are added to `tensors`."""
-    known: list[Hashable] = []
-    for value in values:
-        kind = type(value)
-        if kind in _CONSTANTS or (kind is tuple and _CONSTANTS.issuperset(map(type, value))):
-            known.append(value)
-        elif isinstance(value, Tensor):
-            tensors.append(value)
-            known.append(Tensor)
-        elif isinstance(value, Source | tuple | list):
-            known.append(tuple(_apart(flat_source(value) if isinstance(value, Source) else value, tensors)))
-        else:
-            known.append(value)
-    return known
+def _flat(value: Any) -> Any:
+    """A source as its name and its tensors."""
+    return flat_source(value) if isinstance(value, Source) else value

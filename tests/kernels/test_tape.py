@@ -258,6 +258,18 @@ def test_an_op_that_is_called_otherwise_runs_itself() -> None:
     assert issued.runs == len(calls)
 
 
+def test_an_op_of_other_classes_of_tensors_runs_itself() -> None:
+    class Other(Tensor):
+        pass
+
+    issued, out = Issued(), torch.empty(64)
+    for given in (torch.randn(8, 8).as_subclass(Other), SwiGlu(torch.randn(8, 8).as_subclass(Other))):
+        issued.runs = 0
+        for _ in range(2):
+            issued.op(given, out=out if isinstance(given, Tensor) else out[:32])
+        assert issued.runs == 2
+
+
 def test_what_an_op_refuses_it_refuses_again(kernel: CopyKernel) -> None:
     issued = Issued()
     for _ in range(2):
