@@ -111,6 +111,40 @@ def test_a_captured_pass_replays_with_other_routings(name: str) -> None:
     check_replays(module, name, grad, lambda x: fresh(name, x, grad))
 
 
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "bf16"])
+def test_a_flag_says_whether_a_captured_pass_quantizes_the_weights_of_experts(name: str) -> None:
+    torch.manual_seed(0)
+    module, flag = MoE(HIDDEN, FFN, ROUTING, params_dtype=torch.bfloat16, device="cuda"), torch.zeros(1, device="cuda")
+    x, grad, graph, stream = tokens(0), tokens(9), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+
+    def forward(block: MoE, **kept: Any) -> Tensor:
+        with te.autocast(recipe=RECIPES[name]):
+            out = block(x, **kept)
+        out.backward(grad)
+        return out.detach()
+
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            forward(module, skip_weight_quantization=flag)
+    torch.cuda.current_stream().wait_stream(stream)
+    module.zero_grad()
+    with torch.cuda.graph(graph):
+        out = forward(module, skip_weight_quantization=flag)
+    for factor, skips in ((1.0, False), (2.5, True), (1.0, False), (0.3, True)):
+        with torch.no_grad():
+            module.experts.fc1.weight.mul_(factor)
+        if not skips:
+            twin = MoE(HIDDEN, FFN, ROUTING, params_dtype=torch.bfloat16, device="cuda")
+            twin.load_state_dict(module.state_dict())
+        flag.fill_(skips)
+        graph.replay()
+        twin.zero_grad()
+        assert_bitwise(out, forward(twin), f"y of {factor} {skips}")
+        got, want = module.experts.fc1.weight.grad, twin.experts.fc1.weight.grad
+        assert_bitwise(got, want, f"dw of {factor} {skips}")
+
+
 def check_replays(module: MoE, name: str, grad: Tensor, expected: Any) -> None:
     """Captures forward and backward once, and compares replays with what `expected` gives for the same tokens."""
     stream = torch.cuda.Stream()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, get_args
+from typing import Any, Literal, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
@@ -82,32 +82,47 @@ class MoE(nn.Module):
         if self.dropped is not None:
             self.dropped.zero_()
 
-    def forward(self, inp: Tensor) -> Tensor:
-        """(..., hidden_size) of `inp` of that shape."""
+    def forward(
+        self,
+        inp: Tensor,
+        *,
+        is_first_microbatch: bool | None = None,
+        skip_weight_quantization: Tensor | None = None,
+    ) -> Tensor:
+        """(..., hidden_size) of `inp` of that shape.
+
+        Args:
+            inp: tokens.
+            is_first_microbatch: whether plain weights of the experts are quantized now, and kept, or taken as they were
+                kept, see `GroupedLinear.forward`. Those of shared experts are quantized in every call.
+            skip_weight_quantization: the same, turned round and read on the device.
+        """
         x = inp.reshape(-1, inp.shape[-1])
         routed = self.router(x)
-        out = self._outside_of_graphs(x, routed) if torch.compiler.is_compiling() else self._mix(x, routed)
+        kept = {"is_first_microbatch": is_first_microbatch, "skip_weight_quantization": skip_weight_quantization}
+        mix = self._outside_of_graphs if torch.compiler.is_compiling() else self._mix
+        out = mix(x, routed, **kept)
         if self.shared_experts is not None:
             out = out + self.shared_experts(x)
         # No view to autograd, since FSDP2 warns of modules that return one.
         return out if out.shape == inp.shape else torch.ops.aten._unsafe_view(out, inp.shape)
 
-    def _mix(self, x: Tensor, routed: Routed) -> Tensor:
-        """(T, H): what the chosen experts make of every row of `x` (T, H)."""
+    def _mix(self, x: Tensor, routed: Routed, **kept: Any) -> Tensor:
+        """(T, H): what the chosen experts make of every row of `x` (T, H); `kept`: keywords of `GroupedMLP.forward`."""
         x = autocast_of_torch(x)  # as rows travel
         self.experts.check_histories()  # on every rank, before it waits for others
         quantizer = self.experts.input_quantizer(x) if self.payload == "quantized" else None
         arrived = self.dispatcher.dispatch(x, routed, quantizer=quantizer)
         if arrived.dropped is not None and self.dropped is not None and self.training and not in_backward():
             self.dropped += arrived.dropped
-        return self.dispatcher.combine(self.experts(arrived.rows, arrived), arrived)
+        return self.dispatcher.combine(self.experts(arrived.rows, arrived, **kept), arrived)
 
     @torch.compiler.disable(
         reason="experts are multiplied and exchanged by code that decides in Python; leave out fullgraph=True: the "
         "router, shared experts and what surrounds a mixture are compiled"
     )
-    def _outside_of_graphs(self, x: Tensor, routed: Routed) -> Tensor:
-        return self._mix(x, routed)
+    def _outside_of_graphs(self, x: Tensor, routed: Routed, **kept: Any) -> Tensor:
+        return self._mix(x, routed, **kept)
 
 
 class ExpertParallel(ParallelStyle):

@@ -75,18 +75,34 @@ class GroupedMLP(nn.Module):
                 part, GroupedLinear(num_experts, *sizes, bias=False, single_grouped_weight=True, **own)
             )
 
-    def forward(self, rows: Tensor, arrived: Arrived) -> Tensor:
+    def forward(
+        self,
+        rows: Tensor,
+        arrived: Arrived,
+        *,
+        is_first_microbatch: bool | None = None,
+        skip_weight_quantization: Tensor | None = None,
+    ) -> Tensor:
         """(R, hidden_size): what experts make of `rows[arrived.by_expert.index]`; zeros behind the last expert's rows.
 
         Args:
             rows: those of `arrived`, plain or quantized; they stand alone so that FSDP2 sees them.
             arrived: how they are sorted, and their probabilities.
+            is_first_microbatch: as of `GroupedLinear`, of both maps.
+            skip_weight_quantization: the same.
 
         Raises:
             ValueError: `fc1` or `fc2` alone was wrapped by FSDP2.
         """
         maps = tuple((fc.gemm, _weight_of(fc)) for fc in (self.fc1, self.fc2))
-        return multiply(maps, rows, arrived, saves_original=self.save_original_input)
+        given = Given(
+            table_of(arrived),
+            PLAIN,
+            saves_original=self.save_original_input,
+            is_first=is_first_microbatch,
+            skip=skip_weight_quantization,
+        )
+        return multiply(maps, rows, arrived, given=given)
 
     def input_quantizer(self, x: Tensor) -> Quantizer | None:
         """What `fc1` quantizes its input by at this moment; None outside of `autocast`."""
@@ -123,15 +139,17 @@ class GroupedMLP(nn.Module):
             module.gemm.scaling = None  # a history for each expert here, made when it is asked for
 
 
-def multiply(
-    maps: tuple[tuple[GroupedSite, Tensor], ...], rows: Tensor, arrived: Arrived, *, saves_original: bool
-) -> Tensor:
+def table_of(arrived: Arrived) -> Tensor:
+    """The group table of sorted rows."""
+    index, _, _, counts = arrived.by_expert
+    return group_table(counts, index.shape[0]).tensor
+
+
+def multiply(maps: tuple[tuple[GroupedSite, Tensor], ...], rows: Tensor, arrived: Arrived, *, given: Given) -> Tensor:
     """What `GroupedMLP.forward` gives, by two maps and their weights: to gates and ups, and from what comes of them."""
     rows = autocast_of_torch(rows)
-    index, _, positions, counts = arrived.by_expert
-    table = group_table(counts, index.shape[0]).tensor
+    index, _, positions, _ = arrived.by_expert
     (fc1, first), (fc2, second) = maps
-    given = Given(table, PLAIN, saves_original=saves_original)
     if isinstance(rows, QuantizedTensor):
         hidden = fc1(rows, [first], given=given)
     else:

@@ -12,10 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from te_dist.nn import rehearsal
 from te_dist.nn.grouped_linear import each_member
-from te_dist.nn.grouped_site import GroupedSite
+from te_dist.nn.grouped_products import Given
+from te_dist.nn.grouped_site import PLAIN, GroupedSite
 from te_dist.nn.module import QuantizedModule, weight_of
 from te_dist.nn.moe.dispatch import Arrived
-from te_dist.nn.moe.experts import TwoEach, multiply
+from te_dist.nn.moe.experts import TwoEach, multiply, table_of
 from te_dist.nn.moe.permutation import permute_probabilities, sort_by_expert, unpermute
 from te_dist.nn.options import ModuleOptions, read
 from te_dist.nn.site import without_values
@@ -93,7 +94,7 @@ class StackedExperts(QuantizedModule):
         maps = tuple((site, _local(getattr(self, name))) for site, name in zip(self._sites, NAMES, strict=True))
         if maps[0][1].is_meta and not rows.is_meta:
             raise without_values(self.name or "StackedExperts")
-        return multiply(maps, rows, arrived, saves_original=False)
+        return multiply(maps, rows, arrived, given=Given(table_of(arrived), PLAIN))
 
     @property
     def _sites(self) -> tuple[GroupedSite, GroupedSite]:

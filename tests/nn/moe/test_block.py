@@ -44,13 +44,13 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def run(module: MoE, name: str, x: Tensor) -> list[Tensor]:
+def run(module: MoE, name: str, x: Tensor, **kept: Any) -> list[Tensor]:
     """Output and all gradients of one pass."""
     torch.manual_seed(3)  # of stochastic rounding
     x = x.detach().requires_grad_()
     module.zero_grad()
     with te.autocast(enabled=RECIPES[name] is not None, recipe=RECIPES[name]):
-        out = module(x)
+        out = module(x, **kept)
     out.backward(tokens(*out.shape[:-1], seed=2))
     return [out.detach(), x.grad, *(param.grad for param in module.parameters())]
 
@@ -128,6 +128,25 @@ def test_inputs_that_are_quantized_again_give_the_same_bits(name: str) -> None:
         assert_bitwise(b, a, str(index))
     codes = 0 if name == "plain" else TOKENS * ROUTING.top_k * (HIDDEN + FFN)
     assert found[0][1] - found[1][1] >= codes
+
+
+@pytest.mark.parametrize("name", ["block", "mxfp8"])
+def test_weights_of_experts_are_kept_over_microbatches(name: str) -> None:
+    want = run(make(), name, tokens(TOKENS))
+    by_host, by_flag, flag = make(), make(), torch.zeros(1)
+    for number in range(2):
+        flag.fill_(number)
+        if number:  # the host would see it, and the flag is obeyed
+            with torch.no_grad():
+                by_flag.experts.fc2.weight.mul_(2)
+        kept = run(by_host, name, tokens(TOKENS), is_first_microbatch=number == 0)
+        flagged = run(by_flag, name, tokens(TOKENS), skip_weight_quantization=flag)
+        for place, (value, got, also) in enumerate(zip(want, kept, flagged, strict=True)):
+            assert_bitwise(got, value, f"{place} of {number}")
+            assert_bitwise(also, value, f"{place} of {number}, by a flag")
+    flag.zero_()
+    out = run(by_flag, name, tokens(TOKENS), skip_weight_quantization=flag)[0]
+    assert relative_error(out, want[0]) > 0.1
 
 
 def test_dimensions_in_front_are_kept() -> None:
