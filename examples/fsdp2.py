@@ -15,7 +15,7 @@ dist.init_process_group("gloo")
 mesh = init_device_mesh(device, (dist.get_world_size(),))
 fp8 = recipe.Float8BlockScaling()
 
-with te.quantized_model_init(recipe=fp8), torch.device("meta"):
+with te.quantized_model_init(recipe=fp8, preserve_high_precision_init_val=True), torch.device("meta"):
     blocks = [te.LayerNormMLP(256, 768, normalization="RMSNorm", activation="swiglu", bias=False) for _ in range(4)]
     model = torch.nn.Sequential(*blocks)
 for block in model:

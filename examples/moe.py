@@ -19,7 +19,7 @@ everyone = mesh._flatten("dp")  # tokens differ on every rank
 fp8 = recipe.Float8BlockScaling()
 
 routing = Routing(num_experts=8, top_k=2, aux_loss_coefficient=1e-2, bias_update_rate=1e-3)
-with te.quantized_model_init(recipe=fp8), torch.device("meta"):
+with te.quantized_model_init(recipe=fp8, preserve_high_precision_init_val=True), torch.device("meta"):
     model = torch.nn.ModuleList(MoE(256, 128, routing) for _ in range(2))
 for block in model:
     parallelize_module(block, mesh["ep"], ExpertParallel())
