@@ -44,7 +44,7 @@ def test_a_job_leaves_metrics_picture_checkpoints_and_a_table(unbroken) -> None:
         assert word in output, output
 
 
-def test_a_job_that_lost_a_rank_ends_and_resumes_to_the_bit(unbroken, tiny_job: Callable, launcher) -> None:
+def test_a_job_that_lost_a_rank_ends_and_resumes_to_the_bit(unbroken, tiny_job: Callable, launcher, two_ranks) -> None:
     job = tiny_job(RECIPE)
     process = launcher.start(*TWO_RANKS, *job.command("--checkpoint.every", "2"))
     kill_a_rank_after(job, 3, process.pid)
@@ -52,7 +52,7 @@ def test_a_job_that_lost_a_rank_ends_and_resumes_to_the_bit(unbroken, tiny_job: 
     assert process.returncode != 0
     assert "SIGKILL" in output
     assert all("another rank ended or stopped answering" in message for message in messages(output)), output
-    code, output = launcher.run(*TWO_RANKS, *job.command("--checkpoint.every", "2"))
+    code, output = two_ranks(*job.command("--checkpoint.every", "2"))
     assert code == 0, output
     assert "resumed from" in output
     assert job.metrics("loss") == unbroken[0].metrics("loss")
