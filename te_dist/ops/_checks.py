@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
-from typing import ParamSpec
+from typing import ParamSpec, Protocol
 
 import torch
 from torch import Tensor
@@ -84,7 +84,14 @@ def check_dtype(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> Non
         raise ValueError(f"{name}: got {tensor.dtype}, wanted {wanted}; convert or view it as such")
 
 
-def check_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+class Shaped(Protocol):
+    """A tensor, or what stands for a matrix."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+def check_shape(name: str, tensor: Shaped, shape: Sequence[int]) -> None:
     if tensor.shape != tuple(shape):
         raise ValueError(
             f"{name}: got shape {tuple(tensor.shape)}, wanted {tuple(shape)}; allocate it as its field declares"

@@ -62,9 +62,7 @@ def grouped_gemm_decoded(a: Coded, b: Coded, *, out: Tensor, **product: Unpack[G
     if is_turned(a.codes):
         raise ValueError(f"a: got strides {a.codes.stride()}, wanted contiguous rows, which groups cut; transpose it")
     turned = is_turned(b.codes)
-    check_shape(
-        "b", b.codes.new_empty(b.shape, device="meta"), (cols, groups * depth) if turned else (groups * cols, depth)
-    )
+    check_shape("b", b, (cols, groups * depth) if turned else (groups * cols, depth))
     check_depth(depth, STEP if turned else 1, a, b)
     check_ends_of_rows(Rows(*rest), rows)
     torch.ops.te_dist.grouped_gemm_decoded(*flat(a), *flat(b), *rest)

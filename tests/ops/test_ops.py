@@ -7,6 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from te_dist import _C, ops
+from te_dist._torch_private import TorchDispatchMode, tree_leaves
+from tests.gpu.catalog import groups, groups_by_decoding
 
 U8, F32, BF16 = torch.uint8, torch.float32, torch.bfloat16
 BLOCK_RULE = dict(phase=(0, 0), fp8="e4m3", pow2=True, eps=0.0)
@@ -101,3 +103,22 @@ def test_an_unknown_simd_level_is_refused():
 
 def test_the_fastest_level_is_in_use():
     assert _C.simd_level() == _C.simd_levels()[-1]
+
+
+def test_products_in_groups_make_no_tensor_elsewhere():
+    """What is made on another device keeps a pass from being recorded, see [Note: Tapes]."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            made = [tensor for tensor in tree_leaves(out) if isinstance(tensor, torch.Tensor)]
+            assert all(tensor.device == torch.device("cpu") for tensor in made), f"{func} in {call.name}"
+            return out
+
+    ran = set()
+    for call in (*groups_by_decoding(), *groups()):
+        if call.op.__name__ not in ran:
+            ran.add(call.op.__name__)
+            with Watch():
+                call.run()
+    assert {"grouped_gemm_decoded", "grouped_gemm_float8_block"} <= ran
