@@ -126,7 +126,10 @@ class GroupedSite(LinearSite):
             return self._by_flag(x, weights, given=given, biases=biases, beside=beside)
         if given.is_first is not None and not isinstance(weights[0], QuantizedTensor):
             given = given._replace(cached=self.kept.by_host(weights, plan.weight, is_first=given.is_first))
-        return grouped_linear(x, weights, given=given, biases=biases, beside=beside)
+        out = grouped_linear(x, weights, given=given, biases=biases, beside=beside)
+        if is_one and (x.requires_grad or any(tensor.requires_grad for tensor in beside)):
+            self.one_buffer.guard(out, weights, self._label)
+        return out
 
     def _by_flag(
         self, x: Tensor, weights: Sequence[Tensor], *, given: Given, biases: Sequence[Tensor], beside: Sequence[Tensor]

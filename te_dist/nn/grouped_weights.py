@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -116,11 +117,29 @@ class OneBuffer:
             map(operator.is_, [member.buffers for member in self.members], self._buffers)
         )
 
+    @staticmethod
+    def guard(out: Tensor, weights: Sequence[Tensor], label: str) -> None:
+        """Lets the backward pass of `out` raise where one of the weights was written since.
+
+        Autograd would see it, but it saves none of them.
+        """
+        if out.grad_fn is not None:
+            versions = [weight._version for weight in weights]
+            out.grad_fn.register_prehook(partial(_check_versions, tuple(weights), versions, label))
+
     def __deepcopy__(self, memo: Any) -> None:
         """Nothing: what is copied of the members is no view of a copy of the storage."""
 
     def __reduce__(self) -> Any:
         return type(None), ()
+
+
+def _check_versions(weights: Sequence[Tensor], versions: list[int], label: str, gradients: Any) -> None:
+    if [weight._version for weight in weights] != versions:
+        raise RuntimeError(
+            f"{label}: weights were modified by an inplace operation between the forward pass and this backward pass, "
+            "which reads them; run backward before the optimizer's step, or before anything else is written into them"
+        )
 
 
 def _joined(weights: Sequence[QuantizedTensor], *directions: Direction) -> GroupedStorage:

@@ -205,7 +205,7 @@ class FusedAdam(torch.optim.Optimizer):
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._captured.append(plan)
         plan.run(grads, rules, [AdamSignals(lr, *signals) for lr in own])
-        torch.autograd.graph.increment_version(plan.plain)  # kernels write memory, which autograd does not see
+        torch.autograd.graph.increment_version(plan.written)  # kernels write memory, which autograd does not see
         for each in plan.quantized:
             storage = each.storage
             storage.unsettled = None
@@ -242,7 +242,7 @@ class _Plan:
         kinds: type and alignment of every gradient.
         states: ids of the states of all parameters of the optimizer.
         quantized: of the quantized parameters.
-        plain: the other parameters, and what they hold here.
+        written: all parameters, and what they hold here.
     """
 
     kinds: list[tuple[torch.dtype, int]]
@@ -258,7 +258,7 @@ class _Plan:
         """
         self._places = Places(held)
         self.quantized = [each for each in held if each.storage is not None]
-        self.plain = [tensor for each in held if each.storage is None for tensor in {each.param, each.local}]
+        self.written = [tensor for each in held for tensor in {each.param, each.local}]
         noop = torch.zeros(1, dtype=torch.int32, device=grads[0].device)
         self._quantizations = []
         for groups, own in masters.by_groups(held).items():

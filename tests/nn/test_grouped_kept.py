@@ -58,6 +58,40 @@ def test_autograd_sees_that_the_optimizer_wrote() -> None:
         out.sum().backward()
 
 
+@pytest.mark.parametrize("how", ["optimizer", "load", "multiply"])
+@pytest.mark.parametrize("single", [False, True])
+def test_backward_never_reads_quantized_weights_that_were_written_since(single: bool, how: str) -> None:
+    with te.quantized_model_init(recipe=RECIPE):
+        module = make(single_grouped_weight=single)
+    optimizer = optim.FusedAdam(module.parameters(), lr=0.1)
+    step(module, optimizer)
+    x = normal(sum(SIZES), IN)
+    with te.autocast(recipe=RECIPE):
+        out, frozen = module(x.clone().requires_grad_(), SIZES), module(x, SIZES)
+    if how == "optimizer":
+        optimizer.step()
+    elif how == "load":
+        module.load_state_dict(module.state_dict())
+    else:
+        with torch.no_grad():
+            list(module.parameters())[-1].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    frozen.sum().backward()  # its input wants no gradient, so that weights are not read
+
+
+def test_the_optimizer_tells_of_quantized_weights() -> None:
+    with te.quantized_model_init(recipe=RECIPE):
+        module = te.Linear(IN, OUT)
+    optimizer = optim.FusedAdam(module.parameters())
+    with te.autocast(recipe=RECIPE):
+        first, second = (module(normal(16, IN).requires_grad_()) for _ in range(2))
+    first.sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.sum().backward()
+
+
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_copies_keep_nothing(how: Any) -> None:
     module = make()
