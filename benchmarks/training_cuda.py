@@ -33,7 +33,7 @@ from benchmarks.shares import shares_of
 from te_dist import fsdp2, optim, recipe
 
 MODELS = {"llama": LLAMA, "qwen_moe": QWEN}
-WARM_STEPS = 4
+WARM_STEPS, STEPS = 4, 15
 # Whatever torch calls fastest here; the same for all.
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 GATHERS = fsdp2.Purpose.FORWARD_GATHER, fsdp2.Purpose.BACKWARD_GATHER
@@ -152,7 +152,7 @@ def times_of(job: Callable[[], object], steps: int) -> tuple[float, float]:
     return over_ranks(device[steps // 2]), over_ranks(sorted(host)[steps // 2] * 1e3)
 
 
-def row_of(case: Case, mesh: DeviceMesh, *, steps: int, peer: float | None, parts: list[str] | None) -> Row:
+def row_of(case: Case, mesh: DeviceMesh, *, peer: float | None, parts: list[str] | None) -> Row:
     """Builds, trains, measures and throws away."""
     shape = MODELS[case.model]
     job = Job(case, mesh)
@@ -160,7 +160,7 @@ def row_of(case: Case, mesh: DeviceMesh, *, steps: int, peer: float | None, part
         job()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    step, issue = times_of(job, steps)
+    step, issue = times_of(job, STEPS)
     peak = over_ranks(torch.cuda.max_memory_allocated() / 2**30)
     with fsdp2.count_traffic(job.model) as counted:
         loss = job()
@@ -174,12 +174,12 @@ def row_of(case: Case, mesh: DeviceMesh, *, steps: int, peer: float | None, part
     return Row(case.model, batch, case.label, tokens, step, issue, rate, peak, gathered, every - gathered, speedup)
 
 
-def rows_of(cases: list[Case], mesh: DeviceMesh, *, steps: int, parts: list[str] | None) -> Iterator[Row]:
+def rows_of(cases: list[Case], mesh: DeviceMesh, *, parts: list[str] | None) -> Iterator[Row]:
     """Every case; the first of a model and batch is the peer."""
     peers: dict[tuple[str, str], float] = {}
     for case in cases:
         key = case.model, f"{case.sequences} x {case.length}"
-        row = row_of(case, mesh, steps=steps, peer=peers.get(key), parts=parts)
+        row = row_of(case, mesh, peer=peers.get(key), parts=parts)
         peers.setdefault(key, row.step)
         yield row
         gc.collect()
@@ -222,12 +222,12 @@ def report_on(model: str) -> Report:
 def main(
     out: Path | None = None,
     models: tuple[str, ...] = tuple(MODELS),
+    lengths: tuple[int, ...] = (),
     recipes: tuple[str, ...] = ("block", "current", "delayed"),
-    steps: int = 15,
     compiled: bool = False,
     shares: bool = False,
 ) -> None:
-    """Prints the table; writes it as Markdown and JSON into `out`."""
+    """Prints a table for each model, of sequences of some `lengths` or of all; writes them as Markdown and JSON."""
     dist.init_process_group("nccl")
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
@@ -235,8 +235,8 @@ def main(
     with sdpa_kernel(BACKENDS, set_priority=True):
         for model in models:
             parts: list[str] = []
-            cases = list(cases_of(model, recipes, compiled=compiled))
-            rows = rows_of(cases, mesh, steps=steps, parts=parts if shares else None)
+            cases = [c for c in cases_of(model, recipes, compiled=compiled) if not lengths or c.length in lengths]
+            rows = rows_of(cases, mesh, parts=parts if shares else None)
             if dist.get_rank() == 0:
                 report_on(model).publish(rows, out, facts={"GPUs": str(mesh.size())}, end=parts)
             else:
