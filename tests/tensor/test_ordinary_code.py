@@ -171,7 +171,7 @@ def test_sums_into_quantized_tensors_are_warned_of(name: str) -> None:
         warnings.simplefilter("error")
         average.mul_(0.9).add_(1.0).copy_(weight)
         (average * 1.0).add_(weight, alpha=0.1)
-        nn.init.trunc_normal_(Holder("high_precision").weight, std=0.02)
+        nn.init.kaiming_uniform_(Holder(name).weight)
 
 
 @every_format
