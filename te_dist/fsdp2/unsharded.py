@@ -13,6 +13,7 @@ from te_dist.fsdp2.plan import GatherPlan, Phase, Place
 from te_dist.grouped import GroupedStorage
 from te_dist.kernels.tape import Result, Tapes
 from te_dist.tensor import QuantizedStorage
+from te_dist.tensor.storage import is_transpose
 
 
 def read_here(buffer: Tensor) -> Tensor:
@@ -36,7 +37,7 @@ class _Way:
         views: by name, fields whose stored tensors the gathered wires are.
         owned: the other fields that are live.
         beside: names of those that the shard has and no wire brings.
-        tapes: of what is launched to fill them.
+        tapes: of what is launched to fill them; None where more is allocated on the way, which a tape keeps to its end.
     """
 
     plan: GatherPlan
@@ -45,7 +46,7 @@ class _Way:
     views: dict[str, Tensor]
     owned: list[Field]
     beside: list[str]
-    tapes: Tapes
+    tapes: Tapes | None
 
     def serves(self, plan: GatherPlan, outputs: tuple[Tensor, ...]) -> bool:
         """Whether this is the way of `plan` from the memory of `outputs`, which FSDP2 makes once, frees and fills."""
@@ -82,7 +83,10 @@ class Unsharded(QuantizedStorage):
         self.buffers = {name: targets[name] if name in targets else way.views[name] for name in way.names}
         if targets:
             beside = [read_here(shard[name]) for name in way.beside]
-            way.tapes.run(None, (*outputs, *beside, *targets.values()), lambda: self._fill(way, outputs, shard))
+            if way.tapes is None:
+                self._fill(way, outputs, shard)
+            else:
+                way.tapes.run(None, (*outputs, *beside, *targets.values()), lambda: self._fill(way, outputs, shard))
         for name, buffer in self.owned.items():
             if name not in targets:
                 buffer.untyped_storage().resize_(0)
@@ -101,7 +105,8 @@ class Unsharded(QuantizedStorage):
             elif not is_here and field.name in shard and not self._is_derived(field):
                 beside.append(field.name)
         owned = [field for field in fields if field.name not in views]
-        return _Way(plan, outputs, [field.name for field in fields], views, owned, beside, Tapes())
+        tapes = Tapes() if self._derives_in_place() else None
+        return _Way(plan, outputs, [field.name for field in fields], views, owned, beside, tapes)
 
     def _fill(self, way: _Way, outputs: tuple[Tensor, ...], shard: dict[str, Tensor]) -> Result:
         """Writes all buffers that are no views."""
@@ -125,6 +130,13 @@ class Unsharded(QuantizedStorage):
             f"{[d.value for d in self.directions]}: pass recompute=True to fsdp2.fully_shard where backward runs "
             "forward again; leave out unshard() between forward and backward, or pass reshard_after_forward=False"
         )
+
+    def _derives_in_place(self) -> bool:
+        """Whether nothing is allocated where the columnwise direction is derived."""
+        if not self.format.columnwise_is_derivable:
+            return True
+        pairs = zip(self.format.rowwise.fields, self.format.columnwise.fields, strict=True)
+        return all(src == dst or is_transpose(src, dst, self.region) for src, dst in pairs)
 
     def _is_derived(self, field: Field) -> bool:
         return self.format.columnwise_is_derivable and field not in self.format.rowwise.fields

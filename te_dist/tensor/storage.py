@@ -459,11 +459,16 @@ def quantize(
     return storage
 
 
-def _relaid(src: Field, dst: Field, stored: Tensor, region: Region, out: Tensor | None) -> Tensor:
-    """`geometry.relayout`, by the compiled kernel where it is a transpose of whole matrices."""
+def is_transpose(src: Field, dst: Field, region: Region) -> bool:
+    """Whether `dst` is the transpose of whole matrices of `src`, which a kernel writes without anything beside it."""
     turns = src.order != dst.order and src.bits == dst.bits and src.grain == src.tile == dst.grain == dst.tile
     padded = any(field.compact_shape(region)[0] != field.shape(region)[0] for field in (src, dst))  # in lines
-    if not turns or padded or src.pack > 1 and any(extent % src.pack for extent in region.shape):
+    return turns and not padded and not (src.pack > 1 and any(extent % src.pack for extent in region.shape))
+
+
+def _relaid(src: Field, dst: Field, stored: Tensor, region: Region, out: Tensor | None) -> Tensor:
+    """`geometry.relayout`, by the compiled kernel where it is a transpose."""
+    if not is_transpose(src, dst, region):
         return geometry.relayout(src, dst, stored, region, out)
     if out is None:  # which is written with its padding
         shape = (*stored.shape[:-2], *dst.shape(region))
