@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from te_dist.context import quantized_model_init
+from te_dist.context import Scope, quantized_model_init
 from te_dist.nn import Linear
 from te_dist.nn.module import QuantizedModule, weight_of
 from te_dist.nn.moe.foreign import holds_experts, why_no_twin
@@ -16,8 +17,10 @@ from te_dist.nn.moe.stacked import NAMES, StackedExperts
 from te_dist.recipe import Recipe
 
 
-def convert(model: nn.Module, plan: Mapping[str, Recipe | None]) -> dict[str, QuantizedModule]:
-    """Exchanges modules whose names fit a pattern for te_dist's of the same parameters, under the same names.
+def convert(
+    model: nn.Module, plan: Mapping[str, Recipe | None], *, preserve_high_precision_init_val: bool = False
+) -> dict[str, QuantizedModule]:
+    """Exchanges modules of `model`, in place, whose names fit a pattern for te_dist's of the same parameters and names.
 
         convert(model, {"lm_head": None, "model.layers.*": recipe.Float8BlockScaling()})
 
@@ -31,17 +34,24 @@ def convert(model: nn.Module, plan: Mapping[str, Recipe | None]) -> dict[str, Qu
         model: on any device, also meta; before it is sharded.
         plan: name patterns (as of a shell; `*` also matches dots) -> the recipe in whose format the weights are
             quantized, or None for plain ones. The first pattern that fits a module counts.
+        preserve_high_precision_init_val: keep the values before quantization on the CPU (those of weights that lie
+            there without a copy) until the optimizer begins its masters with them, as `quantized_model_init` does.
 
     Returns:
         The new modules by name.
 
     Raises:
+        TypeError: `plan` is no mapping.
         ValueError: a pattern fits no module, the model is such a module itself, a weight to be quantized is tied to
             another module, the model is sharded already, features do not fit the recipe, a module has hooks, or a
             recipe is meant for experts that compute something else. The model is unchanged then.
     """
     chosen = _choose(model, plan)
-    made = {name: _made_of(model.get_submodule(name), name, recipe) for name, recipe in chosen.items()}
+    init = partial(quantized_model_init, preserve_high_precision_init_val=preserve_high_precision_init_val)
+    made = {
+        name: _made_of(model.get_submodule(name), name, None if recipe is None else init(recipe=recipe))
+        for name, recipe in chosen.items()
+    }
     for name, module in made.items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, module)
@@ -50,6 +60,11 @@ def convert(model: nn.Module, plan: Mapping[str, Recipe | None]) -> dict[str, Qu
 
 def _choose(model: nn.Module, plan: Mapping[str, Recipe | None]) -> dict[str, Recipe | None]:
     """By name of a module, what the first pattern that fits it says."""
+    if not isinstance(plan, Mapping):
+        raise TypeError(
+            f"convert: plan: got {plan!r}, wanted patterns of module names with a recipe or None for each, such as "
+            '{"model.layers.*": recipe.Float8BlockScaling()}'
+        )
     if _is_exchanged(model):
         raise ValueError(
             f"the model is a {type(model).__name__} itself, with no parent to hold another; make a te_dist.Linear or a "
@@ -116,7 +131,8 @@ def _weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: module.get_parameter(name) for name in names}
 
 
-def _made_of(old: nn.Module, name: str, recipe: Recipe | None) -> QuantizedModule:
+def _made_of(old: nn.Module, name: str, quantized: Scope | None) -> QuantizedModule:
+    """What takes the place of `old`; its weights are made inside of `quantized`, or stay plain where that is None."""
     new: Linear | StackedExperts
     if isinstance(old, nn.Linear):
         new = Linear(
@@ -134,10 +150,10 @@ def _made_of(old: nn.Module, name: str, recipe: Recipe | None) -> QuantizedModul
         new = StackedExperts(*_sizes(down), params_dtype=down.dtype, device="meta", name=name)
         sites = dict(zip(NAMES, (new.fc1, new.fc2), strict=True))
     for key, weight in _weights(old).items():
-        if recipe is None:
+        if quantized is None:
             setattr(new, key, weight)
             continue
-        with quantized_model_init(recipe=recipe):
+        with quantized:
             setattr(new, key, weight_of(sites[key], weight.detach()))
         new.get_parameter(key).requires_grad_(weight.requires_grad)
     return new.train(old.training)

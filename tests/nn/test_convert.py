@@ -142,3 +142,32 @@ def test_hooks_are_not_lost(add) -> None:
     with pytest.raises(ValueError, match="1 has hooks, or a forward that was put in the place of its own"):
         te.convert(model, {"*": None})
     assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_an_optimizer_begins_with_the_values_that_were_kept(keeps: bool) -> None:
+    model = Model().bfloat16()
+    given = {name: param.detach().clone() for name, param in model.named_parameters()}
+    te.convert(model, {"layers.*": BLOCK}, preserve_high_precision_init_val=keeps)
+    weight = model.layers[1].up.weight
+    assert (weight.get_high_precision_init_val() is not None) is keeps
+    optimizer = te.optim.FusedAdam(model.parameters(), lr=0.0)
+    model(TOKENS).sum().backward()
+    optimizer.step()
+    begun = given["layers.1.up.weight"].float() if keeps else weight.dequantize(dtype=torch.float32)
+    assert_bitwise(optimizer.state[weight]["master_param"], begun, "master")
+    assert weight.get_high_precision_init_val() is None
+
+
+def test_loaded_values_are_kept_by_a_model_converted_on_the_meta_device() -> None:
+    given = Model().state_dict()
+    with torch.device("meta"):
+        model = Model()
+    te.convert(model, {"layers.*": BLOCK}, preserve_high_precision_init_val=True)
+    model.load_state_dict(given, assign=True)
+    assert_bitwise(model.layers[0].up.weight.get_high_precision_init_val(), given["layers.0.up.weight"], "kept")
+
+
+def test_a_recipe_without_patterns_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"plan: got Float8BlockScaling.*wanted patterns of module names"):
+        te.convert(Model(), BLOCK)  # type: ignore[arg-type]

@@ -172,6 +172,18 @@ def test_a_model_on_meta_is_converted_there_and_filled_later() -> None:
     assert experts is None and layer.experts(x, chosen, torch.ones(3, 1)).isfinite().all()
 
 
+def test_values_of_experts_are_kept_until_the_first_step() -> None:
+    layer = Layer()
+    given = {name: param.detach().clone() for name, param in layer.experts.named_parameters()}
+    te.convert(layer, {"experts": BLOCK}, preserve_high_precision_init_val=True)
+    optimizer = te.optim.FusedAdam(layer.parameters(), lr=0.0)
+    step(layer, BLOCK)
+    optimizer.step()
+    for name, weight in layer.experts.named_parameters():
+        assert_bitwise(optimizer.state[weight]["master_param"], given[name], name)
+        assert weight.get_high_precision_init_val() is None
+
+
 def test_numbers_that_are_no_experts_stand_for_nobody() -> None:
     experts = te.convert(Layer(), {"experts": None})["experts"]
     x, chosen, factors = normal(6, HIDDEN), torch.tensor([[0, 3]] * 6), normal(6, 2)
