@@ -14,7 +14,6 @@ the bytes.
 from __future__ import annotations
 
 import inspect
-import operator
 import weakref
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -114,7 +113,7 @@ class _Planned(NamedTuple):
     Attributes:
         key: what they depend on.
         plans: by phase.
-        sent: by phase, buffers and the wires that are parts of them.
+        sent: by phase, the memory of buffers and the wires that are parts of it.
     """
 
     key: Any
@@ -175,12 +174,11 @@ class ShardedParameter(QuantizedTensor):
         sources = [buffers[wire.fields[0].name] for wire in plan.wires]
         planned = self._planned
         known = planned.sent.get(plan.phase) if planned is not None and planned.plans[plan.phase] is plan else None
-        if known is not None and all(map(operator.is_, known[0], sources)):
+        if known is not None and all(map(Tensor.is_set_to, sources, known[0])):
             return known[1]
         wires = plan.pack(buffers, self.storage.place)
-        are_views = all(wire.data_ptr() == source.data_ptr() != 0 for wire, source in zip(wires, sources, strict=True))
-        if planned is not None and are_views:
-            planned.sent[plan.phase] = sources, wires
+        if planned is not None and plan.sends_views(buffers, self.storage.place):
+            planned.sent[plan.phase] = [source.detach() for source in sources], wires
         return wires
 
     def gather_plans(self, num_ranks: int, policy: GatherPolicy | None = None) -> dict[Phase, GatherPlan]:
@@ -193,7 +191,7 @@ class ShardedParameter(QuantizedTensor):
         if policy is None:
             sends_one = self.format.columnwise_is_derivable or len(self.format.directions) == 1
             policy = self.wrap.settled_policy(sends_one=sends_one) if self.wrap else GatherPolicy.unknown(self.format)
-        key = (cut, self.storage.place, num_ranks, policy)
+        key = (self.format, cut, self.storage.place, num_ranks, policy)
         if self._planned is not None and self._planned.key == key:
             return self._planned.plans
         # NOTE: one row over several ranks looks like `replicate()` on the rank that has it; what is sent is the same.

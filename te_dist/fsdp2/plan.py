@@ -114,6 +114,13 @@ class GatherPlan:
         """Wires of a shard: 1-D uint8 tensors of the declared sizes, zero where a shard is smaller than the largest."""
         return tuple(_pack(wire, buffers, place) for wire in self.wires)
 
+    def sends_views(self, buffers: dict[str, Tensor], place: Place) -> bool:
+        """Whether all that `pack` returns are views of `buffers`."""
+        _, region = leading_and_region(place)
+        first = [wire.fields[0] for wire in self.wires]
+        compact = [geometry.compact(field, buffers[field.name], region) for field in first]
+        return all(map(_is_wire, compact, self.wires))
+
     def packed(self, place: Place) -> tuple[int, ...]:
         """Bytes that `pack` allocates for each wire of the shard at `place`: 0 where it is a part of the shard."""
         leading, region = leading_and_region(place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,6 +123,11 @@ class Unsharded(QuantizedStorage):
         if derived:
             self.derive(Direction.COLUMNWISE, derived)
         return (), None
+
+    def __getstate__(self) -> Any:
+        """What is copied and pickled: not the ways, which belong to the buffers of FSDP2."""
+        others, slots = super().__getstate__()  # type: ignore[misc]
+        return others, slots | {"ways": {}}
 
     def absent(self, direction: Direction) -> RuntimeError:
         """As for any storage; what FSDP2 gathers, the wrap decided."""

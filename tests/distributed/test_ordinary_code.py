@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +106,39 @@ def evaluate_first(rank: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("name", ["float8_block_2d", "float8_tensorwise_tn", "mxfp8_1d", "nvfp4_1d"])
 def test_the_first_pass_may_be_one_in_inference_mode(name: str) -> None:
     pool(2).run(evaluate_first, name)
+
+
+def move_buffers_of_shards(rank: int, world: int) -> None:
+    """Buffers keep their objects and get other memory."""
+    for name in FORMATS:
+        layer, other = sharded(name, 96, world), sharded(name, 96, world, seed=1)
+        layer(random_matrix(4, COLS, rank).requires_grad_()).sum().backward()
+        for field, buffer in local_tensor(layer.weight).storage.buffers.items():
+            buffer.data = local_tensor(other.weight).storage.buffers[field].clone()
+        layer(random_matrix(4, COLS, rank).requires_grad_()).sum().backward()
+        for backward in (False, True):
+            assert_seen(layer, random_matrix(96, COLS, 1), backward=backward)
+
+
+def test_what_is_sent_is_what_buffers_hold() -> None:
+    pool(2).run(move_buffers_of_shards)
+
+
+def copy_gathered(rank: int, world: int) -> None:
+    for name in FORMATS:
+        layer, file = sharded(name, 96, world), io.BytesIO()
+        layer(random_matrix(4, COLS, rank).requires_grad_()).sum().backward()
+        layer.unshard()
+        weight = layer.weight
+        torch.save(weight, file)
+        file.seek(0)
+        for found in (copy.deepcopy(weight), torch.load(file, weights_only=False)):
+            assert torch.equal(found.dequantize(), weight.dequantize())
+            assert not found.storage.ways  # they hold buffers of FSDP2, and on a GPU launches
+
+
+def test_a_gathered_weight_is_copied_and_pickled() -> None:
+    pool(2).run(copy_gathered)
 
 
 def recompute_unannounced(rank: int, world: int) -> str:
