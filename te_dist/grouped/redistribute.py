@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed.tensor  # noqa: F401  (defines the ops below)
+from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from te_dist._torch_private import process_group
@@ -31,10 +32,9 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> GroupedTensor:
             "rows of a group of quantized matrices are not gathered through DTensor: weights that are cut along rows "
             "are had whole from te_dist.checkpoints.save, or in high precision from export_safetensors"
         )
-    whole, parts = _cut(own, process.rank(), world)
+    whole, longest = _whole(tensor, process)
     storage = GroupedStorage(own.format, {}, whole, dtype=own.dtype)
     storage.cut_dims = own.cut_dims
-    longest = max(len(part.members) for part in parts)
     for field in own.format.canonical.fields:
         bytes_of_members = own.buffers[field.name].contiguous().view(torch.uint8).flatten(1)
         sent = functional.pad(bytes_of_members, (0, 0, 0, longest - len(bytes_of_members)))
@@ -44,17 +44,20 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> GroupedTensor:
     return tensor.like(storage, (world * tensor.shape[0], *tensor.shape[1:]))
 
 
-def _cut(own: GroupedStorage, rank: int, world: int) -> tuple[Group, tuple[Group, ...]]:
-    """The group that `world` ranks hold together, and that of every rank: as it was cut, else equal parts."""
-    if own.cut is not None:
-        whole, parts = own.cut.group, own.cut.parts(world)
-    else:
-        members, region = own.uniform.members, own.region
-        whole = Group(Span(max(members.start - rank * len(members), 0), world * len(members)), region)
-        parts = whole.chunk(MEMBERS, world)
-    if len(parts[rank].members) != len(own.uniform.members) or parts[rank].region != own.region:
+def _whole(tensor: GroupedTensor, process: ProcessGroup) -> tuple[Group, int]:
+    """The group that the ranks of `process` hold together, and the most members that one of them has.
+
+    How many members each rank has is asked, since a part does not say over which dimension of a mesh it was cut: over
+    the ranks that share experts, over those that FSDP2 shards them over, or over both.
+    """
+    own = tensor.storage
+    mine = own.uniform.members
+    spans = torch.tensor([[mine.start, len(mine)]], device=tensor.device)
+    (start, *_), lengths = collectives.all_gather(spans, process).T.tolist()
+    longest, total = max(lengths), sum(lengths)
+    if lengths != [min(longest, max(total - rank * longest, 0)) for rank in range(len(lengths))]:
         raise ValueError(
-            f"rank {rank} has {own.group} of a whole, no part {rank} of {world}, which is {parts[rank]}: it was cut "
-            "over other ranks; cut the whole group over these"
+            f"the ranks have {lengths} members of a group, wanted as many on each as on the first, until there are no "
+            "more; cut the whole group over them"
         )
-    return whole, parts
+    return Group(Span(start, total), own.region), longest

@@ -9,9 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 
-from te_dist import fsdp2, grouped
+from te_dist import checkpoints, fsdp2, grouped, quantized_model_init
 from te_dist.fsdp2 import GroupedParameter
+from te_dist.nn.moe import ExpertParallel, MoE, Routing
+from te_dist.recipe import Float8BlockScaling
 from te_dist.tensor.placement import local_tensor
 from te_dist.testing import assert_bitwise, mesh, pool
 from tests.distributed.probe import FORMATS, random_matrix
@@ -59,6 +62,50 @@ def gather_whole(rank: int, world: int, name: str) -> None:
 @every_format
 def test_the_whole_of_uneven_shards_is_gathered(name: str) -> None:
     pool(4).run(gather_whole, name)  # of six members two, two, two and none
+
+
+def gather_experts(rank: int, world: int, num_experts: int, ep: int) -> None:
+    both = mesh((world // ep, ep), ("edp", "ep"))
+    whole, cut = (mixture(num_experts) for _ in range(2))
+    parallelize_module(cut, both["ep"], ExpertParallel())
+    fsdp2.fully_shard(cut.experts, mesh=both["edp"])
+    for model in (whole, cut):
+        fsdp2.materialize(model, device="cpu", seed=0)
+    want, got = (wires(weight.storage) for weight in (whole.experts.fc1.weight, cut.experts.fc1.weight.full_tensor()))
+    for field, wanted in want.items():
+        assert_bitwise(got[field], wanted, field)
+    values = checkpoints.high_precision_state_dict(cut)
+    assert bool(values) is (rank == 0)
+    if values:
+        assert_bitwise(values["experts.fc1.weight"], whole.experts.fc1.weight.dequantize(), "values")
+
+
+def mixture(num_experts: int) -> MoE:
+    with quantized_model_init(recipe=Float8BlockScaling()), torch.device("meta"):
+        return MoE(64, 32, Routing(num_experts=num_experts, top_k=1))
+
+
+@pytest.mark.parametrize(
+    ("world", "num_experts", "ep"),
+    [(2, 4, 2), (2, 2, 2), (4, 4, 2), (4, 2, 2)],
+    ids=["of one rank each", "one on each rank", "on two meshes", "on two meshes, ranks without any"],
+)
+def test_the_whole_of_experts_over_ranks_is_gathered(world: int, num_experts: int, ep: int) -> None:
+    pool(world).run(gather_experts, num_experts, ep)
+
+
+def gather_uneven(rank: int, world: int) -> str:
+    own = grouped.quantize(random_group(0)[: 1 + rank], FORMATS["mxfp8_1d"])
+    shape = torch.Size((4, *own.shape[1:]))
+    whole = DTensor.from_local(own, mesh((world,), ("dp",)), [Shard(0)], shape=shape, stride=own.stride())
+    with pytest.raises(ValueError, match="the ranks have") as error:
+        whole.full_tensor()
+    return str(error.value)
+
+
+def test_members_that_are_cut_otherwise_are_refused_on_every_rank() -> None:
+    first, second = pool(2).run(gather_uneven)
+    assert first == second
 
 
 def gather_rows(rank: int, world: int) -> str:
