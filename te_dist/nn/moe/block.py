@@ -56,7 +56,7 @@ class MoE(nn.Module):
 
         Raises:
             TypeError: `routing` is none.
-            ValueError: inside of `quantized_model_init`, sizes that do not fit the recipe.
+            ValueError: `return_bias`, or, inside of `quantized_model_init`, sizes that do not fit the recipe.
         """
         super().__init__()
         if not isinstance(routing, Routing):
@@ -96,7 +96,12 @@ class MoE(nn.Module):
             is_first_microbatch: whether plain weights of the experts are quantized now, and kept, or taken as they were
                 kept, see `GroupedLinear.forward`. Those of shared experts are quantized in every call.
             skip_weight_quantization: the same, turned round and read on the device.
+
+        Raises:
+            ValueError: `inp` is of another width.
         """
+        if inp.shape[-1:] != (self.hidden_size,):
+            raise ValueError(f"MoE: the input is (..., {self.hidden_size}), got shape {tuple(inp.shape)}")
         x = inp.reshape(-1, inp.shape[-1])
         routed = self.router(x)
         kept = {"is_first_microbatch": is_first_microbatch, "skip_weight_quantization": skip_weight_quantization}

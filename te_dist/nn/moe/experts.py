@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
 import torch
@@ -64,9 +64,10 @@ class GroupedMLP(nn.Module):
     def __init__(
         self, num_experts: int, hidden_size: int, ffn_hidden_size: int, **options: Unpack[ExpertOptions]
     ) -> None:
-        """See `ExpertOptions` for the keywords; raises as `GroupedLinear` does."""
+        """See `ExpertOptions` for the keywords; raises as `GroupedLinear` does, and ValueError for `return_bias`."""
         super().__init__()
         known = read(dict(options), ExpertOptions, "GroupedMLP")
+        _refuse_bias(known, "GroupedMLP")
         name = known.pop("name", None)
         self.save_original_input: bool = known.pop("save_original_input", False)
         for part, sizes in (("fc1", (hidden_size, 2 * ffn_hidden_size)), ("fc2", (ffn_hidden_size, hidden_size))):
@@ -222,8 +223,9 @@ class SwiGluMLP(QuantizedModule):
     fc2_weight: nn.Parameter
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, **options: Unpack[LinearOptions]) -> None:
-        """See `LinearOptions` for the keywords; raises as `Linear` does."""
+        """See `LinearOptions` for the keywords; raises as `Linear` does, and ValueError for `return_bias`."""
         known = read(dict(options), LinearOptions, "SwiGluMLP")
+        _refuse_bias(known, "SwiGluMLP")
         super().__init__(known)
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size
@@ -242,3 +244,8 @@ class SwiGluMLP(QuantizedModule):
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, {self.ffn_hidden_size}"
+
+
+def _refuse_bias(options: Mapping[str, Any], module: str) -> None:
+    if options.get("return_bias"):
+        raise ValueError(f"{module}: return_bias=True is not supported: its maps have no bias; leave it out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 import te_dist as te
 from te_dist import recipe
 from te_dist.kernels.runtime import recording
-from te_dist.nn.moe import ExpertParallel, MoE, Routing
+from te_dist.nn.moe import ExpertParallel, MoE, Routing, SwiGluMLP
 from te_dist.recipe import Recipe
 from te_dist.tensor import QuantizedTensor
 from te_dist.testing import assert_bitwise
@@ -227,3 +228,14 @@ def test_arguments_of_another_kind_are_named() -> None:
     factor: Any = 1.25
     with pytest.raises(TypeError, match=r"capacity: got 1.25, wanted a number of rows"):
         ExpertParallel(capacity=factor)
+
+
+def test_an_input_of_another_width_is_refused_as_it_was_given() -> None:
+    with pytest.raises(ValueError, match=r"MoE: the input is \(\.\.\., 128\), got shape \(2, 5, 64\)"):
+        make()(torch.randn(2, 5, 64, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("module", [lambda: make(return_bias=True), lambda: SwiGluMLP(64, 32, return_bias=True)])
+def test_a_bias_that_nobody_has_is_not_returned(module: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match="return_bias=True is not supported: its maps have no bias"):
+        module()
