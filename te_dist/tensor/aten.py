@@ -149,6 +149,14 @@ def _slice(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     return tensor.like(_part(tensor, dim, start, shape[dim], step), shape)
 
 
+@OPS.implements(aten.narrow.default)
+def _narrow(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    """As slice: in inference mode torch does not take it apart."""
+    tensor, dim, start, length = args
+    start = start % tensor.shape[dim] if start < 0 else start
+    return _slice(aten.slice.Tensor, (tensor, dim, start, start + length), {})
+
+
 def _part(tensor: QuantizedTensor, dim: int, start: int, length: int, step: int = 1) -> QuantizedStorage:
     columns = dim == tensor.dim() - 1 and tensor.shape[-1] == tensor.storage.shape[1]
     if step != 1 or (not columns and dim != 0):

@@ -94,18 +94,19 @@ def test_ranks_agree_on_shards_that_were_quantized_alone(name: str) -> None:
     pool(2).run(copy_what_was_quantized_alone, name)
 
 
-def evaluate_first(rank: int, world: int, name: str) -> None:
-    layer = sharded(name, 96, world)
+def evaluate_first(rank: int, world: int, name: str, rows: int) -> None:
+    layer = sharded(name, rows, world)
     for _ in range(2):
         with torch.inference_mode():
             layer(random_matrix(4, COLS, 1))
         layer(random_matrix(4, COLS, 1).requires_grad_()).sum().backward()
-        assert_seen(layer, random_matrix(96, COLS, 0), backward=True)
+        assert_seen(layer, random_matrix(rows, COLS, 0), backward=True)
 
 
+@pytest.mark.parametrize("rows", [96, 100], ids=["even", "uneven"])
 @pytest.mark.parametrize("name", ["float8_block_2d", "float8_tensorwise_tn", "mxfp8_1d", "nvfp4_1d"])
-def test_the_first_pass_may_be_one_in_inference_mode(name: str) -> None:
-    pool(2).run(evaluate_first, name)
+def test_the_first_pass_may_be_one_in_inference_mode(name: str, rows: int) -> None:
+    pool(3).run(evaluate_first, name, rows)
 
 
 def move_buffers_of_shards(rank: int, world: int) -> None:
