@@ -188,10 +188,10 @@ class _Recorder(TorchDispatchMode):
         self._aliases: list[Tensor] = []  # kept like the others
         self._steps: list[_Allocation | _Call | _Launched] = []
         self._ranges = dict(enumerate(map(_range, tensors)))  # by slot, of tensors that are no views of others
-        # An address does not tell apart tensors that lie in one place; and one without elements has none.
+        # An address does not tell apart tensors that lie in one place; one without elements, or freed, has none.
         ordered = sorted(self._ranges.values())
         self._is_blank = any(a[1] > b[0] for a, b in zip(ordered, ordered[1:], strict=False)) or any(
-            tensor.numel() == 0 or tensor.device != tensors[0].device for tensor in tensors
+            tensor.numel() == 0 or tensor.data_ptr() == 0 or tensor.device != tensors[0].device for tensor in tensors
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -190,6 +190,14 @@ def test_what_cannot_be_repeated_runs_in_the_ordinary_way() -> None:
             assert counted.runs == 3, name
 
 
+def test_a_tensor_that_is_freed_is_not_recorded() -> None:
+    tapes, src, freed = Tapes(), torch.randn(8), torch.empty(8)
+    freed.untyped_storage().resize_(0)
+    tapes.run("copy", (src, freed), lambda: ((copied(src),), None))
+    ((_, found),) = tapes._tapes.items()
+    assert found is None
+
+
 def test_tensors_in_one_place_are_not_recorded() -> None:
     counted = Counted(lambda x, y: (copied(x), copied(y)))
     whole = torch.randn(96)
