@@ -25,7 +25,7 @@ OPS.adopt(
     *(aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default),
     *(aten._reshape_alias.default, aten.as_strided.default, aten.clone.default, aten._pin_memory.default),
     *(aten._to_copy.default, aten.record_stream.default, aten.is_pinned.default),
-    *(aten.expand.default, *aten_values.overloads(aten_values.READING)),
+    *(aten.expand.default, aten.narrow.default, *aten_values.overloads(aten_values.READING)),
     *aten_values.overloads(aten_values.FRESH),
     *aten_values.overloads(aten_values.AVERAGING),
 )

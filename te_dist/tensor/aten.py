@@ -154,7 +154,7 @@ def _narrow(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     """As slice: in inference mode torch does not take it apart."""
     tensor, dim, start, length = args
     start = start % tensor.shape[dim] if start < 0 else start
-    return _slice(aten.slice.Tensor, (tensor, dim, start, start + length), {})
+    return aten.slice.Tensor(tensor, dim, start, start + length)
 
 
 def _part(tensor: QuantizedTensor, dim: int, start: int, length: int, step: int = 1) -> QuantizedStorage:
