@@ -82,7 +82,7 @@ def kernels_of(
 
 
 def _rehearse_group(weight: GroupedParameter) -> None:
-    """Matrices are quantized to initialize them, and from masters, which are decoded; what is gathered is derived."""
+    """Matrices are quantized to initialize them, and from masters, which are decoded; products turn all at once."""
     gathered = weight.storage.blank(weight.format, device="meta", fields=weight.format.canonical.fields)
     values = torch.empty(gathered.shape, dtype=weight.dtype, device="meta")
     for matrix, own in gathered.matrices(values)[:1]:

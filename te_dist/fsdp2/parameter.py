@@ -5,10 +5,11 @@
 is cut between members, or along the rows of each. Before
 a module runs, FSDP2 asks the shard for what to send (`fsdp_pre_all_gather`), gathers it, and hands the result back
 (`fsdp_post_all_gather`). The first time this makes the unsharded parameter: its fields are views of the gathered
-buffers where those already are the stored tensors, and *owned* buffers everywhere else (assembled, padded, derived).
-All owned buffers are returned to FSDP2, which frees them with its own and allocates them again before the next
-gather; from then on the hook fills them in place, so that whatever holds the unsharded parameter (autograd does) sees
-the bytes.
+buffers where those already are the stored tensors, the shard's own where every rank has them whole (the scale of a
+tensor), and *owned* buffers everywhere else (assembled, padded). All owned buffers are returned to FSDP2, which frees
+them with its own and allocates them again before the next gather; from then on the hook fills them in place, so that
+whatever holds the unsharded parameter (autograd does) sees the bytes. What is a relayout of the rowwise direction is
+not among them: the product that reads it lays it out.
 """
 
 from __future__ import annotations
@@ -51,14 +52,10 @@ class Wrap:
         reshards = unit is not None and _torch_private.reshards_between_passes(unit, inside=inside)
         return (RECOMPUTED if self.recompute else RESHARDED) if reshards else KEPT
 
-    def settled_policy(self, *, sends_one: bool) -> GatherPolicy:
-        """The policy of this gather; raises, alike on all ranks, when the first one cannot serve the unit any more.
-
-        Args:
-            sends_one: whether the format has one direction to send, whatever a pass needs.
-        """
+    def settled_policy(self) -> GatherPolicy:
+        """The policy of this gather; raises, alike on all ranks, when the first one cannot serve the unit any more."""
         needed = self.needed_policy()
-        if self.policy is None or sends_one:
+        if self.policy is None:
             self.policy = needed
         elif needed == KEPT != self.policy:
             raise RuntimeError(
@@ -121,6 +118,22 @@ class _Planned(NamedTuple):
     sent: dict[Phase, tuple[list[Tensor], tuple[Tensor, ...]]]
 
 
+class _PreGather:
+    """`fsdp_pre_all_gather` of a parameter. FSDP2 asks in every gather what it takes, which is said here once.
+
+    The mesh alone: that is the signature that allows shards of unequal size.
+    """
+
+    __slots__ = ("_param",)
+    __signature__ = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
+
+    def __init__(self, param: ShardedParameter) -> None:
+        self._param = param
+
+    def __call__(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Gathered]:
+        return self._param._sent(mesh)
+
+
 class ShardedParameter(QuantizedTensor):
     """A quantized parameter, with the hooks by which FSDP2 gathers its bytes. See [Note: Life of a sharded parameter].
 
@@ -142,9 +155,12 @@ class ShardedParameter(QuantizedTensor):
         """What is pickled: not the wrap and the plans, which belong to the model that was sharded."""
         return {name: value for name, value in self.__dict__.items() if name not in ("wrap", "_planned")}
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
-        """What this rank sends, and what the other hook needs to know."""
-        # NOTE: the signature with the mesh alone is the one that allows shards of unequal size.
+    @property
+    def fsdp_pre_all_gather(self) -> _PreGather:
+        """The hook that takes the mesh, and returns what this rank sends and what the other hook needs to know."""
+        return _PreGather(self)
+
+    def _sent(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Gathered]:
         storage = self.storage
         plans = self.gather_plans(mesh.size())
         phase = Phase.now()
@@ -164,9 +180,6 @@ class ShardedParameter(QuantizedTensor):
             settle_parts([(storage, storage.unsettled, parts)], [mesh.get_group()])
         gathered = Gathered(plans, phase, storage.buffers, storage.place, self._cut.shape, mesh)
         return self._wires(plan), gathered
-
-    # FSDP2 looks at it in every gather.
-    fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)  # type: ignore[attr-defined]
 
     def _wires(self, plan: GatherPlan) -> tuple[Tensor, ...]:
         """What this shard sends; views of its buffers are made once."""
@@ -188,9 +201,10 @@ class ShardedParameter(QuantizedTensor):
             policy: as if this were the one. None: that of the wrap, which the first such call fixes.
         """
         cut = self._cut
-        if policy is None:
-            sends_one = self.format.columnwise_is_derivable or len(self.format.directions) == 1
-            policy = self.wrap.settled_policy(sends_one=sends_one) if self.wrap else GatherPolicy.unknown(self.format)
+        if len(self.format.canonical.directions) == 1:
+            policy = KEPT  # all send the same
+        elif policy is None:
+            policy = self.wrap.settled_policy() if self.wrap else KEPT
         key = (self.format, cut, self.storage.place, num_ranks, policy)
         if self._planned is not None and self._planned.key == key:
             return self._planned.plans
@@ -204,7 +218,7 @@ class ShardedParameter(QuantizedTensor):
     def expected_policy(self, *, inside: bool) -> GatherPolicy:
         """The policy by which this is gathered, or will be; `inside`: whether its unit is not the root."""
         if self.wrap is None:
-            return GatherPolicy.unknown(self.format)
+            return KEPT
         return self.wrap.policy or self.wrap.needed_policy(inside=inside)
 
     @property
@@ -228,6 +242,9 @@ class ShardedParameter(QuantizedTensor):
                 storage.fill(plan, outputs, shard)
                 return type(self)(storage, shape), tuple(storage.owned.values())
         storage = getattr(out, "_local_tensor", out).storage  # `out` is a DTensor under tensor parallelism
+        if not storage.owned:
+            storage.fill(plan, outputs, shard)
+            return None
         # Compiled code saves buffers for backward, not the tensor around them: they are gathered again, not changed.
         with _torch_private.preserved_versions(tuple(storage.owned.values())):
             storage.fill(plan, outputs, shard)

@@ -55,19 +55,11 @@ class GatherPolicy:
     forward: tuple[Direction, ...] = BOTH
     backward: tuple[Direction, ...] = BOTH
 
-    @classmethod
-    def unknown(cls, format: Format) -> GatherPolicy:
-        """What is sent when nothing is known of the wrap: enough for every use.
-
-        A derivable format needs no columnwise plane in forward: it can be had from the rowwise one at any time.
-        """
-        return cls(ROW, BOTH) if format.columnwise_is_derivable else cls()
-
     def directions(self, phase: Phase) -> tuple[Direction, ...]:
         return self.forward if phase is Phase.FORWARD else self.backward
 
 
-KEPT = GatherPolicy()  # one gather serves both passes
+KEPT = GatherPolicy()  # one gather serves both passes, and all that can be asked of it
 RESHARDED = GatherPolicy(ROW, COLUMN)  # each pass gathers what it multiplies
 RECOMPUTED = GatherPolicy(ROW, BOTH)  # backward runs forward again
 
@@ -173,17 +165,20 @@ class GatherPlan:
         return any(field in wire.fields for wire in self.wires)
 
     def owned(self, format: Format, num_outputs: int) -> set[Field]:
-        """Fields of the unsharded parameter that are no views of `num_outputs` gathered wires."""
-        live = {f for d in self.present for f in format[d].fields}
-        views = {f for f in live if self.sends(f) and self.wire_of(f) < num_outputs and self.is_zero_copy(f)}
-        return live - views
+        """Fields of the unsharded parameter that are neither views of `num_outputs` gathered wires nor the shard's."""
+        sent = {f for d in self.present for f in format[d].fields if self.sends(f)}
+        return sent - {f for f in sent if self.wire_of(f) < num_outputs and self.is_zero_copy(f)}
 
 
 @lru_cache(maxsize=8192)
 def plan_gather(
     format: Format, parts: tuple[Place, ...], whole: Place, *, policy: GatherPolicy, phase: Phase
 ) -> GatherPlan:
-    """The fewest bytes that serve `policy`, under FSDP2's fixed buffers. See [Note: Plans for groups]."""
+    """The fewest bytes that serve `policy`, under FSDP2's fixed buffers. See [Note: Plans for groups].
+
+    Of a derivable format the rowwise direction is there in every pass, whatever the policy: who multiplies the other
+    one lays it out for the time of the product.
+    """
     shares = not _is_cut_by_members(parts, whole)
     sent = {p: _sent_fields(format, policy.directions(p), shares=shares) for p in Phase}
     sizes = {p: [_widest(f, parts) for f in sent[p]] for p in Phase}
@@ -193,17 +188,18 @@ def plan_gather(
         layouts = {p: _layout(sizes[p]) for p in Phase}
         offsets, _ = layouts[phase]
         wires = (Wire(sent[phase], offsets, max(total for _, total in layouts.values())),)
-    needed = tuple(d for d in policy.directions(phase) if d in format) or format.directions
-    if format.columnwise_is_derivable and Direction.COLUMNWISE in needed:
-        needed = BOTH  # columnwise is derived from rowwise, which is here anyway
-    return GatherPlan(wires, needed, parts, whole, phase)
+    return GatherPlan(wires, _gathered_part(format, policy.directions(phase)).directions, parts, whole, phase)
+
+
+def _gathered_part(format: Format, needed: Sequence[Direction]) -> Format:
+    """Of `format` the part of which the directions `needed` can be had."""
+    part = format.canonical
+    return part.select(*(tuple(d for d in needed if d in part) or part.directions))
 
 
 def _sent_fields(format: Format, needed: Sequence[Direction], *, shares: bool) -> tuple[Field, ...]:
     """Fields that must cross the wire so that `needed` can be served; shared ones are on every rank already."""
-    available = tuple(d for d in needed if d in format) or format.directions
-    part = format.canonical if format.columnwise_is_derivable else format.select(*available)
-    return tuple(f for f in part.fields if not (shares and f.is_shared(0)))
+    return tuple(f for f in _gathered_part(format, needed).fields if not (shares and f.is_shared(0)))
 
 
 def leading_and_region(place: Place) -> tuple[tuple[int, ...], Region]:

@@ -14,7 +14,6 @@ from te_dist.fsdp2.plan import GatherPlan, Phase, Place
 from te_dist.grouped import GroupedStorage
 from te_dist.kernels.tape import Result, Tapes
 from te_dist.tensor import QuantizedStorage
-from te_dist.tensor.storage import is_transpose
 
 
 def read_here(buffer: Tensor) -> Tensor:
@@ -36,18 +35,20 @@ class _Way:
         plan, outputs: what it is the way of.
         names: of all fields that are live.
         views: by name, fields whose stored tensors the gathered wires are.
+        shared: names of fields that every rank has whole, in its shard.
         owned: the other fields that are live.
-        beside: names of those that the shard has and no wire brings.
-        tapes: of what is launched to fill them; None where more is allocated on the way, which a tape keeps to its end.
+        beside: names of those that the shard has and no wire brought.
+        tapes: of what is launched to fill them.
     """
 
     plan: GatherPlan
     outputs: tuple[Tensor, ...]
     names: list[str]
     views: dict[str, Tensor]
+    shared: list[str]
     owned: list[Field]
     beside: list[str]
-    tapes: Tapes | None
+    tapes: Tapes
 
     def serves(self, plan: GatherPlan, outputs: tuple[Tensor, ...]) -> bool:
         """Whether this is the way of `plan` from the memory of `outputs`, which FSDP2 makes once, frees and fills."""
@@ -76,18 +77,16 @@ class Unsharded(QuantizedStorage):
             self._owned(field)
 
     def fill(self, plan: GatherPlan, outputs: tuple[Tensor, ...], shard: dict[str, Tensor]) -> None:
-        """Takes over gathered wires; fields that were not sent come from `shard`, by name, or are derived."""
+        """Takes over gathered wires; fields that were not sent are those of `shard`, by name."""
         way = self.ways.get(plan.phase)
         if way is None or not way.serves(plan, outputs):
             way = self.ways[plan.phase] = self._way(plan, outputs, shard)
         targets = {field.name: self._owned(field) for field in way.owned}
-        self.buffers = {name: targets[name] if name in targets else way.views[name] for name in way.names}
+        found = way.views | {name: read_here(shard[name]) for name in way.shared} | targets
+        self.buffers = {name: found[name] for name in way.names}
         if targets:
             beside = [read_here(shard[name]) for name in way.beside]
-            if way.tapes is None:
-                self._fill(way, outputs, shard)
-            else:
-                way.tapes.run(None, (*outputs, *beside, *targets.values()), lambda: self._fill(way, outputs, shard))
+            way.tapes.run(None, (*outputs, *beside, *targets.values()), lambda: self._fill(way, outputs, shard))
         for name, buffer in self.owned.items():
             if name not in targets:
                 buffer.untyped_storage().resize_(0)
@@ -96,6 +95,7 @@ class Unsharded(QuantizedStorage):
         live = {field for direction in plan.present for field in self.format[direction].fields}
         fields = [field for field in self.format.fields if field in live]
         views: dict[str, Tensor] = {}
+        shared: list[str] = []
         beside: list[str] = []
         for field in fields:
             # NOTE: on a mesh of one rank FSDP2 gathers nothing and delivers a copy of the first wire only.
@@ -103,25 +103,21 @@ class Unsharded(QuantizedStorage):
             whole = plan.concatenated(outputs, field) if is_here else None
             if whole is not None:
                 views[field.name] = whole
-            elif not is_here and field.name in shard and not self._is_derived(field):
+            elif not plan.sends(field):
+                shared.append(field.name)
+            elif not is_here:
                 beside.append(field.name)
-        owned = [field for field in fields if field.name not in views]
-        tapes = Tapes() if self._derives_in_place() else None
-        return _Way(plan, outputs, [field.name for field in fields], views, owned, beside, tapes)
+        owned = [field for field in fields if field.name not in views and field.name not in shared]
+        return _Way(plan, outputs, [field.name for field in fields], views, shared, owned, beside, Tapes())
 
     def _fill(self, way: _Way, outputs: tuple[Tensor, ...], shard: dict[str, Tensor]) -> Result:
-        """Writes all buffers that are no views."""
-        derived = {}
+        """Writes all buffers that are neither views nor the shard's."""
         for field in way.owned:
             target = self.owned[field.name]
             if field.name in way.beside:
                 target.copy_(shard[field.name])
-            elif self._is_derived(field):
-                derived[field.name] = target
             else:
                 way.plan.assemble(outputs, field, target)
-        if derived:
-            self.derive(Direction.COLUMNWISE, derived)
         return (), None
 
     def __getstate__(self) -> Any:
@@ -136,16 +132,6 @@ class Unsharded(QuantizedStorage):
             f"{[d.value for d in self.directions]}: pass recompute=True to fsdp2.fully_shard where backward runs "
             "forward again; leave out unshard() between forward and backward, or pass reshard_after_forward=False"
         )
-
-    def _derives_in_place(self) -> bool:
-        """Whether nothing is allocated where the columnwise direction is derived."""
-        if not self.format.columnwise_is_derivable:
-            return True
-        pairs = zip(self.format.rowwise.fields, self.format.columnwise.fields, strict=True)
-        return all(src == dst or is_transpose(src, dst, self.region) for src, dst in pairs)
-
-    def _is_derived(self, field: Field) -> bool:
-        return self.format.columnwise_is_derivable and field not in self.format.rowwise.fields
 
     def _owned(self, field: Field) -> Tensor:
         """The owned buffer of `field`, allocated."""

@@ -95,9 +95,12 @@ __all__ = ["FORMATS", "Layer", "assert_seen", "fits", "random_matrix", "wires"]
 
 
 def assert_directions(layer: nn.Module, *, recompute: bool) -> None:
-    """Forward holds the rowwise fields alone; backward the columnwise ones, and rowwise to derive or recompute from."""
+    """Forward holds the rowwise fields alone; backward the columnwise ones, and rowwise to recompute from.
+
+    Of a derivable format there are no others than rowwise fields.
+    """
     format = local_tensor(layer.weight).format
     row = {f.name for f in format.rowwise.fields}
-    col = {f.name for f in format.columnwise.fields} if format.columnwise else row
+    col = {f.name for f in format.canonical.columnwise.fields} if format.canonical.columnwise else row
     assert layer.seen_in_forward.keys() == row
-    assert layer.seen_in_backward.keys() == (row | col if recompute or format.columnwise_is_derivable else col)
+    assert layer.seen_in_backward.keys() == (row | col if recompute else col)
