@@ -43,12 +43,22 @@ class _Pass(NamedTuple):
         key: what else the plan depends on.
         plan: how its products were computed; roles that have a history have no quantizer in it.
         requests: by role, what asked for a history.
+        moving: with the quantizers of those as well, by whether they record amaxes and the histories move afterwards.
     """
 
     state: Autocast
     key: Any = None
     plan: Plan | None = None
     requests: Mapping[str, DelayedScalingRequest] = MappingProxyType({})
+    moving: dict[tuple[bool, bool], _Moving] = MappingProxyType({})  # type: ignore[assignment]
+
+
+class _Moving(NamedTuple):
+    """A plan whose quantizers hold parts of these buffers."""
+
+    scale: Tensor
+    amax_history: Tensor
+    plan: Plan
 
 
 # The latest pass of every map; beside the modules, since it may hold a process group.
@@ -223,19 +233,30 @@ class LinearSite(nn.Module):
         if placed is not None:
             quantizers |= {kind: placed(kind, found) for kind, found in quantizers.items() if found is not None}
         multiple = self.row_multiple(state.recipe, dtype, device.type)
-        return _Pass(state, key, Plan(**quantizers, row_multiple=multiple, fuses_wgrad=fuses), requests)
+        return _Pass(state, key, Plan(**quantizers, row_multiple=multiple, fuses_wgrad=fuses), requests, {})
 
     def _with_histories(self, current: _Pass, x: Tensor, weight: Tensor) -> Plan:
         """The plan of a pass that uses, and in training moves, the histories of this map."""
         scaling = self._histories(current.requests, weight.device)
         records = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-        quantizers: dict[str, Any] = scaling.quantizers(current.state.amax_reduction_group, records=records)
+        if records:
+            scaling.take_part(current.state.amax_reduction_group)
+        # What runs again in backward has its histories moved by the end of that backward pass.
+        moves = records and not _torch_private.in_backward()
+        known = current.moving.get((records, moves))
+        if known is None or known.scale is not scaling.scale or known.amax_history is not scaling.amax_history:
+            plan = self._moving(current.plan, scaling, records=records)
+            known = _Moving(scaling.scale, scaling.amax_history, replace(plan, moves_histories=moves))
+            current.moving[records, moves] = known
+        return known.plan
+
+    @torch.inference_mode(False)  # what an evaluation came upon first, a later step writes into
+    def _moving(self, plan: Plan, scaling: DelayedScalingState, *, records: bool) -> Plan:
+        quantizers: dict[str, Any] = scaling.quantizers(records=records)
         held = tuple(t for found in quantizers.values() for t in (found.scale, found.amax) if t is not None)
         if self.placed is not None:
             quantizers = {kind: self.placed(kind, quantizer) for kind, quantizer in quantizers.items()}
-        # What runs again in backward has its histories moved by the end of that backward pass.
-        moves = records and not _torch_private.in_backward()
-        return replace(current.plan, **quantizers, moves_histories=moves, tensors=held)
+        return replace(plan, **quantizers, tensors=held)
 
     def _histories(self, requests: Mapping[str, DelayedScalingRequest], device: torch.device) -> Any:
         """The state that keeps what was asked for, made where there is none; None where nothing was."""

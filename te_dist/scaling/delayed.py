@@ -68,17 +68,18 @@ class DelayedScalingState(nn.Module):
         """Of every tensor."""
         return [slice(i * self.num_groups, (i + 1) * self.num_groups) for i in range(len(self.requests))]
 
-    def quantizers(self, group: dist.ProcessGroup | None, *, records: bool) -> dict[str, Float8Quantizer]:
-        """By name, quantizers that use the present scales.
+    def take_part(self, group: dist.ProcessGroup | None) -> None:
+        """Says that this step's amaxes are recorded here: the histories move when backward ends.
 
         Args:
             group: ranks that take the largest amax of all, None for this rank alone.
-            records: whether amaxes are kept and the histories move when backward ends.
         """
-        if records:
-            _recording[self] = group if next(iter(self.requests.values())).reduce_amax else None
-            if _torch_private.in_backward():
-                update_when_backward_ends()
+        _recording[self] = group if next(iter(self.requests.values())).reduce_amax else None
+        if _torch_private.in_backward():
+            update_when_backward_ends()
+
+    def quantizers(self, *, records: bool) -> dict[str, Float8Quantizer]:
+        """By name, quantizers that use what scales are at the time. `records`: whether they keep amaxes."""
         return {
             name: Float8Quantizer(self.scale[its], self.amax_history[0, its] if records else None, request.fp8)
             for its, (name, request) in zip(self._columns(), self.requests.items(), strict=True)

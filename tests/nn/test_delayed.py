@@ -139,6 +139,19 @@ def test_state_is_saved_and_resumed_bitwise() -> None:
         assert_bitwise(other.state_dict()[name], value, name)
 
 
+@pytest.mark.parametrize("replaced", ["scale", "amax_history"])
+def test_buffers_may_be_replaced_between_steps(replaced: str) -> None:
+    module, assigned = linear(), linear()
+    for each in (module, assigned):
+        train(each, 3.0, 0.5)
+    state = {name: value.clone() for name, value in module.state_dict().items() if name.endswith(replaced)}
+    assigned.load_state_dict(state, strict=False, assign=True)
+    for each in (module, assigned):
+        train(each, 5.0, 0.25)
+    for name, value in module.state_dict().items():
+        assert_bitwise(assigned.state_dict()[name], value, name)
+
+
 def test_plain_modules_are_prepared_before_loading() -> None:
     state = linear().state_dict()
     plain = te.Linear(16, 32, bias=False)
