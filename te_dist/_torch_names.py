@@ -110,10 +110,6 @@ ATTRIBUTES = (
         "whether an op writes into its arguments; torch.library hands schemas in only",
     ),
     Private(
-        "torch._scaled_mm",
-        "cuBLASLt's FP8 GEMM into a given output; `torch.nn.functional.scaled_mm` allocates its own",
-    ),
-    Private(
         "torch._C._cuda_getCurrentRawStream",
         "the stream's handle in a tenth of the time that torch.cuda.current_stream takes; Triton asks the same way",
         needs_cuda=True,

@@ -64,7 +64,6 @@ __all__ = [
     "pretended_ranks",
     "process_group",
     "reshards_between_passes",
-    "scaled_mm",
     "sharded_like",
     "sharded_of",
     "return_and_correct_aliasing",
@@ -126,21 +125,6 @@ def is_autocast_anywhere() -> bool:
 def is_mutable(op: Any) -> bool:
     """Whether an op of torch (an OpOverload) writes into an argument."""
     return op._schema.is_mutable
-
-
-def scaled_mm(
-    a: Tensor, b: Tensor, *, scales: tuple[Tensor, Tensor], bias: Tensor | None, fast: bool, out: Tensor
-) -> None:
-    """`a` (m, k) times `b` (k, n), of FP8 codes with one f32 scale each, plus `bias` (n,) of the type of `out` (m, n).
-
-    Args:
-        a: contiguous.
-        b: the transpose of a contiguous matrix.
-        fast: accumulate in the tensor cores' own precision, below that of fp32.
-    """
-    if out.is_meta:
-        return  # torch has no fake of the variant that writes into `out`
-    torch._scaled_mm(a, b, *scales, bias, None, out.dtype, fast, out=out)
 
 
 def reshards_between_passes(unit: nn.Module, *, inside: bool = False) -> bool:

@@ -1,5 +1,4 @@
-// te_dist._C.cuda: loads and launches compiled kernels.
-#include "../host/program.h"
+// te_dist._C.cuda: loads and launches compiled kernels, and products of cuBLASLt.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -9,6 +8,9 @@
 #include <tuple>
 #include <vector>
 
+#include "../host/kernel.h"
+#include "../host/product.h"
+#include "../host/program.h"
 #include "described.h"
 #include "host.h"
 
@@ -24,24 +26,32 @@ std::unique_ptr<LoadedKernel> load(const py::bytes& cubin, const std::string& en
   return std::make_unique<LoadedKernel>(std::string(cubin), entry, label, LaunchShape{cluster, shared_bytes, overlaps});
 }
 
-// Every argument is a bytes object with one parameter of the kernel, as it lies in memory.
-void launch(LoadedKernel& kernel, int device, uint64_t stream, Grid grid, const py::args& arguments) {
+// Types, and alignments, of both operands, the output and the bias, if there is one.
+std::unique_ptr<Product> product(const std::string& library, int device, std::array<int64_t, 3> extents,
+                                 std::array<std::string, 4> types, std::array<uint32_t, 4> alignments, bool fast,
+                                 bool accumulate, uint64_t workspace_bytes) {
+  const ProductSpec spec{extents, std::move(types), alignments, fast, accumulate, workspace_bytes};
+  return std::make_unique<Product>(library, device, spec);
+}
+
+// Every argument is a bytes object with one parameter, as it lies in memory.
+void launch(Launchable& launched, int device, uint64_t stream, Grid grid, const py::args& arguments) {
   std::vector<void*> pointers;
   pointers.reserve(arguments.size());
   for (const py::handle argument : arguments) pointers.push_back(PyBytes_AS_STRING(argument.ptr()));
   const py::gil_scoped_release release;
-  kernel.launch(device, stream, grid, pointers);
+  launched.launch(device, stream, grid, pointers);
 }
 
-// Kernel, grid, parameters, and the members of each Patch.
+// What is launched, grid, parameters, and the members of each Patch.
 using Step = std::tuple<py::object, Grid, py::bytes, std::vector<std::tuple<size_t, size_t, uint64_t, bool>>>;
 
-// A program that keeps its kernels, and takes its addresses from tensors.
+// A program that keeps what it launches, and takes its addresses from tensors.
 class KeptProgram {
  public:
   // `places`: by slot, which of the tensors of a run has the address.
   KeptProgram(std::vector<Step> steps, std::vector<size_t> places) : program_(launches(steps)), places_(std::move(places)) {
-    for (Step& step : steps) kernels_.push_back(std::move(std::get<0>(step)));
+    for (Step& step : steps) launched_.push_back(std::move(std::get<0>(step)));
   }
 
   void run(int device, uint64_t stream, const py::list& tensors) {
@@ -63,8 +73,8 @@ class KeptProgram {
  private:
   static std::vector<PatchedLaunch> launches(const std::vector<Step>& steps) {
     std::vector<PatchedLaunch> launches;
-    for (const auto& [kernel, grid, parameters, patches] : steps) {
-      PatchedLaunch launch{kernel.cast<LoadedKernel*>(), grid, std::string(parameters), {}};
+    for (const auto& [launched, grid, parameters, patches] : steps) {
+      PatchedLaunch launch{launched.cast<Launchable*>(), grid, std::string(parameters), {}};
       for (const auto& [place, slot, offset, is_map] : patches) launch.patches.push_back({place, slot, offset, is_map});
       launches.push_back(std::move(launch));
     }
@@ -73,7 +83,7 @@ class KeptProgram {
 
   Program program_;
   std::vector<size_t> places_;
-  std::vector<py::object> kernels_;
+  std::vector<py::object> launched_;
 };
 
 bool is_one_of(const py::tuple& classes, py::handle value) {
@@ -141,18 +151,24 @@ py::bytes matrix_map(int dtype, uint64_t address, uint64_t rows, uint64_t cols, 
 
 void define_host(py::module_& parent) {
   py::module_ module = parent.def_submodule("cuda", "CUDA kernels by the driver's interface.");
-  py::class_<LoadedKernel>(module, "Kernel")
+  py::class_<Launchable>(module, "Launchable", "What is launched with parameters that lie in memory.")
+      .def("launch", &launch)
+      .def_property_readonly("label", &Launchable::label);
+  py::class_<LoadedKernel, Launchable>(module, "Kernel")
       .def(py::init(&load), py::arg("cubin"), py::arg("entry"), py::arg("label"), py::kw_only(), py::arg("cluster") = 1,
            py::arg("shared_bytes") = 0, py::arg("overlaps") = false)
       .def("load", &LoadedKernel::load, py::call_guard<py::gil_scoped_release>())
-      .def("launch", &launch)
       .def("registers", [](const LoadedKernel& k, int device) { return k.attribute(driver::kRegisters, device); })
-      .def("local_bytes", [](const LoadedKernel& k, int device) { return k.attribute(driver::kLocalBytes, device); })
-      .def_property_readonly("label", &LoadedKernel::label);
+      .def("local_bytes", [](const LoadedKernel& k, int device) { return k.attribute(driver::kLocalBytes, device); });
+  py::class_<Product, Launchable>(module, "Product", "A product of FP8 matrices by cuBLASLt.")
+      .def(py::init(&product), py::arg("library"), py::arg("device"), py::arg("extents"), py::arg("types"),
+           py::arg("alignments"), py::kw_only(), py::arg("fast"), py::arg("accumulate"), py::arg("workspace_bytes"),
+           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly_static("PARAMETERS", [](py::handle) { return Product::kParameters; });
   module.def("compute_capability", &compute_capability, "(major, minor) of a device.");
   py::class_<KeptProgram>(module, "Program", "Launches that are repeated with other addresses.")
       .def(py::init<std::vector<Step>, std::vector<size_t>>(),
-           "Of (kernel, grid, parameters, [(place, slot, offset, whether a tensor map lies there)]) for each launch; and "
+           "Of (kernel or product, grid, parameters, [(place, slot, offset, whether a tensor map lies there)]) for each launch; and "
            "by slot the position of its tensor among those of a run.")
       .def("run", &KeptProgram::run, "(device, stream, list of tensors)")
       .def_property_readonly("position", &KeptProgram::position, "Number of the launch that failed, after an exception.");

@@ -32,6 +32,7 @@ Functions find_functions() {
   find(library, "cuDeviceGetAttribute", &f.device_attribute);
   find(library, "cuDevicePrimaryCtxRetain", &f.retain_primary_context);
   find(library, "cuCtxGetCurrent", &f.current_context);
+  find(library, "cuThreadExchangeStreamCaptureMode", &f.exchange_capture_mode);
   find(library, "cuCtxPushCurrent_v2", &f.push_context);
   find(library, "cuCtxPopCurrent_v2", &f.pop_context);
   find(library, "cuLibraryLoadData", &f.load_library);
@@ -92,5 +93,11 @@ ContextGuard::~ContextGuard() {
   Context popped;
   if (pushed_) functions().pop_context(&popped);
 }
+
+RelaxedCapture::RelaxedCapture() {
+  check(functions().exchange_capture_mode(&mode_), "cuThreadExchangeStreamCaptureMode");
+}
+
+RelaxedCapture::~RelaxedCapture() { functions().exchange_capture_mode(&mode_); }
 
 }  // namespace te_dist::driver

@@ -14,6 +14,7 @@ struct Functions {
   Result (*device_attribute)(int*, int attribute, Device);
   Result (*retain_primary_context)(Context*, Device);
   Result (*current_context)(Context*);
+  Result (*exchange_capture_mode)(int* mode);
   Result (*push_context)(Context);
   Result (*pop_context)(Context*);
   Result (*load_library)(Library*, const void* image, int*, void**, unsigned, int*, void**, unsigned);
@@ -47,6 +48,18 @@ class ContextGuard {
 
  private:
   bool pushed_;
+};
+
+// Lets this thread allocate while a stream is captured: what it does inside is not for the graph.
+class RelaxedCapture {
+ public:
+  RelaxedCapture();
+  ~RelaxedCapture();
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  int mode_ = kRelaxedCapture;  // that of the thread outside
 };
 
 }  // namespace te_dist::driver

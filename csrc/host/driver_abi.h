@@ -23,6 +23,9 @@ constexpr int kMaxThreadsPerBlock = 0, kSharedBytes = 1, kLocalBytes = 3, kRegis
 // Attributes of a device.
 constexpr int kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76;
 
+// How much of the interface a thread may use while streams are captured.
+constexpr int kRelaxedCapture = 2;
+
 // Attributes of a launch.
 constexpr int kClusterDimension = 4, kProgrammaticStreamSerialization = 6;
 

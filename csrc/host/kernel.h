@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "driver.h"
+#include "launchable.h"
 
 namespace te_dist {
 
@@ -18,24 +19,23 @@ struct LaunchShape {
   bool overlaps = false;      // may begin before the kernel in front of it in the stream has ended
 };
 
-class LoadedKernel {
+class LoadedKernel : public Launchable {
  public:
   // `entry`: name of the kernel in the cubin. `label`: how messages call it.
   LoadedKernel(const std::string& cubin, const std::string& entry, std::string label, LaunchShape shape);
-  ~LoadedKernel();
+  ~LoadedKernel() override;
   LoadedKernel(const LoadedKernel&) = delete;
   LoadedKernel& operator=(const LoadedKernel&) = delete;
 
   // Brings the kernel to a device, so that a first launch there, under graph capture perhaps, has nothing left to load.
   void load(int device);
 
-  // One pointer to each argument's bytes, in the order of the kernel's parameters.
-  void launch(int device, uint64_t stream, std::array<unsigned, 3> grid, std::vector<void*>& arguments);
+  void launch(int device, uint64_t stream, std::array<unsigned, 3> grid, std::vector<void*>& arguments) override;
 
   // Value of a kernel attribute (see driver_abi.h) on a device.
   int attribute(int attribute, int device) const;
 
-  const std::string& label() const { return label_; }
+  const std::string& label() const override { return label_; }
 
  private:
   std::string label_;

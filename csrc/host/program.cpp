@@ -23,11 +23,11 @@ void patch(const Patch& patch, uint64_t address, unsigned char* parameters) {
 
 void check(const PatchedLaunch& launch) {
   const size_t size = launch.parameters.size();
-  if (size > kMaxParameterBytes) throw std::invalid_argument(launch.kernel->label() + " has more parameters than fit");
+  if (size > kMaxParameterBytes) throw std::invalid_argument(launch.launched->label() + " has more parameters than fit");
   for (const Patch& patch : launch.patches) {
     const size_t bytes = patch.is_map ? sizeof(driver::TensorMap) : sizeof(uint64_t);
     if (bytes > size || patch.place > size - bytes) {
-      throw std::invalid_argument("an address behind the parameters of " + launch.kernel->label());
+      throw std::invalid_argument("an address behind the parameters of " + launch.launched->label());
     }
   }
 }
@@ -47,7 +47,7 @@ void Program::run(int device, uint64_t stream, const std::vector<uint64_t>& addr
     position_ = i;
     std::memcpy(parameters, launch.parameters.data(), launch.parameters.size());
     for (const Patch& its : launch.patches) patch(its, addresses.at(its.slot) + its.offset, parameters);
-    launch.kernel->launch(device, stream, launch.grid, arguments);
+    launch.launched->launch(device, stream, launch.grid, arguments);
   }
 }
 

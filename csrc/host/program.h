@@ -4,7 +4,8 @@
 #include <atomic>
 #include <vector>
 
-#include "kernel.h"
+#include "driver.h"
+#include "launchable.h"
 
 namespace te_dist {
 
@@ -18,7 +19,7 @@ struct Patch {
 
 // A launch with all of its parameters, as they lie in memory.
 struct PatchedLaunch {
-  LoadedKernel* kernel;
+  Launchable* launched;
   std::array<unsigned, 3> grid;
   std::string parameters;
   std::vector<Patch> patches;
@@ -26,7 +27,7 @@ struct PatchedLaunch {
 
 class Program {
  public:
-  // The kernels must outlive it.
+  // What is launched must outlive it.
   explicit Program(std::vector<PatchedLaunch> launches);
 
   // Launches all, in their order. Several threads may run a program at once.

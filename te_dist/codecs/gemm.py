@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from te_dist import _torch_private, ops
+from te_dist import ops
 from te_dist.codecs.base import Codec
 from te_dist.codecs.block import LARGEST_TILE, Block
 from te_dist.codecs.decoded import coded
@@ -93,7 +93,8 @@ class Entry(NamedTuple):
 
 QUANTIZED = (Block, MxFp8, NvFp4, Tensorwise)
 _RUN, _SQUARE = (1, LARGEST_TILE[1]), LARGEST_TILE
-_FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_ALIGNMENT = 16  # bytes of which addresses are multiples that cuBLASLt writes FP8 products to
+WORKSPACE_BYTES = 0  # that cuBLASLt may use for a product
 READS_ANY_ORDER = ("cpu",)  # types of devices whose functions read either direction of equal values alike
 _TABLE: dict[tuple[type[Codec], type[Codec], str], Entry] = {}
 
@@ -229,21 +230,24 @@ def _by_cublaslt(a: Operand, b: Operand, result: Result) -> None:
     Forward accumulates in the tensor cores' own precision, gradients in fp32, as TransformerEngine's recipes do.
     """
     out, bias, accumulate = result
-    types = [_FP8[operand.encoding.codec.fp8] for operand in (a, b)]
-    if types == [torch.float8_e5m2] * 2:
-        return _by_decoding(a, b, result)  # tensor cores multiply e4m3 with either, e5m2 with e4m3 only
+    fp8 = a.encoding.codec.fp8, b.encoding.codec.fp8
+    if fp8 == ("e5m2", "e5m2"):
+        return _by_decoding(a, b, result)  # cuBLASLt multiplies e4m3 with either, e5m2 with e4m3 only
     fuses_bias = bias is not None and out.dtype != torch.float32
-    target = torch.empty_like(out) if accumulate else out
-    _torch_private.scaled_mm(
-        a.stored[0].view(types[0]),
-        b.stored[0].view(types[1]).t(),
-        scales=(a.stored[1], b.stored[1]),
+    is_direct = out.data_ptr() % _ALIGNMENT == 0
+    target = out if is_direct else torch.empty_like(out)
+    ops.gemm_float8_tensor(
+        *a.stored,
+        *b.stored,
+        fp8=fp8,
         bias=bias.to(out.dtype) if fuses_bias else None,
         fast=a.sums_over == b.sums_over == 1,
+        accumulate=accumulate and is_direct,
+        workspace=torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=a.device) if WORKSPACE_BYTES else None,
         out=target,
     )
-    if accumulate:
-        out.add_(target)
+    if not is_direct:
+        (out.add_ if accumulate else out.copy_)(target)
     if bias is not None and not fuses_bias:
         out.add_(bias)
 

@@ -9,6 +9,7 @@ from te_dist.kernels.dequantize import dequantize_float8, dequantize_mxfp8, dequ
 from te_dist.kernels.evaluation import evaluate, gather_sum, panel_sums, rms_rstd
 from te_dist.kernels.gemm import gemm_float8_block
 from te_dist.kernels.gemm_decoded import gemm_decoded
+from te_dist.kernels.gemm_tensor import gemm_float8_tensor
 from te_dist.kernels.grouped_decoded import grouped_gemm_decoded, grouped_wgrad_decoded
 from te_dist.kernels.grouped_gemm import clear_rest, group_table, grouped_gemm_float8_block, grouped_wgrad_float8_block
 from te_dist.kernels.grouped_quantize import (
@@ -49,6 +50,7 @@ __all__ = [
     "gather_sum",
     "gemm_decoded",
     "gemm_float8_block",
+    "gemm_float8_tensor",
     "group_sums",
     "group_table",
     "grouped_amax",

@@ -37,13 +37,14 @@ _listener: ContextVar[Callable[[Launch], None] | None] = ContextVar("te_dist_lis
 
 
 class Launch(NamedTuple):
-    """A kernel with all that it is launched with.
+    """A kernel, or a product of cuBLASLt, with all that it is launched with.
 
     Attributes:
+        grid: of blocks of threads; a product has its own.
         values: one for each field of `layout`.
     """
 
-    kernel: _C.cuda.Kernel
+    kernel: _C.cuda.Kernel | _C.cuda.Product
     device: int
     grid: tuple[int, int, int]
     layout: Layout
@@ -151,11 +152,15 @@ def launch(spec: Spec, on: Tensor, grid: tuple[int, int], values: tuple[int | fl
         if on.is_meta:
             return record(spec)
         kernel = _load(spec, device)
-    launched = Launch(kernel, device, (*grid, 1), spec.layout, values)
-    launched.start(current_cuda_stream(device))
+    issue(Launch(kernel, device, (*grid, 1), spec.layout, values))
+
+
+def issue(launch: Launch) -> None:
+    """Launches on the current stream of the device, and tells who listens."""
+    launch.start(current_cuda_stream(launch.device))
     listener = _listener.get()
     if listener is not None:
-        listener(launched)
+        listener(launch)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from te_dist.ops.evaluate import evaluate
 from te_dist.ops.gather_sum import gather_sum
 from te_dist.ops.gemm_decoded import gemm_decoded
 from te_dist.ops.gemm_float8_block import gemm_float8_block
+from te_dist.ops.gemm_float8_tensor import gemm_float8_tensor
 from te_dist.ops.group_sums import group_sums
 from te_dist.ops.group_table import group_table
 from te_dist.ops.grouped_amax import grouped_amax
@@ -52,6 +53,7 @@ __all__ = [
     "gather_sum",
     "gemm_decoded",
     "gemm_float8_block",
+    "gemm_float8_tensor",
     "group_sums",
     "group_table",
     "grouped_amax",

@@ -17,6 +17,7 @@ static_assert(ours::kRegisters == CU_FUNC_ATTRIBUTE_NUM_REGS);
 static_assert(ours::kMaxDynamicSharedBytes == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
 static_assert(ours::kComputeCapabilityMajor == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
 static_assert(ours::kComputeCapabilityMinor == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
+static_assert(ours::kRelaxedCapture == CU_STREAM_CAPTURE_MODE_RELAXED);
 static_assert(ours::kClusterDimension == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
 static_assert(ours::kProgrammaticStreamSerialization == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
 
@@ -68,6 +69,7 @@ SAME_FUNCTION(error_text, cuGetErrorString);
 SAME_FUNCTION(device_attribute, cuDeviceGetAttribute);
 SAME_FUNCTION(retain_primary_context, cuDevicePrimaryCtxRetain);
 SAME_FUNCTION(current_context, cuCtxGetCurrent);
+SAME_FUNCTION(exchange_capture_mode, cuThreadExchangeStreamCaptureMode);
 SAME_FUNCTION(push_context, cuCtxPushCurrent);
 SAME_FUNCTION(pop_context, cuCtxPopCurrent);
 SAME_FUNCTION(load_library, cuLibraryLoadData);

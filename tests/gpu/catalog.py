@@ -94,6 +94,7 @@ def calls() -> Iterator[Call]:
     yield from dequantizers()
     yield from movers()
     yield from products_of_blocks()
+    yield from products_of_tensors()
     yield from products_by_decoding()
     yield from groups()
     yield from groups_by_decoding()
@@ -284,6 +285,20 @@ def products_of_blocks() -> Iterator[Call]:
             yield Call(name, ops.gemm_float8_block, inputs, out, is_exact=False)
         added = inputs | dict(bias=torch.rand(cols), accumulate=dtype == torch.float32)
         yield Call(f"{name} added", ops.gemm_float8_block, added, out, is_exact=False)
+
+
+def products_of_tensors() -> Iterator[Call]:
+    """Many rows, few and one, with and without what may be added; nothing to sum, no rows."""
+    shapes = ((256, 384, 256), (130, 80, 208), (1, 16, 16), (300, 32, 272), (33, 128, 0), (0, 128, 128))
+    for (rows, cols, depth), dtype in product(shapes, HALF_AND_FULL):
+        inputs = dict(a=finite((rows, depth)), a_scale=torch.rand(1), b=finite((cols, depth)), b_scale=torch.rand(1, 1))
+        has_bias = dtype != torch.float32
+        inputs |= dict(fp8=("e4m3", "e4m3") if has_bias else ("e5m2", "e4m3"), fast=has_bias, workspace=None)
+        name, out = f"product {(rows, cols, depth)} {dtype}", dict(out=torch.zeros(rows, cols, dtype=dtype))
+        plain = dict(bias=None, accumulate=False)
+        yield Call(name, ops.gemm_float8_tensor, inputs | plain, out, is_exact=False)
+        added = dict(bias=torch.rand(cols).to(dtype) if has_bias else None, accumulate=not has_bias)
+        yield Call(f"{name} added", ops.gemm_float8_tensor, inputs | added, out, is_exact=False)
 
 
 def products_by_decoding() -> Iterator[Call]:

@@ -1,0 +1,68 @@
+"""Launches of products of FP8 matrices with one scale each, by cuBLASLt: nothing is compiled for them."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from te_dist import _C
+from te_dist.kernels.arguments import pointer
+from te_dist.kernels.gemm import check_alignment, sums_nothing
+from te_dist.kernels.runtime import Launch, issue
+from te_dist.kernels.spec import Layout
+
+_LAYOUT = Layout(_C.cuda.Product.PARAMETERS)
+_TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_ALIGNMENT = 128  # bytes: a launch is repeated at addresses that are the same modulo this, see [Note: Tapes]
+_ONE_BLOCK = (1, 1, 1)  # in the place of a grid, which cuBLASLt chooses
+
+
+@cache
+def _library() -> str:
+    """Name of the cuBLASLt that torch has loaded."""
+    assert torch.version.cuda is not None  # there are no CUDA tensors without
+    return f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}"
+
+
+@lru_cache(maxsize=4096)  # numbers of rows may be others in every step
+def _product(
+    device: int,
+    extents: tuple[int, int, int],
+    types: tuple[str, ...],
+    alignments: tuple[int, ...],
+    how: tuple[bool, bool, int],
+) -> _C.cuda.Product:
+    """With the algorithm that cuBLASLt takes for the fastest. `how`: fast, accumulate, bytes of a workspace."""
+    fast, accumulate, workspace_bytes = how
+    keywords = {"fast": fast, "accumulate": accumulate, "workspace_bytes": workspace_bytes}
+    return _C.cuda.Product(_library(), device, extents, types, alignments, **keywords)
+
+
+def _alignment(address: int) -> int:
+    """The largest power of two that divides an address, as far as launches at other addresses share it."""
+    return address & -address & (_ALIGNMENT - 1) or _ALIGNMENT
+
+
+def gemm_float8_tensor(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: object) -> None:
+    """See te_dist.ops.gemm_float8_tensor."""
+    fp8, bias, fast, accumulate, workspace, out = rest
+    (rows, depth), cols = a.shape, b.shape[0]
+    if out.numel() == 0:
+        return
+    if sums_nothing(depth, out, accumulate=accumulate):
+        if bias is not None:
+            out.add_(bias)
+        return
+    check_alignment(a=a, b=b, out=out)
+    if out.is_meta:
+        return
+    types = (*fp8, _TYPES[out.dtype], "" if bias is None else _TYPES[bias.dtype])
+    places = a.data_ptr(), b.data_ptr(), out.data_ptr(), pointer(bias)
+    how = fast, accumulate, 0 if workspace is None else workspace.numel()
+    device = out.get_device()
+    product = _product(device, (rows, cols, depth), types, tuple(map(_alignment, places)), how)
+    scales = a_scale.data_ptr(), b_scale.data_ptr()
+    values = (places[0], scales[0], places[1], scales[1], places[3], pointer(workspace), places[2])
+    issue(Launch(product, device, _ONE_BLOCK, _LAYOUT, values))
