@@ -1,10 +1,8 @@
 // Holds csrc/host against the declarations of CUDA's own cuda.h. Compiled by test_driver_abi.py, never run.
 #include <cuda.h>
 
-#include <cstddef>
-#include <type_traits>
-
 #include "driver.h"
+#include "same.h"
 
 namespace ours = te_dist::driver;
 
@@ -21,12 +19,7 @@ static_assert(ours::kRelaxedCapture == CU_STREAM_CAPTURE_MODE_RELAXED);
 static_assert(ours::kClusterDimension == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
 static_assert(ours::kProgrammaticStreamSerialization == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
 
-// Layouts. Every member in order, so that none is left out between two that agree.
-#define SAME_SIZE(a, b) static_assert(sizeof(a) == sizeof(b) && alignof(a) == alignof(b), "size or alignment of " #b)
-#define SAME_PLACE(a, member, b, theirs)                                                                    \
-  static_assert(offsetof(a, member) == offsetof(b, theirs) && sizeof(a::member) == sizeof(b::theirs), \
-                "place or size of " #theirs)
-
+// Layouts.
 SAME_SIZE(ours::LaunchAttributeValue, CUlaunchAttributeValue);
 SAME_PLACE(ours::LaunchAttributeValue, cluster, CUlaunchAttributeValue, clusterDim);
 SAME_PLACE(ours::LaunchAttributeValue, programmatic_stream_serialization, CUlaunchAttributeValue,
@@ -49,20 +42,7 @@ SAME_PLACE(ours::TensorMap, opaque, CUtensorMap, opaque);
 // cuda.h aligns a map to 64 bytes or more, by version; a kernel's parameter wants 64.
 static_assert(sizeof(ours::TensorMap) == sizeof(CUtensorMap) && alignof(ours::TensorMap) >= 64);
 
-// Functions: as many parameters, each passed in the same way (pointers as pointers, numbers of the same size and kind).
-template <class A, class B>
-constexpr bool kPassedAlike = std::is_pointer_v<A> == std::is_pointer_v<B> &&
-                              std::is_floating_point_v<A> == std::is_floating_point_v<B> && sizeof(A) == sizeof(B);
-template <class A, class B>
-constexpr bool kSame = false;
-template <class R, class... A, class S, class... B>
-constexpr bool kSame<R (*)(A...), S (*)(B...)> = [] {
-  if constexpr (sizeof...(A) == sizeof...(B)) return kPassedAlike<R, S> && (kPassedAlike<A, B> && ...);
-  return false;
-}();
-#define SAME_FUNCTION(name, theirs) \
-  static_assert(kSame<decltype(ours::Functions::name), decltype(&theirs)>, "parameters of " #theirs)
-
+// Functions.
 SAME_FUNCTION(init, cuInit);
 SAME_FUNCTION(error_name, cuGetErrorName);
 SAME_FUNCTION(error_text, cuGetErrorString);
