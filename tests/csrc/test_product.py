@@ -1,0 +1,138 @@
+"""Products of cuBLASLt, and programs of them, over a library that multiplies in host memory (fake_cuda.cpp).
+
+In a process of its own, where it stands for CUDA's driver too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_dist import _C
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+NO_BIAS = torch.empty(0)
+FIELDS = [field.split(":")[0] for field in _C.cuda.Product.PARAMETERS.split()]
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The fake."""
+    made = tmp_path_factory.mktemp("fake") / "libcuda.so.1"
+    options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", f"-I{ROOT}/csrc/host"]
+    subprocess.run(["g++", *options, str(HERE / "fake_cuda.cpp"), "-o", str(made)], check=True)
+    return str(made)
+
+
+def test_products_are_those_of_the_values_and_what_does_not_fit_is_refused(library: str) -> None:
+    command = [sys.executable, str(Path(__file__)), library]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+
+
+class Operands:
+    """Of one product, with its output as it is before.
+
+    `types`: of a, b and out, and of the bias, if any.
+    """
+
+    def __init__(self, extents: tuple[int, int, int], types: tuple[str, str, torch.dtype, bool], seed: int = 0) -> None:
+        (rows, cols, depth), (a, b, out, has_bias) = extents, types
+        draw = torch.Generator().manual_seed(seed)
+        self.extents, self.types = extents, (a, b, NAMES[out], NAMES[out] if has_bias else "")
+        self.values = [torch.randn(n, depth, generator=draw).to(FP8[t]) for n, t in ((rows, a), (cols, b))]
+        self.scales = [torch.rand(1, generator=draw) + 0.5 for _ in range(2)]
+        self.bias = torch.randn(cols, generator=draw).to(out) if has_bias else NO_BIAS
+        self.out = torch.randn(rows, cols, generator=draw).to(out)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """In the order of the fields; the bias, if any, in front of the output."""
+        (a, b), (a_scale, b_scale) = [x.view(torch.uint8) for x in self.values], self.scales
+        return [a, a_scale, b, b_scale, *([self.bias] if self.types[3] else []), self.out]
+
+    def product(self, library: str, *, accumulate: bool = False) -> _C.cuda.Product:
+        keywords = dict(fast=False, accumulate=accumulate, workspace_bytes=0)
+        return _C.cuda.Product(library, 0, self.extents, self.types, (16, 16, 16, 2), **keywords)
+
+    def want(self, *, accumulate: bool) -> Tensor:
+        product = self.values[0].double() @ self.values[1].double().t() * self.scales[0] * self.scales[1]
+        product += self.bias.double() if self.types[3] else 0
+        return product + self.out.double() if accumulate else product
+
+
+def packed(operands: Operands) -> bytes:
+    """Parameters of a launch: no workspace."""
+    places = [tensor.data_ptr() for tensor in operands.tensors]
+    bias = places[4] if operands.types[3] else 0
+    return struct.pack("@7P", *places[:4], bias, 0, places[-1])
+
+
+def check(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got.double(), want, rtol=2.0**-8 if got.dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+
+
+def multiply_all(library: str) -> None:
+    f32, bf16 = torch.float32, torch.bfloat16
+    cases = [
+        ((8, 16, 32), ("e4m3", "e4m3", bf16, False), False),
+        ((1, 48, 16), ("e4m3", "e4m3", bf16, True), False),
+        ((5, 32, 64), ("e5m2", "e4m3", f32, False), True),
+        ((7, 16, 48), ("e4m3", "e5m2", f32, False), False),
+    ]
+    for extents, types, accumulate in cases:
+        operands, others = Operands(extents, types), Operands(extents, types, seed=1)
+        product = operands.product(library, accumulate=accumulate)
+        want = operands.want(accumulate=accumulate)
+        product.launch(0, 0, (1, 1, 1), packed(operands))
+        check(operands.out, want)
+        # The same as a step of a program, on other tensors, the first of which is a part of a larger one.
+        slots = range(len(others.tensors))
+        fields = [name for name in FIELDS if name != "workspace" and (types[3] or name != "bias")]
+        places = [8 * FIELDS.index(name) for name in fields]
+        patches = [(place, slot, 0 if slot else 16, False) for slot, place in zip(slots, places, strict=True)]
+        program = _C.cuda.Program([(product, (1, 1, 1), packed(operands), patches)], list(slots))
+        want, codes = others.want(accumulate=accumulate), others.tensors[0]
+        whole = torch.zeros(codes.numel() + 16, dtype=torch.uint8)
+        whole[16:] = codes.flatten()
+        before = operands.out.clone()
+        program.run(0, 0, [whole, *others.tensors[1:]])
+        check(others.out, want)
+        assert torch.equal(operands.out, before)
+
+
+def refuse_what_does_not_fit(library: str) -> None:
+    odd = Operands((8, 16, 32), ("e5m2", "e5m2", torch.float32, False))
+    with pytest.raises(RuntimeError, match=r"e5m2 \(8 x 32\) by e5m2 \(16 x 32\).*NOT_SUPPORTED"):
+        odd.product(library)
+    operands = Operands((8, 16, 32), ("e4m3", "e4m3", torch.float32, False))
+    product = operands.product(library)
+    right = packed(operands)
+    wrong = right[:-8] + struct.pack("@P", operands.out.data_ptr() + 4)
+    program = _C.cuda.Program([(product, (1, 1, 1), parameters, []) for parameters in (right, wrong, right)], [])
+    with pytest.raises(RuntimeError, match=r"e4m3 \(8 x 32\).* as float32.*CUBLAS_STATUS_INVALID_VALUE \(fake\)"):
+        program.run(0, 0, [])
+    assert program.position == 1
+    with pytest.raises(ValueError, match="takes one argument on device 0, got 1 on device 1"):
+        product.launch(1, 0, (1, 1, 1), packed(operands))
+    with pytest.raises(ValueError, match="an address behind the parameters of the product of e4m3"):
+        _C.cuda.Program([(product, (1, 1, 1), packed(operands), [(56, 0, 0, False)])], [0])
+
+
+if __name__ == "__main__":
+    ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)  # found by its name from now on
+    multiply_all(sys.argv[1])
+    refuse_what_does_not_fit(sys.argv[1])
