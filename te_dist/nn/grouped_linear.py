@@ -105,8 +105,8 @@ class GroupedLinear(QuantizedModule):
             inp: plain, or a QuantizedTensor: its rowwise direction is multiplied as it is; for the gradient of the
                 weights, what it stands for is quantized columnwise, group by group.
             m_splits: rows of each group. A list, which is checked; or an int tensor (num_gemms,) on the device of
-                `inp`, which on a GPU is never waited for: ends behind the last row are cut; or a group table made of
-                one (`nn.group_table`), for several modules.
+                `inp`, which on a GPU is never waited for: there a size below 0 is read as 0, and groups end at the last
+                row; or a group table made of one (`nn.group_table`), for several modules.
             is_first_microbatch: True quantizes plain weights and keeps that for the calls with False that follow; a
                 fused `main_grad` is overwritten, not added to. None quantizes in every call. A CUDA graph holds what
                 it was captured with: capture one pass with True and one with False.

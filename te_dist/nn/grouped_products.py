@@ -42,7 +42,8 @@ class GroupFront(NamedTuple):
     Attributes:
         name: two fronts of one name are one.
         source: of the input and the tensors beside it, of as many rows as there are in groups.
-        gradients: by the input and each tensor beside it, given these and the gradient of the source's values.
+        gradients: by the input and each tensor beside it, given these, the gradient of the source's values, and the
+            group table: of rows in groups, those behind the last group are zeros whatever these tensors hold there.
     """
 
     name: Hashable
@@ -50,14 +51,19 @@ class GroupFront(NamedTuple):
     gradients: Callable[..., tuple[Tensor, ...]]
 
 
-def _swiglu_gradients(x: Tensor, product: Tensor) -> tuple[Tensor, ...]:
-    return (values(SwiGluGradient(x, product)),)
+def _swiglu_gradients(x: Tensor, product: Tensor, table: Tensor) -> tuple[Tensor, ...]:
+    gradient = values(SwiGluGradient(x, product))
+    ops.clear_rest(gradient, table=table)  # a product with what `x` holds there, which may be NaN
+    return (gradient,)
 
 
-def _weighted_swiglu_gradients(x: Tensor, probability: Tensor, product: Tensor) -> tuple[Tensor, ...]:
+def _weighted_swiglu_gradients(x: Tensor, probability: Tensor, product: Tensor, table: Tensor) -> tuple[Tensor, ...]:
     row_sums = torch.empty(row_sums_shape(product), dtype=torch.float32, device=product.device)
     gradient = values(SwiGluGradient(x, product, probability, row_sums))
-    return gradient, column_sums(row_sums)
+    of_probability = column_sums(row_sums)
+    for cleared in (gradient, of_probability.view(-1, 1)):
+        ops.clear_rest(cleared, table=table)
+    return gradient, of_probability
 
 
 SWIGLU = GroupFront("swiglu", SwiGlu, _swiglu_gradients)
@@ -405,7 +411,7 @@ def _input_gradients(of: Backward, grads: QuantizedStorage, given: Given) -> Seq
     shape = of.grad.shape[0], of.shape[2]
     out = _blank(shape, of.dtypes[0], given.table) if given.dgrad_out is None else given.dgrad_out
     multiply_rows(_operand(grads, ROWWISE), members_of(stack, COLUMNWISE), Result(given.table, None, False, out))
-    return (out,) if given.front is None else given.front.gradients(of.x, *of.beside, out)
+    return (out,) if given.front is None else given.front.gradients(of.x, *of.beside, out, given.table)
 
 
 def _weight_gradient(of: Backward, grads: QuantizedStorage, given: Given) -> Tensor:

@@ -116,6 +116,8 @@ class Quantizer:
         """Quantizes every group of rows as if it were alone, in as few passes over `x` as can be.
 
         Rows behind the last group are not read, and what would be theirs is left as it is.
+        Stochastic rounding alone depends on more than the group: an element takes the random number of its place in
+        the whole matrix.
 
         Args:
             x: (T, K), fp32, bf16 or fp16; or a source.

@@ -236,23 +236,37 @@ def test_sizes_on_the_host_are_not_captured() -> None:
         module(x, SIZES["ragged"])
 
 
+def weighted_step(device: str, made_by: Recipe | None, rest: float) -> list[Tensor]:
+    """Output and gradients of a pass with a front, with `rest` in all rows behind the last group."""
+    sizes = SIZES["ragged"]
+    module, end = make(len(sizes), device=device), sum(sizes)
+    x, grad = normal(ROWS, 2 * IN, device=device), normal(ROWS, OUT, seed=2, device=device)
+    p = normal(ROWS, seed=9, dtype=torch.float32, device=device).sigmoid()
+    for tensor in (x, p, grad):
+        tensor[end:] = rest
+    x, p = x.requires_grad_(), p.requires_grad_()
+    table = group_table(torch.tensor(sizes, device=device), ROWS).tensor
+    given = Given(table, None, front=WEIGHTED_SWIGLU)  # type: ignore[arg-type]
+    with inside(made_by):
+        out = module.gemm(x, [module.weight], given=given, biases=[module.bias], beside=[p])
+    out.backward(grad)
+    assert not any(rows[end:].any() for rows in (out, x.grad, p.grad))
+    return [out.detach(), x.grad, p.grad, module.weight.grad, module.bias.grad]
+
+
 @every_recipe
 def test_weighted_swiglu_in_front_is_computed_as_on_the_cpu(name: str) -> None:
-    made_by, sizes = RECIPES[name], SIZES["ragged"]
-    results = []
-    for device in ("cpu", "cuda"):
-        module = make(len(sizes), device=device)
-        x = normal(ROWS, 2 * IN, device=device).requires_grad_()
-        p = normal(ROWS, seed=9, dtype=torch.float32, device=device).sigmoid().requires_grad_()
-        table = group_table(torch.tensor(sizes, device=device), ROWS).tensor
-        given = Given(table, None, front=WEIGHTED_SWIGLU)  # type: ignore[arg-type]
-        with inside(made_by):
-            out = module.gemm(x, [module.weight], given=given, biases=[module.bias], beside=[p])
-        out.backward(normal(*out.shape, seed=2, device=device))
-        end = sum(sizes)
-        results.append([out.detach(), x.grad[:end], p.grad[:end], module.weight.grad, module.bias.grad])
-    for number, (want, got) in enumerate(zip(*results, strict=True)):
+    wanted = weighted_step("cpu", RECIPES[name], 0.0)
+    for number, (want, got) in enumerate(zip(wanted, weighted_step("cuda", RECIPES[name], 0.0), strict=True)):
         assert relative_error(got.cpu(), want) < 2e-2, number
+
+
+@every_recipe
+def test_nan_behind_the_last_group_changes_no_bit(name: str) -> None:
+    passes = [weighted_step("cuda", RECIPES[name], rest) for rest in (0.0, float("nan"))]
+    for number, (want, got) in enumerate(zip(*passes, strict=True)):
+        assert want.isfinite().all(), number
+        assert_bitwise(got, want, f"result {number}")
 
 
 @pytest.mark.parametrize("single", [False, True])

@@ -27,7 +27,9 @@ from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
 
-def _gradients_of_gathered(x: Tensor, index: Tensor, positions: Tensor, product: Tensor) -> tuple[Tensor, ...]:
+def _gradients_of_gathered(
+    x: Tensor, index: Tensor, positions: Tensor, product: Tensor, table: Tensor
+) -> tuple[Tensor, ...]:
     return gather_sum(product, positions), index, positions  # whole numbers have no gradient: autograd reads the first
 
 
