@@ -93,7 +93,7 @@ class Entry(NamedTuple):
 
 QUANTIZED = (Block, MxFp8, NvFp4, Tensorwise)
 _RUN, _SQUARE = (1, LARGEST_TILE[1]), LARGEST_TILE
-_ALIGNMENT = 16  # bytes of which addresses are multiples that cuBLASLt writes FP8 products to
+_ALIGNMENT = 16  # bytes of which addresses are multiples where cuBLASLt reads scales and writes FP8 products
 WORKSPACE_BYTES = 0  # that cuBLASLt may use for a product
 READS_ANY_ORDER = ("cpu",)  # types of devices whose functions read either direction of equal values alike
 _TABLE: dict[tuple[type[Codec], type[Codec], str], Entry] = {}
@@ -237,8 +237,8 @@ def _by_cublaslt(a: Operand, b: Operand, result: Result) -> None:
     is_direct = out.data_ptr() % _ALIGNMENT == 0
     target = out if is_direct else torch.empty_like(out)
     ops.gemm_float8_tensor(
-        *a.stored,
-        *b.stored,
+        *_readable(*a.stored),
+        *_readable(*b.stored),
         fp8=fp8,
         bias=bias.to(out.dtype) if fuses_bias else None,
         fast=a.sums_over == b.sums_over == 1,
@@ -250,6 +250,11 @@ def _by_cublaslt(a: Operand, b: Operand, result: Result) -> None:
         (out.add_ if accumulate else out.copy_)(target)
     if bias is not None and not fuses_bias:
         out.add_(bias)
+
+
+def _readable(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Both; the scale, which may be one of several that lie together, where cuBLASLt can read it."""
+    return codes, scale if scale.data_ptr() % _ALIGNMENT == 0 else scale.clone()
 
 
 @implements([_HIGH_PRECISION], "cuda")

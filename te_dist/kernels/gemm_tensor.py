@@ -16,6 +16,7 @@ from te_dist.kernels.spec import Layout
 _LAYOUT = Layout(_C.cuda.Product.PARAMETERS)
 _TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _ALIGNMENT = 128  # bytes: a launch is repeated at addresses that are the same modulo this, see [Note: Tapes]
+SCALE_ALIGNMENT = 16  # bytes
 _ONE_BLOCK = (1, 1, 1)  # in the place of a grid, which cuBLASLt chooses
 
 
@@ -58,6 +59,12 @@ def gemm_float8_tensor(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *
     check_alignment(a=a, b=b, out=out)
     if out.is_meta:
         return
+    for name, scale in (("a_scale", a_scale), ("b_scale", b_scale)):
+        if scale.data_ptr() % SCALE_ALIGNMENT:
+            raise ValueError(
+                f"{name}: got address {scale.data_ptr():#x}, wanted a multiple of {SCALE_ALIGNMENT}, which cuBLASLt "
+                "reads; copy the scale"
+            )
     types = (*fp8, _TYPES[out.dtype], "" if bias is None else _TYPES[bias.dtype])
     places = a.data_ptr(), b.data_ptr(), out.data_ptr(), pointer(bias)
     how = fast, accumulate, 0 if workspace is None else workspace.numel()

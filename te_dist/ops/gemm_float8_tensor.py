@@ -36,7 +36,7 @@ def gemm_float8_tensor(
 ) -> None:
     """out (M, N) = a b^T, times both scales, by cuBLASLt.
 
-    On CUDA only. N and K are multiples of 16, addresses of `a`, `b` and `out` multiples of 16 bytes.
+    On CUDA only. N and K are multiples of 16, addresses of `a`, `b`, `out` and the scales multiples of 16 bytes.
 
     Args:
         a: u8 codes (M, K), contiguous.

@@ -140,8 +140,8 @@ def test_errors_are_those_of_torch(shape, fp8, fast):
     a, b = (
         torch.randn(n, depth, generator=draw, device="cuda").to(FP8[t]) for n, t in zip((rows, cols), fp8, strict=True)
     )
-    scale = torch.rand(2, 1, generator=draw, device="cuda") + 0.5
-    want = a.double() @ b.double().t() * scale.double().prod()
+    scale = [torch.rand(1, generator=draw, device="cuda") + 0.5 for _ in range(2)]
+    want = a.double() @ b.double().t() * scale[0].double() * scale[1].double()
     for dtype in TYPES:
         out = torch.full((rows, cols), torch.nan, device="cuda", dtype=dtype)
         how = dict(fp8=fp8, bias=None, fast=fast, accumulate=False, workspace=None)
@@ -297,6 +297,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written():
         ("out: got shape", half[:64], {}),
         ("a_scale: got shape", half, dict(a_scale=torch.ones(2, device="cuda"))),
         ("b_scale: got torch.float64", half, dict(b_scale=scale.double())),
+        ("a_scale: got address .* multiple of 16", half, dict(a_scale=shifted(scale, 4))),
+        ("b_scale: got address .* multiple of 16", half, dict(b_scale=shifted(scale, 8))),
         ("fp8: got", half, dict(fp8=("e5m2", "e5m2"))),
         ("bias: got torch.float32", half, dict(bias=bias)),
         ("out: got torch.float32", full, dict(bias=bias)),

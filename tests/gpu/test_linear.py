@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import te_dist as te
-from te_dist import recipe
+from te_dist import grouped, recipe
+from te_dist.catalog import FORMATS
 from te_dist.recipe import Recipe
 from te_dist.testing import assert_bitwise
 from tests.nn.recipes import CASES, exact_products, relative_error
@@ -215,3 +216,15 @@ def test_a_compiled_block_is_one_graph(case: Any, backend: str) -> None:
             assert_bitwise(got, want, "a result")
         else:  # which rounds what is around the maps in another place
             assert relative_error(got.cpu(), want.cpu().double()) < 2e-2
+
+
+def test_a_member_of_a_group_is_multiplied_by_its_own_scale() -> None:
+    values = torch.stack([normal(OUT, IN, seed=n) * n for n in (1, 2, 3)])
+    members = grouped.quantize(values, FORMATS["float8_tensorwise_tn"]).unbind()
+    module, x = make(recipe.Float8CurrentScaling()), normal(128, IN)
+    for member in members:
+        outs = []
+        for weight in (member, member.clone()):  # the scale of the first is one of three that lie together
+            module.weight = torch.nn.Parameter(weight)
+            outs.append(step(module, recipe.Float8CurrentScaling(), x)[0])
+        assert_bitwise(*outs, "output")
