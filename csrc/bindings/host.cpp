@@ -26,11 +26,11 @@ std::unique_ptr<LoadedKernel> load(const py::bytes& cubin, const std::string& en
   return std::make_unique<LoadedKernel>(std::string(cubin), entry, label, LaunchShape{cluster, shared_bytes, overlaps});
 }
 
-// Types, and alignments, of both operands, the output and the bias, if there is one.
+// See ProductSpec.
 std::unique_ptr<Product> product(const std::string& library, int device, std::array<int64_t, 3> extents,
-                                 std::array<std::string, 4> types, std::array<uint32_t, 4> alignments, bool fast,
+                                 std::array<int64_t, 3> pitches, std::array<std::string, 4> types, std::array<uint32_t, 4> alignments, bool fast,
                                  bool accumulate, uint64_t workspace_bytes) {
-  const ProductSpec spec{extents, std::move(types), alignments, fast, accumulate, workspace_bytes};
+  const ProductSpec spec{extents, pitches, std::move(types), alignments, fast, accumulate, workspace_bytes};
   return std::make_unique<Product>(library, device, spec);
 }
 
@@ -161,9 +161,9 @@ void define_host(py::module_& parent) {
       .def("registers", [](const LoadedKernel& k, int device) { return k.attribute(driver::kRegisters, device); })
       .def("local_bytes", [](const LoadedKernel& k, int device) { return k.attribute(driver::kLocalBytes, device); });
   py::class_<Product, Launchable>(module, "Product", "A product of FP8 matrices by cuBLASLt.")
-      .def(py::init(&product), py::arg("library"), py::arg("device"), py::arg("extents"), py::arg("types"),
-           py::arg("alignments"), py::kw_only(), py::arg("fast"), py::arg("accumulate"), py::arg("workspace_bytes"),
-           py::call_guard<py::gil_scoped_release>())
+      .def(py::init(&product), py::arg("library"), py::arg("device"), py::arg("extents"), py::arg("pitches"),
+           py::arg("types"), py::arg("alignments"), py::kw_only(), py::arg("fast"), py::arg("accumulate"),
+           py::arg("workspace_bytes"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly_static("PARAMETERS", [](py::handle) { return Product::kParameters; });
   module.def("compute_capability", &compute_capability, "(major, minor) of a device.");
   py::class_<KeptProgram>(module, "Program", "Launches that are repeated with other addresses.")

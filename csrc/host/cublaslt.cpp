@@ -49,10 +49,13 @@ Handle Library::handle(int device) {
   fail(status, "preparing cuBLASLt for device " + std::to_string(device));
 }
 
-void Library::fail(Status status, const std::string& what) const {
+std::string Library::describe(Status status) const {
   const char *name = functions_.status_name(status), *text = functions_.status_text(status);
-  throw std::runtime_error(what + " failed: " + (name ? name : "error " + std::to_string(status)) +
-                           (text ? std::string(" (") + text + ")" : ""));
+  return (name ? name : "error " + std::to_string(status)) + (text ? std::string(" (") + text + ")" : "");
+}
+
+void Library::fail(Status status, const std::string& what) const {
+  throw std::runtime_error(what + " failed: " + describe(status));
 }
 
 Library& library(const std::string& name) {

@@ -39,6 +39,9 @@ class Library {
   // That of a device, whose context is current. Serves all threads and streams; never released.
   Handle handle(int device);
 
+  // Name and text of a status: "CUBLAS_STATUS_INVALID_VALUE (an unsupported value or parameter was passed)".
+  std::string describe(Status status) const;
+
   // Throws for a status that is an error; `what` says what was tried.
   [[noreturn]] void fail(Status status, const std::string& what) const;
 

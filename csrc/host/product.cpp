@@ -10,6 +10,8 @@ namespace {
 
 using namespace cublaslt;
 
+constexpr uint64_t kScaleAlignment = 16;  // bytes
+
 int type_of(const std::string& name) {
   if (name == "e4m3") return kE4M3;
   if (name == "e5m2") return kE5M2;
@@ -31,8 +33,8 @@ std::string describe(const ProductSpec& spec) {
 
 }  // namespace
 
-// cuBLASLt counts along columns: there a row-major D is D^T (N, M) = B A^T, of B^T (K, N) and A^T (K, M). What it calls
-// A is B here, and the other way round.
+// cuBLASLt's matrices have contiguous columns: what lies in memory as D, A and B is to it D^T (N, M), A^T (K, M) and
+// B^T (K, N), and D^T = (B^T)^T A^T. So what it calls A is B here, and the other way round.
 Product::Product(const std::string& library, int device, const ProductSpec& spec)
     : library_(cublaslt::library(library)),
       label_(describe(spec)),
@@ -41,9 +43,9 @@ Product::Product(const std::string& library, int device, const ProductSpec& spec
       beta_(spec.accumulate ? 1.0f : 0.0f),
       has_bias_(!spec.types[3].empty()),
       operation_(operation(spec)),
-      a_(layout(spec.types[0], spec.extents[2], spec.extents[0])),
-      b_(layout(spec.types[1], spec.extents[2], spec.extents[1])),
-      out_(layout(spec.types[2], spec.extents[1], spec.extents[0])) {
+      a_(layout(spec.types[0], spec.extents[2], spec.extents[0], spec.pitches[0])),
+      b_(layout(spec.types[1], spec.extents[2], spec.extents[1], spec.pitches[1])),
+      out_(layout(spec.types[2], spec.extents[1], spec.extents[0], spec.pitches[2])) {
   const Owned<Preference> preferred = preference(spec);
   const driver::ContextGuard guard(device);
   const driver::RelaxedCapture relaxed;
@@ -53,7 +55,11 @@ Product::Product(const std::string& library, int device, const ProductSpec& spec
   Status status = library_.functions().choose(handle_, operation_.get(), b_.get(), a_.get(), out_.get(), out_.get(),
                                               preferred.get(), 1, &choice, &found);
   if (status == kSuccess) status = found ? choice.status : kNotSupported;
-  if (status != kSuccess) library_.fail(status, "finding an algorithm for " + label_);
+  if (status != kSuccess) {
+    throw std::runtime_error("cuBLASLt has no algorithm for " + label_ + ": " + library_.describe(status) +
+                             "; it wants N and K that are multiples of 16, and e4m3 on one side: pad with zeros, or "
+                             "choose a recipe with blocks");
+  }
   algorithm_ = choice.algorithm;
 }
 
@@ -65,8 +71,8 @@ Product::Owned<Operation> Product::operation(const ProductSpec& spec) const {
   set(made, kTransposeA, kTransposed);
   set(made, kFastAccumulation, int8_t(spec.fast));
   // Which algorithms fit depends on what these addresses are multiples of; nothing is read there.
-  set(made, kScaleOfA, uint64_t(128));
-  set(made, kScaleOfB, uint64_t(128));
+  set(made, kScaleOfA, kScaleAlignment);
+  set(made, kScaleOfB, kScaleAlignment);
   if (!has_bias_) return owned;
   set(made, kEpilogue, kAddBias);
   set(made, kBiasType, int32_t(type_of(spec.types[3])));
@@ -74,9 +80,9 @@ Product::Owned<Operation> Product::operation(const ProductSpec& spec) const {
   return owned;
 }
 
-Product::Owned<Layout> Product::layout(const std::string& type, int64_t rows, int64_t cols) const {
+Product::Owned<Layout> Product::layout(const std::string& type, int64_t rows, int64_t cols, int64_t pitch) const {
   Layout made = nullptr;
-  const Status status = library_.functions().create_layout(&made, type_of(type), uint64_t(rows), uint64_t(cols), rows);
+  const Status status = library_.functions().create_layout(&made, type_of(type), uint64_t(rows), uint64_t(cols), pitch);
   if (status != kSuccess) library_.fail(status, "describing a matrix of " + label_);
   return {made, library_.functions().destroy_layout};
 }

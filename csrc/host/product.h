@@ -10,13 +10,14 @@
 
 namespace te_dist {
 
-// D (M, N) = A (M, K) B (N, K)^T, all row-major and without gaps, times a scale of A and one of B.
+// D (M, N) = A (M, K) B (N, K)^T, times a scale of A and one of B; rows are contiguous.
 struct ProductSpec {
-  std::array<int64_t, 3> extents;       // M, N, K
-  std::array<std::string, 4> types;     // of A, B, D and the bias; "": no bias
-  std::array<uint32_t, 4> alignments;   // bytes of which the addresses of A, B, D and the bias are multiples
-  bool fast;                            // whether sums stay in the tensor cores' precision, below that of fp32
-  bool accumulate;                      // whether the product is added to D
+  std::array<int64_t, 3> extents;      // M, N, K
+  std::array<int64_t, 3> pitches;      // elements from row to row of A, B and D
+  std::array<std::string, 4> types;    // of A, B, D and the bias; "": no bias
+  std::array<uint32_t, 4> alignments;  // bytes of which the addresses of A, B, D and the bias are multiples
+  bool fast;                           // whether sums stay in the tensor cores' precision, below that of fp32
+  bool accumulate;                     // whether the product is added to D
   uint64_t workspace_bytes;
 };
 
@@ -47,19 +48,21 @@ class Product : public Launchable {
   using Owned = std::unique_ptr<std::remove_pointer_t<Descriptor>, cublaslt::Status (*)(Descriptor)>;
 
   Owned<cublaslt::Operation> operation(const ProductSpec& spec) const;
-  Owned<cublaslt::Layout> layout(const std::string& type, int64_t rows, int64_t cols) const;
+  Owned<cublaslt::Layout> layout(const std::string& type, int64_t rows, int64_t cols, int64_t pitch) const;
   Owned<cublaslt::Preference> preference(const ProductSpec& spec) const;
 
   template <class Value>
   void set(cublaslt::Operation operation, int attribute, Value value) const {
     const cublaslt::Status status = library_.functions().set_operation(operation, attribute, &value, sizeof value);
-    if (status != cublaslt::kSuccess) library_.fail(status, "setting attribute " + std::to_string(attribute) + " of " + label_);
+    if (status == cublaslt::kSuccess) return;
+    library_.fail(status, "setting attribute " + std::to_string(attribute) + " of " + label_);
   }
 
   template <class Value>
   void set(cublaslt::Preference preference, int attribute, Value value) const {
     const cublaslt::Status status = library_.functions().set_preference(preference, attribute, &value, sizeof value);
-    if (status != cublaslt::kSuccess) library_.fail(status, "setting preference " + std::to_string(attribute) + " for " + label_);
+    if (status == cublaslt::kSuccess) return;
+    library_.fail(status, "setting preference " + std::to_string(attribute) + " for " + label_);
   }
 
   cublaslt::Library& library_;

@@ -10,12 +10,11 @@ from torch import Tensor
 from te_dist import _C
 from te_dist.kernels.arguments import pointer
 from te_dist.kernels.gemm import check_alignment, sums_nothing
-from te_dist.kernels.runtime import Launch, issue
+from te_dist.kernels.runtime import ALIGNMENT, Launch, issue
 from te_dist.kernels.spec import Layout
 
 _LAYOUT = Layout(_C.cuda.Product.PARAMETERS)
 _TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_ALIGNMENT = 128  # bytes: a launch is repeated at addresses that are the same modulo this, see [Note: Tapes]
 SCALE_ALIGNMENT = 16  # bytes
 _ONE_BLOCK = (1, 1, 1)  # in the place of a grid, which cuBLASLt chooses
 
@@ -30,20 +29,32 @@ def _library() -> str:
 @lru_cache(maxsize=4096)  # numbers of rows may be others in every step
 def _product(
     device: int,
-    extents: tuple[int, int, int],
+    places: tuple[tuple[int, int, int], tuple[int, int, int]],
     types: tuple[str, ...],
     alignments: tuple[int, ...],
     how: tuple[bool, bool, int],
 ) -> _C.cuda.Product:
-    """With the algorithm that cuBLASLt takes for the fastest. `how`: fast, accumulate, bytes of a workspace."""
+    """With the algorithm that cuBLASLt takes for the fastest.
+
+    Args:
+        places: (M, N, K), and the elements from row to row of `a`, `b` and `out`.
+        types: names, of `a`, `b`, `out` and the bias; "" for none.
+        alignments: of their addresses, in bytes.
+        how: fast, accumulate, bytes of a workspace.
+    """
     fast, accumulate, workspace_bytes = how
     keywords = {"fast": fast, "accumulate": accumulate, "workspace_bytes": workspace_bytes}
-    return _C.cuda.Product(_library(), device, extents, types, alignments, **keywords)
+    return _C.cuda.Product(_library(), device, *places, types, alignments, **keywords)
 
 
 def _alignment(address: int) -> int:
     """The largest power of two that divides an address, as far as launches at other addresses share it."""
-    return address & -address & (_ALIGNMENT - 1) or _ALIGNMENT
+    return address & -address & (ALIGNMENT - 1) or ALIGNMENT
+
+
+def _pitch(matrix: Tensor) -> int:
+    """Elements from row to row; that of a single row means nothing."""
+    return matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1]
 
 
 def gemm_float8_tensor(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: object) -> None:
@@ -66,10 +77,11 @@ def gemm_float8_tensor(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *
                 "reads; copy the scale"
             )
     types = (*fp8, _TYPES[out.dtype], "" if bias is None else _TYPES[bias.dtype])
-    places = a.data_ptr(), b.data_ptr(), out.data_ptr(), pointer(bias)
+    addresses = a.data_ptr(), b.data_ptr(), out.data_ptr(), pointer(bias)
+    pitches = _pitch(a), _pitch(b), _pitch(out)
     how = fast, accumulate, 0 if workspace is None else workspace.numel()
     device = out.get_device()
-    product = _product(device, (rows, cols, depth), types, tuple(map(_alignment, places)), how)
+    product = _product(device, ((rows, cols, depth), pitches), types, tuple(map(_alignment, addresses)), how)
     scales = a_scale.data_ptr(), b_scale.data_ptr()
-    values = (places[0], scales[0], places[1], scales[1], places[3], pointer(workspace), places[2])
+    values = (addresses[0], scales[0], addresses[1], scales[1], addresses[3], pointer(workspace), addresses[2])
     issue(Launch(product, device, _ONE_BLOCK, _LAYOUT, values))

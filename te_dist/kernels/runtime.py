@@ -30,6 +30,7 @@ from te_dist.kernels.spec import ENTRY, Layout, Spec
 MEASURED = {(9, 0): "sm_90a"}
 UNMEASURED = {(10, 0): "sm_100a"}
 ARCHES = (*MEASURED.values(), *UNMEASURED.values())
+ALIGNMENT = 128  # bytes: addresses modulo this decide what is launched; a launch is repeated where they are the same
 
 _loaded: dict[tuple[Spec, int], _C.cuda.Kernel] = {}
 _recorded: ContextVar[list[Spec] | None] = ContextVar("te_dist_recorded_specs", default=None)

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from te_dist import _C
 from te_dist._torch_private import TorchDispatchMode, current_cuda_stream, is_dispatch_watched, is_mutable
-from te_dist.kernels.runtime import Launch, listening
+from te_dist.kernels.runtime import ALIGNMENT, Launch, listening
 
-_ALIGNMENT = 128  # bytes: kernels choose by less
 _WORKSPACE_ALIGNMENT = 512  # bytes, as torch aligns allocations
 _MAX_TAPES = 64  # of a module; shapes that change all the time are not worth a tape
 PLAIN = (Tensor, torch.nn.Parameter)  # classes of tensors that are recorded
@@ -57,7 +56,7 @@ class Tapes:
         """
         if not is_recordable(tensors[0]):
             return function()
-        signature = _C.cuda.signature(tensors, PLAIN, _ALIGNMENT)
+        signature = _C.cuda.signature(tensors, PLAIN, ALIGNMENT)
         if signature is None:
             return function()
         place = (signature, key)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from te_dist import kernels
-from te_dist.ops._checks import FP8, check_choice, check_dtype, check_matrix, check_packed, check_product, takes
+from te_dist.ops._checks import FP8, check_choice, check_dtype, check_packed, check_product, check_rows, takes
 from te_dist.ops._library import register
 
 MULTIPLE = 16
@@ -36,14 +36,15 @@ def gemm_float8_tensor(
 ) -> None:
     """out (M, N) = a b^T, times both scales, by cuBLASLt.
 
-    On CUDA only. N and K are multiples of 16, addresses of `a`, `b`, `out` and the scales multiples of 16 bytes.
+    On CUDA only. N and K are multiples of 16; rows of `a`, `b` and `out` are multiples of 16 bytes long and apart, and the
+    addresses of the scales multiples of 16 bytes.
 
     Args:
-        a: u8 codes (M, K), contiguous.
+        a: u8 codes (M, K), rows contiguous.
         a_scale: f32, one element.
-        b: u8 codes (N, K), contiguous.
+        b: u8 codes (N, K), rows contiguous.
         b_scale: f32, one element.
-        out: (M, N) fp32, bf16 or fp16, contiguous; fp32 to accumulate.
+        out: (M, N) fp32, bf16 or fp16, rows contiguous; fp32 to accumulate.
         product: see `Float8TensorProduct`.
 
     Raises:
@@ -55,11 +56,9 @@ def gemm_float8_tensor(
         product[name] for name in ("fp8", "bias", "fast", "accumulate", "workspace")
     )
     check_choice("fp8", tuple(fp8), _PAIRS)
-    check_matrix("a", a, (torch.uint8,))
-    check_matrix("b", b, (torch.uint8,))
-    check_matrix("out", out)
     (rows, depth), cols = a.shape, b.shape[0]
-    check_packed("b", b, (torch.uint8,), (cols, depth))
+    check_rows("a", a, (torch.uint8,), (rows, depth))
+    check_rows("b", b, (torch.uint8,), (cols, depth))
     check_product(out, (rows, cols), accumulate)
     if depth % MULTIPLE or cols % MULTIPLE:
         raise ValueError(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from importlib import metadata
+
 import pytest
 
+from te_dist import _C
 from tests.csrc.abi import HOST, Declared
 
 DECLARED = Declared(
@@ -34,6 +38,31 @@ def test_declarations_are_those_of_cublaslt():
 @pytest.mark.parametrize(("right", "wrong"), [*MISTAKES, *DECLARED.mistaken_constants])
 def test_a_mistake_is_found(tmp_path, right, wrong):
     assert "static assertion failed" in DECLARED.errors_of(right, wrong, tmp_path)
+
+
+def library() -> str | None:
+    """Where a wheel has put cuBLASLt."""
+    for wheel in DECLARED.wheels:
+        try:
+            files = metadata.files(wheel) or ()
+        except metadata.PackageNotFoundError:
+            continue
+        for file in files:
+            if file.name.startswith("libcublasLt.so"):
+                return str(file.locate())
+    return None
+
+
+@pytest.mark.skipif(library() is None, reason="needs cuBLASLt, of a wheel")
+@pytest.mark.parametrize("bias", ["", "bfloat16"])
+def test_cublaslt_takes_what_describes_a_product(bias):
+    """It does without a GPU, which is missed thereafter."""
+    types, alignments = ("e4m3", "e5m2", "bfloat16", bias), (16, 16, 16, 16)
+    how = dict(fast=True, accumulate=False, workspace_bytes=0)
+    try:
+        _C.cuda.Product(library(), 0, (8, 16, 32), (32, 32, 16), types, alignments, **how)
+    except RuntimeError as error:
+        assert not re.match("describing|setting", str(error))
 
 
 def test_everything_declared_is_compared():

@@ -23,6 +23,7 @@ ROOT = HERE.parents[1]
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 NO_BIAS = torch.empty(0)
+PADDING = 16  # elements between rows of an output
 FIELDS = [field.split(":")[0] for field in _C.cuda.Product.PARAMETERS.split()]
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -56,7 +57,7 @@ class Operands:
         self.values = [torch.randn(n, depth, generator=draw).to(FP8[t]) for n, t in ((rows, a), (cols, b))]
         self.scales = [torch.rand(1, generator=draw) + 0.5 for _ in range(2)]
         self.bias = torch.randn(cols, generator=draw).to(out) if has_bias else NO_BIAS
-        self.out = torch.randn(rows, cols, generator=draw).to(out)
+        self.out = torch.randn(rows, cols + PADDING, generator=draw).to(out)[:, :cols]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -66,7 +67,8 @@ class Operands:
 
     def product(self, library: str, *, accumulate: bool = False) -> _C.cuda.Product:
         keywords = dict(fast=False, accumulate=accumulate, workspace_bytes=0)
-        return _C.cuda.Product(library, 0, self.extents, self.types, (16, 16, 16, 2), **keywords)
+        pitches = self.extents[2], self.extents[2], self.extents[1] + PADDING
+        return _C.cuda.Product(library, 0, self.extents, pitches, self.types, (16, 16, 16, 2), **keywords)
 
     def want(self, *, accumulate: bool) -> Tensor:
         product = self.values[0].double() @ self.values[1].double().t() * self.scales[0] * self.scales[1]

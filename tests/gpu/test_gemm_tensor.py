@@ -131,6 +131,17 @@ def test_operands_and_outputs_at_any_multiple_of_16_bytes(elements):
         assert out[:shift].isnan().all() and out[-shift:].isnan().all(), f"{dtype}: written beside the output"
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parts_of_larger_matrices_are_multiplied_in_place(shape):
+    its = Product(shape)
+    its.a, its.b = (torch.nn.functional.pad(x, (16, 32), value=0x7F)[:, 16:-32] for x in (its.a, its.b))
+    for dtype in TYPES:
+        wide = torch.full((shape[0], shape[1] + 48), torch.nan, device="cuda", dtype=dtype)
+        its.multiply(wide[:, 16:-32])
+        check(wide[:, 16:-32], its.want, f"{dtype}")
+        assert wide[:, :16].isnan().all() and wide[:, -32:].isnan().all(), f"{dtype}: written beside the output"
+
+
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("fp8", PAIRS)
 @pytest.mark.parametrize("shape", [(4096, 1024, 2048), (300, 208, 4096), (1, 1024, 1024)])
@@ -271,7 +282,9 @@ def test_products_are_repeated_by_a_tape(has_workspace):
 
 def test_what_cublaslt_does_not_multiply_is_named():
     with pytest.raises(RuntimeError, match=r"e5m2 \(128 x 64\) by e5m2 \(32 x 64\).* as bfloat16"):
-        gemm_tensor._product(0, (128, 32, 64), ("e5m2", "e5m2", "bfloat16", ""), (16,) * 4, (False, False, 0))
+        gemm_tensor._product(
+            0, ((128, 32, 64), (64, 64, 32)), ("e5m2", "e5m2", "bfloat16", ""), (16,) * 4, (False, False, 0)
+        )
 
 
 def shifted(tensor: Tensor, num_bytes: int) -> Tensor:
@@ -292,7 +305,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written():
         ("out: got address .* multiples of 16", shifted(half, 2), {}),
         ("wanted multiples of 16", half, dict(a=odd.a, b=odd.b)),
         ("wanted multiples of 16", half[:, :56].contiguous(), dict(b=its.b[:56])),
-        ("contiguous", half, dict(a=its.a.t().contiguous().t())),
+        ("a: got strides .* contiguous rows", half, dict(a=its.a.t().contiguous().t())),
+        ("a: got .* 104 bytes apart", half, dict(a=torch.nn.functional.pad(its.a, (0, 8))[:, :96])),
         ("b: got shape", half, dict(b=its.b[:, :80].contiguous())),
         ("out: got shape", half[:64], {}),
         ("a_scale: got shape", half, dict(a_scale=torch.ones(2, device="cuda"))),

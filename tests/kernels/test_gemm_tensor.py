@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from te_dist import _C, kernels
-from te_dist.kernels import gemm_tensor, runtime
+from te_dist.kernels import gemm_tensor, runtime, tape
+from te_dist.kernels.tape import Tapes
+from tests.kernels.test_tape import Program
 
 FIELDS = [field.split(":")[0] for field in _C.cuda.Product.PARAMETERS.split()]
 
@@ -24,7 +26,7 @@ class Library:
         self.refuses = False
 
     def product(self, library: str, device: int, *spec: Any, **how: Any) -> Library:
-        self.made.append(dict(zip(("extents", "types", "alignments"), spec, strict=True)) | how)
+        self.made.append(dict(zip(("extents", "pitches", "types", "alignments"), spec, strict=True)) | how)
         return self
 
     def launch(self, device: int, stream: int, grid: Any, parameters: bytes) -> None:
@@ -73,6 +75,7 @@ def test_a_product_is_made_once_for_places_that_are_alike(library: Library) -> N
     (made,) = library.made
     assert made == dict(
         extents=(8, 48, 32),
+        pitches=(32, 32, 48),
         types=("e4m3", "e5m2", "bfloat16", "bfloat16"),
         alignments=(128, 16, 32, 2),
         fast=True,
@@ -99,6 +102,28 @@ def test_another_product_is_another(library: Library, places: tuple[int, int, in
         multiply(places, **rest)
     assert len(library.made) == 2
     assert library.made[0] != library.made[1]
+
+
+def test_a_product_on_a_tape_finds_its_operands_again(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape, "is_recordable", lambda tensor: not tape.is_dispatch_watched())
+    monkeypatch.setattr(tape, "current_cuda_stream", lambda device: 0)
+    monkeypatch.setattr(tape, "Program", Program)
+    tapes = Tapes()
+    for number in range(3):
+        a, b = (at((rows, 32), torch.uint8, 0) for rows in (8, 48))
+        scales = at((1,), torch.float32, 0), at((1,), torch.float32, 0)
+
+        def function(a: Tensor = a, b: Tensor = b, scales: tuple[Tensor, Tensor] = scales) -> Any:
+            out = torch.empty(8, 48, dtype=torch.bfloat16)
+            how = ("e4m3", "e4m3"), None, True, False, None, out
+            kernels.gemm_float8_tensor(a, scales[0], b, scales[1], *how)
+            return (out,), None
+
+        (out,), _ = tapes.run("product", (a, b, *scales), function)
+        tensors = dict(a=a, a_scale=scales[0], b=b, b_scale=scales[1], out=out)
+        want = dict.fromkeys(FIELDS, 0) | {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        assert library.launched[number] == want
+    assert None not in tapes._tapes.values()
 
 
 def test_a_product_that_fails_tells_where_its_operands_are(library: Library) -> None:

@@ -53,7 +53,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> CopyKernel:
     copies = CopyKernel()
     monkeypatch.setattr(tape, "is_recordable", lambda tensor: not tape.is_dispatch_watched())
     monkeypatch.setattr(tape, "Program", Program)
-    monkeypatch.setattr(tape, "_ALIGNMENT", 64)  # that of all CPU tensors
+    monkeypatch.setattr(tape, "ALIGNMENT", 64)  # that of all CPU tensors
     monkeypatch.setitem(runtime._loaded, (COPY, -1), copies)
     for module in (runtime, tape):
         monkeypatch.setattr(module, "current_cuda_stream", lambda device: 0)
