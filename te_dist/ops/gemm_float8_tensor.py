@@ -36,8 +36,8 @@ def gemm_float8_tensor(
 ) -> None:
     """out (M, N) = a b^T, times both scales, by cuBLASLt.
 
-    On CUDA only. N and K are multiples of 16; rows of `a`, `b` and `out` are multiples of 16 bytes long and apart, and the
-    addresses of the scales multiples of 16 bytes.
+    On CUDA only. N and K are multiples of 16; rows of `a`, `b` and `out` are multiples of 16 bytes long and apart, and
+    scales begin at such multiples.
 
     Args:
         a: u8 codes (M, K), rows contiguous.
