@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from unittest import mock
+from typing import Annotated
 
 import torch
 import tyro
 from torch import Tensor
 
+from benchmarks import tilings
 from benchmarks.report import Report, number, text
 from benchmarks.timing import median_time
 from te_dist import ops
@@ -79,12 +80,12 @@ class Product:
         return lambda: torch.mm(a, b.t(), out=out)
 
 
-def random_codes(*shape: int) -> Tensor:
-    return torch.randn(shape, device="cuda").to(torch.float8_e4m3fn).view(torch.uint8)
+def random_codes(*shape: int, device: str = "cuda") -> Tensor:
+    return torch.randn(shape, device=device).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-def random_scales(*shape: int) -> Tensor:
-    return torch.rand(shape, device="cuda") + 0.5
+def random_scales(*shape: int, device: str = "cuda") -> Tensor:
+    return torch.rand(shape, device=device) + 0.5
 
 
 def measure(repeats: int) -> Iterator[Row]:
@@ -120,18 +121,17 @@ def fits(tiling: gemm.Tiling, *, square: bool, adds: bool) -> bool:
     return tiling.cols == 128 or (square and not adds)
 
 
-def sweep(repeats: int) -> None:
-    """Prints TFLOP/s of every tiling."""
+def sweep(repeats: int) -> Iterator[tilings.Row]:
+    """A line for every tiling."""
     outputs = ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True))
     for shape, b_tile, (dtype, adds) in product(SHAPES, ((128, 128), (1, 128)), outputs):
         operands, out = Product.random(shape, b_tile), torch.zeros(shape[:2], device="cuda", dtype=dtype)
-        call, found = operands.ours(out, accumulate=adds), []
-        for tiling in TILINGS:
-            if fits(tiling, square=b_tile[0] != 1, adds=adds):
-                with mock.patch.object(gemm, "tiling", lambda *_, its=tiling: its):
-                    time = median_time(call, repeats)
-                found.append(f"{label(tiling)} {2 * shape[0] * shape[1] * shape[2] / time / 1e6:.0f}")
-        print(shape, b_tile, dtype, "added" * adds, *found, sep="  ", flush=True)
+        name = f"1x128 by {b_tile[0]}x128, {str(dtype).removeprefix('torch.')}{', added' * adds}"
+        found = {label(its): its for its in TILINGS if fits(its, square=b_tile[0] != 1, adds=adds)}
+        flops = 2 * shape[0] * shape[1] * shape[2]
+        call = operands.ours(out, accumulate=adds)
+        case = tilings.Case("x".join(map(str, shape)), name, call, flops, gemm, ("tiling",), found)
+        yield from case.rows(repeats)
 
 
 REPORT = Report(
@@ -149,10 +149,15 @@ REPORT = Report(
 )
 
 
-def main(out: Path | None = None, repeats: int = 41, tilings: bool = False) -> None:
-    """Prints the table; writes it as Markdown and JSON into `out`. With `tilings` prints what each of them reaches."""
-    if tilings:
-        return sweep(repeats)
+OF_TILINGS = tilings.report("gemm_tilings_cuda", "Ways to cut dense products of FP8 blocks")
+
+
+def main(
+    out: Path | None = None, repeats: int = 41, *, sweeps: Annotated[bool, tyro.conf.arg(name="tilings")] = False
+) -> None:
+    """Prints the table; writes it as Markdown and JSON into `out`. With `tilings`, what each of them reaches."""
+    if sweeps:
+        return OF_TILINGS.publish(sweep(repeats), out)
     REPORT.publish(measure(repeats), out)
 
 

@@ -21,7 +21,7 @@ import tyro
 from torch import Tensor
 
 import te_dist as te
-from benchmarks.grouped_cuda import group_sizes
+from benchmarks.grouped_cases import group_sizes
 from benchmarks.linear_cuda import COSTS, RECIPES, issue_time
 from benchmarks.report import Report, number, text
 from benchmarks.timing import median_time

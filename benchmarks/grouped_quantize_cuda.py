@@ -18,7 +18,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from benchmarks.grouped_cuda import group_sizes
+from benchmarks.grouped_cases import group_sizes
 from benchmarks.quantize_cuda import direction, empty
 from benchmarks.report import Report, number, text
 from benchmarks.timing import copy_time, median_time
