@@ -110,8 +110,9 @@ class _Call(NamedTuple):
 
     def _call(self, slots: list[Any]) -> None:
         out = self.op(*_filled(self.args, slots), **{k: _filled(v, slots) for k, v in self.kwargs.items()})
-        for slot, tensor in zip(self.outputs, (out,) if isinstance(out, Tensor) else out, strict=True):
-            slots[slot] = tensor
+        if out is not None:
+            for slot, tensor in zip(self.outputs, (out,) if isinstance(out, Tensor) else out, strict=True):
+                slots[slot] = tensor
 
 
 class _Launched(NamedTuple):

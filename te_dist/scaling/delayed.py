@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_dist import _torch_private
+from te_dist.kernels.tape import Result, Tapes
 from te_dist.quantizers import Float8Quantizer
 from te_dist.scaling.history import DelayedScalingRequest, next_history, next_scale
 from te_dist.tensor import traffic
@@ -95,6 +96,9 @@ class DelayedScalingState(nn.Module):
 _recording: dict[DelayedScalingState, dist.ProcessGroup | None] = {}
 
 
+_tapes = Tapes()  # of updates
+
+
 def update_when_backward_ends() -> None:
     """Called in backward: all recording states move on when it ends."""
     _torch_private.call_when_backward_ends(update)
@@ -132,11 +136,14 @@ def _alike(states: Iterable[DelayedScalingState]) -> Iterable[list[DelayedScalin
 
 def _move_on(states: list[DelayedScalingState]) -> None:
     """One update of all histories laid side by side: the number of kernels does not depend on that of states."""
-    sizes = [len(state.scale) for state in states]
-    history = torch.cat([state.amax_history for state in states], dim=1)
-    scale = torch.cat([state.scale for state in states])
-    scaled_max = torch.cat([state.scaled_max for state in states])
     algo = next(iter(states[0].requests.values())).amax_compute_algo
-    scale = next_scale(history, scale, scaled_max, algo=algo)
-    _torch_private.copy_each([s.scale for s in states], scale.split(sizes))
-    _torch_private.copy_each([s.amax_history for s in states], next_history(history).split(sizes, dim=1))
+    histories, scales, maxima = zip(*((s.amax_history, s.scale, s.scaled_max) for s in states), strict=True)
+
+    def moved() -> Result:
+        history, sizes = torch.cat(histories, dim=1), [len(scale) for scale in scales]
+        fresh = next_scale(history, torch.cat(scales), torch.cat(maxima), algo=algo)
+        _torch_private.copy_each(scales, fresh.split(sizes))
+        _torch_private.copy_each(histories, next_history(history).split(sizes, dim=1))
+        return (), None
+
+    _tapes.run((algo, len(states)), (*histories, *scales, *maxima), moved)

@@ -56,7 +56,7 @@ def next_history(history: Tensor) -> Tensor:
         value this step (0 in row 0) stay.
     """
     rolled = torch.cat([history[1:], history[:1]])
-    rolled[0] = 0.0
+    rolled[0].zero_()
     return torch.where(history[0] != 0, rolled, history)
 
 
@@ -71,6 +71,5 @@ def next_scale(history: Tensor, scale: Tensor, scaled_max: Tensor, *, algo: Lite
     last = history[0]
     # NaN entries are ignored, as by a maximum of numbers.
     amax = history.nan_to_num(nan=0.0, posinf=math.inf).amax(0) if algo == "max" else last
-    fresh = scaled_max / amax
-    fresh = torch.where(fresh.isinf(), torch.full_like(fresh, torch.finfo(torch.float32).max), fresh)
-    return torch.where((last != 0) & amax.isfinite() & (amax > 0), fresh, scale)
+    fresh = (scaled_max / amax).clamp(max=torch.finfo(torch.float32).max)
+    return torch.where((last != 0) & (amax > 0) & (amax < math.inf), fresh, scale)

@@ -228,3 +228,18 @@ def test_a_member_of_a_group_is_multiplied_by_its_own_scale() -> None:
             module.weight = torch.nn.Parameter(weight)
             outs.append(step(module, recipe.Float8CurrentScaling(), x)[0])
         assert_bitwise(*outs, "output")
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_histories_move_as_on_the_cpu(algo: Any) -> None:
+    made_by = recipe.DelayedScaling(amax_history_len=3, amax_compute_algo=algo)
+    modules = [make(made_by, device=device) for device in ("cuda", "cpu")]
+    for number, factor in enumerate((1.0, 8.0, 0.0, 0.25, float("inf"), 2.0)):
+        x, grad = normal(64, IN, seed=number) * factor, normal(64, OUT, seed=number + 9) / (1 + factor)
+        for module in modules:
+            with te.autocast(recipe=made_by):
+                out = module(x.to(module.weight.device).requires_grad_())
+            out.backward(grad.to(out.device))
+        ours, want = (module.gemm.scaling.state_dict() for module in modules)
+        for name, value in want.items():
+            assert_bitwise(ours[name].cpu(), value, f"{name} after step {number}")

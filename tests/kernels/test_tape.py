@@ -128,7 +128,8 @@ def test_ops_of_torch_are_repeated_and_those_without_effect_are_not() -> None:
     def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         torch.cat([x, x])
         y = copied(x.detach()).view(8, 8).t() @ w
-        y.add_(1.0)
+        y.add_(0.5)
+        torch._foreach_add_([y], 0.5)  # which returns nothing
         return torch.cat([y, y[:2]]), x.unsqueeze(0)
 
     counted = Counted(function)
