@@ -45,7 +45,7 @@ class Launch(NamedTuple):
         values: one for each field of `layout`.
     """
 
-    kernel: _C.cuda.Kernel | _C.cuda.Product
+    kernel: _C.cuda.Launchable
     device: int
     grid: tuple[int, int, int]
     layout: Layout

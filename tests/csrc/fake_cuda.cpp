@@ -1,9 +1,11 @@
 // A CUDA driver without a device, and a cuBLASLt that multiplies in host memory, as strict as NVIDIA's is documented to
 // be. Compiled by test_product.py under the name of the driver's library.
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <map>
 #include <string>
+#include <thread>
 
 #include "cublaslt_abi.h"
 #include "driver_abi.h"
@@ -171,6 +173,7 @@ Status cublasLtMatmulAlgoGetHeuristic(Handle handle, Operation operation, Layout
 Status cublasLtMatmul(Handle, Operation operation, const void* alpha, const void* a, Layout a_layout, const void* b,
                       Layout b_layout, const void* beta, const void* c, Layout, void* d, Layout d_layout,
                       const Algorithm* algorithm, void* workspace, size_t workspace_bytes, Stream) {
+  std::this_thread::sleep_for(std::chrono::microseconds(100));  // so that another thread may come in between
   const Attributes& how = of(operation);
   const uint64_t* wanted = algorithm->data;
   const auto address = [&](int attribute) { return reinterpret_cast<const float*>(get<uint64_t>(how, attribute)); };

@@ -10,6 +10,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,25 @@ def multiply_all(library: str) -> None:
         assert torch.equal(operands.out, before)
 
 
+def share_a_product(library: str) -> None:
+    """Threads launch the same product at once, each with a scale of its own."""
+    several = [Operands((8, 16, 32), ("e4m3", "e4m3", torch.float32, False), seed=seed) for seed in range(4)]
+    product = several[0].product(library)
+
+    def multiply_often(operands: Operands) -> bool:
+        product.launch(0, 0, (1, 1, 1), packed(operands))
+        first, parameters = operands.out.clone(), packed(operands)
+        repeats = []
+        for _ in range(50):
+            product.launch(0, 0, (1, 1, 1), parameters)
+            repeats.append(torch.equal(operands.out, first))
+        check(operands.out, operands.want(accumulate=False))
+        return all(repeats)
+
+    with ThreadPoolExecutor(len(several)) as pool:
+        assert all(pool.map(multiply_often, several))
+
+
 def refuse_what_does_not_fit(library: str) -> None:
     odd = Operands((8, 16, 32), ("e5m2", "e5m2", torch.float32, False))
     with pytest.raises(RuntimeError, match=r"e5m2 \(8 x 32\) by e5m2 \(16 x 32\).*NOT_SUPPORTED"):
@@ -137,4 +157,5 @@ def refuse_what_does_not_fit(library: str) -> None:
 if __name__ == "__main__":
     ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)  # found by its name from now on
     multiply_all(sys.argv[1])
+    share_a_product(sys.argv[1])
     refuse_what_does_not_fit(sys.argv[1])
