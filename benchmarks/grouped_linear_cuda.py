@@ -101,7 +101,15 @@ def peer_pass(layer: Layer) -> Callable[[], None]:
 
 def module_pass(layer: Layer, made_by: recipe.Recipe | None, weights: str) -> Callable[[], None]:
     """Forward and backward of a GroupedLinear, which leave gradients of input and weights."""
-    groups, _, features_out, features_in = layer.shape
+    step, splits = module_step(layer.shape, made_by, weights), torch.tensor(layer.sizes, device=layer.x.device)
+    return lambda: step(layer.x, splits, layer.grad)
+
+
+def module_step(
+    shape: tuple[int, int, int, int], made_by: recipe.Recipe | None, weights: str, *, device: str = "cuda"
+) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """The same for any input, sizes of groups and gradient of the output."""
+    groups, _, features_out, features_in = shape
     is_quantized = weights.startswith("quantized")
     with te.quantized_model_init(enabled=is_quantized, recipe=made_by):
         module = te.GroupedLinear(
@@ -110,20 +118,20 @@ def module_pass(layer: Layer, made_by: recipe.Recipe | None, weights: str) -> Ca
             features_out,
             bias=False,
             single_grouped_weight="each" not in weights,
-            device="cuda",
+            device=device,
             params_dtype=torch.bfloat16,
         )
     if "both" in weights:
         module.weight.update_usage(rowwise_usage=True, columnwise_usage=True)
-    splits, parameters = torch.tensor(layer.sizes, device="cuda"), [getattr(module, n) for n in module.weight_names]
+    parameters = [getattr(module, name) for name in module.weight_names]
 
-    def run() -> None:
-        layer.x.grad = None
+    def run(x: Tensor, splits: Tensor, grad: Tensor) -> None:
+        x.grad = None
         for parameter in parameters:
             parameter.grad = None
         with nullcontext() if made_by is None else te.autocast(recipe=made_by):
-            out = module(layer.x, splits)
-        out.backward(layer.grad)
+            out = module(x, splits)
+        out.backward(grad)
 
     return run
 

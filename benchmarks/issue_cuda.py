@@ -5,21 +5,27 @@
 The GPU is idle when a call begins, and small enough work to be done by the next. Medians and minima of many calls in
 two rounds that walk over all lines; torch's bf16 Linear is a line among them. Wanted: less than 250 us for a Linear of
 512 in FP8 blocks, 400 us for a GroupedLinear with one weight, 15 us for an op, whatever the number of groups.
+
+What is recorded serves inputs of the same number of rows. Experts over ranks get another one in every step unless they
+have a capacity, so there are lines for calls whose numbers of rows come in turn: 16, each of which is recorded once;
+and another one in every call, of which an op or a module records the first ones, and none after that.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle, product
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
 from torch import Tensor
 
 import te_dist as te
-from benchmarks.grouped_linear_cuda import Layer, module_pass
+from benchmarks.grouped_linear_cuda import Layer, module_pass, module_step
 from benchmarks.linear_cuda import RECIPES, passes
 from benchmarks.report import Report, number, text
 from te_dist import ops
@@ -27,7 +33,9 @@ from te_dist import ops
 WIDTH, ROWS = 512, 4096
 GROUPS = (8, 128)
 CALLS, TOGETHER = 200, 20  # calls of a round, and how many are handed over before the GPU is waited for
-ROUNDS = 2
+ROUNDS, WARMUP = 2, 40
+# Numbers of rows that come in turn, by name; as many as there are calls.
+SEVERAL = {"16 numbers of rows in turn": 16, "another number of rows in every call": ROUNDS * (CALLS + WARMUP)}
 
 
 @dataclass(frozen=True)
@@ -59,14 +67,67 @@ def grouped_linears() -> Iterator[tuple[str, Callable[[], object]]]:
             yield f"GroupedLinear, {groups} groups, {weights}", module_pass(layer, RECIPES["block"], weights)
 
 
+class OtherRows:
+    """Calls with inputs of several numbers of rows in turn, none less than `ROWS`; they lie in one another."""
+
+    def __init__(self, call: Callable[[int], object], count: int) -> None:
+        self._call = call
+        self._places = cycle(range(count))
+
+    def __call__(self) -> None:
+        """The next one."""
+        self._call(next(self._places))
+
+
+def parts(tensor: Tensor, count: int) -> Sequence[Tensor]:
+    """The first `ROWS` rows of a tensor, the first `ROWS` + 1, and so on."""
+    return [tensor[: ROWS + more] for more in range(count)]
+
+
+def grouped_linears_of_other_rows(*, device: str = "cuda") -> Iterator[tuple[str, Callable[[], object]]]:
+    """The same with one weight and other numbers of rows."""
+    for groups, (name, count) in product(GROUPS, SEVERAL.items()):
+        step = module_step((groups, ROWS, WIDTH, WIDTH), RECIPES["block"], "quantized", device=device)
+        splits = torch.full((groups,), ROWS // groups, device=device)
+        whole = [torch.randn(ROWS + count, WIDTH, device=device, dtype=torch.bfloat16) for _ in range(2)]
+        inputs = [part.requires_grad_() for part in parts(whole[0], count)]
+        grads = parts(whole[1], count)
+
+        def call(
+            place: int, step: Any = step, inputs: Any = inputs, splits: Tensor = splits, grads: Any = grads
+        ) -> None:
+            step(inputs[place], splits, grads[place])
+            inputs[place].grad = None
+
+        yield f"GroupedLinear, {groups} groups, quantized, {name}", OtherRows(call, count)
+
+
+def bare_ops_of_other_rows(*, device: str = "cuda") -> Iterator[tuple[str, Callable[[], object]]]:
+    """A product of FP8 blocks with other numbers of rows."""
+    groups = GROUPS[0]
+    for name, count in SEVERAL.items():
+        codes = torch.randint(100, (ROWS + count, WIDTH), dtype=torch.uint8, device=device)
+        products = [Product(groups, _table(groups, len(rows), device), rows) for rows in parts(codes, count)]
+        yield (
+            f"ops.grouped_gemm_float8_block, {groups} groups, {name}",
+            OtherRows(lambda place, products=products: products[place](), count),
+        )
+
+
+def _table(groups: int, rows: int, device: str) -> Tensor:
+    sizes = torch.full((groups,), ROWS // groups, device=device)
+    table = torch.empty(4, groups + 1, dtype=torch.int32, device=device)
+    ops.group_table(sizes, rows=rows, out=table, are_sizes=True)
+    return table
+
+
 def bare_ops() -> Iterator[tuple[str, Callable[[], object]]]:
     """The table of groups, and a product of FP8 blocks."""
     for groups in GROUPS:
-        sizes = torch.full((groups,), ROWS // groups, device="cuda")
-        table = torch.empty(4, groups + 1, dtype=torch.int32, device="cuda")
-        ops.group_table(sizes, rows=ROWS, out=table, are_sizes=True)
+        sizes, table = torch.full((groups,), ROWS // groups, device="cuda"), _table(groups, ROWS, "cuda")
         yield f"ops.group_table, {groups} groups", Table(sizes, table)
-        yield f"ops.grouped_gemm_float8_block, {groups} groups", Product(groups, table)
+        codes = torch.randint(100, (ROWS, WIDTH), dtype=torch.uint8, device="cuda")
+        yield f"ops.grouped_gemm_float8_block, {groups} groups", Product(groups, table, codes)
 
 
 @dataclass(frozen=True)
@@ -84,12 +145,13 @@ class Table:
 class Product:
     """A call of `ops.grouped_gemm_float8_block`."""
 
-    def __init__(self, groups: int, table: Tensor) -> None:
-        tiles, options = WIDTH // 128, {"device": "cuda"}
-        codes = [torch.randint(100, (rows, WIDTH), dtype=torch.uint8, **options) for rows in (ROWS, groups * WIDTH)]
-        scales = torch.ones(tiles, ROWS, **options), torch.ones(groups * tiles, tiles, **options)
-        self.operands = codes[0], scales[0], codes[1], scales[1]
-        self.table, self.out = table, torch.empty(ROWS, WIDTH, dtype=torch.bfloat16, **options)
+    def __init__(self, groups: int, table: Tensor, codes: Tensor) -> None:
+        (rows, _), tiles, options = codes.shape, WIDTH // 128, {"device": codes.device}
+        weights = codes.repeat(-(-groups * WIDTH // rows), 1)[: groups * WIDTH]
+        # Rows of scales are multiples of 16 bytes apart.
+        scales = torch.ones(tiles, -(-rows // 4) * 4, **options), torch.ones(groups * tiles, tiles, **options)
+        self.operands = codes, scales[0], weights, scales[1]
+        self.table, self.out = table, torch.empty(rows, WIDTH, dtype=torch.bfloat16, **options)
 
     def __call__(self) -> None:
         """Calls it."""
@@ -107,7 +169,7 @@ class Product:
 
 def issue_times(call: Callable[[], object]) -> list[float]:
     """Microseconds of each of `CALLS`, in order of size."""
-    for _ in range(10):
+    for _ in range(WARMUP):
         call()
     times = []
     for number_of_call in range(CALLS):
@@ -122,7 +184,7 @@ def issue_times(call: Callable[[], object]) -> list[float]:
 
 def rows() -> Iterator[Row]:
     """All lines."""
-    calls = [*linears(), *grouped_linears(), *bare_ops()]
+    calls = [*linears(), *grouped_linears(), *grouped_linears_of_other_rows(), *bare_ops(), *bare_ops_of_other_rows()]
     rounds = [[issue_times(call) for _, call in calls] for _ in range(ROUNDS)]
     for (what, _), *found in zip(calls, *rounds, strict=True):
         yield Row(what, min(times[CALLS // 2] for times in found), min(times[0] for times in found))
