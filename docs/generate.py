@@ -30,15 +30,8 @@ HEADER = "<!-- Written by docs/generate.py; change the code it comes from. -->\n
 
 def environment() -> str:
     """The table of environment variables."""
-    rows = [
-        f"| `{variable.name}` | `{_shown(variable.default)}` | {variable.meaning} |" for variable in env.variables()
-    ]
+    rows = [f"| `{variable.name}` | `{variable.default}` | {variable.meaning} |" for variable in env.variables()]
     return "\n".join(("# Environment variables", "", "| name | default | meaning |", "|---|---|---|", *rows, ""))
-
-
-def _shown(default: object) -> str:
-    """As one would write it into the environment."""
-    return str(int(default)) if isinstance(default, bool) else str(default).replace(str(Path.home()), "~")
 
 
 def formats() -> str:

@@ -24,7 +24,7 @@ from te_dist import env
 from te_dist.kernels import CompilerError, compiler
 from te_dist.kernels.cache import Compiled, KernelCache
 from te_dist.kernels.runtime import ARCHES, entry_of
-from te_dist.kernels.spec import Spec
+from te_dist.kernels.spec import Spec, generation
 from te_dist.kernels.variants import variants
 from te_dist.launch.errors import JobError
 from te_dist.launch.plan import plan_job
@@ -83,20 +83,31 @@ def _compile(work: list[tuple[Spec, str]], cache: KernelCache) -> list[Compiled]
 
 
 def list_kernels() -> None:
-    """Lists the compiled CUDA kernels in the cache."""
+    """Lists the compiled CUDA kernels in the cache. Stale ones, of other sources or compilers, are not used."""
     cache = _cache()
-    table = Table("architecture", "kernels", "KiB", "damaged", title=str(cache.folder))
+    table = Table("architecture", "kernels", "stale", "damaged", "KiB", title=str(cache.folder))
     by_arch: dict[str, list[tuple[Path, Compiled | None]]] = {}
     for file, kernel in cache.entries():
         by_arch.setdefault(file.parent.name, []).append((file, kernel))
     for arch, files in by_arch.items():
         size = sum(file.stat().st_size for file, _ in files) // 1024
-        table.add_row(arch, str(len(files)), str(size), str(sum(kernel is None for _, kernel in files)))
+        damaged = sum(kernel is None for _, kernel in files)
+        stale = sum(kernel is not None and _is_stale(file) for file, kernel in files)
+        table.add_row(arch, *map(str, (len(files) - stale - damaged, stale, damaged, size)))
     Console().print(table)
 
 
+def _is_stale(file: Path) -> bool:
+    """Whether an entry is of other sources or of another compiler than those that are installed."""
+    key, _, version = file.stem.partition("-")
+    return not key.startswith(generation()) or compiler.version() not in (None, version)
+
+
 def _cache() -> KernelCache:
-    return KernelCache(env.KERNEL_CACHE.get())
+    try:
+        return KernelCache(env.KERNEL_CACHE.get())
+    except ValueError as error:
+        _end(str(error), _USAGE)
 
 
 @dataclass(frozen=True)

@@ -25,24 +25,24 @@ class Variable(Generic[T]):
     Attributes:
         name: name in the environment.
         parse: text to value; raises `ValueError` for text that is none.
-        default: value where the variable is unset or empty.
+        default: text that is taken where the variable is unset or empty.
         meaning: one sentence for the user.
     """
 
     name: str
     parse: Callable[[str], T]
-    default: T
+    default: str
     meaning: str
 
     def get(self) -> T:
         """The value in the environment of this moment, or the default."""
         text = os.environ.get(self.name, "")
-        if not text:
-            return self.default
         try:
-            return self.parse(text)
+            return self.parse(text or self.default)
         except ValueError as error:
-            raise ValueError(f"environment variable {self.name}={text!r}: {error}; unset it or correct it") from None
+            found = f"{self.name}={text!r}" if text else f"{self.name}, unset, means {self.default!r}"
+            remedy = "unset it or correct it" if text else "set it"
+            raise ValueError(f"environment variable {found}: {error}; {remedy}") from None
 
 
 def _integer(text: str) -> int:
@@ -59,19 +59,27 @@ def _flag(text: str) -> bool:
     return text == "1"
 
 
-RANK = Variable("RANK", _integer, 0, "Rank of this process among all processes; torchrun sets it.")
-WORLD_SIZE = Variable("WORLD_SIZE", _integer, 1, "Number of processes; torchrun sets it.")
-LOCAL_RANK = Variable("LOCAL_RANK", _integer, 0, "Rank of this process on its host, and its GPU; torchrun sets it.")
+def _folder(text: str) -> Path:
+    """A path, which may begin with ~."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError(f"no home directory is known for {Path(text).parts[0]}, wants the path of a folder") from None
+
+
+RANK = Variable("RANK", _integer, "0", "Rank of this process among all processes; torchrun sets it.")
+WORLD_SIZE = Variable("WORLD_SIZE", _integer, "1", "Number of processes; torchrun sets it.")
+LOCAL_RANK = Variable("LOCAL_RANK", _integer, "0", "Rank of this process on its host, and its GPU; torchrun sets it.")
 KERNEL_CACHE = Variable(
     "TE_DIST_KERNEL_CACHE",
-    Path,
-    Path("~/.cache/te_dist/kernels").expanduser(),
+    _folder,
+    "~/.cache/te_dist/kernels",
     "Folder of compiled CUDA kernels; may be shared by many processes and by hosts of one architecture.",
 )
 UNMEASURED_KERNELS = Variable(
     "TE_DIST_UNMEASURED_KERNELS",
     _flag,
-    False,
+    "0",
     "1 allows kernels for architectures on which te_dist has never been run (sm_100); they are refused otherwise.",
 )
 

@@ -33,9 +33,14 @@ def pointer(tensor: Tensor | None) -> int:
 
 
 def plane(tensor: Tensor | None) -> tuple[int, int, int]:
-    """A matrix as values of a `Plane`. A dimension of extent 1 is read with stride 0, whichever the index."""
+    """A matrix as values of a `Plane`. A dimension of extent 1 is read with stride 0, whichever the index.
+
+    So is a single element, of however many dimensions.
+    """
     if tensor is None:
         return 0, 0, 0
+    if tensor.numel() == 1:
+        return tensor.data_ptr(), 0, 0
     rows, cols = tensor.shape
     row_stride, col_stride = tensor.stride()
     return tensor.data_ptr(), row_stride if rows != 1 else 0, col_stride if cols != 1 else 0

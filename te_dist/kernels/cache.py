@@ -2,10 +2,10 @@
 
 [Note: The kernel cache]
 An entry is a file `<arch>/<key>-<compiler version>.cubin`, made of a digest, what the assembler said and the cubin. It
-is written under another name and renamed, so that a reader sees a whole entry or none, also on a shared file system;
-several ranks that compile the same kernel at once write the same bytes. A reader checks the digest: what is damaged is
-as good as missing and is written anew. Where no compiler is installed, an entry of any compiler version serves: a cache
-may be filled elsewhere and shipped.
+is written under another name, closed and renamed, so that a reader sees a whole entry or none, also on a shared file
+system; several ranks that compile the same kernel at once write the same bytes. A reader checks the digest: what is
+damaged is as good as missing and is written anew. Where no compiler is installed, an entry of any compiler version
+serves: a cache may be filled elsewhere and shipped.
 """
 
 from __future__ import annotations
@@ -69,17 +69,20 @@ class KernelCache:
         folder = self.folder / entry.arch
         content = _RESOURCES.pack(compiled.registers, compiled.spilled) + compiled.cubin
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as file:
-            temporary = Path(file.name)
-            try:
+        descriptor, name = tempfile.mkstemp(dir=folder, prefix=".")
+        temporary = Path(name)
+        try:
+            # NOTE: a network file system may say no more before the file is closed; then nothing may be renamed.
+            with open(descriptor, "wb") as file:
                 file.write(_MAGIC + hashlib.sha256(content).digest() + content)
                 file.flush()
-                temporary.chmod(0o644)
-                os.replace(temporary, folder / entry.pattern)
-            except OSError:
-                with suppress(OSError):
-                    temporary.unlink()
-                raise
+                os.fsync(file.fileno())
+            temporary.chmod(0o644)
+            os.replace(temporary, folder / entry.pattern)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
 
     def entries(self) -> list[tuple[Path, Compiled | None]]:
         """All files of the cache and what they hold; None where they are damaged."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import re
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from types import ModuleType
@@ -14,7 +15,7 @@ from te_dist.kernels.cache import Compiled
 from te_dist.kernels.spec import ENTRY, OPTIONS, Spec
 
 _BINDING = "cupy_backends.cuda.libs.nvrtc"
-_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
+_WHEELS = {"cupy-cuda13x": "nvidia-cuda-nvrtc", "cupy-cuda12x": "nvidia-cuda-nvrtc-cu12"}  # NVRTC by who loads it
 _INSTALL = "install te_dist with its extra cuda13 (or cuda12), which brings CuPy and NVRTC and needs no CUDA toolkit"
 _RESOURCES = re.compile(
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
@@ -28,12 +29,10 @@ class CompilerError(RuntimeError):
 
 @cache
 def version() -> str | None:
-    """Of the NVRTC that is installed, found without loading it where it came as a wheel; None where there is none."""
-    for wheel in _WHEELS:
-        try:
-            return metadata.version(wheel)
-        except metadata.PackageNotFoundError:
-            continue
+    """Of the NVRTC that compiles, found without loading it where it came as a wheel; None where nothing does."""
+    wheel = _wheel()
+    if wheel is not None:
+        return wheel.version
     try:
         return ".".join(map(str, _binding().getVersion()))
     except CompilerError:
@@ -80,15 +79,21 @@ def _binding() -> ModuleType:
     return binding
 
 
+def _wheel() -> metadata.Distribution | None:
+    """The NVRTC that came as a wheel for the CuPy that is installed; there may be others beside it, torch's for one."""
+    for cupy, nvrtc in _WHEELS.items():
+        with suppress(metadata.PackageNotFoundError):
+            metadata.distribution(cupy)
+            return metadata.distribution(nvrtc)
+    return None
+
+
 def _load_wheel() -> None:
     """Loads the NVRTC that came as a wheel, wherever on the path it lies; CuPy looks in the folders of its own only."""
-    for wheel in _WHEELS:
-        try:
-            distribution = metadata.distribution(wheel)
-        except metadata.PackageNotFoundError:
-            continue
-        for library in ("libnvrtc-builtins.so.*", "libnvrtc.so.*"):  # the latter asks for the former, by name alone
-            for file in distribution.files or ():
-                if file.match(library):
-                    ctypes.CDLL(str(distribution.locate_file(file)))
+    wheel = _wheel()
+    if wheel is None:
         return
+    for library in ("libnvrtc-builtins.so.*", "libnvrtc.so.*"):  # the latter asks for the former, by name alone
+        for file in wheel.files or ():
+            if file.match(library):
+                ctypes.CDLL(str(wheel.locate_file(file)))

@@ -247,6 +247,6 @@ def check_alignment(**operands: Tensor) -> None:
             size = matrix.element_size()
             raise ValueError(
                 f"{name}: got address {matrix.data_ptr():#x}, rows of {matrix.shape[1] * size} bytes and "
-                f"{matrix.stride(0) * size} bytes apart, wanted all of them multiples of {_MAP_ALIGNMENT}; pad the "
-                "dimension that is summed over with zeros, or copy the matrix"
+                f"{matrix.stride(0) * size} bytes apart, wanted all of them multiples of {_MAP_ALIGNMENT}; pad its "
+                "last dimension, that of codes with zeros, or copy the matrix"
             )

@@ -114,9 +114,14 @@ extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
 
     @cached_property
     def key(self) -> str:
-        """Digest of everything but compiler and architecture that the cubin depends on."""
-        text = "\0".join((self.source, sources.fingerprint(), *OPTIONS))
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+        """Digests of everything but compiler and architecture that the cubin depends on."""
+        return generation() + hashlib.sha256(self.source.encode()).hexdigest()[:16]
+
+
+@cache
+def generation() -> str:
+    """Digest of what the cubins of all kernels depend on; their keys begin with it."""
+    return hashlib.sha256("\0".join((sources.fingerprint(), *OPTIONS)).encode()).hexdigest()[:16]
 
 
 @cache

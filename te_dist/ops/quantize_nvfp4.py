@@ -10,7 +10,7 @@ from torch import Tensor
 
 from te_dist import _C, kernels
 from te_dist.formats.region import Pair
-from te_dist.ops._checks import check_choice, check_dtype, check_plane, check_shape, takes
+from te_dist.ops._checks import check_choice, check_packed, check_plane, takes
 from te_dist.ops._library import register
 from te_dist.ops._noop import check_noop, is_set
 from te_dist.ops._planes import Planes, Wanted, check_direction, flat
@@ -65,8 +65,7 @@ def quantize_nvfp4(
     check_choice("four_over_six", four_over_six, FOUR_OVER_SIX)
     check_noop(noop, x)
     if rng_state is not None:
-        check_dtype("rng_state", rng_state, (torch.int64,))
-        check_shape("rng_state", rng_state, (2, 2) if rng_state.dim() == 2 else (2,))
+        check_packed("rng_state", rng_state, (torch.int64,), (2, 2) if rng_state.dim() == 2 else (2,))
     rows, cols = x.shape
     hadamard = planes.get("col_hadamard")
     if hadamard is not None:

@@ -60,7 +60,8 @@ class NVFP4Quantizer(AgreeingQuantizer):
         with_rht: transform the columnwise direction by random signs and Hadamard matrices; its amax is found after.
         with_random_sign_mask: False for the Hadamard matrix without signs.
         with_2d_quantization: squares instead of runs.
-        stochastic_rounding: round by chance, without bias.
+        stochastic_rounding: round by chance, with 8 random bits: magnitudes up with the probability of their distance
+            from the code below, rounded down to 1/256.
         row_scaled_nvfp4: an amax for every row; rowwise only.
         nvfp4_use_4over6: choose per block whether its largest value maps to 6 or to 4.
         nvfp4_e4m3_max: largest scale byte, 448 or 256.

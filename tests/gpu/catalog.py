@@ -120,13 +120,18 @@ def quantizers() -> Iterator[Call]:
         with_amax = outputs | dict(amax=torch.zeros(1))
         yield Call(f"tensor {name}", ops.quantize_float8_tensor, inputs, outputs)
         yield Call(f"tensor {name} and amax", ops.quantize_float8_tensor, inputs, with_amax)
+        scalars = outputs | dict(row_scale=torch.zeros(()), col_scale=torch.zeros(1))
+        of_scalars = scalars | dict(amax=torch.zeros(()))
+        yield Call(f"tensor {name} and scalars", ops.quantize_float8_tensor, inputs, of_scalars)
         for flag in (0, 1):
-            inputs |= dict(noop=torch.tensor([flag], dtype=torch.int32))
-            yield Call(f"tensor {name} and noop {flag}", ops.quantize_float8_tensor, inputs, with_amax)
+            flagged = inputs | dict(noop=torch.tensor([flag], dtype=torch.int32))
+            yield Call(f"tensor {name} and noop {flag}", ops.quantize_float8_tensor, flagged, with_amax)
         inputs = dict(x=x, fp8=fp8, pow2=fp8 == "e5m2", eps=0.0, workspace=torch.zeros(WORKSPACE))
         yield Call(f"current {name}", ops.quantize_float8_current, inputs, outputs)
-        inputs |= dict(workspace=None, amax=torch.tensor([[9.0]]))
-        yield Call(f"current {name} by amax", ops.quantize_float8_current, inputs, outputs)
+        inputs = dict(x=x, fp8=fp8, pow2=fp8 == "e5m2", eps=0.0)
+        by_amax, by_scalar = (inputs | dict(amax=amax) for amax in (torch.tensor([[9.0]]), torch.tensor(9.0)))
+        yield Call(f"current {name} by amax", ops.quantize_float8_current, by_amax, outputs)
+        yield Call(f"current {name} by scalars", ops.quantize_float8_current, by_scalar, scalars)
         for square in (False, True):
             tiles = {"row": (128, 128), "col": (128, 128)} if square else {"row": (1, 128), "col": (128, 1)}
             outputs = directions(shape, phase, shift, tiles=tiles)

@@ -20,11 +20,14 @@ CALLS = list(calls())
 
 
 def of_each_op() -> list[Call]:
-    """One call of every op, with something to do."""
+    """Of every op the first call that takes the most tensors, with something to do."""
     found: dict[str, Call] = {}
     for call in CALLS:
-        if all(tensor.numel() for _, tensor in tensors(call)):
-            found.setdefault(call.op.__name__, call)
+        given = list(tensors(call))
+        if all(tensor.numel() for _, tensor in given):
+            most = found.setdefault(call.op.__name__, call)
+            if len(given) > len(list(tensors(most))):
+                found[call.op.__name__] = call
     return list(found.values())
 
 

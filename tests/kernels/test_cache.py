@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 from pathlib import Path
 
 import pytest
 
-from te_dist.kernels import compiler, movement, runtime
+from te_dist.kernels import cache, compiler, movement, runtime
 from te_dist.kernels.cache import Compiled, Entry, KernelCache
 
 KERNEL = Compiled(b"\x7fELF and so on" * 1000, registers=40, spilled=8)
@@ -22,41 +23,41 @@ def stored(folder: Path) -> Path:
 
 
 def test_an_entry_comes_back(tmp_path):
-    cache = KernelCache(tmp_path)
-    assert cache.get(ENTRY) is None
-    cache.put(ENTRY, KERNEL)
-    assert cache.get(ENTRY) == KERNEL
-    assert cache.entries() == [(stored(tmp_path), KERNEL)]
+    entries = KernelCache(tmp_path)
+    assert entries.get(ENTRY) is None
+    entries.put(ENTRY, KERNEL)
+    assert entries.get(ENTRY) == KERNEL
+    assert entries.entries() == [(stored(tmp_path), KERNEL)]
 
 
 def test_key_architecture_and_compiler_are_told_apart(tmp_path):
-    cache = KernelCache(tmp_path)
-    cache.put(ENTRY, KERNEL)
+    entries = KernelCache(tmp_path)
+    entries.put(ENTRY, KERNEL)
     others = (
         Entry("sm_100a", ENTRY.key, ENTRY.version),
         Entry(ENTRY.arch, "b" * 32, ENTRY.version),
         Entry(ENTRY.arch, ENTRY.key, "13.1"),
     )
-    assert [cache.get(entry) for entry in others] == [None, None, None]
+    assert [entries.get(entry) for entry in others] == [None, None, None]
 
 
 def test_without_a_compiler_an_entry_of_any_version_serves(tmp_path):
-    cache = KernelCache(tmp_path)
-    cache.put(ENTRY, KERNEL)
-    assert cache.get(Entry(ENTRY.arch, ENTRY.key, None)) == KERNEL
+    entries = KernelCache(tmp_path)
+    entries.put(ENTRY, KERNEL)
+    assert entries.get(Entry(ENTRY.arch, ENTRY.key, None)) == KERNEL
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", KERNEL.cubin, "cut", "flipped"])
 def test_a_damaged_entry_is_missing_and_is_written_anew(tmp_path, damage):
-    cache = KernelCache(tmp_path)
-    cache.put(ENTRY, KERNEL)
+    entries = KernelCache(tmp_path)
+    entries.put(ENTRY, KERNEL)
     file = stored(tmp_path)
     content = file.read_bytes()
     flipped = content[:-5] + bytes([content[-5] ^ 1]) + content[-4:]
     file.write_bytes({"cut": content[:-1], "flipped": flipped}.get(damage, damage))
-    assert cache.get(ENTRY) is None
-    cache.put(ENTRY, KERNEL)
-    assert cache.get(ENTRY) == KERNEL
+    assert entries.get(ENTRY) is None
+    entries.put(ENTRY, KERNEL)
+    assert entries.get(ENTRY) == KERNEL
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
@@ -75,11 +76,34 @@ def test_a_full_disk_is_an_error_and_leaves_nothing_behind(tmp_path, monkeypatch
     assert list((tmp_path / ENTRY.arch).iterdir()) == []
 
 
+@pytest.mark.parametrize("call", ["flush", "fsync", "close"])
+def test_a_file_that_cannot_be_written_to_its_end_is_no_entry(tmp_path, monkeypatch, call):
+    def fail(*_: object) -> None:
+        raise OSError(122, "Disk quota exceeded")
+
+    class File(io.FileIO):
+        def flush(self) -> None:
+            fail() if call == "flush" else super().flush()
+
+        def close(self) -> None:
+            closed = self.closed
+            super().close()
+            if call == "close" and not closed:
+                fail()
+
+    monkeypatch.setattr(cache, "open", File, raising=False)
+    if call == "fsync":
+        monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="quota"):
+        KernelCache(tmp_path).put(ENTRY, KERNEL)
+    assert list((tmp_path / ENTRY.arch).iterdir()) == []
+
+
 def _write_and_read(folder: Path) -> bool:
-    cache = KernelCache(folder)
+    entries = KernelCache(folder)
     for _ in range(20):
-        cache.put(ENTRY, KERNEL)
-        if cache.get(ENTRY) != KERNEL:
+        entries.put(ENTRY, KERNEL)
+        if entries.get(ENTRY) != KERNEL:
             return False
     return True
 

@@ -10,7 +10,7 @@ import pytest
 
 from te_dist import __main__ as command
 from te_dist.kernels import CompilerError, compiler, movement
-from te_dist.kernels.cache import Compiled, KernelCache
+from te_dist.kernels.cache import Compiled, Entry, KernelCache
 
 KERNEL = Compiled(b"cubin" * 1000, registers=40, spilled=0)
 LISTED = [movement.transform(8), movement.copies(16), movement.copies(4)]
@@ -65,9 +65,23 @@ def test_damaged_entries_are_listed_and_built_anew(run, tmp_path):
     run("kernels", "build")
     damaged = sorted((tmp_path / "cache").glob("*/*"))[0]
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    assert "sm_90a │ 3 │ 14 │ 1" in run("kernels", "list")[0]
+    assert "sm_90a │ 2 │ 0 │ 1 │ 14" in run("kernels", "list")[0]
     assert "1 compiled now" in run("kernels", "build")[0]
-    assert "sm_90a │ 3 │ 14 │ 0" in run("kernels", "list")[0]
+    assert "sm_90a │ 3 │ 0 │ 0 │ 14" in run("kernels", "list")[0]
+
+
+def test_entries_of_other_sources_and_compilers_are_listed_as_stale(run, tmp_path):
+    run("kernels", "build")
+    entries = KernelCache(tmp_path / "cache")
+    entries.put(Entry("sm_90a", "0" * 32, "1.2.3"), KERNEL)
+    entries.put(Entry("sm_90a", LISTED[0].key, "1.2.4"), KERNEL)
+    assert "sm_90a │ 3 │ 2 │ 0 │ 24" in run("kernels", "list")[0]
+
+
+def test_without_a_home_the_message_names_the_variable(run, monkeypatch):
+    monkeypatch.setenv("TE_DIST_KERNEL_CACHE", "~nobody-has-this-name/kernels")
+    printed, status = run("kernels", "list")
+    assert "TE_DIST_KERNEL_CACHE='~nobody-has-this-name/kernels': no home" in printed and status == 2
 
 
 def test_an_empty_cache_is_listed(run, tmp_path):

@@ -45,6 +45,23 @@ def test_the_message_names_the_extra(broken):
         runtime.compiled(movement.transform(8), "sm_90a")
 
 
+@pytest.mark.parametrize(
+    ("cupy", "version"), [("cupy-cuda12x", "12.9"), ("cupy-cuda13x", "13.5"), (None, None)], ids=["12", "13", "none"]
+)
+def test_the_compiler_is_the_one_that_cupy_was_built_for(cupy, version, monkeypatch):
+    installed = {"nvidia-cuda-nvrtc": "13.5", "nvidia-cuda-nvrtc-cu12": "12.9", cupy: "14"}
+
+    def distribution(name):
+        if name not in installed:
+            raise compiler.metadata.PackageNotFoundError(name)
+        return SimpleNamespace(version=installed[name], files=())
+
+    monkeypatch.setattr(compiler.metadata, "distribution", distribution)
+    monkeypatch.setattr(compiler.importlib, "import_module", no_cupy)
+    monkeypatch.setattr(compiler, "_binding", compiler._binding.__wrapped__)
+    assert compiler.version.__wrapped__() == version
+
+
 def test_cpu_tensors_go_on_working(broken):
     out = torch.empty(1, 1)
     ops.tile_amax(torch.tensor([[1.0, -3.0]]), phase=(0, 0), tile=(WHOLE, WHOLE), out=out)

@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from te_dist import _C, ops
 from te_dist._torch_private import TorchDispatchMode, tree_leaves
+from te_dist.kernels.runtime import recording
 from tests.gpu.catalog import groups, groups_by_decoding
 
 U8, F32, BF16 = torch.uint8, torch.float32, torch.bfloat16
@@ -69,6 +70,8 @@ REFUSED = [
     (lambda: ops.quantize_float8_block(X, **BLOCK_RULE, **RUNS | {"row_amax": empty(1, 1, dtype=F32)}), "row_amax"),
     (lambda: ops.quantize_nvfp4(empty(3, 4, dtype=F32), **NVFP4_RULE, col_data=empty(4, 1)), "share a byte"),
     (lambda: ops.quantize_nvfp4(X, **NVFP4_RULE, row_data=empty(256, 128)), "row_tensor_amax: got None"),
+    (lambda: ops.quantize_nvfp4(X, **NVFP4_RULE | {"rng_state": torch.arange(4)[::2]}), r"rng_state: got strides \(2,"),
+    (lambda: ops.quantize_nvfp4(X, **NVFP4_RULE | {"rng_state": torch.ones(2, 2).long().t()}), "rng_state: .*strides"),
     (lambda: ops.quantize_mxfp8(X, phase=(0, 0), fp8="e4m3", noop=torch.zeros(1, dtype=U8)), "noop: got torch.uint8"),
     (lambda: ops.quantize_mxfp8(X, phase=(0, 0), fp8="e4m3", noop=torch.zeros(2)), "noop: got shape"),
     (lambda: ops.quantize_float8_tensor(X, torch.ones(1), fp8="e4m3"), "row_data: got None"),
@@ -94,6 +97,24 @@ REFUSED = [
 def test_wrong_arguments_are_refused_by_name(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_what_is_one_element_may_have_any_number_of_dimensions(shape):
+    x, codes, scales = torch.randn(64, 256), [torch.zeros(64, 256, dtype=U8) for _ in range(2)], torch.zeros(2, *shape)
+    amaxes = torch.tensor([5.0, 5.0]).view(2, *shape)
+
+    def quantize(x, codes, scales, amaxes):
+        current, tensor = (dict(row_data=data, row_scale=scale) for data, scale in zip(codes, scales, strict=True))
+        ops.quantize_float8_current(x, **CURRENT_RULE, amax=amaxes[0], **current)
+        ops.quantize_float8_tensor(x, torch.full((1,), 448 / 5, device=x.device), fp8="e4m3", amax=amaxes[1], **tensor)
+
+    quantize(x, codes, scales, amaxes)
+    assert torch.equal(codes[0], codes[1]) and codes[0].any()
+    assert torch.equal(scales[0], scales[1]) and amaxes.flatten()[1] == max(5.0, x.abs().max())
+    with recording() as specs:
+        quantize(x.to("meta"), [data.to("meta") for data in codes], scales.to("meta"), amaxes.to("meta"))
+    assert len(specs) == 2
 
 
 def test_an_unknown_simd_level_is_refused():
