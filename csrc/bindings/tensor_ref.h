@@ -70,7 +70,7 @@ inline TensorRef tensor_ref(pybind11::handle tensor) {
   }
   if (!ref.data && ref.numel()) {
     throw std::runtime_error(
-        "a tensor of shape " + pybind11::str(shape).cast<std::string>() +
+        "a tensor of shape " + pybind11::repr(shape).cast<std::string>() +
         " has no memory, got a storage that was freed; a weight that FSDP2 gathers is there while its module runs: "
         "leave set_unshard_in_backward(True), or do not read it outside");
   }
