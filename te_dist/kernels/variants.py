@@ -1,6 +1,8 @@
 """Kernels that a model is likely to need: compiled ahead by `te-dist kernels build`, and checked by the tests.
 
-Everything is there aligned, as whole matrices are, and at the narrowest access for matrices cut at any element.
+Everything is there aligned, as whole matrices are, and at the narrowest access for matrices cut at any element. What
+linear maps and experts launch by the recipes as they come, and by `Format.HYBRID`, is all in it; what recipes of one's
+own launch may be compiled at first use.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from te_dist.kernels.grouped_whole import Operand
 from te_dist.kernels.inputs import adam, gathered, plain, rms_norm, summed, swiglu, swiglu_gradient
 from te_dist.kernels.multi_adam import ADVANCE, compact
 from te_dist.kernels.multi_tensor import multi_tensor, reading
-from te_dist.kernels.panels import GROUPED_ROWS
+from te_dist.kernels.panels import GROUPED_ROWS, ONE_MATRIX, Panels
 from te_dist.kernels.spec import Spec
 
 _BYTES = {"BFloat16": 2, "Float16": 2, "Float32": 4}
@@ -36,20 +38,24 @@ _PAIRS = (("E4M3", "E4M3"), ("E5M2", "E4M3"))  # of a product: E5M2 for gradient
 _ABSENT, _RUN, _SQUARE, _TENSOR = (f"Share::k{name}" for name in ("Absent", "Run", "Square", "Tensor"))
 _SPLIT, _BY_CHANCE = ("Remainder", "Nothing"), ("Stochastic", "Nothing")  # bf16 that Adam updates
 _BLOCK_SHARES = ((_RUN, _RUN), (_RUN, _ABSENT), (_ABSENT, _RUN), (_SQUARE, _SQUARE), (_SQUARE, _ABSENT))
+_FROM_COLUMNS = (_ABSENT, _SQUARE)  # of weights that are not kept quantized, whose squares forward has found
+_PLAIN_RULE = ("kNearest", "kNone", "false", "false")
+_TRANSFORMED = ("kNearest", "kNone", "false", "true")  # columns of what weights' gradients are computed from
+_OF_GRADIENTS = ("kStochasticAligned", "kNone", "false", "true")
 _TENSOR_SHARES = ((_TENSOR, _TENSOR), (_TENSOR, _ABSENT), (_ABSENT, _TENSOR))
 
 
 def quantizers(element: str) -> Iterator[Spec]:
     """All codecs and directions for inputs of one type."""
     source, narrow = plain(element), _BYTES[element]
-    for code, shares in product(_CODES, (*_BLOCK_SHARES, *_TENSOR_SHARES)):
+    for code, shares in product(_CODES, (*_BLOCK_SHARES, _FROM_COLUMNS, *_TENSOR_SHARES)):
         yield quantize.float8(source, (16, 8, 16), code=code, shares=shares)
-    for code, shares in product(_CODES, _BLOCK_SHARES):
+    for code, shares in product(_CODES, (*_BLOCK_SHARES, _FROM_COLUMNS)):
         yield quantize.mxfp8(source, (16, 8, 4), code=code, shares=shares)
     wide = (16, 8, 16, 8, 8)
     for rounding in ("kNearest", "kStochasticAligned"):
         plain_rule, transformed = ((rounding, "kNone", "false", transforms) for transforms in ("false", "true"))
-        for shares in _BLOCK_SHARES:
+        for shares in (*_BLOCK_SHARES, _FROM_COLUMNS):
             yield quantize.nvfp4(source, wide, rule=plain_rule, shares=shares)
         for shares in ((_RUN, _RUN), (_ABSENT, _RUN)):
             yield quantize.nvfp4(source, wide, rule=transformed, shares=shares)
@@ -77,14 +83,25 @@ def fused(element: str) -> Iterator[Spec]:
             yield quantize.float8(source, (16, 8, 16), code="E4M3", shares=shares)
             yield quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=shares)
         yield quantize.float8(source, (16, 8, 16), code="E4M3", shares=(_TENSOR, _TENSOR))
-        rule = ("kNearest", "kNone", "false", "false")
-        yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=rule, shares=(_RUN, _RUN))
+        yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_PLAIN_RULE, shares=(_RUN, _RUN))
+    yield from gradients(element, ONE_MATRIX)
+    yield quantize.nvfp4(swiglu(element), (16, 8, 16, 8, 8), rule=_TRANSFORMED, shares=(_RUN, _RUN))
+    yield quantize.direction_amaxes(swiglu(element), (16,), transforms="true")
     for source in (*computed, swiglu(element, "kWeighted"), swiglu_gradient(element, "kWeighted")):
         yield amax.of_matrix(source, (16,), parts="true")
     for source in (*computed, *routed):
         yield evaluation.values(source, (16, 16))
     yield evaluation.values(summed(plain(element)), (16, 0))
     yield evaluation.rstd(plain(element), 16)
+
+
+def gradients(element: str, panels: Panels) -> Iterator[Spec]:
+    """What quantizes the gradient of an output and sums its columns, by each recipe."""
+    source = summed(plain(element))
+    for shares in ((_RUN, _RUN), (_TENSOR, _TENSOR)):
+        yield quantize.float8(source, (16, 8, 16), code="E5M2", shares=shares, panels=panels)
+    yield quantize.mxfp8(source, (16, 8, 4), code="E5M2", shares=(_RUN, _RUN), panels=panels)
+    yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_OF_GRADIENTS, shares=(_RUN, _RUN), panels=panels)
 
 
 def grouped_quantizers(element: str) -> Iterator[Spec]:
@@ -103,13 +120,17 @@ def grouped_quantizers(element: str) -> Iterator[Spec]:
         yield quantize.direction_amaxes(source, (16,), transforms=transforms, panels=GROUPED_ROWS)
     for quantizer in (quantize.float8, quantize.mxfp8):
         yield quantizer(source, narrow, code="E4M3", shares=(_RUN, _RUN), panels=GROUPED_ROWS)
-    computed = (swiglu(element), swiglu_gradient(element), rms_norm(element, element, "false"))
+    of_experts = (gathered(plain(element), "int64_t"), swiglu(element, "kWeighted"))
+    computed = (swiglu(element), swiglu_gradient(element), rms_norm(element, element, "false"), *of_experts)
     for source in (*computed, summed(plain(element)), summed(swiglu_gradient(element))):
         for shares in ((_RUN, _RUN), (_TENSOR, _TENSOR)):
             yield quantize.float8(source, wide, code="E4M3", shares=shares, panels=GROUPED_ROWS)
         yield quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=(_RUN, _RUN), panels=GROUPED_ROWS)
-        rule = ("kNearest", "kNone", "false", "false")
-        yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=rule, shares=(_RUN, _RUN), panels=GROUPED_ROWS)
+        yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_PLAIN_RULE, shares=(_RUN, _RUN), panels=GROUPED_ROWS)
+    yield from gradients(element, GROUPED_ROWS)
+    for source in of_experts:
+        yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_TRANSFORMED, shares=(_RUN, _RUN), panels=GROUPED_ROWS)
+        yield quantize.direction_amaxes(source, (16,), transforms="true", panels=GROUPED_ROWS)
     for source in (plain(element), *computed):
         yield grouped_quantize.amaxes(source, (16,))
 
@@ -162,13 +183,15 @@ def decoded_products() -> Iterator[Spec]:
 def staged_products() -> Iterator[Spec]:
     """Of MXFP8 and NVFP4 and their mixtures, where whole matrices are aligned; of one format, in groups."""
     mx, turned, nv = ("e4m3", False), ("e4m3", True), ("e2m1", False)
-    operands = [(mx, mx), (mx, turned), (turned, turned), (nv, nv), (mx, nv), (nv, turned)]
+    grad, turned_grad = ("e5m2", False), ("e5m2", True)
+    of_grads = [(grad, turned), (turned_grad, turned)]
+    operands = [(mx, mx), (mx, turned), (turned, turned), (nv, nv), (mx, nv), (nv, turned), *of_grads]
     for sides, width in product(operands, WIDTHS):
         kinds, turns = zip(*sides, strict=True)
         yield gemm_staged.one_product(kinds, turns, width)
-    for sides, width in product(((mx, mx), (mx, turned), (nv, nv)), WIDTHS):
+    for sides, width in product(((mx, mx), (mx, turned), (nv, nv), of_grads[0]), WIDTHS):
         yield grouped_decoded.rows_decoded(*zip(*sides, strict=True), width)
-    for sides, width in product(((turned, turned), (nv, nv)), WIDTHS):
+    for sides, width in product(((turned, turned), (nv, nv), of_grads[1]), WIDTHS):
         yield grouped_decoded.sums_decoded(*zip(*sides, strict=True), width)
 
 
@@ -212,10 +235,26 @@ def requantizers() -> Iterator[Spec]:
         yield multi_tensor(quantize.float8(source, (16, 8, 16), code="E4M3", shares=shares))
     for shares in _BLOCK_SHARES:
         yield multi_tensor(quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=shares))
-    rule = ("kNearest", "kNone", "false", "false")
-    yield multi_tensor(quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=rule, shares=(_SQUARE, _ABSENT)))
+    yield multi_tensor(quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_PLAIN_RULE, shares=(_SQUARE, _ABSENT)))
     yield multi_tensor(reading(source, (4,), copy="Float32"))
     yield ADVANCE
+
+
+def masters() -> Iterator[Spec]:
+    """What decodes a weight to its fp32 master, and quantizes that, one at a time; and sums that many panels have."""
+    source, wide = plain("Float32"), (16, 8, 16, 8, 8)
+    for shares in ((_SQUARE, _ABSENT), (_TENSOR, _ABSENT)):
+        yield quantize.float8(source, (16, 8, 16), code="E4M3", shares=shares)
+    for shares in ((_RUN, _RUN), (_SQUARE, _ABSENT)):
+        yield quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=shares)
+    yield quantize.nvfp4(source, wide, rule=_PLAIN_RULE, shares=(_SQUARE, _ABSENT))
+    yield quantize.direction_amaxes(source, (16,), transforms="false")
+    yield from (amax.of_matrix(source, (16,), parts=parts) for parts in ("true", "false"))
+    yield from (amax.of_tiles(source, (16,), whole=whole) for whole in ("true", "false"))
+    for scales in ("FloatScales", "PowerScales"):
+        yield dequantize.decoder("Float32", "E4M3", scales, "kRows", (8, 16))
+    yield dequantize.decoder("Float32", "E2M1", "NvFp4Scales", "kPairsInRows", (4, 16))
+    yield evaluation.values(summed(source), (16, 0))
 
 
 def movers() -> Iterator[Spec]:
@@ -234,4 +273,6 @@ def variants(*elements: str) -> list[Spec]:
     """All of them, for inputs and outputs of the named types (all by default)."""
     families = (quantizers, fused, grouped_quantizers, products, whole_groups, dequantizers, updaters, compact_updaters)
     typed = (spec for name in elements or _BYTES for family in families for spec in family(name))
-    return [*movers(), *requantizers(), *decoded_products(), *staged_products(), *typed]
+    return list(
+        dict.fromkeys([*movers(), *masters(), *requantizers(), *decoded_products(), *staged_products(), *typed])
+    )
