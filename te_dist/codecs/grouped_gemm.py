@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from itertools import product
 from math import lcm
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from te_dist.codecs.nvfp4 import NvFp4
 from te_dist.codecs.tensorwise import Tensorwise
 from te_dist.formats import Encoding, Field, Region
 from te_dist.formats.region import Pair
+from te_dist.kernels.gemm_staged import STEP
 from te_dist.ops.gemm_decoded import Coded
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -371,7 +373,6 @@ def multiple_of(device_type: str, *pairs: tuple[Encoding, Encoding]) -> int:
 _DECODED = (MxFp8, NvFp4)
 implements([(Block, Block)], Entry(_block_rows, _block_sums, 16))
 implements([(Tensorwise, Tensorwise)], Entry(_whole_rows, _whole_sums, 16))
-implements([(NvFp4, NvFp4)], Entry(_decoded_rows, _decoded_sums, 64))
-implements([(MxFp8, MxFp8), (MxFp8, NvFp4), (NvFp4, MxFp8)], Entry(_decoded_rows, _decoded_sums, 128))
+implements(product(_DECODED, repeat=2), Entry(_decoded_rows, _decoded_sums, STEP))
 implements([(HighPrecision, HighPrecision)], Entry(_plain_rows, _plain_sums, 1))
 implements([(HighPrecision, kind) for kind in (Block, Tensorwise, *_DECODED)], Entry(_valued_rows, None, 1))

@@ -57,11 +57,19 @@ class Side:
         return source(self.kind, turned=self.turned)
 
     def fits(self) -> bool:
-        """Whether the kernel can read it: by the bulk copy engine, and scales by words."""
-        scale = self.scale
-        words = (scale.data_ptr(), scale.stride(0) if scale.shape[0] > 1 else 0, scale.shape[1])
-        contiguous = scale.shape[1] == 1 or scale.stride(1) == 1
-        return fits_map(self.codes) and contiguous and access_bytes(_WORD, *words) == _WORD
+        """Whether the kernel can read it: by the bulk copy engine, and scales by words.
+
+        The last word of a line may end in padding, none of which is used where lines of codes end with a stage.
+        """
+        scale, (lines, size) = self.scale, self.scale.shape
+        pitch, line = scale.stride(0) if lines > 1 else 0, -(-size // _WORD) * _WORD
+        if line != size:
+            ends_with_stage = not self.turned and self.codes.shape[1] * 8 // BITS[self.kind] % STEP == 0
+            room = scale.untyped_storage().nbytes() - scale.storage_offset() - (lines - 1) * pitch
+            if not ends_with_stage or room < line or (lines > 1 and pitch < line):
+                return False
+        contiguous = size == 1 or scale.stride(1) == 1
+        return fits_map(self.codes) and contiguous and access_bytes(_WORD, scale.data_ptr(), pitch) == _WORD
 
     def map(self, kept: int) -> MatrixMap:
         """Boxes of a stage; `kept`: extent of a tile. Rows lie in the swizzle of their length."""
@@ -73,7 +81,7 @@ class Side:
     def scales(self) -> tuple[int, int, int, int]:
         """Values of a `ScaleView`."""
         lines, size = self.scale.shape
-        return self.scale.data_ptr(), self.scale.stride(0) if lines > 1 else 0, lines, size // _WORD
+        return self.scale.data_ptr(), self.scale.stride(0) if lines > 1 else 0, lines, -(-size // _WORD)
 
 
 @cache

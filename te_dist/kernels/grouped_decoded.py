@@ -84,7 +84,7 @@ def _side(name: str, codes: Tensor, kind: str, scale: Tensor) -> Side:
         raise ValueError(
             f"{name}: got codes with strides {codes.stride()} at {codes.data_ptr():#x} and scales with strides "
             f"{scale.stride()} at {scale.data_ptr():#x}, wanted rows of codes that are multiples of 16 bytes long and "
-            "apart, and rows of scales that are multiples of 4; pad the dimension that is contiguous, or copy"
+            "apart, and rows of scales of 4 apart, with room for whole words; pad what is contiguous, or copy"
         )
     return side
 

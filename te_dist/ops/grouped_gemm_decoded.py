@@ -20,7 +20,6 @@ from te_dist.ops.gemm_decoded import Coded
 from te_dist.ops.group_table import check_table
 from te_dist.ops.quantize_nvfp4 import E4M3_MAX
 
-_SCALES_OF_WORD = 4
 _E2M1_MAX = 6
 
 
@@ -44,11 +43,11 @@ def grouped_gemm_decoded(a: Coded, b: Coded, *, out: Tensor, **product: Unpack[G
 
     Rows behind the last group are left as they are; groups may begin anywhere. Both operands are FP8 with e8m0 bytes
     for (1, 32), or e2m1 with e4m3 bytes for (1, 16) values; factors are (1, 1), or (G, 1): one for each group. On CUDA
-    rows of codes are multiples of 16 bytes long and apart, rows of scales of 4.
+    rows of codes are multiples of 16 bytes long and apart, rows of scales of 4 bytes apart, with room for whole words.
 
     Args:
-        a: (T, K), summed along the rows of memory; K a multiple of four scales.
-        b: (G * N, K); or, where the kept dimension is the contiguous one, (N, G * K), with K a multiple of 64.
+        a: (T, K), summed along the rows of memory; K a multiple of 64.
+        b: (G * N, K); or, where the kept dimension is the contiguous one, (N, G * K).
         out: (T, N) fp32, bf16 or fp16, rows contiguous; fp32 to accumulate.
         product: see `GroupedDecodedProduct`.
 
@@ -63,7 +62,7 @@ def grouped_gemm_decoded(a: Coded, b: Coded, *, out: Tensor, **product: Unpack[G
         raise ValueError(f"a: got strides {a.codes.stride()}, wanted contiguous rows, which groups cut; transpose it")
     turned = is_turned(b.codes)
     check_shape("b", b, (cols, groups * depth) if turned else (groups * cols, depth))
-    check_depth(depth, STEP if turned else 1, a, b)
+    check_depth(depth)
     check_ends_of_rows(Rows(*rest), rows)
     torch.ops.te_dist.grouped_gemm_decoded(*flat(a), *flat(b), *rest)
 
@@ -88,11 +87,10 @@ def check_operand(name: str, operand: Coded, groups: int) -> None:
         check_packed(f"{name}.factor", factor, (torch.float32,), (1, 1) if factor.numel() == 1 else (groups, 1))
 
 
-def check_depth(depth: int, multiple: int, *operands: Coded) -> None:
-    """Raises ValueError where what is summed over does not end with a word of scales."""
-    multiple = max(multiple, *(GRAINS[operand.kind] * _SCALES_OF_WORD for operand in operands))
-    if depth == 0 or depth % multiple:
-        raise ValueError(f"a: got {depth} values to sum over, wanted a multiple of {multiple}; pad with zero codes")
+def check_depth(depth: int) -> None:
+    """Raises ValueError where what is summed over does not end with a stage of the kernel."""
+    if depth == 0 or depth % STEP:
+        raise ValueError(f"a: got {depth} values to sum over, wanted a multiple of {STEP}; pad with zero codes")
 
 
 def flat(operand: Coded) -> tuple[Tensor, str, Tensor, Tensor | None, float]:

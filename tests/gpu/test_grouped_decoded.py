@@ -9,7 +9,7 @@ from te_dist import ops
 from te_dist.kernels import grouped_decoded
 from te_dist.kernels.gemm_staged import WIDTHS
 from te_dist.testing import assert_bitwise
-from tests.ops.grouped_decoded import DecodedOperand
+from tests.ops.grouped_decoded import DecodedOperand, with_room
 from tests.ops.groups import ROUNDING, SIZES, check_product, table_of
 
 pytestmark = pytest.mark.gpu
@@ -44,6 +44,22 @@ def test_product_of_each_group(sizes, kind, turned, dtype, width):
         check_product(out[its], want, sums, f"group {group}")
         begin += size
     assert (out[begin:] == 5).all(), "rows behind the last group were written"
+
+
+@pytest.mark.parametrize(("kind", "turned"), LAYOUTS)
+def test_lines_of_scales_may_end_inside_a_word(kind, turned, width):
+    sizes, cols, depth = [300, 0, 77], 2880, 2880
+    a = DecodedOperand(400, depth, kind, seed=1, groups=3, device="cuda")
+    shape = (cols, 3 * depth) if turned else (3 * cols, depth)
+    b = DecodedOperand(*shape, kind, seed=2, groups=3, turned=turned, device="cuda")
+    out, table = torch.full((400, cols), 5.0, device="cuda"), table_of(sizes, 400, "cuda")
+    ops.grouped_gemm_decoded(with_room(a.coded), b.coded if turned else with_room(b.coded), out=out, table=table)
+    matrices = b.values.chunk(3, int(turned))
+    for group, its in ((0, slice(0, 300)), (2, slice(300, 377))):
+        by, matrix = a.factor(group) * b.factor(group), matrices[group]
+        want, sums = by * (a.values[its] @ matrix.t()), by * (a.values[its].abs() @ matrix.abs().t())
+        check_product(out[its], want, sums, f"group {group}")
+    assert (out[377:] == 5).all(), "rows behind the last group were written"
 
 
 @pytest.mark.parametrize("how", ("fp32", "bf16", "added"))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import te_dist as te
 from te_dist import recipe
+from te_dist.kernels.runtime import recording
 from te_dist.nn import group_table
 from te_dist.recipe import Recipe
 from te_dist.testing import assert_bitwise
@@ -219,3 +220,26 @@ def test_a_recipe_without_a_product_for_the_gradient_is_refused_when_made() -> N
     make(2, recipe.CustomRecipe(mixed))
     with pytest.raises(NotImplementedError, match="no products in groups of Block by HighPrecision"):
         make(2, recipe.CustomRecipe(unlike))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_2d", "hybrid"])
+def test_features_are_multiples_of_64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of scale bytes end inside of a word."""
+    monkeypatch.setitem(globals(), "IN", 192)
+    monkeypatch.setitem(globals(), "OUT", 320)
+    test_every_group_is_as_if_it_were_alone(COMPUTED[name], SIZES["ragged"])
+    test_quantized_and_plain_weights_give_the_same_bits(name)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("name", [name for name in COMPUTED if name not in NO_PARAMETER])
+def test_kernels_read_features_that_are_multiples_of_64(name: str, quantized: bool) -> None:
+    made_by = COMPUTED[name]
+    with te.quantized_model_init(enabled=quantized, recipe=made_by):
+        module = te.GroupedLinear(4, 2880, 5760, single_grouped_weight=True, device="meta", params_dtype=torch.bfloat16)
+    if not quantized:
+        te.prepare(module, made_by)
+    with recording() as specs:
+        module.rehearse(torch.bfloat16)
+    products = {spec.template.split(",")[0] for spec in specs if spec.template.startswith("Gem")}
+    assert len([product for product in products if product.startswith("GemmStaged")]) in (0, 2), products

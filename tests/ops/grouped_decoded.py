@@ -55,3 +55,11 @@ class DecodedOperand:
     def factor(self, group: int) -> Tensor:
         """What a group's values are multiplied by."""
         return 0.25 * self.factors[group]
+
+
+def with_room(operand: Coded) -> Coded:
+    """The same with lines of scales in whole words, whose padding is NaN."""
+    scale = operand.scale
+    plane = torch.full((scale.shape[0], -(-scale.shape[1] // 4) * 4), 255, dtype=torch.uint8, device=scale.device)
+    plane[:, : scale.shape[1]] = scale
+    return operand._replace(scale=plane[:, : scale.shape[1]])

@@ -9,7 +9,7 @@ from torch import Tensor
 from te_dist import ops
 from te_dist.kernels.runtime import recording
 from te_dist.testing import assert_bitwise
-from tests.ops.grouped_decoded import KINDS, DecodedOperand
+from tests.ops.grouped_decoded import KINDS, DecodedOperand, with_room
 from tests.ops.groups import table_of
 
 SIZES = [[128], [0, 5, 0, 300, 1, 0], [64, 64, 256, 16], [0, 0], [1] * 40]
@@ -20,13 +20,14 @@ def check(got: Tensor, want: Tensor, size: Tensor) -> None:
     assert ((got.double() - want).abs() <= 2**-20 * (1 + size)).all()
 
 
+@pytest.mark.parametrize("depth", (256, 320))
 @pytest.mark.parametrize("turned", (False, True))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_product_of_each_group(sizes, kind, turned):
+def test_product_of_each_group(sizes, kind, turned, depth):
     if turned and kind == "e2m1":
         pytest.skip("two codes share a byte along the summed dimension")
-    rows, cols, depth, groups = sum(sizes) + 9, 48, 256, len(sizes)
+    rows, cols, groups = sum(sizes) + 9, 48, len(sizes)
     a = DecodedOperand(rows, depth, kind, seed=1, groups=groups)
     b = DecodedOperand(
         *((cols, groups * depth) if turned else (groups * cols, depth)), kind, seed=2, groups=groups, turned=turned
@@ -105,12 +106,26 @@ def test_what_does_not_fit_is_refused(changes, message):
         ops.grouped_gemm_decoded(a, b, **arguments)
 
 
-def test_what_ends_inside_a_word_of_scales_is_refused():
+def test_what_ends_inside_a_stage_is_refused():
     a, b = (DecodedOperand(rows, 96, "e4m3", seed=5, groups=2).coded for rows in (64, 96))
-    with pytest.raises(ValueError, match="wanted a multiple of 128; pad with zero codes"):
+    with pytest.raises(ValueError, match="wanted a multiple of 64; pad with zero codes"):
         ops.grouped_gemm_decoded(a, b, table=table_of([30, 30], 64), out=torch.zeros(64, 48))
     with pytest.raises(ValueError, match="padded to tiles with zeros"):
         ops.grouped_wgrad_decoded(a, b, table=table_of([30, 30], 64), out=torch.zeros(128, 96))
+
+
+def test_scales_without_room_for_whole_words_are_refused():
+    table, out = torch.empty(4, 3, dtype=torch.int32, device="meta"), torch.empty(64, 48, device="meta")
+    a, b = (DecodedOperand(rows, 192, "e4m3", seed=5, groups=2, device="meta").coded for rows in (64, 96))
+    with recording() as specs, pytest.raises(ValueError, match="b: got codes .* with room for whole words"):
+        ops.grouped_gemm_decoded(with_room(a), b, table=table, out=out)
+    plane = torch.empty(96 * 8 - 2, dtype=torch.uint8, device="meta")
+    short = b._replace(scale=plane.as_strided((96, 6), (8, 1)))
+    with recording() as specs, pytest.raises(ValueError, match="with room for whole words"):
+        ops.grouped_gemm_decoded(with_room(a), short, table=table, out=out)
+    with recording() as specs:
+        ops.grouped_gemm_decoded(with_room(a), with_room(b), table=table, out=out)
+    assert len(specs) == 1
 
 
 def test_one_kernel_for_each_product():

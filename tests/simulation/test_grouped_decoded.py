@@ -7,7 +7,7 @@ import torch
 
 from te_dist import ops
 from te_dist.kernels import grouped_decoded
-from tests.ops.grouped_decoded import DecodedOperand
+from tests.ops.grouped_decoded import DecodedOperand, with_room
 from tests.ops.groups import check_product, table_of
 
 pytestmark = pytest.mark.usefixtures("simulated")
@@ -15,17 +15,21 @@ pytestmark = pytest.mark.usefixtures("simulated")
 SIZES = [0, 5, 140, 1, 64, 0]
 
 
-@pytest.mark.parametrize(("kind", "turned", "width"), [("e4m3", False, 256), ("e5m2", True, 128), ("e2m1", False, 128)])
-def test_product_of_each_group(kind, turned, width, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "turned", "width", "depth"),
+    [("e4m3", False, 256, 256), ("e5m2", True, 128, 192), ("e2m1", False, 128, 256), ("e4m3", False, 128, 192)],
+)
+def test_product_of_each_group(kind, turned, width, depth, monkeypatch):
     monkeypatch.setattr(grouped_decoded, "width_of", lambda *_: width)
-    rows, cols, depth, groups = sum(SIZES) + 9, 208, 256, len(SIZES)
+    rows, cols, groups = sum(SIZES) + 9, 208, len(SIZES)
     a = DecodedOperand(rows, depth, kind, seed=1, groups=groups)
     shape = (cols, groups * depth) if turned else (groups * cols, depth)
     b = DecodedOperand(*shape, kind, seed=2, groups=groups, turned=turned)
     bias, factor = torch.randn(groups, cols), torch.rand(rows)
     out = torch.full((rows, cols), 5.0)
     table = table_of(SIZES, rows)
-    ops.grouped_gemm_decoded(a.coded, b.coded, out=out, table=table, bias=bias, row_factor=factor)
+    codes = with_room(a.coded), b.coded if turned else with_room(b.coded)
+    ops.grouped_gemm_decoded(*codes, out=out, table=table, bias=bias, row_factor=factor)
     begin = 0
     for group, (size, matrix) in enumerate(zip(SIZES, b.values.chunk(groups, int(turned)), strict=True)):
         its, by = slice(begin, begin + size), a.factor(group) * b.factor(group)
