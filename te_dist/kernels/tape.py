@@ -8,6 +8,9 @@ On tensors of the same types, shapes, strides and alignments the tape does the s
 Python decides nothing. What is recorded may therefore depend on these, and on what the caller puts into the key of a
 tape, but on no values. Ops that are called one by one have tapes too (`ops._taped`).
 
+To record costs more than to run. So a function is recorded when it is called for the second time with tensors of the
+same kind, and the tapes that were recorded last are kept: shapes that do not come again have none.
+
 A tape stays blank, and its function always runs in the ordinary way, where something else happened: a collective, a
 tensor from elsewhere, an address that no tensor of the function holds. CPU tensors, subclasses of tensors (those of
 compilers among them) and blocks in which torch's dispatch is watched are not recorded at all.
@@ -16,6 +19,7 @@ compilers among them) and blocks in which torch's dispatch is watched are not re
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +30,7 @@ from te_dist._torch_private import TorchDispatchMode, current_cuda_stream, is_di
 from te_dist.kernels.runtime import ALIGNMENT, Launch, listening
 
 _WORKSPACE_ALIGNMENT = 512  # bytes, as torch aligns allocations
-_MAX_TAPES = 64  # of a module; shapes that change all the time are not worth a tape
+_MAX_TAPES = 64  # of a module
 PLAIN = (Tensor, torch.nn.Parameter)  # classes of tensors that are recorded
 _QUICK = {  # the same without a look-up of overloads
     torch.ops.aten.t.default: Tensor.t,
@@ -41,11 +45,12 @@ Result = tuple[tuple[Tensor, ...], Any]
 
 
 class Tapes:
-    """The tapes of one owner, such as a module: the first `max_tapes`."""
+    """The tapes of one owner, such as a module: the `max_tapes` that were recorded last."""
 
     def __init__(self, max_tapes: int = _MAX_TAPES) -> None:
         self._max_tapes = max_tapes
-        self._tapes: dict[Hashable, _Tape | None] = {}
+        self._tapes: dict[Hashable, _Tape | None] = {}  # None: ran, and cannot be recorded
+        self._once: dict[Hashable, None] = {}  # what ran once
 
     def run(self, key: Hashable, tensors: tuple[Tensor, ...], function: Callable[[], Result]) -> Result:
         """What `function` returns: tensors, and something else, which is the same for equal keys.
@@ -63,13 +68,25 @@ class Tapes:
         tape = self._tapes.get(place)
         if tape is not None:
             return tape.play(tensors)
-        if place in self._tapes or len(self._tapes) >= self._max_tapes:
+        if place in self._tapes:
             return function()
+        if place not in self._once:
+            result = function()
+            self._keep(self._once, place, None)
+            return result
         recorder = _Recorder(tensors)
         with recorder, listening(recorder.launched):
             result = function()
-        self._tapes[place] = recorder.tape(*result)
+        self._once.pop(place, None)
+        self._keep(self._tapes, place, recorder.tape(*result))
         return result
+
+    def _keep(self, entries: dict[Hashable, Any], place: Hashable, entry: _Tape | None) -> None:
+        """Adds an entry, and drops the oldest of too many. (Threads of autograd may do the same meanwhile.)"""
+        entries[place] = entry
+        while len(entries) > self._max_tapes:
+            with suppress(RuntimeError, StopIteration):
+                entries.pop(next(iter(entries)), None)
 
 
 def is_recordable(tensor: Tensor) -> bool:
