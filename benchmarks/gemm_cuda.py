@@ -1,4 +1,4 @@
-"""Dense products of FP8 blocks beside other libraries: TFLOP/s on one GPU.
+"""Dense products of FP8 blocks, and of FP8 with one scale, beside other libraries: TFLOP/s on one GPU.
 
     python -m benchmarks.gemm_cuda --out benchmarks/results
 
@@ -11,13 +11,14 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import tyro
 from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
 
 from benchmarks import tilings
 from benchmarks.report import Report, number, text
@@ -80,6 +81,31 @@ class Product:
         return lambda: torch.mm(a, b.t(), out=out)
 
 
+@dataclass(frozen=True)
+class WholeProduct:
+    """Operands of one product with one scale each."""
+
+    a: Tensor
+    b: Tensor
+    scale: Tensor
+
+    @classmethod
+    def random(cls, shape: tuple[int, int, int], device: str = "cuda") -> WholeProduct:
+        """(M, N, K) = `shape`."""
+        rows, cols, depth = shape
+        scale = torch.full((1, 1), 0.5, device=device)
+        return cls(random_codes(rows, depth, device=device), random_codes(cols, depth, device=device), scale)
+
+    def ours(self, out: Tensor, *, fast: bool) -> Callable[[], None]:
+        how = dict(fp8=("e4m3", "e4m3"), bias=None, fast=fast, accumulate=False, workspace=None)
+        return lambda: ops.gemm_float8_tensor(self.a, self.scale, self.b, self.scale, out=out, **how)
+
+    def torchs(self, out: Tensor, *, fast: bool) -> Callable[[], Tensor]:
+        a, b = (codes.view(torch.float8_e4m3fn) for codes in (self.a, self.b))
+        whole = (self.scale.view(1), ScalingType.TensorWise) * 2
+        return lambda: scaled_mm(a, b.t(), *whole, output_dtype=out.dtype, use_fast_accum=fast)
+
+
 def random_codes(*shape: int, device: str = "cuda") -> Tensor:
     return torch.randn(shape, device=device).to(torch.float8_e4m3fn).view(torch.uint8)
 
@@ -111,6 +137,18 @@ def measure(repeats: int) -> Iterator[Row]:
                 yield Row("x".join(map(str, shape)), name, output, library, time, flops / time / 1e6)
 
 
+def measure_whole(repeats: int) -> Iterator[Row]:
+    """The same shapes with one scale for a matrix: summed by the tensor cores alone, as in forward, or in fp32."""
+    for shape, dtype, fast in product(SHAPES, (torch.bfloat16, torch.float32), (True, False)):
+        operands, out = WholeProduct.random(shape), torch.empty(shape[:2], device="cuda", dtype=dtype)
+        output = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+        name = f"one scale each, {'fast' if fast else 'summed in fp32'}"
+        for library, call in {"te_dist": operands.ours, "torch": operands.torchs}.items():
+            time = median_time(call(out, fast=fast), repeats)
+            flops = 2 * shape[0] * shape[1] * shape[2]
+            yield Row("x".join(map(str, shape)), name, output, library, time, flops / time / 1e6)
+
+
 def label(tiling: gemm.Tiling) -> str:
     """consumers x waves x columns / cluster"""
     return f"{tiling.consumers}x{tiling.waves}x{tiling.cols}/{tiling.cluster}"
@@ -136,8 +174,8 @@ def sweep(repeats: int) -> Iterator[tilings.Row]:
 
 REPORT = Report(
     "gemm_cuda",
-    "Dense products of FP8 blocks",
-    "Cold L2, medians.",
+    "Dense products of FP8",
+    "Cold L2, medians. torch's products with one scale make their outputs, te_dist's are given them.",
     {
         "M x N x K": text("shape"),
         "product": text("product"),
@@ -158,7 +196,7 @@ def main(
     """Prints the table; writes it as Markdown and JSON into `out`. With `tilings`, what each of them reaches."""
     if sweeps:
         return OF_TILINGS.publish(sweep(repeats), out)
-    REPORT.publish(measure(repeats), out)
+    REPORT.publish(chain(measure(repeats), measure_whole(repeats)), out)
 
 
 if __name__ == "__main__":

@@ -40,10 +40,11 @@ SEVERAL = {"16 numbers of rows in turn": 16, "another number of rows in every ca
 
 @dataclass(frozen=True)
 class Row:
-    """A line: microseconds of CPU time of one call; of its rounds, the lowest median."""
+    """A line: microseconds of CPU time of a call: the lowest and the highest median of its rounds, and the minimum."""
 
     what: str
     median: float
+    worse: float
     lowest: float
 
 
@@ -65,6 +66,36 @@ def grouped_linears() -> Iterator[tuple[str, Callable[[], object]]]:
         layer = Layer.of((groups, ROWS, WIDTH, WIDTH), "ragged")
         for weights in ("quantized", "quantized, each"):
             yield f"GroupedLinear, {groups} groups, {weights}", module_pass(layer, RECIPES["block"], weights)
+
+
+class _Handed(torch.autograd.Function):
+    """Does nothing but hand a gradient to each of many weights (N, K), as part of one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.options = len(weights), weights[0]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        count, weight = ctx.options
+        return grad, *weight.new_empty(count, *weight.shape).unbind()
+
+
+def gradients_of_torch(*, device: str = "cuda") -> Iterator[tuple[str, Callable[[], object]]]:
+    """What autograd alone takes to hand gradients to as many parameters as there are groups."""
+    for groups in GROUPS:
+        options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+        weights = [torch.nn.Parameter(torch.empty(WIDTH, WIDTH, **options)) for _ in range(groups)]
+        x = torch.empty(ROWS, WIDTH, **options).requires_grad_()
+        grad = torch.empty_like(x)
+
+        def call(weights: Any = weights, x: Tensor = x, grad: Tensor = grad) -> None:
+            _Handed.apply(x, *weights).backward(grad)
+            for each in (x, *weights):
+                each.grad = None
+
+        yield f"torch's autograd alone, {groups} weights", call
 
 
 class OtherRows:
@@ -184,17 +215,24 @@ def issue_times(call: Callable[[], object]) -> list[float]:
 
 def rows() -> Iterator[Row]:
     """All lines."""
-    calls = [*linears(), *grouped_linears(), *grouped_linears_of_other_rows(), *bare_ops(), *bare_ops_of_other_rows()]
+    calls = [*linears(), *grouped_linears(), *gradients_of_torch(), *grouped_linears_of_other_rows()]
+    calls += [*bare_ops(), *bare_ops_of_other_rows()]
     rounds = [[issue_times(call) for _, call in calls] for _ in range(ROUNDS)]
     for (what, _), *found in zip(calls, *rounds, strict=True):
-        yield Row(what, min(times[CALLS // 2] for times in found), min(times[0] for times in found))
+        medians = [times[CALLS // 2] for times in found]
+        yield Row(what, min(medians), max(medians), min(times[0] for times in found))
 
 
 REPORT = Report(
     "issue_cuda",
     "CPU time to hand over small passes",
     f"Linears of {WIDTH} x {WIDTH} with {WIDTH} rows; groups of {ROWS} rows together, of the same width. Microseconds.",
-    {"what": text("what"), "median": number("median", 1), "lowest": number("lowest", 1)},
+    {
+        "what": text("what"),
+        "median": number("median", 1),
+        "worse round": number("worse", 1),
+        "lowest": number("lowest", 1),
+    },
 )
 
 
