@@ -21,18 +21,15 @@ _TABLE_ROWS = 4
 def at_once(whole: Tensor, format: Format) -> dict[str, Tensor] | None:
     """Every matrix of `whole` (G, N, K) in the directions of `format`: by field name (G, *field.shape), any padding.
 
-    None where that is not what rows in groups become: N or K is no multiple of 128, or one of the codecs does more than
-    that.
+    None where that is not what rows in groups become: N, or K of what is transposed, is no multiple of 128, or one of
+    the codecs does more than that.
     """
     num_groups, *extents = whole.shape
-    if any(extent % TILE for extent in extents) or whole.numel() == 0:
+    planes = [as_rows(format[direction]) for direction in format.independent]
+    if whole.numel() == 0 or any(plane is None or extents[plane[2]] % TILE for plane in planes):
         return None
     buffers: dict[str, Tensor] = {}
-    for direction in format.independent:
-        plane = as_rows(format[direction])
-        if plane is None:
-            return None
-        encoding, along, is_turned = plane
+    for encoding, along, is_turned in planes:
         matrices = _transposed(whole) if is_turned else whole.contiguous()
         rows, cols = matrices.shape[1:]
         found = empty_rows(
