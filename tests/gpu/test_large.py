@@ -11,8 +11,11 @@ from torch import Tensor
 
 from te_dist import ops
 from te_dist.formats import WHOLE
+from te_dist.ops.group_table import padded_rows
 from te_dist.testing import assert_bitwise
 from tests.gpu.catalog import Call
+from tests.ops.groups import table_of
+from tests.ops.whole_groups import integers, spans
 
 pytestmark = pytest.mark.gpu
 
@@ -147,3 +150,48 @@ def test_one_amax_of_more_than_2_31_elements():
     x[-1, -1] = 1000.0
     ops.tile_amax(x, phase=(0, 0), tile=(WHOLE, WHOLE), out=out)
     assert out.item() == 1000.0
+
+
+SIZES = [20_000, 5, ROWS - 20_005]  # of groups
+
+
+def test_groups_of_more_than_2_31_elements_are_quantized():
+    torch.cuda.empty_cache()
+    padded, rule = padded_rows(ROWS, len(SIZES)), dict(fp8="e4m3", pow2=True, eps=0.0)
+    rule |= dict(row_tile=(1, 128), col_tile=(128, 1))
+    x, table = random(ROWS, COLS, dtype=BF16), table_of(SIZES, ROWS, "cuda")
+    codes = blank(ROWS, COLS), blank(COLS, padded)
+    scales = blank(COLS // 128, ROWS, dtype=F32), blank(padded // 128, COLS, dtype=F32)
+    outputs = dict(row_data=codes[0], row_scale=scales[0], col_data=codes[1], col_scale=scales[1])
+    ops.grouped_quantize_float8_block(x, table=table, **rule, **outputs)
+    for (_, rows), first in zip(spans(SIZES), table[1].tolist(), strict=False):
+        size, tiles = rows.stop - rows.start, -(-(rows.stop - rows.start) // 128)
+        want = dict(row_data=blank(size, COLS), row_scale=blank(COLS // 128, size, dtype=F32).t())
+        want |= dict(col_data=blank(COLS, size), col_scale=blank(tiles, COLS, dtype=F32))
+        ops.quantize_float8_block(x[rows], **PLACE, **rule, **want)
+        assert torch.equal(codes[0][rows], want["row_data"])
+        assert torch.equal(scales[0][:, rows].t(), want["row_scale"])
+        assert torch.equal(codes[1][:, first * 128 : first * 128 + size], want["col_data"])
+        assert torch.equal(scales[1][first : first + tiles], want["col_scale"])
+
+
+@pytest.mark.parametrize("cols", (COLS, COLS - 1))  # by the copy engine, and by threads
+def test_products_in_groups_of_more_than_2_31_elements(cols):
+    torch.cuda.empty_cache()
+    a, b = (integers((extent, 128), seed, "cuda").bfloat16() for seed, extent in enumerate((ROWS, 3 * cols)))
+    out, rest = blank(ROWS, cols, dtype=BF16), dict(bias=None, row_factor=None, accumulate=False)
+    ops.grouped_gemm_half(a, b, table=table_of(SIZES, ROWS, "cuda"), summed_dim=1, out=out, **rest)
+    for start in PARTS:
+        matrix = b.chunk(3)[0 if start < SIZES[0] else 2].float()
+        assert torch.equal(out[start : start + 128], (a[start : start + 128].float() @ matrix.t()).bfloat16())
+
+
+def test_sums_over_groups_of_more_than_2_31_elements():
+    torch.cuda.empty_cache()
+    sizes, rows = [100, 0, 100, 5, 51], 8192
+    a, b = (integers((256, extent), seed, "cuda").bfloat16() for seed, extent in enumerate((rows, COLS)))
+    out = blank(len(sizes) * rows, COLS, dtype=BF16)
+    ops.grouped_wgrad_half(a, b, table=table_of(sizes, 256, "cuda"), accumulate=False, out=out)
+    for group, its in spans(sizes):
+        want = (a[its].float().t() @ b[its].float()).bfloat16()
+        assert torch.equal(out[group * rows : (group + 1) * rows], want), f"group {group}"
