@@ -232,7 +232,8 @@ def _whole(problem: Problem, leg: Leg, _: Kind) -> Call:
     operands = whole(problem, leg)
     if sums(leg):
         return partial(ops.grouped_wgrad_float8_tensor, *operands, fp8=FP8, **_sums_rest(problem, leg))
-    return partial(ops.grouped_gemm_float8_tensor, *operands, fp8=FP8, **_rows_rest(problem, leg))
+    rest = dict(fp8=FP8, fast=leg == "fprop", **_rows_rest(problem, leg))  # as linear maps have it
+    return partial(ops.grouped_gemm_float8_tensor, *operands, **rest)
 
 
 def _halves(problem: Problem, leg: Leg, _: Kind) -> Call:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -17,6 +18,7 @@ from te_dist.kernels.spec import Spec
 
 # What `grouped_whole` may choose from.
 SPLITS = [Split(*split) for split in product((256, 128), (2, 1), (8, 16))]
+SPLITS_IN_PARTS = [replace(split, cols=min(192, split.cols)) for split in SPLITS]
 REPORT = report("grouped_tilings_cuda", "Ways to cut products in groups")
 
 
@@ -47,5 +49,8 @@ def case(problem: Problem, routing: Routing, leg: Leg, kind: Kind) -> Case:
     if kind == "blocks":
         tilings = {label(t): t for t in TILINGS if fits(t, square=not sums(leg), adds=leg == "wgrad-added")}
         return Case(*place, grouped_gemm, ("rows_tiling", "sums_tiling"), tilings)
-    splits = {f"{split.cols}/{split.cluster}/{split.band}": split for split in SPLITS}
-    return Case(*place, grouped_whole, ("products_split", "sums_split"), splits)
+    in_parts = kind == "fp8" and leg != "fprop"
+    found = SPLITS_IN_PARTS if in_parts else SPLITS
+    splits = {f"{split.cols}/{split.cluster}/{split.band}": split for split in found}
+    functions = ("products_in_parts_split", "sums_in_parts_split") if in_parts else ("products_split", "sums_split")
+    return Case(*place, grouped_whole, functions, splits)

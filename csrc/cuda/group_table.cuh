@@ -22,43 +22,46 @@ struct FindGroups {
     int64_t of_warps[kWarps];
   };
 
-  // Sum over the threads before this one; `total` of all.
-  template <class T>
-  TE_DIST_INLINE T sum_before(T value, Shared& shared, T& total) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    T sum = value;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const T other = __shfl_up_sync(0xFFFFFFFFu, sum, distance);
-      if (lane >= distance) sum += other;
-    }
-    __syncthreads();
-    if (lane == 31) shared.of_warps[warp] = sum;
-    __syncthreads();
-    T before = 0;
-    total = 0;
-    for (int w = 0; w < kWarps; ++w) {
-      if (w < warp) before += T(shared.of_warps[w]);
-      total += T(shared.of_warps[w]);
-    }
-    return before + sum - value;
+  // The sum of two values, or the larger.
+  template <bool kAdds, class T>
+  TE_DIST_INLINE T join(T a, T b) {
+    return kAdds ? a + b : a < b ? b : a;
   }
 
-  // An end is never read as one before the last, nor as one behind the matrix.
+  // Of what the threads before this one have, none of which is negative; `total` of all.
+  template <bool kAdds, class T>
+  TE_DIST_INLINE T joined_before(T value, Shared& shared, T& total) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    T joined = value;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const T other = __shfl_up_sync(0xFFFFFFFFu, joined, distance);
+      if (lane >= distance) joined = join<kAdds>(joined, other);
+    }
+    const T in_warp = __shfl_up_sync(0xFFFFFFFFu, joined, 1);
+    __syncthreads();
+    if (lane == 31) shared.of_warps[warp] = joined;
+    __syncthreads();
+    T before = lane > 0 ? in_warp : T(0);
+    total = 0;
+    for (int w = 0; w < kWarps; ++w) {
+      const T its = T(shared.of_warps[w]);
+      if (w < warp) before = join<kAdds>(before, its);
+      total = join<kAdds>(total, its);
+    }
+    return before;
+  }
+
   TE_DIST_INLINE int64_t clamped(int64_t end, int64_t rows) { return end < 0 ? 0 : end < rows ? end : rows; }
 
-  // First row of a group and the one behind its last; `before`: rows of the groups that were walked over already.
+  // First row of a group and the one behind its last; `before`: end of the groups that were walked over already. An end is
+  // never read as one before the last, nor as one behind the matrix.
   TE_DIST_INLINE void find(const Params& p, int64_t group, int64_t& before, Shared& shared, int64_t& begin, int64_t& end) {
-    if constexpr (kAreSizes) {
-      const int64_t size = group < p.groups ? clamped(p.given[group], p.rows) : 0;
-      int64_t total;
-      const int64_t start = before + sum_before(size, shared, total);
-      before += total;
-      begin = clamped(start, p.rows), end = clamped(start + size, p.rows);
-    } else {
-      begin = group > 0 && group <= p.groups ? clamped(p.given[group - 1], p.rows) : 0;
-      end = group < p.groups ? clamped(p.given[group], p.rows) : begin;
-    }
+    const int64_t given = group < p.groups ? clamped(p.given[group], p.rows) : 0;
+    int64_t total;
+    const int64_t start = join<kAreSizes>(before, joined_before<kAreSizes>(given, shared, total));
+    before = join<kAreSizes>(before, total);
+    begin = clamped(start, p.rows), end = clamped(join<kAreSizes>(start, given), p.rows);
   }
 
   TE_DIST_INLINE void run(const Params& p) {
@@ -71,12 +74,12 @@ struct FindGroups {
       const int64_t group = first + threadIdx.x;
       int64_t begin, end;
       find(p, group, rows_before, shared, begin, end);
-      const int64_t size = end > begin ? end - begin : 0;
+      const int64_t size = end - begin;
       if (group < pitch) p.table[group] = int32_t(begin);
 #pragma unroll
       for (int h = 0; h < kRows - 1; ++h) {
         int32_t total;
-        const int32_t tiles = before[h] + sum_before(int32_t((size + heights[h] - 1) / heights[h]), shared, total);
+        const int32_t tiles = before[h] + joined_before<true>(int32_t((size + heights[h] - 1) / heights[h]), shared, total);
         if (group < pitch) p.table[(h + 1) * pitch + group] = tiles;
         before[h] += total;
       }

@@ -1,5 +1,9 @@
-// Products of groups of rows, or of what groups sum over, which the tensor cores sum from beginning to end: of bf16, of
-// fp16, or of FP8 with one scale for a matrix or for each group of it.
+// Products of groups of rows, or of what groups sum over, without scales on the way: of bf16, of fp16, or of FP8 with one
+// scale for a matrix or for each group of it.
+//
+// The tensor cores sum from beginning to end, or the values of a stage at a time: of FP8 they keep 14 bits of a sum, and
+// its error grows with what is summed; sums of 128 values are added in fp32, by one consumer while the other keeps the
+// tensor cores busy.
 //
 // One block of threads stays on each multiprocessor and walks over tiles of 128 rows of the product. A warpgroup of
 // producers, of which one thread works, finds the tiles and fills a ring of stages by the bulk copy engine; two warpgroups
@@ -28,9 +32,11 @@ template <>
 constexpr bool kIsHalf<Float16> = true;
 
 // Walk: which tiles there are, see common/group_tiles.cuh. A, B: operands; FP8 lies along what is summed over.
-// kCols: of a tile, 128 or 256. kCluster: blocks one below the other along the rows that read B once for all, 1 or 2.
+// kSumsInParts: whether sums of a stage are added in fp32 registers.
+// kCols: of a tile; 128 or 256, in parts 128 or 192. kCluster: blocks one below the other along the rows that read B once for all, 1 or 2.
 // kAdds: adds to what `out` holds.
-template <template <class> class Walk, class A, class B, class Out, int kCols, int kCluster, int kStages, bool kAdds>
+template <template <class> class Walk, class A, class B, class Out, bool kSumsInParts, int kCols, int kCluster, int kStages,
+          bool kAdds>
 struct GroupedGemm {
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers), kBlocks = 1;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
@@ -41,6 +47,9 @@ struct GroupedGemm {
   static constexpr uint32_t kStageBytes = (kRows + kCols) * 128, kBlockBytes = 64 * 128;
   using Tiles = Walk<GroupTileShape<kRows, kCols, kCluster, A::kAlong, B::kAlong>>;
   static_assert(kAreHalves || !kIsCut, "the tensor cores turn halves alone");
+  static_assert(!kSumsInParts || (!kAreHalves && kCols <= 192), "registers hold no more parts beside sums");
+  // Whether the code of a stage knows its place in shared memory; of many stages registers do not suffice for that.
+  static constexpr bool kKnowsStages = kStages <= 4;
 
   struct Params {
     TensorMap a, b, out;
@@ -135,25 +144,25 @@ struct GroupedGemm {
       sync_threads(1 + group, 128);
     }
 
-    // Begins to sum over the values of a stage.
-    TE_DIST_DEVICE void multiply(int stage) {
+    // Begins to sum over the values of a stage; into what `into` holds, where sums are not in parts.
+    TE_DIST_DEVICE void multiply(float (&into)[kSums], int stage) const {
       const uint32_t a = shared_address(shared().a[stage]) + group * kBlockBytes, b = shared_address(shared().b[stage]);
-      pin(sums[0]);
+      pin(into);
       begin_products();
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         if constexpr (kAreHalves) {
           constexpr HalfType kType = A::Element::kIsTopHalf ? HalfType::kBFloat16 : HalfType::kFloat16;
-          multiply_by_16<kType, A::kAlong, B::kAlong>(sums[0], operand_descriptor<A::kAlong>(a) + k * kNextProduct<A::kAlong>,
+          multiply_by_16<kType, A::kAlong, B::kAlong>(into, operand_descriptor<A::kAlong>(a) + k * kNextProduct<A::kAlong>,
                                                       operand_descriptor<B::kAlong>(b) + k * kNextProduct<B::kAlong>,
                                                       true);
         } else {
           const Rows128 first = Rows128::at(a).template further<32>(k), second = Rows128::at(b).template further<32>(k);
-          multiply_64xNx32<typename A::Element, typename B::Element>(sums[0], first, second, true);
+          multiply_64xNx32<typename A::Element, typename B::Element>(into, first, second, !kSumsInParts || k > 0);
         }
       }
       commit_products();
-      pin(sums[0]);
+      pin(into);
     }
 
     TE_DIST_DEVICE void clear() {
@@ -170,7 +179,7 @@ struct GroupedGemm {
         if constexpr (kIsCut) {
           if (k == end - 1) cut(ring.stage, t.count - k * kDepth);
         }
-        multiply(ring.stage);
+        multiply(sums[0], ring.stage);
         if (k > 0) {
           wait_products<1>();
           Roles::release(shared().empty[previous]);
@@ -180,6 +189,37 @@ struct GroupedGemm {
       wait_products<0>();
       pin(sums[0]);
       Roles::release(shared().empty[previous]);
+    }
+
+    // Waits for the sums of stage number `k` of a tile, begins those of the next, and adds. What leads from the end of a
+    // product to the next is as short as it can be, since the tensor cores have no more to do for this consumer meanwhile.
+    TE_DIST_DEVICE void add_stage(float (&part)[kSums], int stage, bool is_last, Ring<kStages>& ring) {
+      ring.advance();
+      if (!is_last) shared().full[ring.stage].wait(ring.parity);
+      wait_products<0>();
+      pin(part);
+      Roles::release(shared().empty[stage]);
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) sums[0][i] += part[i];
+      if (!is_last) multiply(part, kKnowsStages ? (stage + 1) % kStages : int(ring.stage));
+    }
+
+    // Sums of the values of every stage are added in fp32.
+    TE_DIST_DEVICE void sum_parts(const GroupTile& t, Ring<kStages>& ring) {
+      clear();
+      float part[kSums];
+      const int end = stages_of(t);
+      multiply(part, ring.stage);
+      if constexpr (kKnowsStages) {
+        for (int k = -int(ring.stage); k < end; k += kStages) {
+#pragma unroll
+          for (int stage = 0; stage < kStages; ++stage) {
+            if (k + stage >= 0 && k + stage < end) add_stage(part, stage, k + stage == end - 1, ring);
+          }
+        }
+      } else {
+        for (int k = 0; k < end; ++k) add_stage(part, ring.stage, k == end - 1, ring);
+      }
     }
 
     // A tile that has nothing to sum, or no rows of this consumer.
@@ -201,7 +241,11 @@ struct GroupedGemm {
       const float scale = kAreHalves ? 1.0f : scale_of(t);
       const bool has_rows = t.out_row + group * 64 < t.out_end;
       if (t.count > 0 && has_rows) {
-        sum_tile(t, ring);
+        if constexpr (kSumsInParts) {
+          sum_parts(t, ring);
+        } else {
+          sum_tile(t, ring);
+        }
       } else {
         pass_over(t, ring);
       }

@@ -241,6 +241,7 @@ def _block_sums(a: Rows, b: Rows, result: SumsResult) -> None:
 
 
 def _whole_rows(a: Rows, b: Members, result: Result) -> None:
+    """Forward is summed in the tensor cores' own precision, gradients in fp32, as TransformerEngine's recipes do."""
     ops.grouped_gemm_float8_tensor(
         a.stored[0],
         a.stored[1].view(-1),
@@ -248,6 +249,7 @@ def _whole_rows(a: Rows, b: Members, result: Result) -> None:
         b.stored[1].view(-1),
         table=result.table,
         fp8=(a.encoding.codec.fp8, b.encoding.codec.fp8),
+        fast=b.sums_over == 1,
         bias=result.bias,
         row_factor=None,
         accumulate=result.accumulate,

@@ -52,6 +52,12 @@ class Side:
     turned: bool
 
     @property
+    def summed(self) -> int:
+        """Values that are summed over."""
+        rows, line = self.codes.shape
+        return rows if self.turned else line * 8 // BITS[self.kind]
+
+    @property
     def source(self) -> str:
         """What the kernel is told of it when it is compiled."""
         return source(self.kind, turned=self.turned)
@@ -64,7 +70,7 @@ class Side:
         scale, (lines, size) = self.scale, self.scale.shape
         pitch, line = scale.stride(0) if lines > 1 else 0, -(-size // _WORD) * _WORD
         if line != size:
-            ends_with_stage = not self.turned and self.codes.shape[1] * 8 // BITS[self.kind] % STEP == 0
+            ends_with_stage = not self.turned and self.summed % STEP == 0
             room = scale.untyped_storage().nbytes() - scale.storage_offset() - (lines - 1) * pitch
             if not ends_with_stage or room < line or (lines > 1 and pitch < line):
                 return False

@@ -9,16 +9,12 @@ from torch import Tensor
 from te_dist.kernels import gemm, gemm_staged
 from te_dist.kernels.gemm_decoded import is_turned, width_of
 from te_dist.kernels.gemm_staged import BAND, HEIGHT, STEP, Factors, Side
-from te_dist.kernels.grouped_gemm import GROUPS, launch_everywhere, table_values
+from te_dist.kernels.grouped_gemm import GROUPS, ROWS_FIELDS, SUMS_FIELDS, launch_everywhere, table_values
 from te_dist.kernels.runtime import record
 from te_dist.kernels.spec import Layout, Spec
 
-_ROWS = Layout(
-    gemm_staged.COMMON
-    + GROUPS
-    + "tiles.col_tiles:i tiles.depth_tiles:i tiles.b_rows:i tiles.b_scale_rows:i tiles.band:i"
-)
-_SUMS = Layout(gemm_staged.COMMON + GROUPS + "tiles.rows:i tiles.row_tiles:i tiles.col_tiles:i tiles.band:i")
+_ROWS = Layout(gemm_staged.COMMON + GROUPS + ROWS_FIELDS)
+_SUMS = Layout(gemm_staged.COMMON + GROUPS + SUMS_FIELDS)
 _OF_OPERAND = 5  # arguments
 
 
@@ -41,14 +37,14 @@ def grouped_gemm_decoded(*arguments: object) -> None:
     if out.numel() == 0 or groups == 0:
         return
     a, b = sides
-    summed = a.codes.shape[1] * 8 // gemm_staged.BITS[a.kind]
+    summed = a.summed
     width = width_of(rows, cols, False)
     spec = rows_decoded((a.kind, b.kind), (a.turned, b.turned), width)
     if out.is_meta:
         return record(spec)
     steps = -(-summed // STEP)
     b_rows, b_summed = (0, summed) if b.turned else (cols, 0)
-    tiles = (*table_values(table, HEIGHT), -(-cols // width), -(-steps // 2), b_rows, 0, BAND)
+    tiles = (*table_values(table, HEIGHT), rows, -(-cols // width), -(-steps // 2), b_rows, 0, BAND)
     values = gemm_staged.common(sides, width, factors, (bias, row_factor, accumulate, out))
     launch_everywhere(spec, 1, (*values, steps, b_summed, *tiles), out)
 
@@ -65,7 +61,8 @@ def grouped_wgrad_decoded(*arguments: object) -> None:
     if out.is_meta:
         return record(spec)
     rows = all_rows // groups
-    tiles = (*table_values(table, HEIGHT), rows, -(-rows // HEIGHT), -(-cols // width), BAND)
+    extents = (a.summed // gemm.DEPTH, rows, -(-rows // HEIGHT), -(-cols // width), BAND)
+    tiles = (*table_values(table, HEIGHT), *extents)
     values = gemm_staged.common(sides, width, factors, (None, None, accumulate, out))
     launch_everywhere(spec, 1, (*values, 0, 0, *tiles), out)
 

@@ -18,10 +18,10 @@ _WIDEST = 16  # bytes
 _REST_BLOCKS = 512  # that write zeros: enough for the whole of a GPU, most of which end at once where there is no rest
 _TABLE = Layout("given:P groups:q rows:q table:P")
 GROUPS = "tiles.table.begins:P tiles.table.tiles:P tiles.table.groups:q "
-_ROWS = Layout(
-    gemm.COMMON + GROUPS + "tiles.col_tiles:i tiles.depth_tiles:i tiles.b_rows:i tiles.b_scale_rows:i tiles.band:i"
-)
-_SUMS = Layout(gemm.COMMON + GROUPS + "tiles.rows:i tiles.row_tiles:i tiles.col_tiles:i tiles.band:i")
+ROWS_FIELDS = "tiles.rows:i tiles.col_tiles:i tiles.depth_tiles:i tiles.b_rows:i tiles.b_scale_rows:i tiles.band:i"
+SUMS_FIELDS = "tiles.tiles:i tiles.rows:i tiles.row_tiles:i tiles.col_tiles:i tiles.band:i"
+_ROWS = Layout(gemm.COMMON + GROUPS + ROWS_FIELDS)
+_SUMS = Layout(gemm.COMMON + GROUPS + SUMS_FIELDS)
 
 
 @cache
@@ -112,7 +112,8 @@ def grouped_gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Te
     a_scales = matrix_map(a_scale, (1, shape.rows // 2 + 4))  # tiles begin at any row: see the kernel
     maps = gemm.operand_maps(a, b, shape), (a_scales, gemm.col_scale_map(b_scale, shape, square))
     b_scale_rows = b_scale.shape[0] // groups
-    tiles = (*table_values(table, shape.rows), shape.col_tiles(cols), depth_tiles, cols, b_scale_rows, shape.band)
+    extents = (rows, shape.col_tiles(cols), depth_tiles, cols, b_scale_rows, shape.band)
+    tiles = (*table_values(table, shape.rows), *extents)
     launch_everywhere(spec, shape.cluster, (*gemm.common(maps, out, bias, row_factor), *tiles), out)
 
 
@@ -131,7 +132,7 @@ def grouped_wgrad_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: T
         gemm.operand_maps(a, b, shape),
         (matrix_map(a_scale, (1, shape.rows)), gemm.col_scale_map(b_scale, shape, False)),
     )
-    extents = (rows, shape.row_tiles(rows), shape.col_tiles(cols), shape.band)
+    extents = (a.shape[1] // DEPTH, rows, shape.row_tiles(rows), shape.col_tiles(cols), shape.band)
     tiles = (*table_values(table, HEIGHTS[0]), *extents)
     launch_everywhere(spec, shape.cluster, (*gemm.common(maps, out, None, None), *tiles), out)
 

@@ -1,9 +1,10 @@
-"""Launches of products in groups that tensor cores sum from beginning to end: 16-bit values, FP8 with one scale."""
+"""Launches of products in groups whose sums are not scaled on the way: 16-bit values, FP8 with one scale."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from math import ceil
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,10 +19,12 @@ from te_dist.kernels.spec import Layout, Spec
 ROWS = 128  # of a tile
 _STAGE_BYTES = 128  # of what is summed over
 _TILE_BYTES = 36  # what a consumer is told of one
-_ENOUGH_TILES = 128
+_ENOUGH_TILES, _PROCESSORS = 128, 132
+# TFLOP/s by the columns of a tile, where sums of 128 values are added in fp32: those of FP8 blocks in `ROWS_RATES`.
+_RATES_IN_PARTS = {192: 1366, 128: 1183}
 _COMMON = "a:T b:T " + gemm.OUTPUT + "a_scale_step:i b_scale_step:i a_scale:P b_scale:P "
-_PRODUCTS = Layout(_COMMON + GROUPS + "tiles.col_tiles:i tiles.summed:i tiles.b_rows:i tiles.band:i")
-_SUMS = Layout(_COMMON + GROUPS + "tiles.rows:i tiles.row_tiles:i tiles.col_tiles:i tiles.band:i")
+_PRODUCTS = Layout(_COMMON + GROUPS + "tiles.rows:i tiles.col_tiles:i tiles.summed:i tiles.b_rows:i tiles.band:i")
+_SUMS = Layout(_COMMON + GROUPS + "tiles.summed:i tiles.rows:i tiles.row_tiles:i tiles.col_tiles:i tiles.band:i")
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Split:
     """How products are cut.
 
     Attributes:
-        cols: of a tile, 128 or 256.
+        cols: of a tile; 128 or 256, or, where sums of 128 values are added in fp32, 128 or 192.
         cluster: blocks of threads one below the other along the rows that read B once for all, 1 or 2.
         band: tiles along the rows that are walked over together.
     """
@@ -60,13 +63,36 @@ def products_split(rows: int, cols: int, groups: int, itemsize: int) -> Split:
     Clusters where few rows are nobody's. In small groups FP8 is multiplied faster than sums of large tiles are written.
     """
     width = _width(-(-rows // ROWS), cols)
-    is_large = rows >= 2048 * groups
+    is_large = _is_large(rows, groups)
     return Split(128 if itemsize == 1 and not is_large else width, 2 if is_large else 1)
+
+
+def products_in_parts_split(rows: int, cols: int, groups: int) -> Split:
+    """The same where sums of 128 values are added in fp32; the last tile of each group is half full on average."""
+    return Split(_width_in_parts(rows / ROWS + groups / 2, cols), 2 if _is_large(rows, groups) else 1)
+
+
+def _is_large(rows: int, groups: int) -> bool:
+    return rows >= 2048 * groups
 
 
 def sums_split(rows: int, cols: int, groups: int) -> Split:
     """The fastest known for as many products of this shape as there are groups."""
     return Split(_width(-(-rows // ROWS) * groups, cols), 2 if rows > ROWS else 1)
+
+
+def sums_in_parts_split(rows: int, cols: int, groups: int) -> Split:
+    """The same where sums of 128 values are added in fp32."""
+    return Split(_width_in_parts(-(-rows // ROWS) * groups, cols), 2 if rows > ROWS else 1)
+
+
+def _width_in_parts(row_tiles: float, cols: int) -> int:
+    """Columns of a tile whose rounds, one tile for each processor, take the least time."""
+
+    def time(width: int) -> float:
+        return ceil(row_tiles * -(-cols // width) / _PROCESSORS) * width / _RATES_IN_PARTS[width]
+
+    return min(_RATES_IN_PARTS, key=time)
 
 
 def _width(row_tiles: int, cols: int) -> int:
@@ -92,12 +118,30 @@ class Operand(NamedTuple):
 
 
 @cache
-def whole(operands: tuple[Operand, Operand], out: str, shape: Split, *, sums: bool = False, adds: bool = False) -> Spec:
-    """Spec of products of rows in groups; or, `sums`, of such that sum over the rows of each."""
+def whole(
+    operands: tuple[Operand, Operand],
+    out: str,
+    shape: Split,
+    *,
+    in_parts: bool = False,
+    sums: bool = False,
+    adds: bool = False,
+) -> Spec:
+    """Spec of products of rows in groups; or, `sums`, of such that sum over the rows of each.
+
+    Args:
+        operands: both sides; of FP8 where `in_parts`.
+        out: type of the output.
+        shape: how products are cut.
+        in_parts: whether tensor cores sum 128 values at a time, to be added in fp32, instead of all of a sum.
+        sums: whether it is rows that are summed over.
+        adds: whether products are added to the output.
+    """
     a, b = (operand.template for operand in operands)
     stages = shape.stages
     walk, layout = ("GroupSums", _SUMS) if sums else ("GroupProducts", _PRODUCTS)
-    rest = f"{out}, {shape.cols}, {shape.cluster}, {stages}, {str(adds).lower()}"
+    numbers = (in_parts, shape.cols, shape.cluster, stages, adds)
+    rest = ", ".join((out, *(str(number).lower() for number in numbers)))
     launched = {"shared_bytes": shape.shared_bytes(stages), "cluster": shape.cluster, "arch": "sm_90a"}
     return Spec("grouped_gemm.cuh", f"GroupedGemm<{walk}, {a}, {b}, {rest}>", layout, **launched)
 
@@ -117,43 +161,62 @@ def grouped_wgrad_half(a: Tensor, b: Tensor, table: Tensor, accumulate: bool, ou
 
 def grouped_gemm_float8_tensor(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: object) -> None:
     """See te_dist.ops.grouped_gemm_float8_tensor."""
-    table, fp8, *rest = rest
-    _products((Operand(CODES[fp8[0]]), Operand(CODES[fp8[1]])), (a, b), (a_scale, b_scale), table, *rest)
+    table, fp8, fast, *rest = rest
+    operands = Operand(CODES[fp8[0]]), Operand(CODES[fp8[1]])
+    _products(operands, (a, b), (a_scale, b_scale), table, *rest, in_parts=not fast)
 
 
 def grouped_wgrad_float8_tensor(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: object) -> None:
     """See te_dist.ops.grouped_wgrad_float8_tensor."""
     table, fp8, accumulate, out = rest
-    _sums((Operand(CODES[fp8[0]]), Operand(CODES[fp8[1]])), (a, b), (a_scale, b_scale), table, accumulate, out)
+    operands = Operand(CODES[fp8[0]]), Operand(CODES[fp8[1]])
+    _sums(operands, (a, b), (a_scale, b_scale), table, accumulate, out, in_parts=True)
 
 
-def _products(operands: tuple[Operand, Operand], matrices: tuple[Tensor, Tensor], scales: tuple, *rest: object) -> None:
+def _products(
+    operands: tuple[Operand, Operand],
+    matrices: tuple[Tensor, Tensor],
+    scales: tuple,
+    *rest: object,
+    in_parts: bool = False,
+) -> None:
     table, bias, row_factor, accumulate, out = rest
     (a, b), (rows, cols), groups = matrices, out.shape, table.shape[1] - 1
     if out.numel() == 0 or groups == 0:
         return
     gemm.check_alignment(a=a, b=b)
-    shape = products_split(rows, cols, groups, a.element_size())
-    spec = whole(operands, ELEMENTS[out.dtype], shape, adds=accumulate)
+    if in_parts:
+        shape = products_in_parts_split(rows, cols, groups)
+    else:
+        shape = products_split(rows, cols, groups, a.element_size())
+    spec = whole(operands, ELEMENTS[out.dtype], shape, in_parts=in_parts, adds=accumulate)
     if out.is_meta:
         return record(spec)
-    tiles = (*table_values(table, shape.rows), -(-cols // shape.cols), a.shape[1], b.shape[0] // groups, shape.band)
+    extents = (rows, -(-cols // shape.cols), a.shape[1], b.shape[0] // groups, shape.band)
+    tiles = (*table_values(table, shape.rows), *extents)
     maps = _maps(operands, matrices, shape)
     launch_everywhere(spec, shape.cluster, (*maps, *gemm.output(out, bias, row_factor), *_scales(scales), *tiles), out)
 
 
-def _sums(operands: tuple[Operand, Operand], matrices: tuple[Tensor, Tensor], scales: tuple, *rest: object) -> None:
+def _sums(
+    operands: tuple[Operand, Operand],
+    matrices: tuple[Tensor, Tensor],
+    scales: tuple,
+    *rest: object,
+    in_parts: bool = False,
+) -> None:
     table, accumulate, out = rest
     (a, b), (all_rows, cols), groups = matrices, out.shape, table.shape[1] - 1
     if out.numel() == 0 or gemm.sums_nothing(a.numel(), out, accumulate=accumulate):
         return
     gemm.check_alignment(a=a, b=b)
     rows = all_rows // groups
-    shape = sums_split(rows, cols, groups)
-    spec = whole(operands, ELEMENTS[out.dtype], shape, sums=True, adds=accumulate)
+    shape = (sums_in_parts_split if in_parts else sums_split)(rows, cols, groups)
+    spec = whole(operands, ELEMENTS[out.dtype], shape, in_parts=in_parts, sums=True, adds=accumulate)
     if out.is_meta:
         return record(spec)
-    tiles = (*table_values(table, ROWS), rows, -(-rows // shape.rows), -(-cols // shape.cols), shape.band)
+    summed = a.shape[0 if operands[0].turned else 1]
+    tiles = (*table_values(table, ROWS), summed, rows, -(-rows // shape.rows), -(-cols // shape.cols), shape.band)
     maps = _maps(operands, matrices, shape)
     launch_everywhere(spec, shape.cluster, (*maps, *gemm.output(out, None, None), *_scales(scales), *tiles), out)
 

@@ -31,7 +31,7 @@ GROUPED_ROWS = Panels(
 def tiles_at_most(rows: int, groups: int) -> int:
     """How many tiles of 128 rows this many groups of a matrix can have together."""
     begun = min(rows, groups)
-    return (rows - begun) // PANEL_ROWS + begun
+    return (rows - begun) // PANEL_ROWS + begun if begun else 0
 
 
 def grouped_rows(table: Tensor, padded_rows: int) -> tuple[int, int, int, int]:

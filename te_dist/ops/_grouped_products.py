@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypedDict
 
 import torch
@@ -54,6 +54,11 @@ def check_ends_of_rows(end: Rows, rows: int) -> None:
         check_packed("row_factor", end.row_factor, (torch.float32,), (rows,))
 
 
+def in_groups(matrix: Tensor, groups: int, dim: int = 0) -> Sequence[Tensor]:
+    """The matrices of `groups` groups; none of none."""
+    return matrix.chunk(groups, dim) if groups else ()
+
+
 def write_rows(product_of: Callable[[int, slice], Tensor], end: Rows) -> None:
     """Writes the products (fp32) of the rows of every group."""
     table, bias, row_factor, accumulate, out = end
@@ -73,5 +78,5 @@ def write_rows(product_of: Callable[[int, slice], Tensor], end: Rows) -> None:
 def write_sums(product_of: Callable[[int, slice], Tensor], begins: Tensor, accumulate: bool, out: Tensor) -> None:
     """Writes the products (fp32) that sum over each group's part, between `begins` (G + 1,)."""
     places = begins.tolist()
-    for group, product in enumerate(out.chunk(len(places) - 1)):
+    for group, product in enumerate(in_groups(out, len(places) - 1)):
         (product.add_ if accumulate else product.copy_)(product_of(group, slice(*places[group : group + 2])))

@@ -38,12 +38,13 @@ class Group(NamedTuple):
         return slice(self.tiles.start * per_tile, self.tiles.stop * per_tile)
 
 
-def groups_of(table: Tensor) -> Iterator[tuple[int, Group]]:
-    """(number, group) of those in a table on the CPU that are not empty."""
+def groups_of(table: Tensor, rows: int) -> Iterator[tuple[int, Group]]:
+    """(number, group) of those in a table on the CPU that are not empty, as far as there are `rows`."""
     begins, tiles = table[:2].tolist()
     for number, (begin, end) in enumerate(zip(begins, begins[1:], strict=False)):
-        if end > begin:
-            yield number, Group(slice(begin, end), slice(tiles[number], tiles[number + 1]))
+        size = min(end, rows) - begin
+        if size > 0:
+            yield number, Group(slice(begin, begin + size), slice(tiles[number], tiles[number] + -(-size // TILE)))
 
 
 def check_groups(x: Tensor | Source, table: Tensor) -> int:
@@ -100,7 +101,7 @@ def with_padding(matrix: Tensor, group: Group) -> Tensor:
 def sum_groups(matrix: Tensor, table: Tensor, sums: Tensor | None) -> None:
     """Sums of panels of every group on the CPU, where they are wanted."""
     if sums is not None:
-        for _, group in groups_of(table):
+        for _, group in groups_of(table, len(matrix)):
             panel_sums(matrix[group.rows], out=sums[group.tiles])
 
 

@@ -22,7 +22,8 @@ def padded_rows(rows: int, groups: int) -> int:
 
 def check_table(table: Tensor) -> int:
     """Checks a group table; returns the number of groups."""
-    check_packed("table", table, (torch.int32,), (1 + len(HEIGHTS), table.shape[-1]))
+    columns = table.shape[1] if table.dim() == 2 else 0
+    check_packed("table", table, (torch.int32,), (1 + len(HEIGHTS), max(columns, 1)))  # of no groups it has one
     return table.shape[1] - 1
 
 
@@ -31,23 +32,29 @@ def group_table(given: Tensor, *, rows: int, out: Tensor, are_sizes: bool = Fals
     """Writes the first row of every group, and how many tiles of 128, 192 and 256 rows lie before it.
 
     The rows of group g are those from the end of the group before it, or 0, up to its own; rows behind the last end are
-    nobody's. On CUDA, what is given stays on the device. An end beyond `rows` is read as `rows`, a size below 0 as 0.
+    nobody's. On CUDA, what is given stays on the device and is not checked: an end beyond `rows` is read as `rows`, one
+    that lies before the end of a group in front as the largest of those: no row has two groups. A size below 0 is 0.
 
     Args:
         given: int32 or int64 (G,): ends of groups, which do not decrease (equal ones make an empty group), or sizes.
-        rows: of the matrix.
+        rows: of the matrix, less than 2^31.
         out: int32 (4, G + 1); at G stand the end of the last group and the numbers of tiles of all groups.
         are_sizes: whether sizes are given, whose sums are the ends.
+
+    Raises:
+        ValueError: a type or shape that does not fit, or that many rows.
     """
+    if not 0 <= rows < 2**31:
+        raise ValueError(f"rows: got {rows}, wanted 0 to {2**31 - 1}, which a table can hold; cut the matrix")
     check_packed("given", given, (torch.int32, torch.int64), (given.numel(),))
     check_output("out", out, torch.int32, (1 + len(HEIGHTS), given.shape[0] + 1))
     torch.ops.te_dist.group_table(given, are_sizes, rows, out)
 
 
 def _cpu(given: Tensor, are_sizes: bool, rows: int, out: Tensor) -> None:
-    ends = given.clamp(0, rows).cumsum(0) if are_sizes else given
-    begins = torch.cat((ends.new_zeros(1), ends)).clamp(0, rows)
-    sizes = (begins[1:] - begins[:-1]).clamp(min=0)
+    given = torch.cat((given.new_zeros(1), given.clamp(0, rows)))
+    begins = given.cumsum(0).clamp(max=rows) if are_sizes else given.cummax(0).values
+    sizes = begins[1:] - begins[:-1]
     out[0] = begins
     out[1:, 0] = 0
     for tiles, height in zip(out[1:], HEIGHTS, strict=True):

@@ -29,7 +29,7 @@ def grouped_amax(x: Tensor | Source, *, table: Tensor, out: Tensor) -> None:
 def _cpu(x: Tensor, source: str, beside: list[Tensor], table: Tensor, out: Tensor) -> None:
     out.zero_()
     matrix, found = matrix_of(x, source, beside), torch.empty(1)
-    for number, group in groups_of(table):
+    for number, group in groups_of(table, len(matrix)):
         _C.tile_amax((matrix[group.rows], "plain", []), (0, 0), (0, 0), found, torch.get_num_threads())
         its = out[place_of(number, out)]
         torch.maximum(its, found, out=its)

@@ -51,7 +51,7 @@ def _cpu(x: Tensor, source: str, beside: list[Tensor], table: Tensor, *rest: obj
         if out is None:
             continue
         out.zero_()
-        for number, group in groups_of(table):
+        for number, group in groups_of(table, len(matrix)):
             part = matrix[group.rows] if mask is None else transformed(with_padding(matrix, group), mask)
             _C.tile_amax((part, "plain", []), (0, 0), (0, 0), found, torch.get_num_threads())
             its = out[place_of(number, out)]

@@ -11,7 +11,7 @@ from te_dist import kernels
 from te_dist.kernels.gemm_decoded import is_turned
 from te_dist.kernels.gemm_staged import GRAINS, STEP
 from te_dist.ops._checks import check_choice, check_dtype, check_packed, check_shape, grid_shape, takes
-from te_dist.ops._grouped_products import Rows, check_ends_of_rows, write_rows
+from te_dist.ops._grouped_products import Rows, check_ends_of_rows, in_groups, write_rows
 from te_dist.ops._library import register
 from te_dist.ops._taped import taped
 from te_dist.ops.dequantize_mxfp8 import dequantize_mxfp8
@@ -123,7 +123,7 @@ def factor_of(group: int, *sides: tuple) -> float:
 def _cpu(*arguments: object) -> None:
     a, b, (table, *rest) = arguments[:5], arguments[5:10], arguments[10:]
     left, right = values(*a[:3]), values(*b[:3])
-    matrices = right.chunk(table.shape[1] - 1, dim=1 if is_turned(b[0]) else 0)
+    matrices = in_groups(right, table.shape[1] - 1, 1 if is_turned(b[0]) else 0)
     write_rows(lambda g, rows: left[rows] @ matrices[g].t() * factor_of(g, a, b), Rows(table, *rest))
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from te_dist import kernels
 from te_dist.formats.region import Pair
 from te_dist.ops._checks import FP8, check_choice, check_rows, takes
-from te_dist.ops._grouped_products import Rows, check_ends_of_rows, check_summed, write_rows
+from te_dist.ops._grouped_products import Rows, check_ends_of_rows, check_summed, in_groups, write_rows
 from te_dist.ops._library import register
 from te_dist.ops._taped import taped
 from te_dist.ops.dequantize_float8 import dequantize_float8
-from te_dist.ops.group_table import TILE
+from te_dist.ops.group_table import TILE, check_table
 
 
 class GroupedFloat8BlockProduct(TypedDict):
@@ -47,7 +47,8 @@ def grouped_gemm_float8_block(
         a: u8 codes (T, K), rows contiguous.
         a_scale: f32 (ceil(K / 128), at least T): one for a row of 128 values.
         b: u8 codes (G * N, K).
-        b_scale: f32 (G * ceil(K / 128), at least N), or (G * ceil(N / 128), at least ceil(K / 128)) for squares.
+        b_scale: f32 (G * ceil(K / 128), at least N), or (G * ceil(N / 128), at least ceil(K / 128)) for squares;
+            members lie one below the other, without rows between them.
         out: (T, N) fp32, bf16 or fp16, rows contiguous; fp32 to accumulate.
         product: see `GroupedFloat8BlockProduct`.
 
@@ -59,15 +60,25 @@ def grouped_gemm_float8_block(
     check_choice("b_tile", tuple(b_tile), ((1, TILE), (TILE, TILE)))
     for its_type in fp8:
         check_choice("fp8", its_type, FP8)
-    (rows, depth), cols, groups, depth_tiles = a.shape, out.shape[1], end.table.shape[1] - 1, -(-a.shape[1] // TILE)
+    (rows, depth), cols, groups, depth_tiles = a.shape, out.shape[1], check_table(end.table), -(-a.shape[1] // TILE)
     check_summed("a", depth)
     check_rows("a", a, (torch.uint8,), (rows, depth))
     check_rows("b", b, (torch.uint8,), (groups * cols, depth))
     check_rows("a_scale", a_scale, (torch.float32,), (depth_tiles, rows), at_least=True)
     grid = (groups * depth_tiles, cols) if b_tile[0] == 1 else (groups * -(-cols // TILE), depth_tiles)
-    check_rows("b_scale", b_scale, (torch.float32,), grid, at_least=True)
+    check_members_rows("b_scale", b_scale, grid, groups)
     check_ends_of_rows(end, rows)
     torch.ops.te_dist.grouped_gemm_float8_block(a, a_scale, b, b_scale, end.table, b_tile, fp8, *end[1:])
+
+
+def check_members_rows(name: str, scale: Tensor, grid: Pair, groups: int) -> None:
+    """fp32 of `grid` at least, but with exactly its rows: where a member begins follows from how many each has."""
+    check_rows(name, scale, (torch.float32,), grid, at_least=True)
+    if scale.shape[0] != grid[0]:
+        raise ValueError(
+            f"{name}: got {scale.shape[0]} rows, wanted {grid[0]}, {grid[0] // max(groups, 1)} for each of {groups} "
+            "groups; take the rows that are padding out, between members and behind the last"
+        )
 
 
 def values(codes: Tensor, scale: Tensor, tile: Pair, fp8: str) -> Tensor:
@@ -82,7 +93,7 @@ def values(codes: Tensor, scale: Tensor, tile: Pair, fp8: str) -> Tensor:
 def _cpu(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, table: Tensor, *rest: object) -> None:
     b_tile, fp8, *rest = rest
     left = values(a, a_scale, (1, TILE), fp8[0])
-    matrices, scales = (tensor.chunk(table.shape[1] - 1) for tensor in (b, b_scale))
+    matrices, scales = (in_groups(tensor, table.shape[1] - 1) for tensor in (b, b_scale))
 
     def product_of(group: int, rows: slice) -> Tensor:
         return left[rows] @ values(matrices[group], scales[group], tuple(b_tile), fp8[1]).t()

@@ -10,21 +10,24 @@ from torch import Tensor
 from te_dist import kernels
 from te_dist.formats import WHOLE
 from te_dist.ops._checks import FP8, check_choice, check_packed, check_rows, takes
-from te_dist.ops._grouped_products import Rows, check_ends_of_rows, check_summed, write_rows
+from te_dist.ops._grouped_products import Rows, check_ends_of_rows, check_summed, in_groups, write_rows
 from te_dist.ops._library import register
 from te_dist.ops._taped import taped
 from te_dist.ops.dequantize_float8 import dequantize_float8
+from te_dist.ops.group_table import check_table
 
 
 class GroupedFloat8Product(TypedDict):
     """table: int32 (4, G + 1), see `group_table`.  fp8: types of `a` and `b`.
 
     bias: (G, N) fp32, bf16 or fp16, or None.  row_factor: f32 (T,), or None, which a row of the output, bias included,
-    is multiplied by before rounding.  accumulate: add to what `out` holds, in fp32.
+    is multiplied by before rounding.  fast: leave all of a sum to the tensor cores, which keep 14 bits of it; else they
+    sum 128 values at a time, which are added in fp32.  accumulate: add to what `out` holds, in fp32.
     """
 
     table: Tensor
     fp8: tuple[str, str]
+    fast: bool
     bias: Tensor | None
     row_factor: Tensor | None
     accumulate: bool
@@ -38,7 +41,7 @@ def grouped_gemm_float8_tensor(
     """out[rows of g] = a[rows of g] b[g]^T, times both scales, for every group g.
 
     Rows behind the last group are left as they are. Rows of `a` and `b` are multiples of 16 bytes long and apart;
-    groups may begin anywhere. On CUDA the tensor cores keep 14 bits of a sum, from its beginning to its end.
+    groups may begin anywhere. On the CPU all sums are fp32, `fast` or not.
 
     Args:
         a: u8 codes (T, K), rows contiguous.
@@ -53,11 +56,11 @@ def grouped_gemm_float8_tensor(
     """
     fp8 = product["fp8"]
     end = Rows(product["table"], product["bias"], product["row_factor"], product["accumulate"], out)
-    (rows, depth), cols, groups = a.shape, out.shape[1], end.table.shape[1] - 1
+    (rows, depth), cols, groups = a.shape, out.shape[1], check_table(end.table)
     check_summed("a", depth)
     check_operands((a, a_scale), (b, b_scale), ((rows, depth), (groups * cols, depth)), fp8, groups)
     check_ends_of_rows(end, rows)
-    torch.ops.te_dist.grouped_gemm_float8_tensor(a, a_scale, b, b_scale, end.table, fp8, *end[1:])
+    torch.ops.te_dist.grouped_gemm_float8_tensor(a, a_scale, b, b_scale, end.table, fp8, product["fast"], *end[1:])
 
 
 def check_operands(
@@ -78,15 +81,15 @@ def values(codes: Tensor, fp8: str) -> Tensor:
 
 
 def _cpu(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, table: Tensor, *rest: object) -> None:
-    fp8, *rest = rest
+    fp8, _, *rest = rest
     groups = table.shape[1] - 1
-    left, matrices, scales = values(a, fp8[0]), b.chunk(groups), (a_scale * b_scale).expand(groups)
+    left, matrices, scales = values(a, fp8[0]), in_groups(b, groups), (a_scale * b_scale).expand(groups)
     write_rows(lambda g, rows: left[rows] @ values(matrices[g], fp8[1]).t() * scales[g], Rows(table, *rest))
 
 
 register(
     "grouped_gemm_float8_tensor(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor table, str[] fp8, "
-    "Tensor? bias, Tensor? row_factor, bool accumulate, Tensor(a!) out) -> ()",
+    "bool fast, Tensor? bias, Tensor? row_factor, bool accumulate, Tensor(a!) out) -> ()",
     _cpu,
     kernels.grouped_gemm_float8_tensor,
 )

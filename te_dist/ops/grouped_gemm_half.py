@@ -9,9 +9,10 @@ from torch import Tensor
 
 from te_dist import kernels
 from te_dist.ops._checks import check_choice, check_rows, takes
-from te_dist.ops._grouped_products import Rows, check_ends_of_rows, check_summed, write_rows
+from te_dist.ops._grouped_products import Rows, check_ends_of_rows, check_summed, in_groups, write_rows
 from te_dist.ops._library import register
 from te_dist.ops._taped import taped
+from te_dist.ops.group_table import check_table
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -50,7 +51,7 @@ def grouped_gemm_half(a: Tensor, b: Tensor, *, out: Tensor, **product: Unpack[Gr
     summed_dim = product["summed_dim"]
     end = Rows(product["table"], product["bias"], product["row_factor"], product["accumulate"], out)
     check_choice("summed_dim", summed_dim, (0, 1))
-    (rows, depth), cols, groups = a.shape, out.shape[1], end.table.shape[1] - 1
+    (rows, depth), cols, groups = a.shape, out.shape[1], check_table(end.table)
     check_summed("a", depth)
     check_rows("a", a, HALVES, (rows, depth))
     check_rows("b", b, (a.dtype,), (groups * cols, depth) if summed_dim == 1 else (groups * depth, cols))
@@ -59,7 +60,7 @@ def grouped_gemm_half(a: Tensor, b: Tensor, *, out: Tensor, **product: Unpack[Gr
 
 
 def _cpu(a: Tensor, b: Tensor, table: Tensor, summed_dim: int, *rest: object) -> None:
-    matrices = b.chunk(table.shape[1] - 1)
+    matrices = in_groups(b, table.shape[1] - 1)
 
     def product_of(group: int, rows: slice) -> Tensor:
         matrix = matrices[group].float()

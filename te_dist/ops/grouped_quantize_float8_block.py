@@ -107,7 +107,7 @@ def _cpu(
         return
     matrix, rule = matrix_of(x, source, beside), dict(phase=(0, 0), fp8=fp8, pow2=pow2, eps=eps)
     cols, across = matrix.shape[1], -(-matrix.shape[1] // TILE)
-    for _, group in groups_of(table):
+    for _, group in groups_of(table, len(matrix)):
         if row_data is not None:
             is_run = tuple(row_tile) == RUNS["row"]
             scale = row_scale[:across, group.rows].t() if is_run else row_scale[group.tiles, :across]

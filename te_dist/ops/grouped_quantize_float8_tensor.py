@@ -105,7 +105,7 @@ def cast_groups(
     for inverse in (row_scale, col_scale):
         if inverse is not None:
             inverse.copy_(scale.reciprocal())
-    for number, group in groups_of(table):
+    for number, group in groups_of(table, len(matrix)):
         its = place_of(number, scale)
         if row_data is not None:
             cast((matrix[group.rows], "plain", []), scale[its], fp8, row_data[group.rows], None, None, None)

@@ -97,7 +97,7 @@ def _cpu(
         return
     matrix, rule = matrix_of(x, source, beside), dict(phase=(0, 0), fp8=fp8)
     cols, across = matrix.shape[1], -(-matrix.shape[1] // TILE)
-    for _, group in groups_of(table):
+    for _, group in groups_of(table, len(matrix)):
         if row_data is not None:
             planes = dict(row_data=row_data[group.rows], row_scale=row_scale[group.rows, :across])
             quantize_mxfp8(matrix[group.rows], **rule, row_tile=row_tile, **planes)

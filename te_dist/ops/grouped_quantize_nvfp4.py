@@ -141,7 +141,7 @@ def _cpu(
     matrix, rule = matrix_of(x, source, beside), dict(phase=(0, 0), e4m3_max=e4m3_max, four_over_six=four_over_six)
     cols, across = matrix.shape[1], -(-matrix.shape[1] // TILE)
     states = rng_state if rng_state is not None and rng_state.dim() == 2 else (rng_state, rng_state)
-    for number, group in groups_of(table):
+    for number, group in groups_of(table, len(matrix)):
         blocks = torch.tensor([0, group.rows.start * cols // TILE])  # of random bytes before the group
         row_state, col_state = (None if state is None else state + blocks for state in states)
         if row_data is not None:

@@ -445,7 +445,7 @@ def groups_summed_whole() -> Iterator[Call]:
             yield Call(f"sums {name}", ops.grouped_wgrad_half, inputs, dict(out=grad), is_exact=False)
             continue
         scales = dict(a_scale=torch.rand(1), b_scale=torch.rand(groups), fp8=(kind.a, kind.b))
-        inputs = dict(a=finite((rows, 80)), b=finite((72 * groups, 80)), **scales, **ends)
+        inputs = dict(a=finite((rows, 80)), b=finite((72 * groups, 80)), fast=kind.fast, **scales, **ends)
         yield Call(f"products {name}", ops.grouped_gemm_float8_tensor, inputs, dict(out=out), is_exact=False)
         side = padded(torch.ones(rows - 9, 72), sizes).to(torch.uint8)
         inputs = dict(a=side, b=side, **scales, **sums)

@@ -13,6 +13,8 @@ from torch import Tensor
 from te_dist.testing import assert_bitwise
 from tests.gpu.catalog import Call, calls
 from tests.gpu.twins import whole
+from tests.ops.foreign_tables import check_foreign, foreign_calls
+from tests.ops.no_groups import NoGroups
 
 pytestmark = pytest.mark.gpu
 
@@ -119,6 +121,17 @@ def test_what_does_not_fit_is_refused_and_what_is_taken_is_right(call, change):
             for key, output in odd.outputs.items():
                 assert_bitwise(output.contiguous().cpu(), same.outputs[key].contiguous().cpu(), f"{key} for {name}")
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("call", foreign_calls(), ids=lambda call: call.op.__name__)
+def test_a_table_of_more_rows_than_there_are_ends_with_the_matrix(call):
+    got = call.on("cuda")
+    call.run()
+    check_foreign(got, call)
+
+
+def test_no_groups():
+    NoGroups("cuda").check()
 
 
 def test_ops_run_on_the_stream_that_is_current():

@@ -45,6 +45,15 @@ def test_table_is_that_of_the_cpu(sizes, dtype, are_sizes):
     assert_bitwise(got.cpu(), want, "a group table")
 
 
+def test_table_of_ends_that_decrease_is_that_of_the_cpu():
+    ends = torch.randint(-20, 4000, (1500,), generator=torch.Generator().manual_seed(0))
+    want = torch.empty(4, 1501, dtype=torch.int32)
+    ops.group_table(ends, rows=3800, out=want)
+    got = torch.full_like(want, -1, device="cuda")
+    ops.group_table(ends.cuda(), rows=3800, out=got)
+    assert_bitwise(got.cpu(), want, "a group table")
+
+
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 @pytest.mark.parametrize(("b_tile", "tiling"), CASES, ids=str, indirect=["tiling"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
 from torch import Tensor
 
 from te_dist import ops
-from te_dist.kernels import grouped_whole
-from te_dist.kernels.grouped_whole import Split
 from te_dist.testing import assert_bitwise
 from tests.ops.groups import ROUNDING, SIZES, group_ends, table_of
-from tests.ops.whole_groups import KINDS, RowsCase, SumsCase, multiply, sum_rows
+from tests.ops.whole_groups import (
+    KINDS,
+    SPLITS,
+    RowsCase,
+    SumsCase,
+    choose,
+    error_of_products,
+    error_of_sums,
+    multiply,
+    sum_rows,
+)
 
 pytestmark = pytest.mark.gpu
 
-SPLITS = [Split(cols, cluster, band=3) for cols, cluster in product((256, 128), (1, 2))]
-SUMS = [kind for kind in KINDS if kind.summed_dim == 0 and kind.is_half or not kind.is_half]
+SUMS = [kind for kind in KINDS if (kind.summed_dim == 0 if kind.is_half else not kind.fast)]
 
 
 @pytest.fixture(params=SPLITS, ids=str)
 def split(request, monkeypatch):
-    for name in ("products_split", "sums_split"):
-        monkeypatch.setattr(grouped_whole, name, lambda *_: request.param)
+    choose(monkeypatch, request.param)
 
 
 def check(got: Tensor, want: Tensor, name: str) -> None:
@@ -76,15 +80,24 @@ def test_sums_in_fp32(sizes, kind, how):
 
 
 def check_sums(sizes, kind, how):
+    for poisons in (False, True):
+        check_some_sums(SumsCase(kind, sizes, 136, 208, "cuda", poisons=poisons), sizes, kind, how)
+
+
+def check_some_sums(case, sizes, kind, how):
     rows, cols, groups = 136, 208, len(sizes)
-    case = SumsCase(kind, sizes, rows, cols, "cuda")
     before = 2.0 if how == "added" else 0.0
     dtype = torch.bfloat16 if how == "bf16" else torch.float32
     out = torch.full((groups * rows, cols), before or torch.nan, device="cuda", dtype=dtype)
     table = table_of(sizes, sum(sizes), "cuda")
     sum_rows(kind, case.a, case.b, case.scale, table=table, accumulate=how == "added", out=out)
-    others = [group for group in range(groups) if group != case.poisoned or sizes[group] == 0]
-    check(out.view(groups, rows, cols)[others], case.want[others] + before, "sums")
+    check(out.view(groups, rows, cols)[case.right], case.want[case.right] + before, "sums")
+
+
+def test_errors_of_long_sums():
+    assert error_of_products(32768, fast=False, device="cuda") < 3e-4
+    assert error_of_sums(32768, "cuda") < 3e-4
+    assert error_of_products(32768, fast=True, device="cuda") < 1e-2
 
 
 def test_graph_replays_with_other_groups():

@@ -8,10 +8,26 @@ import torch
 from te_dist import ops
 from te_dist.kernels.gemm import SHARED_LIMIT
 from te_dist.kernels.grouped_gemm import HEIGHTS
-from te_dist.kernels.grouped_whole import Split, products_split, sums_split
+from te_dist.kernels.grouped_whole import (
+    Split,
+    products_in_parts_split,
+    products_split,
+    sums_in_parts_split,
+    sums_split,
+)
+from te_dist.kernels.runtime import recording
 from te_dist.testing import assert_bitwise
 from tests.ops.groups import table_of
-from tests.ops.whole_groups import KINDS, Kind, RowsCase, SumsCase, multiply, sum_rows
+from tests.ops.whole_groups import (
+    KINDS,
+    Kind,
+    RowsCase,
+    SumsCase,
+    error_of_products,
+    error_of_sums,
+    multiply,
+    sum_rows,
+)
 
 SIZES = [[128], [0, 5, 0, 300, 1, 0], [64, 64, 256, 16], [0, 0], [1] * 40, [191, 193, 257, 129]]
 
@@ -30,18 +46,24 @@ def test_product_of_each_group(sizes, kind):
     assert ((out[:-9] - case.want - case.ended()).abs() <= 2**-20 * (1 + 2 * case.want.abs())).all()
 
 
+@pytest.mark.parametrize("poisons", (False, True))
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_sum_over_the_rows_of_each_group(sizes, kind):
-    case, groups = SumsCase(kind, sizes, 40, 24), len(sizes)
-    others = [group for group in range(groups) if group != case.poisoned or sizes[group] == 0]
+def test_sum_over_the_rows_of_each_group(sizes, kind, poisons):
+    case, groups = SumsCase(kind, sizes, 40, 24, poisons=poisons), len(sizes)
     out = torch.full((groups * 40, 24), torch.nan)
     place = dict(table=table_of(sizes, sum(sizes)), out=out)
     sum_rows(kind, case.a, case.b, case.scale, accumulate=False, **place)
-    assert torch.equal(out.view(groups, 40, 24)[others].double(), case.want[others])
+    assert torch.equal(out.view(groups, 40, 24)[case.right].double(), case.want[case.right])
     out.fill_(2.0)
     sum_rows(kind, case.a, case.b, case.scale, accumulate=True, **place)
-    assert torch.equal(out.view(groups, 40, 24)[others].double(), case.want[others] + 2)
+    assert torch.equal(out.view(groups, 40, 24)[case.right].double(), case.want[case.right] + 2)
+
+
+@pytest.mark.parametrize("fast", (False, True))
+def test_long_sums_are_as_exact_as_fp32(fast):
+    assert error_of_products(32768, fast=fast, device="cpu") < 1e-5
+    assert error_of_sums(32768, "cpu") < 1e-5
 
 
 BF16 = Kind("bf16", "bf16")
@@ -83,7 +105,9 @@ def test_products_of_codes_refuse_what_does_not_fit(op, changes, message):
     arguments = dict(a=torch.zeros(64, 128 * (1 + sums), dtype=torch.uint8), b=torch.zeros(96, 128, dtype=torch.uint8))
     arguments |= dict(a_scale=torch.ones(1), b_scale=torch.ones(2), table=table_of([30, 30], 64), fp8=("e4m3", "e4m3"))
     arguments |= dict(accumulate=False, out=torch.zeros(128, 96) if sums else torch.zeros(64, 48))
-    arguments |= dict(b=torch.zeros(96, 256, dtype=torch.uint8)) if sums else dict(bias=None, row_factor=None)
+    arguments |= (
+        dict(b=torch.zeros(96, 256, dtype=torch.uint8)) if sums else dict(bias=None, row_factor=None, fast=True)
+    )
     op(**arguments)
     with pytest.raises(ValueError, match=message):
         op(**(arguments | changes))
@@ -100,7 +124,9 @@ SHAPES = [(rows, cols, groups) for rows in (1, 200, 4096, 2**17) for cols in (8,
 
 def test_every_split_fits_shared_memory_and_the_table():
     splits = {products_split(*shape, itemsize) for shape in SHAPES for itemsize in (1, 2)}
-    for split in splits | {sums_split(*shape) for shape in SHAPES}:
+    in_parts = {choose(*shape) for shape in SHAPES for choose in (products_in_parts_split, sums_in_parts_split)}
+    assert {split.cols for split in in_parts} == {128, 192}
+    for split in splits | in_parts | {sums_split(*shape) for shape in SHAPES}:
         assert split.stages >= 4
         assert split.shared_bytes(split.stages) <= SHARED_LIMIT
         assert split.rows in HEIGHTS
@@ -113,3 +139,22 @@ def test_small_groups_have_small_tiles():
     assert products_split(64, 512, 2, 2) == Split(128, 1)
     assert sums_split(4096, 7168, 8) == Split(256, 2)
     assert sums_split(128, 128, 1) == Split(128, 1)
+
+
+def test_tiles_in_parts_are_wide_where_that_takes_less_time():
+    assert products_in_parts_split(2**15, 7168, 8) == sums_in_parts_split(4096, 7168, 8) == Split(192, 2)
+    assert products_in_parts_split(2**15, 256, 8) == Split(128, 2)
+    assert products_in_parts_split(64, 128, 2) == sums_in_parts_split(128, 128, 1) == Split(128, 1)
+
+
+@pytest.mark.parametrize("fast", (False, True))
+def test_only_fast_products_leave_all_of_a_sum_to_tensor_cores(fast):
+    codes = lambda *shape: torch.empty(shape, dtype=torch.uint8, device="meta")  # noqa: E731
+    scale, kind = torch.empty(1, device="meta"), Kind("e4m3", "e4m3", fast=fast)
+    table = torch.empty(4, 3, dtype=torch.int32, device="meta")
+    with recording() as specs:
+        out = torch.empty(64, 48, device="meta")
+        multiply(kind, codes(64, 128), codes(96, 128), (scale, scale), table=table, out=out)
+        out = torch.empty(128, 48, device="meta")
+        sum_rows(kind, codes(64, 256), codes(48, 256), (scale, scale), table=table, accumulate=False, out=out)
+    assert ["Float32, true" in spec.template for spec in specs] == [not fast, True]

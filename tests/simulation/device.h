@@ -22,6 +22,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <random>
 #include <thread>
 #include <tuple>
@@ -387,13 +388,22 @@ float decode(uint32_t code) {
   if (is_special) return kHasInfinity && mantissa == 0 ? sign * HUGE_VALF : NAN;
   return sign * std::ldexp(float(exponent ? mantissa + (1 << kMantissa) : mantissa), std::max(exponent, 1) - bias - kMantissa);
 }
+template <int kExponent, int kMantissa, bool kHasInfinity>
+float decode_byte(uint8_t code) {
+  static const auto values = [] {
+    std::array<float, 256> values;
+    for (size_t i = 0; i < values.size(); ++i) values[i] = decode<kExponent, kMantissa, kHasInfinity>(unsigned(i));
+    return values;
+  }();
+  return values[code];
+}
 struct e4m3 {
   static constexpr int kBytes = 1;
-  static float value(const uint8_t* place) { return decode<4, 3, false>(*place); }
+  static float value(const uint8_t* place) { return decode_byte<4, 3, false>(*place); }
 };
 struct e5m2 {
   static constexpr int kBytes = 1;
-  static float value(const uint8_t* place) { return decode<5, 2, true>(*place); }
+  static float value(const uint8_t* place) { return decode_byte<5, 2, true>(*place); }
 };
 struct bf16 {
   static constexpr int kBytes = 2;
@@ -447,7 +457,7 @@ template <class Type>
 uint8_t nearest(float value) {
   const uint8_t sign = uint8_t(bits(value) >> 24 & 0x80);
   if (is_nan(value)) return uint8_t(sign | 0x7F);
-  const float magnitude = std::fabs(value);
+  const float magnitude = std::min(std::fabs(value), 1e6f);  // above all codes, infinity too
   uint8_t best = 0;
   float distance = HUGE_VALF;
   for (int code = 0; code < 0x7F; ++code) {
@@ -539,6 +549,21 @@ float operand(const uint8_t* memory, const Descriptor& its, int kept, int summed
   return Type::value(memory + swizzled(place));
 }
 
+// As tensor cores add FP8: what lies 13 bits behind the point of the largest term is cut off from all.
+template <size_t kTerms>
+double sum_of_14_bits(const std::array<double, kTerms>& terms) {
+  double largest = 0.0, sum = 0.0;
+  for (const double term : terms) {
+    if (!std::isfinite(term)) return std::accumulate(terms.begin(), terms.end(), 0.0);
+    largest = std::max(largest, std::fabs(term));
+  }
+  if (largest == 0.0) return 0.0;
+  const int last = std::ilogb(largest) - 13;
+  const double inverse = std::ldexp(1.0, -last);
+  for (const double term : terms) sum += double(int64_t(term * inverse));
+  return std::ldexp(sum, last);
+}
+
 template <int kWidth, class First, class Second>
 void multiply_late(const std::array<float*, kWidth / 2>& sums, uint64_t a, uint64_t b, bool adds, bool turns_a, bool turns_b) {
   const uint8_t* memory = self.block->memory;
@@ -552,9 +577,12 @@ void multiply_late(const std::array<float*, kWidth / 2>& sums, uint64_t a, uint6
     }
     for (int i = 0; i < kWidth / 2; ++i) {
       const int its_col = i / 4 * 8 + col + i % 2, half = i / 2 % 2;
-      double sum = adds ? double(*sums[size_t(i)]) : 0.0;
-      for (int k = 0; k < kDepth; ++k) sum += double(rows[half][k]) * operand<Second>(memory, right, its_col, k, turns_b);
-      *sums[size_t(i)] = float(sum);
+      std::array<double, kDepth + 1> terms;
+      for (int k = 0; k < kDepth; ++k) {
+        terms[size_t(k)] = double(rows[half][k]) * operand<Second>(memory, right, its_col, k, turns_b);
+      }
+      terms[kDepth] = adds ? double(*sums[size_t(i)]) : 0.0;
+      *sums[size_t(i)] = float(First::kBytes == 1 ? sum_of_14_bits(terms) : std::accumulate(terms.begin(), terms.end(), 0.0));
     }
   });
 }

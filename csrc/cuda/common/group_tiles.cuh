@@ -34,6 +34,7 @@ struct GroupProducts {
 
   struct Params {
     GroupTable table;  // its tiles those of a cluster
+    int32_t rows;      // of A and of the output
     int32_t col_tiles;
     int32_t summed;
     int32_t b_rows;  // of a group
@@ -49,7 +50,7 @@ struct GroupProducts {
     const int first = __ldg(p.table.tiles + group), row_tiles = __ldg(p.table.tiles + group + 1) - first;
     const Banded place = Banded::of(index - first * p.col_tiles, row_tiles, p.col_tiles, p.band);
     const int row = __ldg(p.table.begins + group) + Shape::row_of(place.row, block), col = place.col * Shape::kCols;
-    const int b_row = group * p.b_rows, row_end = __ldg(p.table.begins + group + 1);
+    const int b_row = group * p.b_rows, row_end = int(p.table.end_of(group, p.rows));
     if constexpr (Shape::kB == Along::kSummed) return {row, 0, b_row + col, 0, p.summed, col, row, row_end, group};
     return {row, 0, col, b_row, p.summed, col, row, row_end, group};
   }
@@ -64,6 +65,7 @@ struct GroupSums {
 
   struct Params {
     GroupTable table;  // its tiles those of 128 rows
+    int32_t summed;    // rows, or columns, of both operands
     int32_t rows;      // of the output of a group
     int32_t row_tiles, col_tiles;  // of a cluster
     int32_t band;
@@ -73,8 +75,10 @@ struct GroupSums {
 
   TE_DIST_DEVICE int count() const { return int(p.table.groups) * p.row_tiles * p.col_tiles; }
 
+  // At most where the operands end, whatever the table was made for.
   TE_DIST_DEVICE int begin_of(int group) const {
-    return Shape::kA == Along::kSummed ? __ldg(p.table.tiles + group) * kTile : __ldg(p.table.begins + group);
+    if constexpr (Shape::kA == Along::kKept) return min(__ldg(p.table.begins + group), p.summed);
+    return min(__ldg(p.table.tiles + group), p.summed / kTile) * kTile;
   }
 
   TE_DIST_DEVICE GroupTile at(int index, int block) const {

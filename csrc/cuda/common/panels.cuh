@@ -39,9 +39,9 @@ struct GroupedRows {
 
   TE_DIST_DEVICE View view_of_tile(const Extents& extents, int tile) const {
     const int group = table.group_of(tile);
-    const int64_t begin = __ldg(table.begins + group), end = __ldg(table.begins + group + 1);
+    const int64_t begin = __ldg(table.begins + group);
     const int64_t tiled_row = int64_t(__ldg(table.tiles + group)) * kPanel;
-    return {{end < extents.rows ? end : extents.rows, extents.cols}, {tiled_row - begin, 0}, group};
+    return {{table.end_of(group, extents.rows), extents.cols}, {tiled_row - begin, 0}, group};
   }
 
   // How many rows the grid of tiles has, how many an output by columns, and which of them a row of the matrix becomes.

@@ -87,6 +87,12 @@ struct GroupTable {
     }
     return first;
   }
+
+  // First row that is not a group's, of a matrix of `rows`, whatever the table was made for.
+  TE_DIST_DEVICE int64_t end_of(int group, int64_t rows) const {
+    const int64_t end = __ldg(begins + group + 1);
+    return end < rows ? end : rows;
+  }
 };
 
 // Products of rows, in groups, with a matrix B of each group: of rows (T, K) with (groups * N, K).
@@ -96,6 +102,7 @@ struct RowGroups {
 
   struct Params {
     GroupTable table;
+    int32_t rows;  // of A and of the output
     int32_t col_tiles, depth_tiles;
     int32_t b_rows, b_scale_rows;  // of a group
     int32_t band;
@@ -112,7 +119,8 @@ struct RowGroups {
     const int row = __ldg(p.table.begins + group) + place.row * Shape::kRows;
     const int col = (place.col * Shape::kCluster + block) * Shape::kCols;
     const int b_scale_row = group * p.b_scale_rows + (Shape::kSquareB ? col / Shape::kDepth : 0);
-    return {row, col, group * p.b_rows + col, b_scale_row, 0, p.depth_tiles, row, __ldg(p.table.begins + group + 1), group};
+    const int row_end = int(p.table.end_of(group, p.rows));
+    return {row, col, group * p.b_rows + col, b_scale_row, 0, p.depth_tiles, row, row_end, group};
   }
 };
 
@@ -124,6 +132,7 @@ struct DepthGroups {
 
   struct Params {
     GroupTable table;  // its tiles those of 128 rows
+    int32_t tiles;     // along the columns of both operands
     int32_t rows;      // of the output of a group
     int32_t row_tiles, col_tiles;
     int32_t band;
@@ -137,7 +146,8 @@ struct DepthGroups {
     const int in_group = p.row_tiles * p.col_tiles, group = index / in_group;
     const Banded place = Banded::short_last(index - group * in_group, p.rows / Shape::kRows, p.col_tiles, p.band);
     const int row = place.row * Shape::kRows, col = (place.col * Shape::kCluster + block) * Shape::kCols;
-    const int first = __ldg(p.table.tiles + group), depth_tiles = __ldg(p.table.tiles + group + 1) - first;
+    const int first = min(__ldg(p.table.tiles + group), p.tiles);  // at most as many as there are, whatever the table says
+    const int depth_tiles = min(__ldg(p.table.tiles + group + 1), p.tiles) - first;
     return {row, col, col, first, first, depth_tiles, group * p.rows + row, (group + 1) * p.rows, group};
   }
 };
