@@ -49,13 +49,16 @@ def looped_halves(problem: Problem, leg: Leg) -> Call:
     return partial(run_all, calls)
 
 
-def torch_rows(problem: Problem, leg: Leg) -> Call | None:
-    """One launch for all groups of FP8 with a scale for each row; gradients of weights are stored in bf16."""
-    if any(size % _MULTIPLE for size in problem.sizes):
+def torch_rows(problem: Problem, leg: Leg, *, fast: bool = True) -> Call | None:
+    """One launch for all groups of FP8 with a scale for each row; gradients of weights are stored in bf16.
+
+    Not `fast`: parts of sums are added in fp32, for gradients.
+    """
+    if any(size % _MULTIPLE for size in problem.sizes) or (leg == "fprop" and not fast):
         return None
     (kept, other), groups, real = problem.extents(leg), problem.groups, problem.real_rows
     operands, by_row = grouped_cases.whole(problem, leg), F.ScalingType.RowWise
-    rest = {"offs": problem.ends, "output_dtype": torch.bfloat16, "use_fast_accum": True}
+    rest = {"offs": problem.ends, "output_dtype": torch.bfloat16, "use_fast_accum": fast}
     ones = functools.partial(torch.ones, device=problem.device)
     if sums(leg):
         a, b = (side[:, :real].contiguous().view(_FP8) for side in (operands.a, operands.b))
@@ -64,11 +67,13 @@ def torch_rows(problem: Problem, leg: Leg) -> Call | None:
     return partial(F.scaled_grouped_mm, a, b, ones(real), by_row, ones(groups, kept), by_row, **rest)
 
 
-def looped_whole(problem: Problem, leg: Leg) -> Call:
-    """cuBLASLt on FP8 with one scale, a call for each group, sums kept by tensor cores; stored in bf16.
+def looped_whole(problem: Problem, leg: Leg, *, fast: bool = True) -> Call | None:
+    """cuBLASLt on FP8 with one scale, a call for each group; stored in bf16. `fast` as of `torch_rows`.
 
-    What is summed over is a multiple of 16: groups of rows are copied so, with zeros, before time is taken.
+    What is summed over is a multiple of 16: groups of rows are copied so before time is taken.
     """
+    if leg == "fprop" and not fast:
+        return None
     kept, other = problem.extents(leg)
     operands, one = grouped_cases.whole(problem, leg), torch.ones(1, device=problem.device)
     its_type = F.ScalingType.TensorWise
@@ -79,7 +84,7 @@ def looped_whole(problem: Problem, leg: Leg) -> Call:
             a, b = (side[:, :padded].contiguous().view(_FP8) for side in (operands.a, operands.b))
         else:
             a, b = operands.a[rows].view(_FP8), operands.b.view(-1, kept, other)[group].view(_FP8)
-        rest = {"output_dtype": torch.bfloat16, "use_fast_accum": True}
+        rest = {"output_dtype": torch.bfloat16, "use_fast_accum": fast}
         calls.append(partial(F.scaled_mm, a, b.t(), one, its_type, one, its_type, **rest))
     return partial(run_all, calls)
 
@@ -138,7 +143,9 @@ _PEERS: dict[Kind, dict[str, Callable[[Problem, Leg], Call | None]]] = {
     "blocks": {"DeepGEMM, blocks": deep_gemm_blocks, _BF16: torch_halves},
     "fp8": {
         "torch scaled_grouped_mm, FP8 by rows": torch_rows,
+        "torch scaled_grouped_mm, FP8 by rows, fp32 sums": partial(torch_rows, fast=False),
         "loop of torch scaled_mm, FP8": looped_whole,
+        "loop of torch scaled_mm, FP8, fp32 sums": partial(looped_whole, fast=False),
         _BF16: torch_halves,
     },
     "bf16": {

@@ -6,9 +6,9 @@ The GPU is idle when a call begins, and small enough work to be done by the next
 two rounds that walk over all lines; torch's bf16 Linear is a line among them. Wanted: less than 250 us for a Linear of
 512 in FP8 blocks, 400 us for a GroupedLinear with one weight, 15 us for an op, whatever the number of groups.
 
-What is recorded serves inputs of the same number of rows. Experts over ranks get another one in every step unless they
-have a capacity, so there are lines for calls whose numbers of rows come in turn: 16, each of which is recorded once;
-and another one in every call, of which an op or a module records the first ones, and none after that.
+What is recorded serves inputs of the same number of rows, and only what comes again is recorded. Experts over ranks get
+another number in every step unless they have a capacity, so there are lines for calls whose numbers of rows come in
+turn, 16 of them, and for another one in every call.
 """
 
 from __future__ import annotations

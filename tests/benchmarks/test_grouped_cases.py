@@ -68,8 +68,11 @@ def test_bf16_of_all_libraries_is_the_same_product(leg: Any, sizes: list[int], m
 @every_routing
 @pytest.mark.parametrize("leg", LEGS)
 def test_a_loop_of_scaled_products_runs(leg: Any, sizes: list[int]) -> None:
-    assert len(grouped_peers.looped_whole(Problem(SMALL, sizes, device="cpu"), leg).args[0]) == 2
-    grouped_peers.looped_whole(Problem(SMALL, sizes, device="cpu"), leg)()
+    problem = Problem(SMALL, sizes, device="cpu")
+    call = grouped_peers.looped_whole(problem, leg)
+    assert len(call.args[0]) == 2  # type: ignore[union-attr]
+    call()  # type: ignore[misc]
+    assert (grouped_peers.looped_whole(problem, leg, fast=False) is None) == (leg == "fprop")
 
 
 @pytest.mark.parametrize("leg", LEGS)
