@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 
 import torch
@@ -20,6 +21,11 @@ _OPS, _ENOUGH = 17, 60  # ops on groups, calls of a family that have one of each
 
 def foreign_calls() -> list[Call]:
     """One of every op on groups, with something to do."""
+    return [_beyond(call) for call in _of_each_op()]
+
+
+@cache
+def _of_each_op() -> list[Call]:
     found: dict[str, Call] = {}
     for family in (groups, groups_by_decoding, grouped_quantizers, groups_summed_whole):
         for call in islice(family(), _ENOUGH):
@@ -27,7 +33,7 @@ def foreign_calls() -> list[Call]:
             if "table" in call.inputs and all(tensor.numel() for tensor in tensors):
                 found.setdefault(call.op.__name__, call)
     assert len(found) == _OPS
-    return [_beyond(call) for call in found.values()]
+    return list(found.values())
 
 
 def _beyond(call: Call) -> Call:
