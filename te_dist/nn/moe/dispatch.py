@@ -8,9 +8,11 @@ by expert, and are sorted by expert with the ranks in order, which is the order 
 tokens. That second sorting is an index: who multiplies the rows gathers them by it.
 
 Without a capacity no copy is lost. The sizes of messages are device data that the collective wants on the host: one
-copy to the host per dispatch, counted. With a capacity of C, every rank sends C slots to every other, full or not:
-nothing waits for the device, and a CUDA graph can hold it. Copies beyond C are dropped, last choices first and among
-them last tokens first; what a dropped copy would have added to its token is zero, and their number is returned.
+copy to the host per dispatch, counted. What arrives is followed by rows that are nobody's, at most one for sixteen, so
+that steps have few numbers of rows, and what was found out for one of them serves others. With a capacity of C, every
+rank sends C slots to every other, full or not: nothing waits for the device, and a CUDA graph can hold it. Copies
+beyond C are dropped, last choices first and among them last tokens first; what a dropped copy would have added to its
+token is zero, and their number is returned.
 """
 
 from __future__ import annotations
@@ -156,8 +158,11 @@ class AllToAllDispatcher:
         sizes = torch.stack((outgoing.counts.view_as(counts).sum(1), counts.sum(1)))
         sent, received = map(tuple, sizes.tolist())
         self.num_host_syncs += 1
-        exchange = Exchange(self.group, self.num_ranks, sum(sent), sum(received), sent, received)
-        return outgoing, by_expert(counts, sum(received)), exchange
+        num_rows = _rounded(sum(received))
+        spare = counts.new_zeros(self.num_ranks, 1)
+        spare[-1] = num_rows - sum(received)
+        exchange = Exchange(self.group, self.num_ranks, sum(sent), num_rows, sent, received)
+        return outgoing, _behind(counts, spare, num_rows), exchange
 
     def _plan_slots(self, experts: Tensor) -> tuple[Permutation, Permutation, Exchange]:
         assert self.capacity is not None
@@ -165,15 +170,26 @@ class AllToAllDispatcher:
         outgoing = fill_slots(experts, self.num_ranks, self.num_local_experts, capacity=self.capacity)
         counts = self._swap_counts(outgoing.counts)
         empty = self.capacity - counts.sum(1, keepdim=True)
-        index, choices, positions, counts = by_expert(torch.cat((counts, empty), dim=1), num_slots)
         exchange = Exchange(self.group, self.num_ranks, num_slots, num_slots, has_spare_row=True)
-        return outgoing, Permutation(index, choices, positions, counts[:-1]), exchange
+        return outgoing, _behind(counts, empty, num_slots), exchange
 
     def _swap_counts(self, counts: Tensor) -> Tensor:
         """int64 (P, L): rows that come from each rank for each expert here, of rows that go to each expert, (E,)."""
         out = torch.empty_like(counts)
         dist.all_to_all_single(out, counts, group=self.group)
         return out.view(self.num_ranks, self.num_local_experts)
+
+
+def _rounded(num_rows: int) -> int:
+    """Not less, of 2**4 numbers between a power of two and the next."""
+    grain = 1 << max(0, num_rows.bit_length() - 1 - 4)
+    return -(-num_rows // grain) * grain
+
+
+def _behind(counts: Tensor, spare: Tensor, num_rows: int) -> Permutation:
+    """`by_expert` of rows of which some from each rank, `spare` (P, 1), are nobody's and sort behind the others."""
+    index, choices, positions, counts = by_expert(torch.cat((counts, spare), dim=1), num_rows)
+    return Permutation(index, choices, positions, counts[:-1])
 
 
 def by_expert(counts: Tensor, num_rows: int) -> Permutation:

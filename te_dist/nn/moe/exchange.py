@@ -30,7 +30,7 @@ class Exchange:
         group: the P ranks.
         num_ranks: P.
         num_sent, num_received: rows of this rank, before and after.
-        sent, received: of these, rows by rank; None for equal parts.
+        sent, received: of these, rows by rank, before rows that are nobody's; None for equal parts.
         has_spare_row: whether a row of zeros follows rows that came back: that of copies which were never sent.
     """
 
@@ -43,9 +43,11 @@ class Exchange:
     has_spare_row: bool = False
 
     def send(self, rows: Tensor) -> Tensor:
-        """(num_received, ...) of (num_sent, ...). Collective."""
+        """(num_received, ...) of (num_sent, ...), nobody's rows zero. Collective."""
         out = rows.new_empty(self.num_received, *rows.shape[1:])
-        self._swap(out, rows, self.received, self.sent)
+        arriving = self._of_ranks(out, self.received)
+        out[len(arriving) :].zero_()
+        self._swap(arriving, rows, self.received, self.sent)
         return out
 
     def send_back(self, rows: Tensor) -> Tensor:
@@ -53,8 +55,13 @@ class Exchange:
         out = rows.new_empty(self.num_sent + self.has_spare_row, *rows.shape[1:])
         if self.has_spare_row:
             out[-1].zero_()
-        self._swap(out[: self.num_sent], rows, self.sent, self.received)
+        self._swap(out[: self.num_sent], self._of_ranks(rows, self.received), self.sent, self.received)
         return out
+
+    @staticmethod
+    def _of_ranks(rows: Tensor, sizes: tuple[int, ...] | None) -> Tensor:
+        """The rows that are somebody's."""
+        return rows if sizes is None else rows[: sum(sizes)]
 
     def _swap(self, out: Tensor, rows: Tensor, received: Any, sent: Any) -> None:
         sizes = [None if each is None else list(each) for each in (received, sent)]

@@ -88,6 +88,33 @@ def test_an_expert_sees_tokens_in_the_order_of_one_rank(ranks: Callable) -> None
     assert [rows for of_rank in ranks(4).run(arrived_rows) for rows in of_rank] == want
 
 
+def own_experts(rank: int) -> Tensor:
+    """Choices of the tokens of a rank: several times sixteen copies come to each."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.rand(67 + rank, EXPERTS, generator=generator).argsort(1)[:, :COPIES]
+
+
+def tail(rank: int, world: int) -> tuple[int, Tensor, Tensor]:
+    dispatcher = AllToAllDispatcher(EXPERTS, testing.mesh((world,), ("ep",)))
+    experts, device = own_experts(rank), testing.device()
+    x = torch.ones(len(experts), HIDDEN, device=device)
+    probabilities = torch.ones(experts.shape, device=device)
+    arrived = dispatcher.dispatch(x, Routed(probabilities, experts.to(device)))
+    return len(arrived.rows), arrived.rows[arrived.by_expert.index].cpu(), arrived.probabilities.cpu()
+
+
+def test_steps_have_few_numbers_of_rows(ranks: Callable) -> None:
+    world = 2
+    experts = torch.cat([own_experts(rank) for rank in range(world)]).flatten()
+    for rank, (num_rows, sorted_rows, probabilities) in enumerate(ranks(world).run(tail)):
+        came = int((experts // (EXPERTS // world) == rank).sum())
+        assert 128 <= came < 256, "between two powers of two"  # noqa: PLR2004
+        assert came <= num_rows < came + 8, "at most one row for sixteen more"
+        assert num_rows % 8 == 0
+        for values in (sorted_rows[:, 0], probabilities):
+            assert_bitwise(values, (torch.arange(num_rows) < came).float(), "ones, and zeros behind them")
+
+
 def dropped(rank: int, world: int, capacity: int) -> tuple[tuple[Tensor, ...], int]:
     dispatcher = AllToAllDispatcher(EXPERTS, testing.mesh((world,), ("ep",)), capacity=capacity)
     result = run(dispatcher, rank * dispatcher.num_local_experts, own_part(rank, world))
