@@ -32,7 +32,7 @@ def matrix(kind: str, shape: tuple[int, int], dtype: torch.dtype, seed: int = 0)
         x = torch.zeros(shape).copysign(normal)
         x[: shape[0] // 3] = normal[: shape[0] // 3]
     elif kind == "special":
-        x = torch.where(choice < 0.002, torch.tensor(torch.nan), normal)
+        x = torch.where(choice < 0.002, torch.tensor(torch.nan).copysign(normal), normal)
         x = torch.where((choice > 0.01) & (choice < 0.0105), torch.tensor(torch.inf).copysign(normal), x)
         x[shape[0] // 2 : shape[0] // 2 + 20] = torch.nan
     elif kind == "ties":  # half way between codes, where scales are powers of two

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import cache, wraps
 from itertools import product
 from typing import Any
 
@@ -82,6 +82,12 @@ def codes(shape: Pair, shift: int = 0) -> Tensor:
 
 def bytes_of(shape: Pair, shift: int) -> Tensor:
     return shifted(torch.zeros(shape, dtype=torch.uint8), shift)
+
+
+@cache
+def catalog() -> tuple[Call, ...]:
+    """`calls()`, made once in a process."""
+    return tuple(calls())
 
 
 def calls() -> Iterator[Call]:

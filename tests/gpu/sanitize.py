@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from tests.gpu.catalog import Call, calls
+from tests.gpu.catalog import Call, catalog
 
 
 def run(call: Call) -> None:
@@ -26,7 +26,7 @@ def run(call: Call) -> None:
 def main() -> None:
     """See the top of the file."""
     with ThreadPoolExecutor(16 if "--compile" in sys.argv else 1) as pool:
-        done = list(pool.map(run, calls()))
+        done = list(pool.map(run, catalog()))
     print(f"{len(done)} calls")
 
 

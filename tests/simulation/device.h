@@ -398,11 +398,11 @@ float decode_byte(uint8_t code) {
   return values[code];
 }
 struct e4m3 {
-  static constexpr int kBytes = 1;
+  static constexpr int kBytes = 1, kLargest = 0x7E;
   static float value(const uint8_t* place) { return decode_byte<4, 3, false>(*place); }
 };
 struct e5m2 {
-  static constexpr int kBytes = 1;
+  static constexpr int kBytes = 1, kLargest = 0x7B;
   static float value(const uint8_t* place) { return decode_byte<5, 2, true>(*place); }
 };
 struct bf16 {
@@ -419,6 +419,7 @@ struct f16 {
   static constexpr int kBytes = 2;
   static float value(const uint8_t* place) { return decode<5, 10, true>(uint32_t(place[0] | place[1] << 8)); }
   static uint16_t code(float value) {
+    if (value != value) return 0x7FFF;
     const _Float16 half = _Float16(value);
     uint16_t code;
     std::memcpy(&code, &half, 2);
@@ -452,15 +453,17 @@ inline unsigned permuted(unsigned low, unsigned high, unsigned selector) {
 }
 inline void permute(uint32_t& result, uint32_t low, uint32_t high, uint32_t selector) { result = permuted(low, high, selector); }
 
-// The code of an FP8 type that is nearest to a value, the even one of two; what is too large becomes the largest.
+// The code of an FP8 type that is nearest to a value, the even one of two; what is too large becomes the largest, every
+// NaN the same.
 template <class Type>
 uint8_t nearest(float value) {
   const uint8_t sign = uint8_t(bits(value) >> 24 & 0x80);
-  if (is_nan(value)) return uint8_t(sign | 0x7F);
-  const float magnitude = std::min(std::fabs(value), 1e6f);  // above all codes, infinity too
+  if (is_nan(value)) return 0x7F;
+  const uint8_t largest = Type::kLargest;
+  const float magnitude = std::min(std::fabs(value), Type::value(&largest));
   uint8_t best = 0;
   float distance = HUGE_VALF;
-  for (int code = 0; code < 0x7F; ++code) {
+  for (int code = 0; code <= largest; ++code) {
     const uint8_t byte = uint8_t(code);
     const float off = std::fabs(Type::value(&byte) - magnitude);
     if (off < distance || (off == distance && code % 2 == 0)) best = byte, distance = off;
