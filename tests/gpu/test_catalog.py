@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from te_dist import ops
-from tests.gpu.catalog import calls
+from tests.gpu.catalog import catalog
 
 
 def test_every_op_is_called():
-    called = {call.op.__name__ for call in calls()}
+    called = {call.op.__name__ for call in catalog()}
     assert called == set(ops.__all__)
 
 
 def test_calls_are_valid():
-    for call in calls():
+    for call in catalog():
         try:
             call.run()
         except NotImplementedError as error:
