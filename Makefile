@@ -50,12 +50,15 @@ test: build
 	$(RUN) -m pytest --numprocesses $(JOBS) --dist loadgroup $(ARGS)
 
 # Every kernel over small matrices under NVIDIA's checkers of memory accesses, races, uninitialized reads and barriers.
-# Without torch's pool of memory, inside of which an access out of bounds would go unseen.
+# Without torch's pool of memory, inside of which an access out of bounds would go unseen. All of them run; it fails at
+# the end. Races are not looked for in products: their barriers are those of the bulk copy engine, which racecheck misses.
 sanitize: build
 	$(RUN) -m tests.gpu.sanitize --compile
-	for tool in memcheck racecheck initcheck synccheck; do \
+	failed=; for tool in memcheck racecheck initcheck synccheck; do \
+		test $$tool = racecheck && calls=--without-products || calls=; \
 		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --kernel-name kernel_substring=te_dist_kernel --error-exitcode 1 \
-			$(RUN) -m tests.gpu.sanitize || exit 1; done
+			$(RUN) -m tests.gpu.sanitize $$calls || failed="$$failed $$tool"; done; \
+	test -z "$$failed" || { echo "make sanitize: errors found by$$failed"; exit 1; }
 
 lint: build
 	$(RUN) -m ruff check .

@@ -26,7 +26,7 @@ hypothesis.settings.load_profile("te_dist")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-kernels", action="store_true", help="compile all CUDA kernels, not a third of them")
+    parser.addoption("--all-kernels", action="store_true", help="compile all CUDA kernels, not a part of them")
 
 
 def pytest_configure(config: pytest.Config) -> None:

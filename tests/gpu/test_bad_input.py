@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from te_dist.testing import assert_bitwise
 from tests.gpu.catalog import Call, catalog
+from tests.gpu.each_op import of_each_op, tensors
 from tests.gpu.twins import assert_same, whole
 from tests.ops.foreign_tables import check_foreign, foreign_calls
 from tests.ops.no_groups import NoGroups
@@ -19,25 +20,6 @@ from tests.ops.no_groups import NoGroups
 pytestmark = pytest.mark.gpu
 
 CALLS = catalog()
-
-
-def of_each_op() -> list[Call]:
-    """Of every op the first call that takes the most tensors, with something to do."""
-    found: dict[str, Call] = {}
-    for call in CALLS:
-        given = list(tensors(call))
-        if all(tensor.numel() for _, tensor in given):
-            most = found.setdefault(call.op.__name__, call)
-            if len(given) > len(list(tensors(most))):
-                found[call.op.__name__] = call
-    return list(found.values())
-
-
-def tensors(call: Call) -> Iterator[tuple[str, Tensor]]:
-    for name, value in (*call.inputs.items(), *call.outputs.items()):
-        yield from (
-            (name, tensor) for tensor in (value if isinstance(value, list) else [value]) if isinstance(tensor, Tensor)
-        )
 
 
 def with_tensor(call: Call, name: str, changed: Callable[[Tensor], Tensor]) -> Call:

@@ -12,6 +12,8 @@ from te_dist import ops
 from te_dist.formats import WHOLE
 from te_dist.ops.quantize_float8_current import WORKSPACE
 from te_dist.testing import assert_bitwise
+from tests.gpu.each_op import of_each_op
+from tests.gpu.twins import assert_same
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +25,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
 
 
 def calls(rows: int, cols: int) -> Iterator[tuple[str, Callable[[], None], list[Tensor]]]:
-    """Every op with its outputs on the GPU: name, call, outputs."""
+    """Ops that read or write much, with their outputs on the GPU: name, call, outputs."""
     f32, bf16 = torch.float32, torch.bfloat16
     x = torch.randn(rows, cols, device="cuda", dtype=bf16)
     amax = empty(1, 1, dtype=f32)
@@ -71,32 +73,36 @@ def calls(rows: int, cols: int) -> Iterator[tuple[str, Callable[[], None], list[
     yield "assemble", lambda: ops.assemble(halves, **starts, out=joined), [joined]
 
 
-def test_no_op_waits_for_the_host_or_allocates():
-    for name, call, _ in calls(256, 512):
-        call()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            call()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before, name
+@pytest.mark.parametrize("call", of_each_op(), ids=lambda call: call.op.__name__)
+def test_no_op_waits_for_the_host_or_allocates(call):
+    on_gpu = call.on("cuda")
+    for _ in range(3):  # chosen, recorded, played: see [Note: Tapes]
+        on_gpu.run()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        on_gpu.run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
-def test_every_op_can_be_captured_in_a_graph():
-    for name, call, outputs in calls(256, 512):
-        call()
-        torch.cuda.synchronize()
-        want = [output.clone() for output in outputs]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        for output in outputs:
-            output.fill_(1)
-        graph.replay()
-        for output, expected in zip(outputs, want, strict=True):
-            assert_bitwise(output, expected, name)
+@pytest.mark.parametrize("call", of_each_op(), ids=lambda call: call.op.__name__)
+def test_every_op_can_be_captured_in_a_graph(call):
+    on_gpu = call.on("cuda")
+    before = {name: output.clone() for name, output in on_gpu.outputs.items()}
+    on_gpu.run()
+    torch.cuda.synchronize()
+    want = {name: output.clone() for name, output in on_gpu.outputs.items()}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        on_gpu.run()
+    for name, output in on_gpu.outputs.items():
+        output.copy_(before[name])
+    graph.replay()
+    for name, output in on_gpu.outputs.items():
+        assert_same(output.contiguous(), want[name].contiguous(), name)
 
 
 def test_repeats_give_the_same_bytes():

@@ -62,6 +62,16 @@ def test_products_are_those_of_the_quantized_operands(case: Any, rows: int) -> N
     assert relative_error(grad_b.cpu(), grad.cpu().double().sum(0)) < 4e-3
 
 
+@every_recipe
+def test_a_pass_without_rows_gives_zeros(case: Any) -> None:
+    module = make()
+    for _ in range(2):
+        out, grad_x, grad_w, grad_b = step(module, case.recipe, normal(0, IN))
+        assert (out.shape, grad_x.shape) == ((0, OUT), (0, IN))
+        assert (grad_w == 0).all() and grad_w.shape == (OUT, IN)
+        assert (grad_b == 0).all() and grad_b.shape == (OUT,)
+
+
 @pytest.mark.parametrize("quantized", [False, True])
 @stateless
 def test_later_passes_are_those_of_a_fresh_module(case: Any, quantized: bool) -> None:
