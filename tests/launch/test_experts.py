@@ -112,9 +112,9 @@ def test_a_resumed_run_repeats_the_losses_of_the_unbroken_one(expert_job: Callab
 @pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
 def test_sizes_that_products_in_groups_do_not_take_are_told_in_one_line(expert_job: Callable, capsys) -> None:
     with pytest.raises(SystemExit):
-        train.main([str(expert_job("mxfp8").path)])
+        train.main([str(expert_job("mxfp8").path), "--model.experts.ffn", "96"])
     (line,) = capsys.readouterr().err.splitlines()
-    assert "recipe mxfp8: got experts.fc1: in_features=64 does not fit" in line
+    assert "recipe mxfp8: got experts.fc2: in_features=96 does not fit" in line
 
 
 @pytest.mark.xdist_group("jobs")
