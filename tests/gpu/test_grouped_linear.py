@@ -15,6 +15,7 @@ from te_dist.nn import group_table
 from te_dist.nn.grouped_products import WEIGHTED_SWIGLU, Given
 from te_dist.recipe import Recipe
 from te_dist.testing import assert_bitwise
+from tests.gpu.waits import never_waiting
 from tests.nn.recipes import CASES, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -111,13 +112,10 @@ def test_no_pass_waits_for_the_gpu(name: str, quantized: bool, single: bool) -> 
     x, grad = normal(ROWS, IN), normal(ROWS, OUT, seed=2)
     for _ in range(2):
         step(module, made_by, splits, x)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         for given in (splits, sizes, group_table(splits, ROWS)):
             with inside(made_by):
                 module(x.requires_grad_(), given).backward(grad)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("rest", ["delay", "fuse", "original", "buffers", "microbatches", "flag"])

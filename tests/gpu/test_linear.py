@@ -13,6 +13,7 @@ from te_dist import grouped, recipe
 from te_dist.catalog import FORMATS
 from te_dist.recipe import Recipe
 from te_dist.testing import assert_bitwise
+from tests.gpu.waits import never_waiting
 from tests.nn.recipes import CASES, exact_products, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -145,12 +146,8 @@ def test_no_pass_waits_for_the_gpu(case: Any, quantized: bool) -> None:
     for _ in range(2):
         step(module, case.recipe, x)
     grad = normal(64, OUT, seed=2)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with te.autocast(recipe=case.recipe):
-            module(x.requires_grad_()).backward(grad)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with never_waiting(), te.autocast(recipe=case.recipe):
+        module(x.requires_grad_()).backward(grad)
 
 
 class Block(torch.nn.Module):

@@ -15,6 +15,7 @@ from te_dist.nn.moe import ExpertParallel, MoE, Routing, sort_by_expert
 from te_dist.nn.moe.dispatch import by_expert, fill_slots
 from te_dist.recipe import Recipe
 from te_dist.testing import assert_bitwise, pool
+from tests.gpu.waits import never_waiting
 from tests.nn.recipes import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -66,11 +67,8 @@ def test_no_pass_waits_for_the_gpu(name: str) -> None:
     x = tokens(1).requires_grad_()
     module.zero_grad()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         run(module, name, x, grad)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_routing_is_that_of_fp32() -> None:
@@ -95,11 +93,8 @@ def test_plans_of_rows_wait_for_nothing_and_are_those_of_the_cpu() -> None:
     number = int(counts.sum())
     here = [sort_by_expert(experts, EXPERTS), fill_slots(experts, 4, 2, capacity=60), by_expert(counts, number)]
     experts, counts = experts.cuda(), counts.cuda()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         there = [sort_by_expert(experts, EXPERTS), fill_slots(experts, 4, 2, capacity=60), by_expert(counts, number)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for a, b in zip(there, here, strict=True):
         for field in a._fields:
             assert_bitwise(getattr(a, field).cpu(), getattr(b, field), field)
