@@ -26,6 +26,8 @@ from te_dist.codecs.nvfp4 import NvFp4
 from te_dist.codecs.tensorwise import Tensorwise
 from te_dist.formats import Encoding, Region
 from te_dist.formats.region import Pair
+from te_dist.kernels.gemm import fits_map
+from te_dist.kernels.gemm_tensor import SCALE_ALIGNMENT
 
 
 class Operand(NamedTuple):
@@ -93,8 +95,6 @@ class Entry(NamedTuple):
 
 QUANTIZED = (Block, MxFp8, NvFp4, Tensorwise)
 _RUN, _SQUARE = (1, LARGEST_TILE[1]), LARGEST_TILE
-_ALIGNMENT = 16  # bytes of which addresses are multiples where cuBLASLt reads scales and writes FP8 products
-WORKSPACE_BYTES = 0  # that cuBLASLt may use for a product
 READS_ANY_ORDER = ("cpu",)  # types of devices whose functions read either direction of equal values alike
 _TABLE: dict[tuple[type[Codec], type[Codec], str], Entry] = {}
 
@@ -234,7 +234,7 @@ def _by_cublaslt(a: Operand, b: Operand, result: Result) -> None:
     if fp8 == ("e5m2", "e5m2"):
         return _by_decoding(a, b, result)  # cuBLASLt multiplies e4m3 with either, e5m2 with e4m3 only
     fuses_bias = bias is not None and out.dtype != torch.float32
-    is_direct = out.data_ptr() % _ALIGNMENT == 0
+    is_direct = fits_map(out)
     target = out if is_direct else torch.empty_like(out)
     ops.gemm_float8_tensor(
         *_readable(*a.stored),
@@ -243,7 +243,7 @@ def _by_cublaslt(a: Operand, b: Operand, result: Result) -> None:
         bias=bias.to(out.dtype) if fuses_bias else None,
         fast=a.sums_over == b.sums_over == 1,
         accumulate=accumulate and is_direct,
-        workspace=torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=a.device) if WORKSPACE_BYTES else None,
+        workspace=None,  # with which products were not faster
         out=target,
     )
     if not is_direct:
@@ -254,7 +254,7 @@ def _by_cublaslt(a: Operand, b: Operand, result: Result) -> None:
 
 def _readable(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Both; the scale, which may be one of several that lie together, where cuBLASLt can read it."""
-    return codes, scale if scale.data_ptr() % _ALIGNMENT == 0 else scale.clone()
+    return codes, scale if scale.data_ptr() % SCALE_ALIGNMENT == 0 else scale.clone()
 
 
 @implements([_HIGH_PRECISION], "cuda")

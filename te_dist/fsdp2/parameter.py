@@ -242,9 +242,6 @@ class ShardedParameter(QuantizedTensor):
                 storage.fill(plan, outputs, shard)
                 return type(self)(storage, shape), tuple(storage.owned.values())
         storage = getattr(out, "_local_tensor", out).storage  # `out` is a DTensor under tensor parallelism
-        if not storage.owned:
-            storage.fill(plan, outputs, shard)
-            return None
         # Compiled code saves buffers for backward, not the tensor around them: they are gathered again, not changed.
         with _torch_private.preserved_versions(tuple(storage.owned.values())):
             storage.fill(plan, outputs, shard)

@@ -205,11 +205,7 @@ def gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, b_
     """See te_dist.ops.gemm_float8_block."""
     fp8, bias, accumulate, out = rest
     (rows, depth), cols = a.shape, b.shape[0]
-    if out.numel() == 0:
-        return
-    if sums_nothing(depth, out, accumulate=accumulate):
-        if bias is not None:
-            out.add_(bias)
+    if is_trivial(depth, out, bias=bias, accumulate=accumulate):
         return
     check_alignment(a=a, a_scale=a_scale, b=b, b_scale=b_scale)
     square = b_tile[0] != 1
@@ -226,11 +222,14 @@ def gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, b_
     launch(spec, out, (clusters * shape.cluster, 1), (*values, *tiles))
 
 
-def sums_nothing(extent: int, out: Tensor, *, accumulate: bool) -> bool:
-    """Whether a product sums over nothing; `out` is then what it has to be."""
-    if extent == 0 and not accumulate:
-        out.zero_()
-    return extent == 0
+def is_trivial(extent: int, out: Tensor, *, accumulate: bool, bias: Tensor | None = None) -> bool:
+    """Whether a product has no values, or sums over nothing; `out` is then what it has to be."""
+    if out.numel() and extent == 0:
+        if not accumulate:
+            out.zero_()
+        if bias is not None:
+            out.add_(bias)
+    return out.numel() == 0 or extent == 0
 
 
 def fits_map(matrix: Tensor) -> bool:

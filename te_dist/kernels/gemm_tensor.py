@@ -9,13 +9,13 @@ from torch import Tensor
 
 from te_dist import _C
 from te_dist.kernels.arguments import pointer
-from te_dist.kernels.gemm import check_alignment, sums_nothing
+from te_dist.kernels.gemm import check_alignment, is_trivial
 from te_dist.kernels.runtime import ALIGNMENT, Launch, issue
 from te_dist.kernels.spec import Layout
 
 _LAYOUT = Layout(_C.cuda.Product.PARAMETERS)
 _TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-SCALE_ALIGNMENT = 16  # bytes
+SCALE_ALIGNMENT = 16  # bytes of which addresses of scales are multiples
 _ONE_BLOCK = (1, 1, 1)  # in the place of a grid, which cuBLASLt chooses
 
 
@@ -61,11 +61,7 @@ def gemm_float8_tensor(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *
     """See te_dist.ops.gemm_float8_tensor."""
     fp8, bias, fast, accumulate, workspace, out = rest
     (rows, depth), cols = a.shape, b.shape[0]
-    if out.numel() == 0:
-        return
-    if sums_nothing(depth, out, accumulate=accumulate):
-        if bias is not None:
-            out.add_(bias)
+    if is_trivial(depth, out, bias=bias, accumulate=accumulate):
         return
     check_alignment(a=a, b=b, out=out)
     if out.is_meta:

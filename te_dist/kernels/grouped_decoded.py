@@ -54,7 +54,7 @@ def grouped_wgrad_decoded(*arguments: object) -> None:
     sides, factors, (table, accumulate, out) = _operands(arguments)
     (all_rows, cols), groups = out.shape, table.shape[1] - 1
     a, b = sides
-    if out.numel() == 0 or gemm.sums_nothing(a.codes.numel(), out, accumulate=accumulate):
+    if gemm.is_trivial(a.codes.numel(), out, accumulate=accumulate):
         return
     width = width_of(all_rows, cols, False)
     spec = sums_decoded((a.kind, b.kind), (a.turned, b.turned), width)

@@ -121,7 +121,7 @@ def grouped_wgrad_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: T
     """See te_dist.ops.grouped_wgrad_float8_block."""
     table, fp8, accumulate, out = rest
     rows, cols, groups = a.shape[0], b.shape[0], table.shape[1] - 1
-    if out.numel() == 0 or gemm.sums_nothing(a.shape[1], out, accumulate=accumulate):
+    if gemm.is_trivial(a.shape[1], out, accumulate=accumulate):
         return
     gemm.check_alignment(a=a, a_scale=a_scale, b=b, b_scale=b_scale)
     shape = sums_tiling(rows, cols, groups, a.shape[1] // DEPTH, Kind(False, out.element_size(), accumulate))

@@ -207,7 +207,7 @@ def _sums(
 ) -> None:
     table, accumulate, out = rest
     (a, b), (all_rows, cols), groups = matrices, out.shape, table.shape[1] - 1
-    if out.numel() == 0 or gemm.sums_nothing(a.numel(), out, accumulate=accumulate):
+    if gemm.is_trivial(a.numel(), out, accumulate=accumulate):
         return
     gemm.check_alignment(a=a, b=b)
     rows = all_rows // groups
