@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from te_dist import _torch_private
 from te_dist.formats import Partition
-from te_dist.fsdp2.plan import KEPT, RECOMPUTED, RESHARDED, GatherPlan, GatherPolicy, Phase, Place, plan_gather
+from te_dist.fsdp2.plan import KEPT, RECOMPUTED, RESHARDED, GatherPlan, GatherPolicy, Phase, plan_gather
 from te_dist.fsdp2.unsharded import read_here, unsharded
 from te_dist.grouped import GroupCut, GroupedStorage, GroupedTensor
 from te_dist.scaling.agreement import settle_parts
@@ -73,16 +73,14 @@ class Gathered:
     Attributes:
         plans: of either phase.
         phase: when the gather began.
-        shard: buffers of this rank's part, by name.
-        place: of this part.
+        shard: this rank's part.
         shape: nominal, of the whole.
         mesh: over which it is gathered.
     """
 
     plans: dict[Phase, GatherPlan]
     phase: Phase
-    shard: dict[str, Tensor]
-    place: Place
+    shard: QuantizedStorage
     shape: torch.Size
     mesh: DeviceMesh
 
@@ -95,7 +93,8 @@ class Gathered:
         plan, wanted = self.plans[self.phase], self.plans[Phase.now()]
         if wanted is plan or set(wanted.present) <= set(plan.present):
             return plan
-        wires = wanted.pack({name: read_here(buffer) for name, buffer in self.shard.items()}, self.place)
+        buffers = {name: read_here(buffer) for name, buffer in self.shard.buffers.items()}
+        wires = wanted.pack(buffers, self.shard.place)
         for output, wire in zip(outputs, wires, strict=False):
             if output.numel() == wire.numel():
                 output.view(-1).copy_(wire)
@@ -148,7 +147,9 @@ class ShardedParameter(QuantizedTensor):
 
     def like(self, storage: QuantizedStorage, shape: Any = None) -> ShardedParameter:
         out = super().like(storage, shape)
-        out.wrap, out.keep_initial = self.wrap, self.keep_initial
+        out.keep_initial = self.keep_initial
+        if storage.cut is not None:  # put together again, it is no part of that unit
+            out.wrap = self.wrap
         return out
 
     def __getstate__(self) -> dict[str, Any]:
@@ -177,8 +178,8 @@ class ShardedParameter(QuantizedTensor):
             )
         if storage.unsettled is not None:
             parts = Partition.of([getattr(part, "region", part) for part in plan.parts])
-            settle_parts([(storage, storage.unsettled, parts)], [mesh.get_group()])
-        gathered = Gathered(plans, phase, storage.buffers, storage.place, self._cut.shape, mesh)
+            settle_parts([(storage, read_here(storage.unsettled), parts)], [mesh.get_group()])
+        gathered = Gathered(plans, phase, storage, self._cut.shape, mesh)
         return self._wires(plan), gathered
 
     def _wires(self, plan: GatherPlan) -> tuple[Tensor, ...]:
@@ -239,12 +240,14 @@ class ShardedParameter(QuantizedTensor):
                 storage = unsharded(self.format, plan.whole, dtype=param_dtype, home=outputs[0].device)
                 owned = set().union(*(p.owned(self.format, len(outputs)) for p in plans.values()))
                 storage.allocate(f for f in self.format.fields if f in owned)
-                storage.fill(plan, outputs, shard)
+                storage.fill(plan, outputs, shard.buffers)
+                storage.note_as_reader(shard)
                 return type(self)(storage, shape), tuple(storage.owned.values())
         storage = getattr(out, "_local_tensor", out).storage  # `out` is a DTensor under tensor parallelism
         # Compiled code saves buffers for backward, not the tensor around them: they are gathered again, not changed.
         with _torch_private.preserved_versions(tuple(storage.owned.values())):
-            storage.fill(plan, outputs, shard)
+            storage.fill(plan, outputs, shard.buffers)
+        storage.note_as_reader(shard)
         return None
 
     def get_high_precision_init_val(self) -> Tensor | None:

@@ -14,6 +14,7 @@ from te_dist.fsdp2.plan import GatherPlan, Phase, Place
 from te_dist.grouped import GroupedStorage
 from te_dist.kernels.tape import Result, Tapes
 from te_dist.tensor import QuantizedStorage
+from te_dist.tensor.parts import note_reader
 
 
 def read_here(buffer: Tensor) -> Tensor:
@@ -63,6 +64,7 @@ class Unsharded(QuantizedStorage):
         owned: stored tensors by field name that are no views of gathered buffers; FSDP2 manages their memory.
         home: device of all buffers.
         ways: by phase, the latest one.
+        read: names of the fields that are the shard's, as it was filled last.
     """
 
     __slots__ = ()
@@ -70,6 +72,7 @@ class Unsharded(QuantizedStorage):
     home: torch.device
     owned: dict[str, Tensor]
     ways: dict[Phase, _Way]
+    read: list[str]
 
     def allocate(self, fields: Iterable[Field]) -> None:
         """Makes the owned buffers of every field that any gather will need: FSDP2 is told of them once."""
@@ -81,6 +84,7 @@ class Unsharded(QuantizedStorage):
         way = self.ways.get(plan.phase)
         if way is None or not way.serves(plan, outputs):
             way = self.ways[plan.phase] = self._way(plan, outputs, shard)
+        self.read = way.shared
         targets = {field.name: self._owned(field) for field in way.owned}
         found = way.views | {name: read_here(shard[name]) for name in way.shared} | targets
         self.buffers = {name: found[name] for name in way.names}
@@ -90,6 +94,17 @@ class Unsharded(QuantizedStorage):
         for name, buffer in self.owned.items():
             if name not in targets:
                 buffer.untyped_storage().resize_(0)
+
+    def note_as_reader(self, shard: QuantizedStorage) -> None:
+        """Has `keep_read` called before the shard that this was filled from is written."""
+        if self.read:
+            note_reader(shard, self)
+
+    def keep_read(self) -> None:
+        """Before the shard is written: copies what is read there, unless FSDP2 has freed this."""
+        others = (buffer for name, buffer in self.buffers.items() if name not in self.read)
+        if all(buffer.untyped_storage().size() for buffer in others):
+            self.buffers |= {name: self.buffers[name].clone() for name in self.read}
 
     def _way(self, plan: GatherPlan, outputs: tuple[Tensor, ...], shard: dict[str, Tensor]) -> _Way:
         live = {field for direction in plan.present for field in self.format[direction].fields}
@@ -148,21 +163,21 @@ class Unsharded(QuantizedStorage):
 class UnshardedMatrix(Unsharded):
     """Of one matrix."""
 
-    __slots__ = ("home", "owned", "ways")
+    __slots__ = ("home", "owned", "read", "ways")
 
     def __init__(self, format: Format, region: Region, *, dtype: torch.dtype, home: torch.device) -> None:
         super().__init__(format, {}, region, dtype=dtype)
-        self.home, self.owned, self.ways = home, {}, {}
+        self.home, self.owned, self.ways, self.read = home, {}, {}, []
 
 
 class UnshardedGroup(Unsharded, GroupedStorage):
     """Of all members of a group."""
 
-    __slots__ = ("home", "owned", "ways")
+    __slots__ = ("home", "owned", "read", "ways")
 
     def __init__(self, format: Format, group: Group, *, dtype: torch.dtype, home: torch.device) -> None:
         GroupedStorage.__init__(self, format, {}, group, dtype=dtype)
-        self.home, self.owned, self.ways = home, {}, {}
+        self.home, self.owned, self.ways, self.read = home, {}, {}, []
 
 
 def unsharded(format: Format, place: Place, *, dtype: torch.dtype, home: torch.device) -> Unsharded:

@@ -12,6 +12,7 @@ from te_dist.formats import AnyGroup, Format, Group, group_of
 from te_dist.grouped import storage as storages
 from te_dist.grouped.storage import GroupedStorage, Values
 from te_dist.tensor import QuantizedTensor
+from te_dist.tensor.parts import before_writing
 from te_dist.tensor.quantized_tensor import OpTable
 
 Shape = torch.Size | tuple[int, ...]
@@ -88,6 +89,7 @@ class GroupedTensor(QuantizedTensor):
 
     def quantize_(self, x: Values) -> GroupedTensor:
         """Quantizes into the buffers of this tensor: a tensor of its shape, or one matrix for each member."""
+        before_writing(self.storage)
         self.storage.quantize_(x)
         return self
 

@@ -215,9 +215,8 @@ class GroupedStorage(QuantizedStorage):
         else:
             for index, (member, matrix) in enumerate(zip(members, matrices, strict=True)):
                 member.quantize_(matrix, amaxes[index] if amaxes is not None else None)
-        if x is not self.unsettled:  # to agree on scales is to write the same values once more
-            self.initial, self.mastered = None, 0
-            self.num_writes += 1
+        self.initial, self.mastered = None, 0
+        self.num_writes += 1
         unsettled = amaxes is None and self.may_share_scales()
         self.unsettled = self._together(matrices, matrices[0].dtype).clone() if unsettled and matrices else None
 

@@ -28,6 +28,7 @@ from te_dist.optim.masters import MASTER, Held, Places
 from te_dist.optim.precision import MOMENTS, Precision, as_loaded, check_kernels_take
 from te_dist.scaling.agreement import PartsQuantization, settle_parts
 from te_dist.tensor import QuantizedStorage, QuantizedTensor
+from te_dist.tensor.parts import before_writing
 from te_dist.tensor.placement import local_tensor
 
 _ALIGNMENT_BYTES = 16  # of gradients: kernels are chosen by it
@@ -204,6 +205,8 @@ class FusedAdam(torch.optim.Optimizer):
         signals = [None if signal is None else signal.to(device) for signal in signals]
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._captured.append(plan)
+        for each in plan.quantized:
+            before_writing(each.storage)
         plan.run(grads, rules, [AdamSignals(lr, *signals) for lr in own])
         torch.autograd.graph.increment_version(plan.written)  # kernels write memory, which autograd does not see
         for each in plan.quantized:

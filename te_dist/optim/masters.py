@@ -20,6 +20,7 @@ from te_dist.formats import Partition
 from te_dist.ops.multi_tensor import Batch
 from te_dist.scaling.agreement import Part, PartsQuantization, parts_of
 from te_dist.tensor import QuantizedStorage, QuantizedTensor, placement
+from te_dist.tensor.parts import before_writing
 from te_dist.tensor.placement import local_tensor
 
 MASTER = "master_param"  # its key in the state of an optimizer
@@ -198,6 +199,8 @@ class WriteBack:
 
     def run(self) -> None:
         """Collective where shards share scales."""
+        for storage in self._storages:
+            before_writing(storage)
         if self._targets:
             copy_each([target.detach() for target in self._targets], self._sources)
         for quantization, readers in self._quantizations:

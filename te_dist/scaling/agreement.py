@@ -21,6 +21,7 @@ from te_dist.formats import WHOLE, Format, Partition, Region, Span
 from te_dist.formats.region import Pair
 from te_dist.ops.multi_tensor import Batch, Call, record
 from te_dist.tensor import Amaxes, QuantizedStorage, find_amaxes, traffic
+from te_dist.tensor.parts import before_writing
 
 Part = tuple[QuantizedStorage, Tensor, Partition]
 
@@ -171,9 +172,13 @@ def settle_parts(
         unsettled: storages, what was written, and how the matrix (or each of a group) is cut; None where it is not.
         groups: over which parts are spread.
     """
+    storages = [storage for storage, _, _ in unsettled]
+    histories = [(storage.initial, storage.mastered) for storage in storages]
+    for storage in storages:
+        before_writing(storage)
     quantize_parts([part for each in unsettled for part in parts_of(*each)], groups)
-    for storage, _, _ in unsettled:
-        storage.unsettled = None
+    for storage, (initial, mastered) in zip(storages, histories, strict=True):  # to agree changes no value
+        storage.unsettled, storage.initial, storage.mastered = None, initial, mastered
 
 
 def parts_of(storage: QuantizedStorage, values: Tensor, partition: Partition | None) -> list[Part]:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from te_dist.formats import Field, Group, Region, geometry
 from te_dist.tensor import placement
-from te_dist.tensor.parts import filled_by, note_filled
+from te_dist.tensor.parts import before_writing, filled_by, note_filled
 from te_dist.tensor.storage import Cut, QuantizedStorage, empty
 
 
@@ -93,6 +93,7 @@ def fill(target: Any, source: Any) -> bool:
     whole = filled_by(own)
     if whole is None:
         return False
+    before_writing(whole)
     has_bytes = given is not None and given.format == whole.format and given.place == own.place
     if has_bytes and own.place == whole.place:
         _PIECES.pop(whole, None)

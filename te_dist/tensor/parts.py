@@ -1,15 +1,20 @@
-"""Parts of quantized tensors have bytes of their own, so that what is written into a part is not in the whole.
+"""Tensors that share bytes with others, or look as if they did: what has to be known before one of them is written.
+
+Parts of quantized tensors have bytes of their own, so that what is written into a part is not in the whole.
 
 A scale may cover more than the part; new values of the part alone have no place in the whole. Ordinary code that takes
 a slice for a view would lose what it writes; it is told so for as long as the whole lives. Parts of what a checkpoint
 fills (`tensor.filling`) are written through.
+
+A gathered parameter reads the scale that every shard has whole out of the shard. Where the shard is written meanwhile,
+it takes a copy first: its other bytes belong to the scale of before.
 """
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from te_dist.tensor.storage import QuantizedStorage
 
@@ -22,6 +27,14 @@ class _Origin:
     is_filled: bool
 
 
+class Reader(Protocol):
+    """A storage that reads buffers of another one as its own."""
+
+    def keep_read(self) -> None:
+        """Before these are written: copies them, if they are still needed."""
+
+
+_READERS: weakref.WeakKeyDictionary[QuantizedStorage, weakref.ref[Reader]] = weakref.WeakKeyDictionary()
 _ORIGINS: weakref.WeakKeyDictionary[QuantizedStorage, _Origin] = weakref.WeakKeyDictionary()
 
 
@@ -44,6 +57,19 @@ def filled_by(part: QuantizedStorage) -> QuantizedStorage | None:
     return origin.whole() if origin is not None and origin.is_filled else None
 
 
+def note_reader(storage: QuantizedStorage, reader: Reader) -> None:
+    """Remembers who reads buffers of `storage` as its own, until these are written."""
+    _READERS[storage] = weakref.ref(reader)
+
+
+def before_writing(storage: QuantizedStorage) -> None:
+    """To be called before others are written into the buffers of a shard, by whatever means."""
+    known = _READERS.pop(storage, None)
+    reader = None if known is None else known()
+    if reader is not None:
+        reader.keep_read()
+
+
 def check_writable(tensor: Any) -> None:
     """Before values or bytes are written into a tensor.
 
@@ -51,7 +77,10 @@ def check_writable(tensor: Any) -> None:
         NotImplementedError: it is a part, and the whole would not see them.
     """
     storage = getattr(tensor, "storage", None)
-    origin = _ORIGINS.get(storage) if isinstance(storage, QuantizedStorage) else None
+    if not isinstance(storage, QuantizedStorage):
+        return
+    before_writing(storage)
+    origin = _ORIGINS.get(storage)
     if origin is not None and origin.whole() is not None and tensor.numel():
         raise NotImplementedError(
             f"cannot write into a part of shape {tuple(tensor.shape)} of a quantized tensor: it has bytes of its own, "

@@ -15,6 +15,7 @@ from te_dist._torch_private import disabled_torch_function
 from te_dist.formats import Direction, Format
 from te_dist.tensor import filling
 from te_dist.tensor import storage as storages
+from te_dist.tensor.parts import before_writing
 from te_dist.tensor.storage import QuantizedStorage
 
 
@@ -138,6 +139,7 @@ class QuantizedTensor(torch.Tensor):
 
     def quantize_(self, x: Tensor) -> QuantizedTensor:
         """Quantizes `x`, of the same shape, into the buffers of this tensor."""
+        before_writing(self.storage)
         self.storage.quantize_(x)
         return self
 

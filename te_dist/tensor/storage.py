@@ -255,9 +255,8 @@ class QuantizedStorage:
             for d, encoding in encodings.items()
         ]
         codecs.encode(matrix, self.region, planes)
-        if x is not self.unsettled:  # to agree on scales is to write the same values once more
-            self.initial, self.mastered = None, 0
-            self.num_writes += 1
+        self.initial, self.mastered = None, 0
+        self.num_writes += 1
         self.unsettled = values(matrix).clone() if amaxes is None and self.may_share_scales() else None
 
     def may_share_scales(self) -> bool:

@@ -123,6 +123,40 @@ def test_values_that_were_loaded_are_kept_where_those_of_initialization_are() ->
     assert_bitwise(layer.weight.get_high_precision_init_val(), values, "kept values")
 
 
+def settle_and_keep(rank: int, world: int) -> None:
+    """Matrices whose scales are shared, and experts cut along rows; settled at once, and by a gather."""
+    for layer in layers_to_settle(world):
+        values = torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(3)).to(testing.device())
+        for by_gather in (False, True):
+            local_tensor(layer.weight).keep_initial = True
+            spread = distribute_tensor(values, layer.weight.device_mesh, layer.weight.placements)
+            with torch.no_grad():
+                layer.weight.copy_(spread)
+            fsdp2.loading.keep_loaded(layer, {"weight": spread}, "")
+            assert local_tensor(layer.weight).storage.unsettled is not None
+            _ = layer.unshard() if by_gather else fsdp2.settle(layer)
+            layer.reshard()
+            assert local_tensor(layer.weight).storage.unsettled is None
+            kept = local_tensor(layer.weight).get_high_precision_init_val()
+            assert_bitwise(kept, local_tensor(spread).cpu(), f"kept values, by_gather={by_gather}")
+
+
+def layers_to_settle(world: int) -> list[nn.Module]:
+    over = testing.mesh((world,), ("dp",))
+    names = [name for name, format in FORMATS.items() if any(format[d].codec.amax_tiles for d in format.directions)]
+    matrices = [Layer(FORMATS[name], random_matrix(96, COLS, 1)) for name in names]
+    made = [*matrices, Experts(FORMATS["float8_tensorwise"], random_group(2))]
+    for layer in made:
+        layer.to(testing.device())
+        by_rows = (lambda param: Shard(1)) if isinstance(layer, Experts) else None
+        fsdp2.fully_shard(layer, mesh=over, shard_placement_fn=by_rows)
+    return [layer for layer in made if local_tensor(layer.weight).storage.may_share_scales()]
+
+
+def test_agreeing_on_scales_keeps_what_was_quantized(ranks) -> None:
+    ranks(2).run(settle_and_keep)
+
+
 def layers_of(name: str, world: int) -> list[nn.Module]:
     """A matrix cut unevenly, and a group of which a rank gets nothing, sharded."""
     format, over = FORMATS[name], testing.mesh((world,), ("dp",))

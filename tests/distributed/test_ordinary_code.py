@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from te_dist import fsdp2
+from te_dist import fsdp2, optim
+from te_dist._torch_private import sharded_of
 from te_dist.tensor import QuantizedTensor, quantize
 from te_dist.tensor.placement import local_tensor
 from te_dist.testing import assert_bitwise, mesh, pool
@@ -123,6 +125,60 @@ def move_buffers_of_shards(rank: int, world: int) -> None:
 
 def test_what_is_sent_is_what_buffers_hold() -> None:
     pool(2).run(move_buffers_of_shards)
+
+
+def write_while_gathered(rank: int, world: int) -> None:
+    """A gathered weight stays what it was, as a plain one does, whoever writes the shard; its next gather sees that."""
+    for name in FORMATS:
+        layer = sharded(name, 96, world)
+        optimizers = [optim.FusedAdam([layer.weight], lr=0.5), optim.MasterWeights([layer.weight], torch.optim.SGD)]
+        for write in (*(each.step for each in optimizers), partial(double, layer), partial(settle_double, layer)):
+            layer(random_matrix(4, COLS, rank).requires_grad_()).sum().backward()
+            shard = layer.weight
+            layer.unshard()
+            before = layer.weight.dequantize()
+            write()
+            assert_bitwise(layer.weight.dequantize(), before, f"{name}, gathered")
+            layer.reshard()
+            assert layer.weight is shard
+            layer.unshard()
+            assert not torch.equal(layer.weight.dequantize(), before)
+            layer.reshard()
+
+
+def double(layer: Layer) -> None:
+    """By the shard, which is not the module's own while the whole is."""
+    local = local_tensor(sharded_of(layer.weight))
+    with torch.no_grad():
+        local.mul_(2.0 + dist.get_rank())
+
+
+def settle_double(layer: Layer) -> None:
+    double(layer)
+    holder = nn.ParameterList([sharded_of(layer.weight)])
+    fsdp2.settle(holder)
+
+
+def test_a_gathered_weight_stays_while_its_shard_is_written() -> None:
+    pool(2).run(write_while_gathered)
+
+
+def wrap_again(rank: int, world: int) -> None:
+    """What a wrapped model gives as a whole belongs to it no longer."""
+    for name in FORMATS:
+        layer = sharded(name, 96, world)
+        layer.set_reshard_after_forward(True)
+        layer(random_matrix(4, COLS, rank).requires_grad_()).sum().backward()
+        other = Layer(FORMATS[name], random_matrix(96, COLS, 1))
+        other.weight = nn.Parameter(layer.weight.full_tensor())
+        del layer
+        torch_fully_shard(other, mesh=mesh((world,), ("dp",)), reshard_after_forward=False)
+        other(random_matrix(4, COLS, rank).requires_grad_()).sum().backward()
+        assert_seen(other, random_matrix(96, COLS, 0), backward=True)
+
+
+def test_whole_weights_of_a_wrapped_model_are_wrapped_again() -> None:
+    pool(2).run(wrap_again)
 
 
 def copy_gathered(rank: int, world: int) -> None:
