@@ -32,6 +32,11 @@ from te_dist.launch.plan_tables import as_json, show
 
 _WIDE = 200  # columns of tables that go into a file
 _FAILURE, _USAGE, _STOPPED = 1, 2, 130  # exit statuses
+_HELP = """\
+te-dist kernels build    compiles CUDA kernels into the cache, ahead of their first use; needs no GPU
+te-dist kernels list     says what the cache holds
+te-dist plan FILE.toml   says what a job stores and sends, beside bf16; starts nothing
+With --help each says more."""
 Element = Literal["BFloat16", "Float16", "Float32"]
 
 
@@ -62,7 +67,8 @@ def build(arch: str = "sm_90a", elements: tuple[Element, ...] = ("BFloat16",)) -
         _end(f"{error}; name a folder that can be written, with enough space, in {env.KERNEL_CACHE.name}", _FAILURE)
     size = sum(len(kernel.cubin) for kernel in made) / 2**20
     Console(soft_wrap=True).print(
-        f"{len(work)} kernels for {', '.join(arches)} in {cache.folder}: {len(made)} compiled now, {size:.1f} MiB"
+        f"{len(work)} kernels for {', '.join(arches)} by NVRTC {compiler.version() or 'of any version'} in "
+        f"{cache.folder}: {len(made)} compiled now, {size:.1f} MiB"
     )
 
 
@@ -74,16 +80,18 @@ def _compile(work: list[tuple[Spec, str]], cache: KernelCache) -> list[Compiled]
         cache.put(entry_of(*place), made)
         return made
 
-    pool = ThreadPoolExecutor(os.cpu_count())
+    pool, console = ThreadPoolExecutor(os.cpu_count()), Console(stderr=True)
     try:
         kernels = pool.map(one, work)
-        return list(track(kernels, "compiling", total=len(work), console=Console(stderr=True), transient=True))
+        if not console.is_terminal:
+            return list(kernels)
+        return list(track(kernels, "compiling", total=len(work), console=console, transient=True))
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def list_kernels() -> None:
-    """Lists the compiled CUDA kernels in the cache. Stale ones, of other sources or compilers, are not used."""
+    """Lists the compiled CUDA kernels in the cache."""
     cache = _cache()
     table = Table("architecture", "kernels", "stale", "damaged", "KiB", title=str(cache.folder))
     by_arch: dict[str, list[tuple[Path, Compiled | None]]] = {}
@@ -95,6 +103,9 @@ def list_kernels() -> None:
         stale = sum(kernel is not None and _is_stale(file) for file, kernel in files)
         table.add_row(arch, *map(str, (len(files) - stale - damaged, stale, damaged, size)))
     Console().print(table)
+    version = compiler.version()
+    wanted = f"NVRTC {version}" if version else "any NVRTC, as none is installed"
+    Console(soft_wrap=True).print(f"used: kernels of the installed sources by {wanted}; others are stale")
 
 
 def _is_stale(file: Path) -> bool:
@@ -149,13 +160,12 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {"kernels": {"build": buil
 def main() -> None:
     """Runs the command on the command line."""
     group, *arguments = sys.argv[1:] or [""]
-    usage = f"usage: te-dist {{{','.join((*COMMANDS, 'plan'))}}} ..."
     if group in ("-h", "--help"):
-        print(usage)
+        print(_HELP)
     elif group == "plan":
         plan(arguments)
     elif group not in COMMANDS:
-        _end(usage, _USAGE)
+        _end(_HELP, _USAGE)
     else:
         tyro.extras.subcommand_cli_from_dict(COMMANDS[group], prog=f"te-dist {group}", args=arguments)
 

@@ -74,7 +74,7 @@ KERNEL_CACHE = Variable(
     "TE_DIST_KERNEL_CACHE",
     _folder,
     "~/.cache/te_dist/kernels",
-    "Folder of compiled CUDA kernels; may be shared by many processes and by hosts of one architecture.",
+    "Folder of compiled CUDA kernels; many processes and hosts may share it.",
 )
 UNMEASURED_KERNELS = Variable(
     "TE_DIST_UNMEASURED_KERNELS",

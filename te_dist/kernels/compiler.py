@@ -27,6 +27,10 @@ class CompilerError(RuntimeError):
     """A kernel could not be compiled: no compiler, or a compiler that refuses."""
 
 
+class NoCompilerError(CompilerError):
+    """There is no compiler."""
+
+
 @cache
 def version() -> str | None:
     """Of the NVRTC that compiles, found without loading it where it came as a wheel; None where nothing does."""
@@ -69,13 +73,13 @@ def _binding() -> ModuleType:
     try:
         binding = importlib.import_module(_BINDING)
     except ImportError as error:
-        raise CompilerError(f"CUDA kernels need CuPy to be compiled: {error}; {_INSTALL}") from None
+        raise NoCompilerError(f"CUDA kernels need CuPy to be compiled: {error}; {_INSTALL}") from None
     try:
         _load_wheel()
         binding.getVersion()
     except Exception as error:  # CuPy raises its own types, and plain RuntimeError, where libnvrtc is missing
         reason = str(error).partition("\n")[0]
-        raise CompilerError(f"CuPy is installed but finds no NVRTC: {reason}; {_INSTALL}") from None
+        raise NoCompilerError(f"CuPy is installed but finds no NVRTC: {reason}; {_INSTALL}") from None
     return binding
 
 

@@ -100,7 +100,13 @@ def compiled(spec: Spec, arch: str) -> Compiled:
     found = cache.get(entry)
     if found is not None:
         return found
-    made = compiler.compile_kernel(spec, arch)
+    try:
+        made = compiler.compile_kernel(spec, arch)
+    except compiler.NoCompilerError as error:
+        raise compiler.NoCompilerError(
+            f"{spec.template} for {arch} is not in {cache.folder}, and {error}; or name a cache that has it in "
+            f"{env.KERNEL_CACHE.name} (`te-dist kernels list` shows what one has)"
+        ) from None
     try:
         cache.put(entry, made)
     except OSError as error:

@@ -34,8 +34,9 @@ def run(tmp_path, monkeypatch, te_dist_command):
 
 def test_build_fills_the_cache_once(run, tmp_path):
     first, again = run("kernels", "build"), run("kernels", "build")
-    assert first == (f"3 kernels for sm_90a in {tmp_path / 'cache'}: 3 compiled now, 0.0 MiB", 0)
-    assert again == (f"3 kernels for sm_90a in {tmp_path / 'cache'}: 0 compiled now, 0.0 MiB", 0)
+    made = f"3 kernels for sm_90a by NVRTC 1.2.3 in {tmp_path / 'cache'}:"
+    assert first == (f"{made} 3 compiled now, 0.0 MiB", 0)
+    assert again == (f"{made} 0 compiled now, 0.0 MiB", 0)
 
 
 def test_build_takes_several_architectures(run, tmp_path):
@@ -75,7 +76,17 @@ def test_entries_of_other_sources_and_compilers_are_listed_as_stale(run, tmp_pat
     entries = KernelCache(tmp_path / "cache")
     entries.put(Entry("sm_90a", "0" * 32, "1.2.3"), KERNEL)
     entries.put(Entry("sm_90a", LISTED[0].key, "1.2.4"), KERNEL)
-    assert "sm_90a │ 3 │ 2 │ 0 │ 24" in run("kernels", "list")[0]
+    printed, _ = run("kernels", "list")
+    assert "sm_90a │ 3 │ 2 │ 0 │ 24" in printed and "by NVRTC 1.2.3; others are stale" in printed
+
+
+def test_without_a_compiler_entries_of_any_are_used(run, monkeypatch, tmp_path):
+    run("kernels", "build")
+    KernelCache(tmp_path / "cache").put(Entry("sm_90a", "0" * 32, "1.2.3"), KERNEL)
+    monkeypatch.setattr(compiler, "version", lambda: None)
+    printed, _ = run("kernels", "list")
+    assert "sm_90a │ 3 │ 1 │ 0 │ 19" in printed and "any NVRTC" in printed
+    assert "3 kernels for sm_90a by NVRTC of any version" in run("kernels", "build")[0]
 
 
 def test_without_a_home_the_message_names_the_variable(run, monkeypatch):
@@ -114,8 +125,9 @@ def test_a_kernel_that_does_not_compile_ends_the_build(run, monkeypatch):
 
 
 def test_without_a_command_the_usage_is_shown(run):
-    assert run() == ("usage: te-dist {kernels,plan} ...", 2)
-    assert run("--help") == ("usage: te-dist {kernels,plan} ...", 0)
+    (nothing, status), (asked, success) = run(), run("--help")
+    assert nothing == asked and (status, success) == (2, 0)
+    assert all(f"te-dist {name}" in asked for name in ("kernels build", "kernels list", "plan"))
 
 
 def _build(folder: Path) -> int:
