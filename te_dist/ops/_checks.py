@@ -34,9 +34,10 @@ def takes(kind: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
             given = set(keywords)  # compilers of torch 2.11 know no difference of keys
             unknown, missing = given - keys - named, required - given
             if unknown or missing:
+                found = {"unknown": sorted(unknown), "missing": sorted(missing)}
+                wrong = " and ".join(f"{what} keywords {names}" for what, names in found.items() if names)
                 raise TypeError(
-                    f"{op.__name__}: got unknown keywords {sorted(unknown)} and none of {sorted(missing)}; it takes "
-                    f"{', '.join(sorted(keys))}, see {kind.__module__}.{kind.__name__}"
+                    f"{op.__name__}: {wrong}; it takes {', '.join(sorted(keys))}, see {kind.__module__}.{kind.__name__}"
                 )
             op(*args, **keywords)
 
@@ -64,8 +65,21 @@ def _grid_shape(rows: int, cols: int, *place: int) -> Pair:
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    if value not in choices:
+    if (tuple(value) if isinstance(value, list) else value) not in choices:
         raise ValueError(f"{name}: got {value!r}; choose one of {', '.join(map(repr, choices))}")
+
+
+def check_types(fp8: Sequence[str]) -> None:
+    """Of the FP8 codes of both operands of a product."""
+    if isinstance(fp8, str) or len(fp8) != 2 or any(each not in FP8 for each in fp8):
+        raise ValueError(f"fp8: got {fp8!r}, wanted the types of a and of b, each one of {', '.join(map(repr, FP8))}")
+
+
+def extents(name: str, tensor: Tensor) -> Pair:
+    """(rows, columns) of what is a matrix."""
+    if tensor.dim() != 2:
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, wanted 2 dimensions; flatten the leading ones")
+    return tensor.shape[0], tensor.shape[1]
 
 
 def check_matrix(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype] = HIGH_PRECISION) -> None:
@@ -73,8 +87,7 @@ def check_matrix(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype] = HIGH
     if tensor.dtype in dtypes and tensor.dim() == 2 and tensor.is_contiguous():
         return
     check_dtype(name, tensor, dtypes)
-    if tensor.dim() != 2:
-        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, wanted 2 dimensions; flatten the leading ones")
+    extents(name, tensor)
     raise ValueError(f"{name}: got strides {tensor.stride()}, wanted a contiguous matrix; call .contiguous()")
 
 

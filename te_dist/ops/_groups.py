@@ -49,9 +49,9 @@ def groups_of(table: Tensor, rows: int) -> Iterator[tuple[int, Group]]:
 
 def check_groups(x: Tensor | Source, table: Tensor) -> int:
     """Checks the matrix, the table of its groups and where sums go; returns how many tiles there may be."""
+    check_source(x.of if isinstance(x, Summed) else x)
     num_groups, (rows, cols) = check_table(table), x.shape
     tiles = tiles_at_most(rows, num_groups)
-    check_source(x.of if isinstance(x, Summed) else x)
     if isinstance(x, Summed):
         check_rows("sums", x.sums, (torch.float32,), (tiles, cols), at_least=True)
         check_output("sums", x.sums, torch.float32, (x.sums.shape[0], cols))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from te_dist.kernels.runtime import is_recording
 
@@ -18,7 +19,7 @@ def register(schema: str, cpu: Callable[..., None] | None, cuda: Callable[..., N
     LIBRARY.define(schema)
     LIBRARY.impl(name, cpu or _refuse_on_cpu(name), "CPU")
     LIBRARY.impl(name, _on_one_device(schema, cuda), "CUDA")
-    torch.library.register_fake(f"te_dist::{name}", _rehearsed(cuda), lib=LIBRARY)
+    torch.library.register_fake(f"te_dist::{name}", _rehearsed(name, cuda), lib=LIBRARY)
 
 
 def _on_one_device(schema: str, cuda: Callable[..., None]) -> Callable[..., None]:
@@ -33,11 +34,15 @@ def _on_one_device(schema: str, cuda: Callable[..., None]) -> Callable[..., None
         for i in lists:
             devices.update(tensor.get_device() for tensor in args[i])
         if len(devices) > 1:
-            found = ", ".join("cpu" if device < 0 else f"cuda:{device}" for device in sorted(devices))
-            raise ValueError(f"{name}: got tensors on {found}, wanted all of them on one device; move them")
+            raise _apart(name, ("cpu" if device < 0 else f"cuda:{device}" for device in sorted(devices)))
         cuda(*args)
 
     return checked
+
+
+def _apart(name: str, devices: Iterable[str]) -> ValueError:
+    """The error of an op whose tensors are on several devices."""
+    return ValueError(f"{name}: got tensors on {', '.join(devices)}, wanted all of them on one device; move them")
 
 
 def _refuse_on_cpu(name: str) -> Callable[..., None]:
@@ -47,9 +52,13 @@ def _refuse_on_cpu(name: str) -> Callable[..., None]:
     return refuse
 
 
-def _rehearsed(cuda: Callable[..., None]) -> Callable[..., None]:
+def _rehearsed(name: str, cuda: Callable[..., None]) -> Callable[..., None]:
     def fake(*args: object) -> None:
         """Outputs are arguments: there is nothing to make up. See [Note: Kernels ahead of time]."""
+        given = [each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        devices = {str(each.device) for each in given if isinstance(each, Tensor)}
+        if "meta" in devices and len(devices) > 1:  # one tensor there leads here, whatever the others are
+            raise _apart(name, sorted(devices))
         if is_recording():
             cuda(*args)
 

@@ -9,7 +9,16 @@ from torch import Tensor
 
 from te_dist import kernels
 from te_dist.formats.region import Pair
-from te_dist.ops._checks import FP8, HIGH_PRECISION, check_choice, check_packed, check_product, check_rows, takes
+from te_dist.ops._checks import (
+    HIGH_PRECISION,
+    check_choice,
+    check_packed,
+    check_product,
+    check_rows,
+    check_types,
+    extents,
+    takes,
+)
 from te_dist.ops._library import register
 
 TILE = 128
@@ -48,10 +57,10 @@ def gemm_float8_block(
         NotImplementedError: on another device than CUDA.
     """
     b_tile, fp8, bias, accumulate = (product[name] for name in ("b_tile", "fp8", "bias", "accumulate"))
-    check_choice("b_tile", tuple(b_tile), ((1, TILE), (TILE, TILE)))
-    for its_type in fp8:
-        check_choice("fp8", its_type, FP8)
-    (rows, depth), cols, depth_tiles = a.shape, b.shape[0], -(-a.shape[1] // TILE)
+    check_choice("b_tile", b_tile, ((1, TILE), (TILE, TILE)))
+    check_types(fp8)
+    (rows, depth), (cols, _) = extents("a", a), extents("b", b)
+    depth_tiles = -(-depth // TILE)
     check_rows("a", a, (torch.uint8,), (rows, depth))
     check_rows("b", b, (torch.uint8,), (cols, depth))
     check_rows("a_scale", a_scale, (torch.float32,), (depth_tiles, rows), at_least=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from te_dist import kernels
-from te_dist.ops._checks import FP8, check_choice, check_dtype, check_packed, check_product, check_rows, takes
+from te_dist.ops._checks import FP8, check_choice, check_dtype, check_packed, check_product, check_rows, extents, takes
 from te_dist.ops._library import register
 
 MULTIPLE = 16
@@ -55,8 +55,8 @@ def gemm_float8_tensor(
     fp8, bias, fast, accumulate, workspace = (
         product[name] for name in ("fp8", "bias", "fast", "accumulate", "workspace")
     )
-    check_choice("fp8", tuple(fp8), _PAIRS)
-    (rows, depth), cols = a.shape, b.shape[0]
+    check_choice("fp8", fp8, _PAIRS)
+    (rows, depth), (cols, _) = extents("a", a), extents("b", b)
     check_rows("a", a, (torch.uint8,), (rows, depth))
     check_rows("b", b, (torch.uint8,), (cols, depth))
     check_product(out, (rows, cols), accumulate)

@@ -10,7 +10,7 @@ from torch import Tensor
 from te_dist import kernels
 from te_dist.kernels.gemm_decoded import is_turned
 from te_dist.kernels.gemm_staged import GRAINS, STEP
-from te_dist.ops._checks import check_choice, check_dtype, check_packed, check_shape, grid_shape, takes
+from te_dist.ops._checks import check_choice, check_dtype, check_packed, check_shape, extents, grid_shape, takes
 from te_dist.ops._grouped_products import Rows, check_ends_of_rows, in_groups, write_rows
 from te_dist.ops._library import register
 from te_dist.ops._taped import taped
@@ -55,9 +55,10 @@ def grouped_gemm_decoded(a: Coded, b: Coded, *, out: Tensor, **product: Unpack[G
         ValueError: a type, shape or address that does not fit.
     """
     rest = product["table"], product.get("bias"), product.get("row_factor"), bool(product.get("accumulate")), out
-    groups, (rows, depth), cols = check_table(rest[0]), a.shape, out.shape[-1]
+    groups, (_, cols) = check_table(rest[0]), extents("out", out)
     check_operand("a", a, groups)
     check_operand("b", b, groups)
+    rows, depth = a.shape
     if is_turned(a.codes):
         raise ValueError(f"a: got strides {a.codes.stride()}, wanted contiguous rows, which groups cut; transpose it")
     turned = is_turned(b.codes)

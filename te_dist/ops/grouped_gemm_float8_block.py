@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_dist import kernels
 from te_dist.formats.region import Pair
-from te_dist.ops._checks import FP8, check_choice, check_rows, takes
+from te_dist.ops._checks import check_choice, check_rows, check_types, extents, takes
 from te_dist.ops._grouped_products import Rows, check_ends_of_rows, check_summed, in_groups, write_rows
 from te_dist.ops._library import register
 from te_dist.ops._taped import taped
@@ -57,10 +57,10 @@ def grouped_gemm_float8_block(
     """
     b_tile, fp8 = product["b_tile"], product["fp8"]
     end = Rows(product["table"], product["bias"], product["row_factor"], product["accumulate"], out)
-    check_choice("b_tile", tuple(b_tile), ((1, TILE), (TILE, TILE)))
-    for its_type in fp8:
-        check_choice("fp8", its_type, FP8)
-    (rows, depth), cols, groups, depth_tiles = a.shape, out.shape[1], check_table(end.table), -(-a.shape[1] // TILE)
+    check_choice("b_tile", b_tile, ((1, TILE), (TILE, TILE)))
+    check_types(fp8)
+    (rows, depth), (_, cols), groups = extents("a", a), extents("out", out), check_table(end.table)
+    depth_tiles = -(-depth // TILE)
     check_summed("a", depth)
     check_rows("a", a, (torch.uint8,), (rows, depth))
     check_rows("b", b, (torch.uint8,), (groups * cols, depth))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_dist import kernels
 from te_dist.formats import WHOLE
-from te_dist.ops._checks import FP8, check_choice, check_packed, check_rows, takes
+from te_dist.ops._checks import check_packed, check_rows, check_types, extents, takes
 from te_dist.ops._grouped_products import Rows, check_ends_of_rows, check_summed, in_groups, write_rows
 from te_dist.ops._library import register
 from te_dist.ops._taped import taped
@@ -56,7 +56,7 @@ def grouped_gemm_float8_tensor(
     """
     fp8 = product["fp8"]
     end = Rows(product["table"], product["bias"], product["row_factor"], product["accumulate"], out)
-    (rows, depth), cols, groups = a.shape, out.shape[1], check_table(end.table)
+    (rows, depth), (_, cols), groups = extents("a", a), extents("out", out), check_table(end.table)
     check_summed("a", depth)
     check_operands((a, a_scale), (b, b_scale), ((rows, depth), (groups * cols, depth)), fp8, groups)
     check_ends_of_rows(end, rows)
@@ -67,8 +67,8 @@ def check_operands(
     a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], shapes: tuple, fp8: tuple[str, str], num_groups: int
 ) -> None:
     """Codes of these shapes, with their scales."""
-    for name, (codes, scale), shape, its_type in zip("ab", (a, b), shapes, fp8, strict=True):
-        check_choice("fp8", its_type, FP8)
+    check_types(fp8)
+    for name, (codes, scale), shape in zip("ab", (a, b), shapes, strict=True):
         check_rows(name, codes, (torch.uint8,), shape)
         check_packed(f"{name}_scale", scale, (torch.float32,), (1,) if scale.numel() == 1 else (num_groups,))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from te_dist import kernels
-from te_dist.ops._checks import check_choice, check_rows, takes
+from te_dist.ops._checks import check_choice, check_rows, extents, takes
 from te_dist.ops._grouped_products import Rows, check_ends_of_rows, check_summed, in_groups, write_rows
 from te_dist.ops._library import register
 from te_dist.ops._taped import taped
@@ -51,7 +51,7 @@ def grouped_gemm_half(a: Tensor, b: Tensor, *, out: Tensor, **product: Unpack[Gr
     summed_dim = product["summed_dim"]
     end = Rows(product["table"], product["bias"], product["row_factor"], product["accumulate"], out)
     check_choice("summed_dim", summed_dim, (0, 1))
-    (rows, depth), cols, groups = a.shape, out.shape[1], check_table(end.table)
+    (rows, depth), (_, cols), groups = extents("a", a), extents("out", out), check_table(end.table)
     check_summed("a", depth)
     check_rows("a", a, HALVES, (rows, depth))
     check_rows("b", b, (a.dtype,), (groups * cols, depth) if summed_dim == 1 else (groups * depth, cols))

@@ -34,9 +34,10 @@ def grouped_wgrad_decoded(a: Coded, b: Coded, *, table: Tensor, out: Tensor, acc
     Raises:
         ValueError: a type, shape or address that does not fit.
     """
-    groups, (rows, depth), (cols, also_depth) = check_table(table), a.shape, b.shape
+    groups = check_table(table)
     check_operand("a", a, groups)
     check_operand("b", b, groups)
+    (rows, depth), (cols, also_depth) = a.shape, b.shape
     if depth % TILE or depth != also_depth:
         raise ValueError(
             f"a, b: got {depth} and {also_depth} values to sum over, wanted the same multiple of {TILE}: groups are "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from te_dist import kernels
-from te_dist.ops._checks import FP8, check_choice, check_product, check_rows, takes
+from te_dist.ops._checks import check_product, check_rows, check_types, extents, takes
 from te_dist.ops._grouped_products import GroupedFloat8Sums, check_tiles, write_sums
 from te_dist.ops._library import register
 from te_dist.ops._taped import taped
@@ -38,9 +38,8 @@ def grouped_wgrad_float8_block(
         ValueError: a type, shape or address that does not fit.
     """
     table, fp8, accumulate = (product[name] for name in ("table", "fp8", "accumulate"))
-    for its_type in fp8:
-        check_choice("fp8", its_type, FP8)
-    (rows, depth), cols, groups = a.shape, b.shape[0], check_table(table)
+    check_types(fp8)
+    (rows, depth), (cols, _), groups = extents("a", a), extents("b", b), check_table(table)
     check_tiles(depth)
     check_rows("a", a, (torch.uint8,), (rows, depth))
     check_rows("b", b, (torch.uint8,), (cols, depth))

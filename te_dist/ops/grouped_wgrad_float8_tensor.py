@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from te_dist import kernels
-from te_dist.ops._checks import check_product, takes
+from te_dist.ops._checks import check_product, extents, takes
 from te_dist.ops._grouped_products import GroupedFloat8Sums, check_tiles, write_sums
 from te_dist.ops._library import register
 from te_dist.ops._taped import taped
@@ -39,7 +39,7 @@ def grouped_wgrad_float8_tensor(
         ValueError: a type, shape or address that does not fit.
     """
     table, fp8, accumulate = (product[name] for name in ("table", "fp8", "accumulate"))
-    (rows, depth), cols, groups = a.shape, b.shape[0], check_table(table)
+    (rows, depth), (cols, _), groups = extents("a", a), extents("b", b), check_table(table)
     check_tiles(depth)
     check_operands((a, a_scale), (b, b_scale), ((rows, depth), (cols, depth)), fp8, groups)
     check_product(out, (groups * rows, cols), accumulate)

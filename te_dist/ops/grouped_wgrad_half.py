@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from te_dist import kernels
-from te_dist.ops._checks import check_product, check_rows
+from te_dist.ops._checks import check_product, check_rows, extents
 from te_dist.ops._grouped_products import write_sums
 from te_dist.ops._library import register
 from te_dist.ops._taped import taped
@@ -31,7 +31,7 @@ def grouped_wgrad_half(a: Tensor, b: Tensor, *, table: Tensor, accumulate: bool,
     Raises:
         ValueError: a type, shape or address that does not fit.
     """
-    (depth, rows), cols, groups = a.shape, b.shape[1], check_table(table)
+    (depth, rows), (_, cols), groups = extents("a", a), extents("b", b), check_table(table)
     check_rows("a", a, HALVES, (depth, rows))
     check_rows("b", b, (a.dtype,), (depth, cols))
     check_product(out, (groups * rows, cols), accumulate)

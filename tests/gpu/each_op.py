@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -19,6 +21,18 @@ def of_each_op() -> list[Call]:
             if len(given) > len(list(tensors(most))):
                 found[call.op.__name__] = call
     return list(found.values())
+
+
+def with_tensor(call: Call, name: str, changed: Callable[[Tensor], Tensor]) -> Call:
+    """The call with another tensor of that name (the last of a list)."""
+
+    def change(values: dict[str, Any]) -> dict[str, Any]:
+        if name not in values:
+            return values
+        value = values[name]
+        return values | {name: [*value[:-1], changed(value[-1])] if isinstance(value, list) else changed(value)}
+
+    return replace(call, inputs=change(call.inputs), outputs=change(call.outputs))
 
 
 def tensors(call: Call) -> Iterator[tuple[str, Tensor]]:

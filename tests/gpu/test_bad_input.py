@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from te_dist.testing import assert_bitwise
 from tests.gpu.catalog import Call, catalog
-from tests.gpu.each_op import of_each_op, tensors
+from tests.gpu.each_op import of_each_op, tensors, with_tensor
 from tests.gpu.twins import assert_same, whole
 from tests.ops.foreign_tables import check_foreign, foreign_calls
 from tests.ops.no_groups import NoGroups
@@ -20,18 +16,6 @@ from tests.ops.no_groups import NoGroups
 pytestmark = pytest.mark.gpu
 
 CALLS = catalog()
-
-
-def with_tensor(call: Call, name: str, changed: Callable[[Tensor], Tensor]) -> Call:
-    """The call with another tensor of that name (the last of a list)."""
-
-    def change(values: dict[str, Any]) -> dict[str, Any]:
-        if name not in values:
-            return values
-        value = values[name]
-        return values | {name: [*value[:-1], changed(value[-1])] if isinstance(value, list) else changed(value)}
-
-    return replace(call, inputs=change(call.inputs), outputs=change(call.outputs))
 
 
 def check_like_cpu(got: Call, want: Call) -> None:

@@ -95,7 +95,7 @@ def test_products_of_halves_refuse_what_does_not_fit(changes, message):
     [
         ({"a_scale": torch.ones(3)}, "a_scale: got shape"),
         ({"b_scale": torch.ones(1, dtype=torch.float64)}, "b_scale: got torch.float64"),
-        ({"fp8": ("e4m3", "e3m4")}, "fp8: got 'e3m4'"),
+        ({"fp8": ("e4m3", "e3m4")}, "fp8: got .*'e3m4'"),
         ({"b": torch.zeros(95, 128, dtype=torch.uint8)}, "b: got shape"),
     ],
 )
