@@ -54,10 +54,11 @@ class _Pass(NamedTuple):
 
 
 class _Moving(NamedTuple):
-    """A plan whose quantizers hold parts of these buffers."""
+    """A plan whose quantizers hold parts of these buffers, as long as they lie at these addresses."""
 
     scale: Tensor
     amax_history: Tensor
+    addresses: tuple[int, int]
     plan: Plan
 
 
@@ -243,11 +244,12 @@ class LinearSite(nn.Module):
             scaling.take_part(current.state.amax_reduction_group)
         # What runs again in backward has its histories moved by the end of that backward pass.
         moves = records and not _torch_private.in_backward()
-        known = current.moving.get((records, moves))
-        if known is None or known.scale is not scaling.scale or known.amax_history is not scaling.amax_history:
-            plan = self._moving(current.plan, scaling, records=records)
-            known = _Moving(scaling.scale, scaling.amax_history, replace(plan, moves_histories=moves))
-            current.moving[records, moves] = known
+        known, scale, history = current.moving.get((records, moves)), scaling.scale, scaling.amax_history
+        addresses = scale.data_ptr(), history.data_ptr()
+        same = known is not None and known.scale is scale and known.amax_history is history
+        if not same or known.addresses != addresses:
+            plan = replace(self._moving(current.plan, scaling, records=records), moves_histories=moves)
+            known = current.moving[records, moves] = _Moving(scale, history, addresses, plan)
         return known.plan
 
     @torch.inference_mode(False)  # what an evaluation came upon first, a later step writes into

@@ -152,6 +152,21 @@ def test_buffers_may_be_replaced_between_steps(replaced: str) -> None:
         assert_bitwise(assigned.state_dict()[name], value, name)
 
 
+@pytest.mark.parametrize("replaced", ["scale", "amax_history"])
+def test_buffers_may_be_given_other_memory_between_steps(replaced: str) -> None:
+    """As code does that parks a model in host memory and brings it back."""
+    module, moved = linear(), linear()
+    for each in (module, moved):
+        train(each, 3.0, 0.5)
+    buffer = getattr(moved.gemm.scaling, replaced)
+    buffer.data = buffer.data.clone()
+    for each in (module, moved):
+        for size in (5.0, 2.0):
+            train(each, size, 0.25)
+    for name, value in module.state_dict().items():
+        assert_bitwise(moved.state_dict()[name], value, name)
+
+
 def test_plain_modules_are_prepared_before_loading() -> None:
     state = linear().state_dict()
     plain = te.Linear(16, 32, bias=False)
