@@ -31,6 +31,8 @@ def float8_tensorwise(
 
 def float8_block(dims: Dims, *, fp8: str = "e4m3", pow2: bool = True) -> Format:
     """FP8 with fp32 scales for 1 x 128 (and 128 x 1) or 128 x 128 tiles."""
+    if dims not in (1, 2):
+        raise ValueError(f"blocks are runs (1) or squares (2), got {dims!r}")
     if dims == 2:
         row_tile = col_tile = (128, 128)
         row_order, col_order = "mk", "km"

@@ -257,6 +257,8 @@ class _StraightThrough(torch.autograd.Function):
 
 def region_of(shape: torch.Size | tuple[int, ...]) -> Region:
     """The whole matrix behind a tensor of this shape: leading dimensions flattened."""
+    if not shape:
+        raise ValueError("got a tensor without dimensions, wanted (..., K); a single number has no format")
     return Region.whole(math.prod(shape[:-1]), shape[-1])
 
 

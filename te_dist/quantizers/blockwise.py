@@ -31,6 +31,9 @@ class Float8BlockQuantizer(Quantizer):
     amax_epsilon: float = field(default=0.0, kw_only=True)
     block_scaling_dim: Literal[1, 2] = field(default=2, kw_only=True)
 
+    def __post_init__(self) -> None:
+        self.declare(torch.bfloat16)  # refuses options that no format has
+
     def declare(self, dtype: torch.dtype) -> Format:
         fp8, pow2 = fp8_name(self.fp8_dtype), self.force_pow_2_scales
         return with_eps(declared(catalog.float8_block, self.block_scaling_dim, fp8=fp8, pow2=pow2), self.amax_epsilon)
@@ -47,6 +50,9 @@ class MXFP8Quantizer(Quantizer):
 
     fp8_dtype: Fp8Type = torch.float8_e4m3fn
     with_2d_quantization: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.declare(torch.bfloat16)
 
     def declare(self, dtype: torch.dtype) -> Format:
         return declared(catalog.mxfp8, 2 if self.with_2d_quantization else 1, fp8=fp8_name(self.fp8_dtype))

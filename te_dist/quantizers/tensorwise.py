@@ -28,10 +28,24 @@ class Float8Quantizer(Quantizer):
     amax: Tensor | None
     fp8_dtype: Fp8Type = torch.float8_e4m3fn
 
+    def __post_init__(self) -> None:
+        self.declare(torch.bfloat16)
+        for name, value in (("scale", self.scale), ("amax", self.scale if self.amax is None else self.amax)):
+            if not isinstance(value, Tensor) or value.dtype != torch.float32:
+                found = value.dtype if isinstance(value, Tensor) else repr(value)
+                raise ValueError(
+                    f"Float8Quantizer: {name} is an fp32 tensor of one element, got {found}; where no scale is known "
+                    "Float8CurrentScalingQuantizer finds one"
+                )
+
     def declare(self, dtype: torch.dtype) -> Format:
         return declared(catalog.float8_tensorwise, fp8=fp8_name(self.fp8_dtype), columnwise="transposed")
 
     def write(self, x: Tensor | Source, storage: QuantizedStorage) -> None:
+        if self.scale.numel() != 1:
+            raise ValueError(
+                f"Float8Quantizer: scale has one element, got {self.scale.numel()}; groups alone have more"
+            )
         matrix = as_matrix(x, storage.shape)
         directions = storage.directions
         planes = [codecs.Plane(storage.format[d], storage.stored(d)) for d in directions]
@@ -58,6 +72,9 @@ class Float8CurrentScalingQuantizer(AgreeingQuantizer):
     fp8_dtype: Fp8Type = torch.float8_e4m3fn
     force_pow_2_scales: bool = field(default=False, kw_only=True)
     amax_epsilon: float = field(default=0.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.declare(torch.bfloat16)
 
     def declare(self, dtype: torch.dtype) -> Format:
         fp8, pow2 = fp8_name(self.fp8_dtype), self.force_pow_2_scales

@@ -137,11 +137,16 @@ def hybrid_of(source: str) -> te.HybridQuantizer:
         (lambda: te.NVFP4Quantizer(with_2d_quantization=True, with_rht=True), "turn one"),
         (lambda: te.NVFP4Quantizer(row_scaled_nvfp4=True, with_2d_quantization=True), "per row"),
         (lambda: te.NVFP4Quantizer(nvfp4_use_4over6=True, stochastic_rounding=True), "four_over_six"),
-        (lambda: te.MXFP8Quantizer(torch.float16).format(), "float8_e4m3fn"),
+        (lambda: te.MXFP8Quantizer(torch.float16), "float8_e4m3fn"),
+        (lambda: te.Float8CurrentScalingQuantizer("e3m4"), "float8_e4m3fn"),
+        (lambda: te.Float8BlockQuantizer(block_scaling_dim=3), "or squares"),
+        (lambda: te.Float8Quantizer(16.0, None), "scale is an fp32 tensor"),
+        (lambda: te.Float8Quantizer(torch.ones(1), torch.zeros(1).double()), "amax is an fp32 tensor"),
+        (lambda: te.Float8Quantizer(torch.ones(2), None)(torch.ones(2, 2)), "one element, got 2"),
+        (lambda: te.MXFP8Quantizer()(torch.tensor(1.0)), "without dimensions"),
         (one_object_twice, "one object"),
         (lambda: hybrid_of("rows"), "columnwise_source"),
     ],
-    ids=["2d-rht", "2d-row-scaled", "4over6-stochastic", "dtype", "one-object", "source"],
 )
 def test_what_cannot_be_is_refused(wrong, match) -> None:
     with pytest.raises(ValueError, match=match):
