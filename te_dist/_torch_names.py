@@ -130,6 +130,7 @@ ATTRIBUTES = (
             "padded_sharded_param_size",
             "fsdp_placement",
             "sharded_param",
+            "mp_policy",
             "offload_to_cpu",
             "_module_info",
             "_sharded_local_tensor",
@@ -142,7 +143,6 @@ ATTRIBUTES = (
         members=(
             "fsdp_params",
             "mesh_info",
-            "mp_policy",
             "unshard_in_backward",
             "_reshard_after_forward",
             "reshard_after_backward",

@@ -181,10 +181,10 @@ def managed_parameters(unit: nn.Module, *, inside: bool = False) -> list[Managed
     state = unit._get_fsdp_state()
     is_root = state._is_root or (state._is_root is None and not inside)
     for number, group in enumerate(_parameter_groups(unit)):
-        mesh, policy = group.mesh_info, group.mp_policy
+        mesh = group.mesh_info
         frees = group._reshard_after_forward and not (is_root and state._auto_reshard_after_forward)
         for param in group.fsdp_params:
-            dtype = param.sharded_param.dtype
+            dtype, policy = param.sharded_param.dtype, param.mp_policy
             param_dtype = policy.param_dtype if policy.param_dtype and dtype.is_floating_point else dtype
             found.append(
                 Managed(
