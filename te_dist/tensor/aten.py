@@ -13,7 +13,7 @@ from torch import Tensor
 from te_dist._torch_private import tree_map_only
 from te_dist.formats import geometry
 from te_dist.tensor.filling import fill
-from te_dist.tensor.parts import check_writable, note
+from te_dist.tensor.parts import check_writable, note, note_broadcast, was_broadcast
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
 from te_dist.tensor.storage import Cut, QuantizedStorage, empty
 
@@ -106,6 +106,8 @@ def _empty_like(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     device, dtype = kwargs.get("device") or tensor.device, kwargs.get("dtype") or tensor.dtype
     storage = empty(old.format, old.region, dtype=dtype, device=device, fields=old.fields)
     storage.cut, storage.cut_dims = old.cut, old.cut_dims
+    if was_broadcast(old):
+        note_broadcast(storage)
     return tensor.like(storage, tensor.shape)
 
 

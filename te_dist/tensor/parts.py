@@ -35,6 +35,7 @@ class Reader(Protocol):
 
 
 _READERS: weakref.WeakKeyDictionary[QuantizedStorage, weakref.ref[Reader]] = weakref.WeakKeyDictionary()
+_BROADCAST: weakref.WeakSet[QuantizedStorage] = weakref.WeakSet()
 _ORIGINS: weakref.WeakKeyDictionary[QuantizedStorage, _Origin] = weakref.WeakKeyDictionary()
 
 
@@ -68,6 +69,17 @@ def before_writing(storage: QuantizedStorage) -> None:
     reader = None if known is None else known()
     if reader is not None:
         reader.keep_read()
+
+
+def note_broadcast(storage: QuantizedStorage) -> None:
+    """Remembers that ranks have sent each other the values of `storage`: others may hold them in plain tensors."""
+    _BROADCAST.add(storage)
+
+
+def was_broadcast(part: QuantizedStorage) -> bool:
+    """Whether that holds for a storage, or for what it was taken out of."""
+    origin = _ORIGINS.get(part)
+    return part in _BROADCAST or (origin is not None and origin.whole() in _BROADCAST)
 
 
 def check_writable(tensor: Any) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from te_dist._torch_private import process_group
 from te_dist.formats import Field, Group, Region, Span, geometry
 from te_dist.tensor import collectives
+from te_dist.tensor.parts import note_broadcast, was_broadcast
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
 from te_dist.tensor.storage import QuantizedStorage
 
@@ -68,12 +69,22 @@ def _cut(own: QuantizedStorage, rank: int, world: int) -> tuple[Region, tuple[Re
 
 @OPS.implements(torch.ops.c10d.scatter_.default)
 def _scatter(func: Any, args: Any, kwargs: Any) -> tuple[list[QuantizedTensor], Any]:
-    """Parts cut from one tensor, to each rank its own, in bytes; columns in equal parts only."""
+    """Parts cut from one tensor, to each rank its own, in bytes; columns in equal parts only.
+
+    Of a tensor that was broadcast before, ranks hold values, in plain tensors perhaps: these are scattered.
+    """
     outputs, inputs, boxed, root, *rest = args
     own, group, work = outputs[0].storage, dist.ProcessGroup.unbox(boxed), None
     parts = _parts_from(own, group.size())
     if own.place != parts[group.rank()]:
         own.become(parts[group.rank()])  # DTensor asks on every rank for what the first one gets
+    if was_broadcast(own):
+        values = torch.empty(outputs[0].shape, dtype=outputs[0].dtype, device=own.device)
+        padded = [[_padded(tensor) for tensor in inputs[0]]] if inputs else []
+        _, work = func([values], padded, boxed, root, True, *rest[1:])
+        dist.Work.unbox(work).wait()
+        own.quantize_(values.view(-1)[: torch.Size(own.shape).numel()].view(own.shape))
+        return outputs, work
     for field in own.fields:
         widest = max(_nbytes(field, part) for part in parts)
         received = torch.empty(widest, dtype=torch.uint8, device=own.device)
@@ -92,6 +103,12 @@ def _parts_from(first: QuantizedStorage, world: int) -> Sequence[Any]:
     place, cols = first.place, _region(first.place).cols
     regions = [Region(_region(place).rows, Span(cols.start + i * len(cols), len(cols))) for i in range(world)]
     return [Group(place.members, region) if isinstance(place, Group) else region for region in regions]
+
+
+def _padded(tensor: QuantizedTensor) -> Tensor:
+    """Values of a part, filled up with zeros to its nominal shape."""
+    values = tensor.storage.dequantize(tensor.dtype).view(-1)
+    return functional.pad(values, (0, tensor.shape.numel() - len(values))).view(tensor.shape)
 
 
 def _region(place: Any) -> Region:
@@ -114,6 +131,9 @@ def _broadcast(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
     tensors, group, root, index, *rest = args
     is_source = dist.ProcessGroup.unbox(group).rank() == root
     plain = [_values(tensor, known=is_source) for tensor in tensors]
+    for tensor in tensors:
+        if isinstance(tensor, QuantizedTensor):
+            note_broadcast(tensor.storage)
     _, work = func(plain, group, root, index, True, *rest[1:])
     dist.Work.unbox(work).wait()
     for tensor, values in zip(tensors, plain, strict=True):

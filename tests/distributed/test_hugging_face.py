@@ -69,7 +69,7 @@ def launched(rank: int, world: int) -> Iterator[None]:
             importlib.import_module("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def over_fsdp2(accelerator: Any, wrapped: str) -> Any:
+def over_fsdp2(accelerator: Any, wrapped: str, *, from_first: bool = False) -> Any:
     """accelerate takes FSDP for GPUs only; told so, it does the same on processors."""
     for state in (accelerate.PartialState(), accelerator.state):
         state.distributed_type = accelerate.utils.DistributedType.FSDP
@@ -78,7 +78,7 @@ def over_fsdp2(accelerator: Any, wrapped: str) -> Any:
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=[wrapped],
         state_dict_type="SHARDED_STATE_DICT",
-        cpu_ram_efficient_loading=False,
+        cpu_ram_efficient_loading=from_first,
     )
     return accelerator
 
@@ -173,11 +173,15 @@ def test_a_trainer_trains_a_converted_model(name: str, tmp_path: Path) -> None:
     assert by_us == resumed == by_library
 
 
-def loop(rank: int, world: int, name: str, where: str) -> tuple[list[float], list[float]]:
-    """A loop of accelerate's: prepare, backward, clip, save_state and load_state."""
+def loop(rank: int, world: int, name: str, where: str, from_first: bool) -> tuple[list[float], list[float]]:
+    """A loop of accelerate's: prepare, backward, clip, save_state and load_state.
+
+    Args:
+        from_first: whether the weights of the first rank are given to all.
+    """
     with launched(rank, world):
-        accelerator = over_fsdp2(accelerate.Accelerator(cpu=True), LAYER)
-        model = llama(name)
+        accelerator = over_fsdp2(accelerate.Accelerator(cpu=True), LAYER, from_first=from_first)
+        model = llama(name, seed=rank if from_first else 0)
         optimizer = optim.FusedAdam(model.parameters(), lr=1e-2)
         model, optimizer = accelerator.prepare(model, optimizer)
         assert_quantized(model)
@@ -203,7 +207,7 @@ def steps(accelerator: Any, model: nn.Module, optimizer: Any, name: str) -> list
     return [float(loss) for loss in found]
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_accelerate_prepares_saves_and_loads(name: str, tmp_path: Path) -> None:
-    for second, third in pool(2).run(loop, name, str(tmp_path), timeout=120):
+@pytest.mark.parametrize(("name", "from_first"), [*((name, False) for name in RECIPES), ("block", True)])
+def test_accelerate_prepares_saves_and_loads(name: str, from_first: bool, tmp_path: Path) -> None:
+    for second, third in pool(2).run(loop, name, str(tmp_path), from_first, timeout=120):
         assert second == third

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -203,6 +204,29 @@ def check_broadcast(layer: nn.Module, whole: dict[str, Tensor], rank: int) -> No
 
 def test_a_whole_state_of_quantized_tensors_is_loaded(ranks) -> None:
     ranks(3).run(check_whole_state)
+
+
+def give_from_first(rank: int, world: int) -> None:
+    """As accelerate loads a model that the first rank alone has; plain tensors on the others."""
+    over = testing.mesh((world,), ("dp",))
+    for name, format in FORMATS.items():
+        rows = 330 if fits(format, 330, world) else 288
+        makes = [(Layer(format, random_matrix(rows, COLS, 1)), quantize)]
+        makes.append((Experts(format, random_group(1, members=4)), grouped.quantize))
+        for layer, make in makes:
+            whole = layer.weight.data.to(testing.device())
+            values = whole.dequantize()
+            fsdp2.fully_shard(layer.to("meta"), mesh=over)
+            given = whole if rank == 0 else torch.zeros_like(values)
+            dist.broadcast(given, 0)
+            spread = distribute_tensor(given, over, layer.weight.placements)
+            layer.load_state_dict({"weight": spread}, assign=True)
+            layer.unshard()
+            assert_bitwise(layer.weight.dequantize(), make(values, format).dequantize(), name)
+
+
+def test_weights_that_the_first_rank_has_are_given_to_all(ranks) -> None:
+    ranks(3).run(give_from_first)
 
 
 def check_distributed(rank: int, world: int) -> None:
