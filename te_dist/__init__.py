@@ -2,6 +2,16 @@
 
 import torch  # noqa: F401  (its libraries are loaded before those of te_dist._C)
 
+try:
+    import te_dist._C as _C  # noqa: F401  (this form tells what is not there from what does not load)
+except ModuleNotFoundError as error:
+    if error.name != "te_dist._C":
+        raise
+    raise ImportError(
+        f"{__path__[0]} holds the sources of te_dist and nothing compiled: leave the folder around it for another, in "
+        "which Python finds the te_dist that pip installed, or run `make build` and take its .venv"
+    ) from None
+
 from te_dist import (
     checkpoints,
     flat_shards,
