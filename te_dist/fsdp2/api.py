@@ -95,7 +95,7 @@ def settle(model: nn.Module) -> None:
     them on its own; this does it for the whole model in one reduction per process group. Collective.
     """
     waiting: dict[Any, list[DTensor]] = {}
-    for param in model.parameters():
+    for param in _shards(model):
         local = local_tensor(param)
         if isinstance(param, DTensor) and isinstance(local, QuantizedTensor) and local.storage.unsettled is not None:
             waiting.setdefault(placement.group_key(param), []).append(param)
@@ -103,6 +103,15 @@ def settle(model: nn.Module) -> None:
         storages = [local_tensor(param).storage for param in params]
         unsettled = [(s, s.unsettled, placement.partition(p)) for s, p in zip(storages, params, strict=True)]
         settle_parts(unsettled, placement.groups(params[0]))
+
+
+def _shards(model: nn.Module) -> Iterator[nn.Parameter]:
+    """All parameters as they are between steps, also of units that are gathered."""
+    found = {id(param): param for param in model.parameters()}
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and _torch_private.is_first_of_unit(module):
+            found |= {id(each.sharded): each.sharded for each in _torch_private.managed_parameters(module)}
+    yield from found.values()
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -155,8 +155,8 @@ def double(layer: Layer) -> None:
 
 def settle_double(layer: Layer) -> None:
     double(layer)
-    holder = nn.ParameterList([sharded_of(layer.weight)])
-    fsdp2.settle(holder)
+    fsdp2.settle(layer)
+    assert local_tensor(sharded_of(layer.weight)).storage.unsettled is None
 
 
 def test_a_gathered_weight_stays_while_its_shard_is_written() -> None:
