@@ -64,7 +64,7 @@ struct QuantizeNvFp4 {
   // What becomes lines of the outputs, written when all of the panel is there, and what the directions share.
   struct Shared {
     alignas(16) uint4 columns[kHasCol ? kPanel * kPanel / 32 : 1];  // codes of pairs of columns
-    uint4 noise[kStochastic && kHasCol ? kPanel : 1][kTiles];
+    uint4 noise[kStochastic ? kPanel : 1][kTiles];
     Scale squares[kChoosesByRows ? kTiles : 1][kTiles];
     float sums[Source::kHasSums ? kWarps : 1][kPanel];
     alignas(8) uint8_t row_scales[kHasRow ? kPanel : 1][kTiles];
@@ -211,10 +211,9 @@ struct QuantizeNvFp4 {
     return false;
   }
 
-  // kBelow7: every element times its multiplier is.
-  template <bool kBelow7, class Strip, class NoiseAt>
-  TE_DIST_INLINE void encode_sizes(const Strip& strip, const Scale (&scales)[kRuns], const NoiseAt& noise_at,
-                                   uint32_t (&codes)[kRuns][2]) {
+  // Codes to nearest. kBelow7: every element times its multiplier is.
+  template <bool kBelow7, class Strip>
+  TE_DIST_INLINE void encode_sizes(const Strip& strip, const Scale (&scales)[kRuns], uint32_t (&codes)[kRuns][2]) {
 #pragma unroll
     for (int run = 0; run < kRuns; ++run) {
 #pragma unroll
@@ -223,27 +222,54 @@ struct QuantizeNvFp4 {
 #pragma unroll
         for (int i = 7; i >= 0; --i) {
           const float size = fabsf(strip.value(run, 8 * half + i)) * scales[run].multiplier;
-          if constexpr (kStochastic) {
-            push_code(codes[run][half], round_e2m1_noisy(size, noise_at(run, 8 * half + i), i));
-          } else {
-            push_code(codes[run][half], round_e2m1<kBelow7>(size, i));
-          }
+          push_code(codes[run][half], round_e2m1<kBelow7>(size, i));
         }
       }
     }
   }
 
-  // `amax`: of the strip's own runs, unless it had NaN. `noise_at`: the random byte of element i of a run.
-  template <class Strip, class NoiseAt>
+  // Codes of elements `first` and two behind it, as `round_e2m1_noisy` has them.
+  template <class Strip, class Noise>
+  TE_DIST_INLINE uint32_t encode_pair_noisy(const Strip& strip, int run, int first, float multiplier, const Noise& noise) {
+    const float low = fabsf(strip.value(run, first)) * multiplier, high = fabsf(strip.value(run, first + 2)) * multiplier;
+    return round_e2m1_noisy(places_in_e2m1(low, high), noise(run, first));
+  }
+
+  // Codes rounded stochastically.
+  template <class Strip, class Noise>
+  TE_DIST_INLINE void encode_noisy(const Strip& strip, const Scale (&scales)[kRuns], const Noise& noise,
+                                   uint32_t (&codes)[kRuns][2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t bytes[2][kRuns];  // of even and of odd elements
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+#pragma unroll
+        for (int run = 0; run < kRuns; ++run) {
+          const int first = 8 * half + odd;
+          const uint32_t left = encode_pair_noisy(strip, run, first, scales[run].multiplier, noise);
+          const uint32_t right = encode_pair_noisy(strip, run, first + 4, scales[run].multiplier, noise);
+          bytes[odd][run] = gathered(left, right, 0x7531);
+        }
+      }
+#pragma unroll
+      for (int run = 0; run < kRuns; ++run) codes[run][half] = (bytes[0][run] >> 1) + (bytes[1][run] << 3);
+    }
+  }
+
+  // `amax`: of the strip's own runs, unless it had NaN. `noise`: of a pair of a run, as `round_e2m1_noisy` takes it.
+  template <class Strip, class Noise>
   TE_DIST_INLINE void encode(const Strip& strip, const float (&amax)[kRuns], bool has_amax, const Scale (&scales)[kRuns],
-                             const NoiseAt& noise_at, uint32_t (&codes)[kRuns][2]) {
+                             const Noise& noise, uint32_t (&codes)[kRuns][2]) {
     float largest = 0.0f;
 #pragma unroll
     for (int run = 0; run < kRuns; ++run) largest = fmaxf(largest, amax[run] * scales[run].multiplier);
-    if (!kStochastic && __builtin_expect(has_amax && largest < 7.0f, 1)) {
-      encode_sizes<true>(strip, scales, noise_at, codes);
+    if constexpr (kStochastic) {
+      encode_noisy(strip, scales, noise, codes);
+    } else if (__builtin_expect(has_amax && largest < 7.0f, 1)) {
+      encode_sizes<true>(strip, scales, codes);
     } else {
-      encode_sizes<false>(strip, scales, noise_at, codes);
+      encode_sizes<false>(strip, scales, codes);
     }
     Signs signs[kRuns][2];
     strip.find_signs(signs);
@@ -257,18 +283,7 @@ struct QuantizeNvFp4 {
   TE_DIST_DEVICE void quantize_rows() const {
     RowStrip strip(panel);
     if constexpr (kHasRow || kChoosesByRows) strip.template load<Source, kLoad>(p.source, panel);
-    uint4 noise[kRuns];
-    if constexpr (kStochastic) {
-      constexpr bool kAligned = Rule::kRounding == Rounding::kStochasticAligned;
-      if constexpr (kHasCol) {
-        draw_noise<kAligned>(p.rng_state + p.col_rng_state, strip, p.extents.cols, noise);
-#pragma unroll
-        for (int run = 0; run < kRuns; ++run) shared.noise[strip.local_row + run][strip.local_col / kRun] = noise[run];
-      }
-      if (kHasRow && (!kHasCol || p.col_rng_state != 0)) {
-        draw_noise<kAligned>(p.rng_state, strip, p.extents.cols, noise);
-      }
-    }
+    if constexpr (kStochastic) put_noise(strip, kHasRow ? 0 : p.col_rng_state);
     if constexpr (!kHasRow && !kChoosesByRows) return;
     float amax[kRuns];
     const bool has_amax = find_amax(strip, amax);
@@ -276,11 +291,22 @@ struct QuantizeNvFp4 {
       const Scale scale = Tiles<RowStrip>(p, panel, strip, false).settle_square(amax);
       shared.squares[strip.local_row / kRun][strip.local_col / kRun] = scale;
     }
-    if constexpr (kHasRow) write_rows(strip, amax, has_amax, noise);
+    if constexpr (kHasRow) write_rows(strip, amax, has_amax);
+    if constexpr (kStochastic && kHasRow && kHasCol) {
+      if (p.col_rng_state != 0) put_noise(strip, p.col_rng_state);
+    }
   }
 
-  TE_DIST_DEVICE void write_rows(const RowStrip& strip, const float (&amax)[kRuns], bool has_amax,
-                                 const uint4 (&noise)[kRuns]) const {
+  // Draws the bytes of a strip from the stream whose state begins at `state`.
+  TE_DIST_DEVICE void put_noise(const RowStrip& strip, int state) const {
+    uint4 noise[kRuns];
+    draw_noise<Rule::kRounding == Rounding::kStochasticAligned>(p.rng_state + state, strip, p.extents.cols, noise);
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) shared.noise[strip.local_row + run][strip.local_col / kRun] = noise[run];
+    __syncwarp();  // the compiler would keep them in registers
+  }
+
+  TE_DIST_DEVICE void write_rows(const RowStrip& strip, const float (&amax)[kRuns], bool has_amax) const {
     const Tiles<RowStrip> tiles(p, panel, strip, true);
     Scale scales[kRuns];
     if constexpr (kRow == Share::kRun) {
@@ -291,9 +317,9 @@ struct QuantizeNvFp4 {
       for (int run = 0; run < kRuns; ++run) scales[run] = scale;
     }
     uint32_t codes[kRuns][2];
-    encode(strip, amax, has_amax, scales, [&](int run, int i) {
-      const uint32_t words[4] = {noise[run].x, noise[run].y, noise[run].z, noise[run].w};
-      return byte_of(words[i / 4], i % 4);
+    encode(strip, amax, has_amax, scales, [&](int run, int first) {
+      const uint4* noise = &shared.noise[strip.local_row + run][strip.local_col / kRun];
+      return doubled_bytes(reinterpret_cast<const uint32_t*>(noise)[first / 4], first % 2);
     }, codes);
 #pragma unroll
     for (int run = 0; run < kRuns; ++run) {
@@ -381,14 +407,11 @@ struct QuantizeNvFp4 {
 #pragma unroll
       for (int run = 0; run < kRuns; ++run) scales[run] = scale;
     }
-    uint32_t noise[kStochastic ? kRun : 1];
-    if constexpr (kStochastic) {
-      const uint32_t* words = reinterpret_cast<const uint32_t*>(shared.noise[strip.local_row]) + strip.local_col / 4;
-#pragma unroll
-      for (int i = 0; i < kRun; ++i) noise[i] = words[i * (kPanel / 4)];
-    }
     uint32_t codes[kRuns][2];
-    encode(strip, amax, has_amax, scales, [&](int run, int i) { return byte_of(noise[i], run); }, codes);
+    encode(strip, amax, has_amax, scales, [&](int run, int first) {
+      const uint32_t* words = reinterpret_cast<const uint32_t*>(shared.noise[strip.local_row + first]) + strip.local_col / 4;
+      return doubled_bytes(gathered(words[0], words[2 * kPanel / 4], run % 2 ? 0x7531 : 0x6420), run / 2);
+    }, codes);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int pair = 0; pair < kRuns / 2; ++pair) {

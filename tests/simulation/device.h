@@ -430,6 +430,14 @@ template <class Type>
 void round_pair(uint32_t& word, float second, float first) {
   word = Type::code(first) | uint32_t(Type::code(second)) << 16;
 }
+inline uint16_t half_towards_zero(float value) {
+  const uint16_t code = f16::code(value);
+  const uint8_t bytes[2] = {uint8_t(code), uint8_t(code >> 8)};
+  return std::fabs(f16::value(bytes)) > std::fabs(value) ? uint16_t(code - 1) : code;
+}
+inline void truncate_pair(uint32_t& word, float second, float first) {
+  word = half_towards_zero(first) | uint32_t(half_towards_zero(second)) << 16;
+}
 template <class Type>
 void round_one(uint16_t& code, float value) {
   code = Type::code(value);
@@ -677,6 +685,9 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
   return unsigned((uint64_t(high) << 32 | low) >> (by & 31));
 }
 inline int __vimin3_s32(int a, int b, int c) { return std::min(a, std::min(b, c)); }
+inline unsigned __viaddmin_u16x2(unsigned a, unsigned b, unsigned most) {
+  return sim::by_halves([&](int i) { return std::min(uint16_t((a >> 16 * i) + (b >> 16 * i)), uint16_t(most >> 16 * i)); });
+}
 inline int __ffs(int value) { return __builtin_ffs(value); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned(uint64_t(a) * b >> 32); }
 template <class T>

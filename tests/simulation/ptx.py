@@ -41,6 +41,7 @@ FUNCTIONS = [
     (r"cvt\.rn\.satfinite\.(\w+)x2\.f32", "sim::encode_pair<sim::{1}>"),
     (r"cvt\.rn\.f16x2\.(\w+)x2", "sim::decode_pair<sim::{1}>"),
     (r"cvt\.rn\.(bf16|f16)x2\.f32", "sim::round_pair<sim::{1}>"),
+    (r"cvt\.rz\.f16x2\.f32", "sim::truncate_pair"),
     (r"cvt\.rn\.(bf16|f16)\.f32", "sim::round_one<sim::{1}>"),
     (r"cvt\.f32\.f16", "sim::widen"),
     (r"rcp\.approx\.ftz\.f32", "sim::reciprocal"),

@@ -81,14 +81,21 @@ TE_DIST_INLINE uint32_t round_e2m1(float size, int index) {
   return smallest_code(__fmaf_rn(size, 2.0f, base), __fadd_rn(size, base + 2.0f), top);
 }
 
-// The same as encode_e2m1_stochastic of csrc/numerics rounds. Whatever the size, the noise of the step between its
-// neighbours gives the smallest code: a larger step, below it, adds 2 or 4 more; a smaller one, above it, starts from
-// twice as many.
-TE_DIST_INLINE uint32_t round_e2m1_noisy(float size, float noise, int index) {
-  const float base = CodeBase::of(index);
-  return smallest_code(__fmaf_rz(__fmaf_rn(noise, 0.001953125f, size), 2.0f, base),
-                       __fadd_rz(__fmaf_rn(noise, 0.00390625f, size), base + 2.0f),
-                       __fadd_rz(top_of_e2m1(__fmaf_rn(noise, 0.0078125f, size)), base + 6.0f));
+// Two magnitudes, in halves of a word: code number and 9 bits behind its point, rounded toward zero. 2^-14 of a magnitude is
+// that as fp16 has it, whose steps double from 2^-13 on, as those of e2m1 do from 2 on. What a sum with a random number
+// rounds up to 0.5 in fp32 must not be lost: it is less than 2^-26 below.
+TE_DIST_INLINE uint32_t places_in_e2m1(float low, float high) {
+  uint32_t places;
+  asm("cvt.rz.f16x2.f32 %0, %1, %2;"
+      : "=r"(places)
+      : "f"(__fmaf_rz(high, 0x1p-14f, 0x1p-40f)), "f"(__fmaf_rz(low, 0x1p-14f, 0x1p-40f)));
+  return places;
+}
+
+// The same as encode_e2m1_stochastic of csrc/numerics rounds: the codes in bits 9 to 11 of each half. `noise`: twice the
+// random bytes, in halves.
+TE_DIST_INLINE uint32_t round_e2m1_noisy(uint32_t places, uint32_t noise) {
+  return __viaddmin_u16x2(places, noise, 0x0FFF0FFFu);
 }
 
 // A factor that the compiler does not know: it would shift instead, by the units that have more to do.

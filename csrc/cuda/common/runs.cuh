@@ -54,9 +54,10 @@ struct Signs {
     return {gathered(low, high, 0xECA8), gathered(low, high, 0xFDB9)};
   }
 
-  // With eight magnitudes in the nibbles of a word.
+  // With eight magnitudes in the nibbles of a word, in place of their highest bits.
   TE_DIST_DEVICE uint32_t joined(uint32_t magnitudes) const {
-    return (odd & 0x80808080u) | ((even & 0x08080808u) | magnitudes);
+    const uint32_t with_even = (even & 0x08080808u) | (magnitudes & ~0x08080808u);
+    return (odd & 0x80808080u) | (with_even & ~0x80808080u);
   }
 };
 
