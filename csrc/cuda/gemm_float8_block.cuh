@@ -31,6 +31,9 @@ struct GemmFloat8Block {
   static constexpr int kSums = kCols / 2;  // of a wave, by thread
   static constexpr bool kHoldsColScales = kWaves > 1;  // from wave to wave, in registers
   static constexpr bool kReadsAhead = kSquareB || kHoldsColScales;  // all of a stage before its products are done
+  // Whether consumers take turns: to add takes long where columns have scales too. With squares, and of three consumers, turns
+  // cost more than they bring.
+  static constexpr bool kTakesTurns = !kSquareB && kWaves > 1;
   // Whether the code of a stage knows its place in shared memory; of many stages registers do not suffice for that.
   static constexpr bool kKnowsStages = kStages <= 4 && (kSquareB || kConsumers == 2);
   static constexpr int kBoxes = kWaves * kCols * Out::kBytes / 128;  // of the output, of a consumer
@@ -179,6 +182,11 @@ struct GemmFloat8Block {
       pin(part);
     }
 
+    TE_DIST_DEVICE void begin_stage(float (&part)[kSums], int stage) const {
+      if (kTakesTurns) Roles::await_turn(group, stage);
+      multiply(part, stage, 0);
+    }
+
     // Scales of the columns of this thread, for all waves; of squares there are none.
     struct ColScales {
       static constexpr int kHeld = !kSquareB && kHoldsColScales ? kSums / 4 : 1;
@@ -224,7 +232,7 @@ struct GemmFloat8Block {
     template <int kLive>
     TE_DIST_DEVICE void sum_waves(const Tile& t, Ring<kStages>& ring) {
       float part[kSums];
-      multiply(part, ring.stage, 0);
+      begin_stage(part, ring.stage);
       if constexpr (kKnowsStages) {
         for (int k = -int(ring.stage); k < t.depth_tiles; k += kStages) {
 #pragma unroll
@@ -253,17 +261,19 @@ struct GemmFloat8Block {
         if (ends && !is_last) shared().full[next].wait(ring.parity);
         wait_products<0>();
         pin(part);
+        if (kTakesTurns && w == 0) Roles::pass_turn(group, stage);
         if (ends && kReadsAhead) release<true>(stage);
         add(part, sums[w], its.rows[w], cols);
         if (ends && !kReadsAhead) release<false>(stage);
         if (!ends) multiply(part, stage, w + 1);
-        if (ends && !is_last) multiply(part, next, 0);
+        if (ends && !is_last) begin_stage(part, next);
       }
     }
 
     TE_DIST_DEVICE void pass_over(const Tile& t, Ring<kStages>& ring) {
       for (int k = 0, end = stages_of(t); k < end; ++k, ring.advance()) {
         if (k > 0) shared().full[ring.stage].wait(ring.parity);
+        if (kTakesTurns) Roles::await_turn(group, ring.stage), Roles::pass_turn(group, ring.stage);
         release<false>(ring.stage);
       }
     }

@@ -41,13 +41,17 @@ constexpr auto kPatience = std::chrono::seconds(30);
 // Where `count` threads wait for each other, again and again. By futex: they are many more than there are cores.
 class Meeting {
  public:
+  // Whether this was the last of `count`, who lets the others go on.
+  bool arrive(unsigned count) {
+    if (here_.fetch_add(1) + 1 != count) return false;
+    here_ = 0, ++round_;
+    syscall(SYS_futex, &round_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+    return true;
+  }
+
   void wait(unsigned count) {
     const unsigned round = round_.load();
-    if (here_.fetch_add(1) + 1 == count) {
-      here_ = 0, ++round_;
-      syscall(SYS_futex, &round_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
-      return;
-    }
+    if (arrive(count)) return;
     const timespec patience{kPatience.count(), 0};
     while (round_ == round) {
       if (syscall(SYS_futex, &round_, FUTEX_WAIT_PRIVATE, round, &patience, nullptr, 0) == -1 && errno == ETIMEDOUT) {
@@ -153,6 +157,7 @@ inline unsigned ballot(bool value) {
 }
 
 inline void sync_named(int barrier, int threads) { self.block->named[size_t(barrier)].wait(unsigned(threads)); }
+inline void arrive_named(int barrier, int threads) { self.block->named[size_t(barrier)].arrive(unsigned(threads)); }
 inline void sync_cluster() {
   Cluster& cluster = *self.block->cluster;
   cluster.meeting.wait(unsigned(cluster.blocks.size()) * self.block->threads);
