@@ -348,6 +348,9 @@ class _EndToEnd(tuple):
     def __iter__(self) -> Iterator[int]:
         return iter((1, _Rest(-1), *(1,) * (len(self) - 2)))
 
+    def numel(self) -> int:
+        return math.prod(tuple.__iter__(self))
+
 
 class _Rest(int):
     """The extent that `view` finds by itself; so are multiples of it."""
