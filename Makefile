@@ -53,6 +53,7 @@ test: build
 # Without torch's pool of memory, inside of which an access out of bounds would go unseen. All of them run; it fails at
 # the end. Races are not looked for in products: their barriers are those of the bulk copy engine, which racecheck misses.
 sanitize: build
+	@command -v compute-sanitizer || { echo "make sanitize: wants NVIDIA's compute-sanitizer (CUDA toolkit) and a GPU"; exit 1; }
 	$(RUN) -m tests.gpu.sanitize --compile
 	failed=; for tool in memcheck racecheck initcheck synccheck; do \
 		test $$tool = racecheck && calls=--without-products || calls=; \
