@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
-from te_dist import fsdp2, optim
+import te_dist as te
+from te_dist import fsdp2, optim, recipe
 from te_dist.formats import Region
-from te_dist.nn import Linear
+from te_dist.nn import Linear, products
+from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.traffic import Traffic
-from te_dist.testing import StorageTracker, mesh, pool
+from te_dist.testing import StorageTracker, assert_bitwise, mesh, pool
 from tests.distributed.probe import FORMATS, Layer, assert_directions, assert_seen, fits, random_matrix
 
 COLS = 160  # a ragged tile of 128; a multiple of 32 and 16
@@ -83,6 +86,35 @@ def test_unsharded_weight_is_the_quantized_whole(world: int, rows: int, name: st
 @pytest.mark.parametrize("how", ["torch", "kept", "recompute"])
 def test_every_way_to_wrap(how: str, name: str) -> None:
     pool(2).run(train_and_compare, name, 352, how)
+
+
+def lay_out_and_free(rank: int, world: int, reshards: bool) -> None:
+    """On devices that read one order alone, a product lays out the other for itself; CPUs, which read both, pretend."""
+    for made_by in (recipe.Float8BlockScaling(), recipe.Float8CurrentScaling()):
+        results = []
+        for any_order in (products.READS_ANY_ORDER, ()):
+            torch.manual_seed(0)
+            with te.quantized_model_init(recipe=made_by):
+                layer = Linear(128, 192, bias=False)
+            fsdp2.fully_shard(layer, mesh=mesh((world,), ("dp",)), reshard_after_forward=reshards)
+            weights: list[QuantizedTensor] = []
+            layer.register_forward_pre_hook(lambda module, _, weights=weights: weights.append(module.weight))
+            x = torch.randn(32, 128, requires_grad=True)
+            with mock.patch.object(products, "READS_ANY_ORDER", any_order), StorageTracker() as tracker:
+                with te.autocast(recipe=made_by):
+                    y = layer(x)
+                y.square().sum().backward()
+            assert_nothing_unsharded(tracker, [x.grad, y, layer.weight.grad._local_tensor], 128 * 192 // 2)
+            row = {field.name for field in weights[0].format.rowwise.fields}
+            assert weights[0].storage.buffers.keys() == row
+            results.append([y.detach(), x.grad, layer.weight.grad._local_tensor])
+        for index, (got, want) in enumerate(zip(*results, strict=True)):
+            assert_bitwise(got, want, f"result {index}")
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_what_products_lay_out_ends_with_them(reshards: bool) -> None:
+    pool(2).run(lay_out_and_free, reshards)
 
 
 @pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.alignment(0) == 1])
