@@ -55,11 +55,12 @@ def _refuse_on_cpu(name: str) -> Callable[..., None]:
 def _rehearsed(name: str, cuda: Callable[..., None]) -> Callable[..., None]:
     def fake(*args: object) -> None:
         """Outputs are arguments: there is nothing to make up. See [Note: Kernels ahead of time]."""
+        if is_recording():
+            return cuda(*args)
         given = [each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else (arg,))]
         devices = {str(each.device) for each in given if isinstance(each, Tensor)}
         if "meta" in devices and len(devices) > 1:  # one tensor there leads here, whatever the others are
             raise _apart(name, sorted(devices))
-        if is_recording():
-            cuda(*args)
+        return None
 
     return fake
