@@ -72,6 +72,12 @@ class QuantizerRole:
 class Recipe:
     """Base of all recipes."""
 
+    def __post_init__(self) -> None:
+        chosen = getattr(self, "fp8_format", Format.HYBRID)
+        if not isinstance(chosen, Format):
+            names = ", ".join(str(each) for each in Format)
+            raise TypeError(f"{type(self).__name__}: fp8_format: got {chosen!r}, wanted one of {names}")
+
     def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
         """How a tensor of this role is quantized."""
         raise NotImplementedError
@@ -99,6 +105,7 @@ class DelayedScaling(Recipe):
     reduce_amax: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._request("input")
 
     def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
@@ -154,6 +161,7 @@ class Float8BlockScaling(Recipe):
     amax_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         dims = (self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim)
         if any(dim not in (1, 2) for dim in dims):
             raise ValueError(f"block scaling dims of input, weight and gradient are 1 or 2, got {dims}")

@@ -100,6 +100,10 @@ class LinearSite(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, *, name: str) -> None:
         super().__init__()
+        if min(in_features, out_features) < 0:
+            raise ValueError(
+                f"{name or 'Linear'}: in_features and out_features are 0 or more, got {in_features} and {out_features}"
+            )
         self.name = name
         self.in_features = in_features
         self.out_features = out_features

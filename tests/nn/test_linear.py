@@ -85,6 +85,12 @@ def test_quantized_and_plain_weights_give_the_same_bits(case: Any, dtype: torch.
         assert_bitwise(a, b, name)
 
 
+@pytest.mark.parametrize("features", ((-1, 4), (4, -1)))
+def test_negative_features_are_named(features: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=f"0 or more, got {features[0]} and {features[1]}"):
+        te.Linear(*features)
+
+
 def test_a_weight_on_meta_is_named() -> None:
     with torch.device("meta"):
         module = make(None)

@@ -96,6 +96,12 @@ def test_what_cannot_be_is_refused_when_the_recipe_is_made(kind, wrong) -> None:
         kind(**wrong)
 
 
+@pytest.mark.parametrize("kind", (recipe.DelayedScaling, recipe.Float8CurrentScaling, recipe.Float8BlockScaling))
+def test_the_name_of_a_format_is_none(kind) -> None:
+    with pytest.raises(TypeError, match=f"{kind.__name__}: fp8_format: got 'hybrid', wanted one of Format.E4M3"):
+        kind(fp8_format="hybrid")
+
+
 def test_contexts_nest_and_end() -> None:
     outer, inner = recipe.MXFP8BlockScaling(), recipe.NVFP4BlockScaling()
     assert current_autocast().recipe is None

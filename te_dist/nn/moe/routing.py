@@ -46,6 +46,8 @@ class Routing:
     top_groups: int = 1
 
     def __post_init__(self) -> None:
+        if self.num_experts < 1:
+            raise ValueError(f"num_experts: got {self.num_experts}, wanted 1 or more")
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(f"top_k: got {self.top_k} of {self.num_experts} experts, wanted 1 to {self.num_experts}")
         if self.score_function not in ("softmax", "sigmoid"):

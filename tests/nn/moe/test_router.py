@@ -185,6 +185,7 @@ def test_the_bias_stays_in_fp32_and_in_checkpoints() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"num_experts": 0}, "num_experts: got 0"),
         ({"top_k": 9}, "top_k: got 9 of 8"),
         ({"num_groups": 3}, "num_groups: got 3"),
         ({"num_groups": 4, "top_groups": 5}, "top_groups: got 5 of 4"),
