@@ -112,7 +112,7 @@ def is_dispatch_watched() -> bool:
 
 def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply(*args)`. Arguments are not searched for what ended transforms of torch.func left behind."""
-    if torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)
 

@@ -13,6 +13,12 @@ from te_dist.fsdp2.parameter import ShardedParameter
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
+# Where compilers trace hooks, `check_first_passes` has the first that they come upon.
+_OUTSIDE = (
+    "FSDP2 gathers the parameters of a unit in hooks, outside of graphs; torch from 2.15 on traces hooks where the "
+    "forward pass is torch's own, as that of nn.Sequential is. Compile units of a class with a forward pass of its "
+    "own, or leave out fullgraph=True"
+)
 _PASSES = 2  # forward passes of a unit that are preceded by a check: the first one, and that after the first step
 
 
@@ -38,7 +44,7 @@ def check_first_passes(unit: nn.Module) -> None:
     """Has `check` called before the first passes of `unit`."""
     left = [_PASSES]
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=_OUTSIDE)
     def before(module: nn.Module, args: Any) -> None:
         check(module)
         left[0] -= 1

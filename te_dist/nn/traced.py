@@ -48,21 +48,20 @@ def name_of(plan: Plan, text: str) -> str:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, plan: str, front: str = "") -> Tensor:
     """`products.linear` by the plan of that name."""
-    saves_input = torch.is_grad_enabled() and weight.requires_grad
-    return _Linear.apply(x, weight, bias, plan, saves_input, front)
+    differentiates = torch.is_grad_enabled()
+    how = differentiates and weight.requires_grad, differentiates and x.requires_grad, front
+    return _Linear.apply(x, weight, bias, plan, *how)
 
 
 class _Linear(torch.autograd.Function):
     """As that of `products`, with what is saved in plain tensors."""
 
     @staticmethod
-    def forward(  # noqa: PLR0913  (what autograd hands over)
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: str, saves_input: bool, front: str
-    ) -> Tensor:
-        out, *buffers = torch.ops.te_dist.linear_forward(x, [weight], bias, plan, PLAIN, saves_input, front)
-        ctx.plan, ctx.shape, ctx.front = plan, x.shape, front
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: str, *how: Any) -> Tensor:
+        out, *buffers = torch.ops.te_dist.linear_forward(x, [weight], bias, plan, PLAIN, *how)
+        ctx.plan, ctx.shape, ctx.front = plan, x.shape, how[-1]
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        ctx.save_for_backward(*buffers, weight, x if front else None)
+        ctx.save_for_backward(*buffers, weight, x if ctx.front else None)
         return out
 
     @staticmethod
@@ -72,7 +71,7 @@ class _Linear(torch.autograd.Function):
         wants = ctx.needs_input_grad[:3]
         place = ctx.plan, PLAIN, list(wants), ctx.shape, *ctx.dtypes, behind, ctx.front
         grads = iter(torch.ops.te_dist.linear_backward(grad, buffers, [weight], *place))
-        return *(next(grads) if wanted else None for wanted in wants), None, None, None
+        return *(next(grads) if wanted else None for wanted in wants), *(None,) * 4
 
 
 def _weight(parts: Sequence[Tensor], kind: str) -> Tensor:
@@ -84,15 +83,18 @@ def _weight(parts: Sequence[Tensor], kind: str) -> Tensor:
 
 
 def _forward(x: Tensor, weight: list[Tensor], bias: Tensor | None, plan: str, *rest: Any) -> list[Tensor]:
-    kind, saves_input, front = rest
-    tensors, saved = forward(x, _weight(weight, kind), bias, _plans[plan], saves_input, front)
+    kind, saves_input, reads_columns, front = rest
+    whole = _weight(weight, kind)
+    if reads_columns and isinstance(whole, QuantizedTensor):
+        _check_columns(whole.storage)
+    tensors, saved = forward(x, whole, bias, _plans[plan], saves_input, front)
     if saved is not None:
         _saved[plan, front, x.shape, x.dtype] = saved
     return list(tensors)
 
 
 def _fake_forward(x: Tensor, weight: list[Tensor], bias: Tensor | None, plan: str, *rest: Any) -> list[Tensor]:
-    kind, saves_input, front = rest
+    kind, saves_input, _, front = rest
     shape = tuple(int(extent) for extent in x.shape)
     out = x.new_empty((*shape[:-1], _weight(weight, kind).shape[0]))
     if not saves_input:
@@ -113,17 +115,17 @@ def _backward(grad: Tensor, inputs: list[Tensor], weight: list[Tensor], plan: st
 
 def _fake_backward(grad: Tensor, inputs: list[Tensor], weight: list[Tensor], plan: str, *rest: Any) -> list[Tensor]:
     kind, wants, shape, *dtypes, _, _ = rest
-    known = _weight(weight, kind)
-    if wants[0] and isinstance(known, QuantizedTensor):
-        _check_columns(known.storage)
-    rows, cols = known.shape
+    rows, cols = _weight(weight, kind).shape
     shapes = (shape, (rows, cols), (rows,))
     asked = zip(wants, shapes, dtypes, strict=True)
     return [grad.new_empty(extents, dtype=dtype) for wanted, extents, dtype in asked if wanted]
 
 
 def _check_columns(storage: QuantizedStorage) -> None:
-    """Raises where a graph is handed a weight in forward that backward cannot multiply."""
+    """Raises where a graph is handed a weight in forward that backward cannot multiply.
+
+    Asked when the graph runs: what is raised while one is traced, compilers may take for a reason to trace less.
+    """
     if Direction.COLUMNWISE in storage.directions or storage.format.columnwise_is_derivable:
         return
     raise RuntimeError(
@@ -138,8 +140,8 @@ def _define() -> None:
     # NOTE: a pass may draw random numbers, so equal calls are not one.
     tags = (torch.Tag.nondeterministic_seeded,)
     LIBRARY.define(
-        "linear_forward(Tensor x, Tensor[] weight, Tensor? bias, str plan, str kind, bool saves_input, str front) "
-        "-> Tensor[]",
+        "linear_forward(Tensor x, Tensor[] weight, Tensor? bias, str plan, str kind, bool saves_input, "
+        "bool reads_columns, str front) -> Tensor[]",
         tags=tags,
     )
     LIBRARY.define(

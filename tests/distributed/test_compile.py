@@ -20,13 +20,22 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
+class Unit(nn.Sequential):
+    """A unit with a forward pass of its own: of those that are torch's, compilers trace hooks as well, or skip all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self:
+            x = module(x)
+        return x
+
+
 def passes(world: int, rank: int, how: tuple[str, bool, bool], compiled: bool) -> list[Tensor]:
     """Output and gradients of the second of two passes of two units; `how`: recipe, quantized weights, reshards."""
     name, quantized, reshards = how
     torch.compiler.reset()
     torch.manual_seed(0)
     with te.quantized_model_init(enabled=quantized, recipe=RECIPES[name]):
-        units = [nn.Sequential(te.Linear(WIDTH, HIDDEN), nn.SiLU(), te.Linear(HIDDEN, WIDTH)) for _ in range(2)]
+        units = [Unit(te.Linear(WIDTH, HIDDEN), nn.SiLU(), te.Linear(HIDDEN, WIDTH)) for _ in range(2)]
     model = nn.Sequential(*units)
     for unit in units:
         if compiled:
@@ -55,6 +64,20 @@ def test_compiled_units_compute_the_bits_of_eager_ones(name: str, quantized: boo
     if quantized and reshards and name == "mxfp8":
         pytest.skip("each pass gathers its own direction: refused, see below")
     pool(2).run(compare, name, quantized, reshards)
+
+
+def compile_sequential(rank: int, world: int) -> None:
+    torch.compiler.reset()
+    unit = nn.Sequential(te.Linear(WIDTH, WIDTH))
+    unit.compile(backend="aot_eager", fullgraph=True)
+    fsdp2.fully_shard(unit, mesh=mesh((world,), ("dp",)))
+    with pytest.raises(Exception, match="Compile units of a class with a forward pass of its own"):
+        unit(torch.ones(32, WIDTH))
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 15), reason="torch compiles what is inside, and none of the hooks")
+def test_one_graph_of_a_unit_whose_forward_pass_is_torchs_is_refused() -> None:
+    pool(2).run(compile_sequential)
 
 
 def refuse(rank: int, world: int) -> None:
