@@ -15,7 +15,7 @@ from te_dist.tensor.placement import local_tensor
 
 # Where compilers trace hooks, `check_first_passes` has the first that they come upon.
 _OUTSIDE = (
-    "FSDP2 gathers the parameters of a unit in hooks, outside of graphs; torch from 2.15 on traces hooks where the "
+    "FSDP2 gathers the parameters of a unit in hooks, outside of graphs; torch from 2.14 on traces hooks where the "
     "forward pass is torch's own, as that of nn.Sequential is. Compile units of a class with a forward pass of its "
     "own, or leave out fullgraph=True"
 )

@@ -3,9 +3,9 @@
 [Note: Order of allocations]
 FSDP2 packs what a rank sends and allocates one buffer that all shards of a unit arrive in, copies them from there into
 a buffer of each wire, and lets te_dist fill what is no view of these. In forward that one buffer lives until the next
-unit is gathered and copied, so that copies overlap with collectives. In backward it is freed at once, but the unit
-that ran before is gathered while this one runs. Over one rank parameters are copied one after the other, and nothing
-arrives.
+unit is gathered, so that copies overlap with collectives; before torch 2.15 until that one is copied as well. In
+backward it is freed at once, but the unit that ran before is gathered while this one runs. Over one rank parameters are
+copied one after the other, and nothing arrives.
 
 Units are taken to run in the order of their modules. Counted are parameters alone: shards, and all that gathers
 allocate. Activations, gradients and the optimizer's state are not.
@@ -16,8 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
 from te_dist.fsdp2.footprint import Buffers, Footprint, Unit
 from te_dist.fsdp2.plan import Phase
+
+_FREES_BEFORE_COPYING = torch.__version__ >= (2, 15)
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,8 @@ class _Run:
         """Ends a gather that was started."""
         if gather.arriving is None:
             return
+        if phase is Phase.FORWARD and _FREES_BEFORE_COPYING:
+            self._end_deferral()
         buffers = gather.buffers(phase)
         copied = self._copy_alone(buffers) if gather.num_shards == 1 else self._copy_out(buffers)
         gather.held = sum(size for each in buffers for size in each.gathered)

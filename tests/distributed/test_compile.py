@@ -75,7 +75,7 @@ def compile_sequential(rank: int, world: int) -> None:
         unit(torch.ones(32, WIDTH))
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 15), reason="torch compiles what is inside, and none of the hooks")
+@pytest.mark.skipif(torch.__version__ < (2, 14), reason="torch compiles what is inside, and none of the hooks")
 def test_one_graph_of_a_unit_whose_forward_pass_is_torchs_is_refused() -> None:
     pool(2).run(compile_sequential)
 
