@@ -51,8 +51,8 @@ def fully_shard(
 
     Raises:
         RuntimeError: a weight that was made quantized is not any more, see `check`.
-        ValueError: a parameter cannot be cut over this mesh, a module keeps gradients from autograd, or parameters
-            differ in dtype where torch takes one; on every rank alike, before any collective.
+        ValueError: a parameter cannot be cut over this mesh, a module keeps gradients from autograd, or trained
+            parameters of one unit differ in dtype; on every rank alike, before any collective.
         CompilerError: a kernel has to be compiled and there is no compiler.
     """
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
@@ -135,9 +135,7 @@ def _own_quantized(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _check_dtypes(modules: list[nn.Module], ignored: Collection[nn.Parameter]) -> None:
-    """The gradients of a unit are reduced in one buffer, in torch older than 2.15 of one type."""
-    if torch.__version__ >= (2, 15):
-        return
+    """The gradients of a unit are reduced in one buffer, of one type."""
     left_out = {id(param) for param in ignored}
     trained = [(n, p) for each in modules for n, p in _own(each) if p.requires_grad and id(p) not in left_out]
     first: dict[torch.dtype, str] = {}

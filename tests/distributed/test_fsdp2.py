@@ -222,7 +222,6 @@ def wrap_two_types(rank: int, world: int) -> None:
     fsdp2.fully_shard(model, mesh=mesh((world,), ("dp",)))
 
 
-@pytest.mark.skipif(torch.__version__ >= (2, 15), reason="torch takes several types from 2.15 on")
 def test_trained_parameters_of_a_unit_have_one_type() -> None:
     pool(2).run(wrap_two_types)
 

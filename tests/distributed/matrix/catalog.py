@@ -17,8 +17,8 @@ REASONS = {
     "inside a stored byte": "torch cuts rows where `torch.chunk` does, here between rows whose values share a byte",
     "cannot reshard quantized parameters to a smaller mesh": "torch reshards to a smaller mesh only what it gathers "
     "itself: `NotImplementedError` for tensors with a gather of their own",
-    "the trained parameters of one unit have one dtype": "torch before 2.15 reduces the gradients of a unit in one "
-    "buffer of one type",
+    "the trained parameters of one unit have one dtype": "torch reduces the gradients of a unit in one buffer of "
+    "one type",
     "Inference tensors cannot be saved for backward": "torch makes what it gathers once, here plain parameters in "
     "inference mode, which autograd then refuses; plain models fail alike",
     "Pass reshard_after_forward=False to fsdp2.fully_shard": "torch's compiled graphs read in backward what they saved "

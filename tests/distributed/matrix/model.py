@@ -226,7 +226,7 @@ class Beside:
             dist.all_reduce(flat, group=group)
             means = (flat / num).split([want.numel() for _, _, want in params])
             for (name, got, want), mean in zip(params, means, strict=True):
-                want.grad = mean.view(want.shape).clone()
+                want.grad = mean.view(want.shape).to(want.dtype, copy=True)
                 part, own = part_of(want.grad, got.grad), local_tensor(got.grad)
                 is_summed = num > 2 or not self.sums_alike
                 self.compare(own, part.to(own.device), f"the gradient of {name}", summed=is_summed)

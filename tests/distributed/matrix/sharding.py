@@ -139,12 +139,14 @@ def frozen(format: Format) -> None:
 
 @situation("several dtypes in a unit", UNITS)
 def several_dtypes(format: Format) -> str | None:
-    model = net(format)
-    model.blocks[0].norm.to(torch.bfloat16)
+    models = [net(format) for _ in range(2)]
+    for model in models:
+        model.blocks[0].norm.to(torch.bfloat16)
     try:
-        fsdp2.fully_shard(model.blocks[0], mesh=over())
+        sharded = wrap(models[0])
     except ValueError as error:
         return str(error)
+    Beside(sharded, models[1], 2, dist.get_rank()).follow()
     return None
 
 
