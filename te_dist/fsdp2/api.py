@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from te_dist import _torch_private
 from te_dist.fsdp2.ahead import Shards, prepare_kernels
 from te_dist.fsdp2.check import check, check_first_passes
+from te_dist.fsdp2.footprint import parameters_between_steps
 from te_dist.fsdp2.loading import watch
 from te_dist.fsdp2.parameter import GroupedParameter, ShardedParameter, Wrap
 from te_dist.grouped import GroupCut
@@ -95,7 +96,8 @@ def settle(model: nn.Module) -> None:
     them on its own; this does it for the whole model in one reduction per process group. Collective.
     """
     waiting: dict[Any, list[DTensor]] = {}
-    for param in _shards(model):
+    names = {module: name for name, module in model.named_modules()}
+    for _, param in parameters_between_steps(model, names):
         local = local_tensor(param)
         if isinstance(param, DTensor) and isinstance(local, QuantizedTensor) and local.storage.unsettled is not None:
             waiting.setdefault(placement.group_key(param), []).append(param)
@@ -103,15 +105,6 @@ def settle(model: nn.Module) -> None:
         storages = [local_tensor(param).storage for param in params]
         unsettled = [(s, s.unsettled, placement.partition(p)) for s, p in zip(storages, params, strict=True)]
         settle_parts(unsettled, placement.groups(params[0]))
-
-
-def _shards(model: nn.Module) -> Iterator[nn.Parameter]:
-    """All parameters as they are between steps, also of units that are gathered."""
-    found = {id(param): param for param in model.parameters()}
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and _torch_private.is_first_of_unit(module):
-            found |= {id(each.sharded): each.sharded for each in _torch_private.managed_parameters(module)}
-    yield from found.values()
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from te_dist import _torch_private
-from te_dist.fsdp2.footprint import dotted
+from te_dist.fsdp2.footprint import dotted, parameters_between_steps
 from te_dist.fsdp2.parameter import ShardedParameter
 from te_dist.tensor import traffic
 from te_dist.tensor.placement import local_tensor
@@ -105,19 +104,10 @@ def _in_step() -> bool:
 def _name_of(storage: Any, model: nn.Module, names: dict[nn.Module, str]) -> str:
     """The parameter whose memory `storage` views; members of groups do."""
     memory = [buffer.untyped_storage() for buffer in storage.buffers.values()]
-    for name, param in _sharded_parameters(model, names):
+    for name, param in parameters_between_steps(model, names):
         local = local_tensor(param)
         if isinstance(local, ShardedParameter):
             for buffer in local.storage.buffers.values():
                 if any(buffer.untyped_storage() is each for each in memory):
                     return name
     return NAMELESS
-
-
-def _sharded_parameters(model: nn.Module, names: dict[nn.Module, str]) -> Iterator[tuple[str, nn.Parameter]]:
-    """All parameters as they are between steps, also while they are gathered."""
-    for module in names:
-        if isinstance(module, FSDPModule) and _torch_private.is_first_of_unit(module):
-            for managed in _torch_private.managed_parameters(module):
-                yield dotted(names[managed.module], managed.name), managed.sharded
-    yield from model.named_parameters()

@@ -8,7 +8,7 @@ the same bytes where they are sent, `fsdp2.peak_bytes` says how many of them are
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -174,6 +174,21 @@ def _inner_units(module: nn.Module) -> Iterator[nn.Module]:
 def dotted(*names: str) -> str:
     """A name inside of named modules; the root has none."""
     return ".".join(filter(None, names))
+
+
+def parameters_between_steps(model: nn.Module, names: Mapping[nn.Module, str]) -> Iterator[tuple[str, nn.Parameter]]:
+    """All parameters by name, once each, as they are between steps: of units that are gathered the shards as well.
+
+    Args:
+        names: of all modules of `model`; those wrapped together with one of them may lie outside.
+    """
+    seen = set()
+    for module in names:
+        if isinstance(module, FSDPModule) and _torch_private.is_first_of_unit(module):
+            for managed in _torch_private.managed_parameters(module):
+                seen.add(managed.sharded)
+                yield dotted(names.get(managed.module, ""), managed.name), managed.sharded
+    yield from ((name, param) for name, param in model.named_parameters() if param not in seen)
 
 
 def _unmanaged(name: str, param: nn.Parameter) -> Footprint:
