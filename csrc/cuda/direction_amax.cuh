@@ -34,7 +34,7 @@ struct DirectionAmax {
     const Panel panel = Panel::of(p.extents, p.panels, p.grid, blockIdx.x);
     if (Panels::kIsGrouped && panel.rows.is_empty()) return wait_for_previous();
     Strip<Element, false> strip(panel);
-    strip.template load<Source, kLoad>(p.source, panel);
+    strip.template load<Source, kLoad>(p.source);
     if constexpr (Panels::kIsGrouped && Source::kIsComputed) strip.keep_rows();
     float amax[kRuns], largest = 0.0f;
     strip.amax(amax);

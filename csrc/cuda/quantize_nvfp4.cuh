@@ -31,6 +31,7 @@ struct QuantizeNvFp4 {
   using Element = typename Source::Element;
   static constexpr bool kHasRow = kRow != Share::kAbsent, kHasCol = kCol != Share::kAbsent;
   static constexpr bool kStochastic = Rule::kRounding != Rounding::kNearest;
+  static constexpr bool kAmaxPerRow = Rule::kAmaxPerRow && !Panels::kIsGrouped;
   static constexpr bool kChooses = Rule::kFourOverSix != FourOverSix::kNone;
   // The errors of a square are summed along rows.
   static constexpr bool kChoosesByRows = kChooses && kCol == Share::kSquare;
@@ -40,7 +41,8 @@ struct QuantizeNvFp4 {
       : kStochastic || kChooses || Rule::kTransforms || Source::kIsComputed ? 3
                                                                                    : 4;
   static_assert(!(kChooses && Rule::kTransforms), "errors are those of the values themselves");
-  static constexpr int kTiles = kPanel / kRun;  // side by side in a panel
+  static constexpr int kTiles = kPanel / kRun;            // side by side in a panel
+  static constexpr int kScaleWords = kPanel / kRuns + 4;  // of a line of tiles, which begin in different banks
 
   using RowStrip = Strip<Element, true>;
   using Errors = DecodeErrors<Rule::kFourOverSix>;
@@ -67,13 +69,20 @@ struct QuantizeNvFp4 {
     uint4 noise[kStochastic ? kPanel : 1][kTiles];
     Scale squares[kChoosesByRows ? kTiles : 1][kTiles];
     float sums[Source::kHasSums ? kWarps : 1][kPanel];
-    alignas(8) uint8_t row_scales[kHasRow ? kPanel : 1][kTiles];
-    alignas(8) uint8_t col_scales[kHasCol ? kPanel : 1][kTiles];
+    uint32_t row_scales[kHasRow ? kTiles : 1][kScaleWords];  // bytes of four rows
+    uint32_t col_scales[kHasCol ? kTiles : 1][kScaleWords];
   };
 
   const Params& p;
   const Panel panel;
   Shared& shared;
+
+  // Largest magnitudes of a strip's runs, with any sign. `bound`: no element times its multiplier is larger than the largest
+  // of these and that; 0, or infinity.
+  struct Largest {
+    float of_runs[kRuns];
+    float bound;
+  };
 
   // A strip on its way through one direction.
   template <class Strip>
@@ -85,71 +94,83 @@ struct QuantizeNvFp4 {
     const Panel& panel;
     const Strip& strip;
     const BlockOutput<uint8_t>& output;
-    const Plane<const float>& tensor_amax;
-    int64_t tile_row, tile_col;  // in the grid of the matrix
-    bool square_is_inside;       // whether the square around the strip has an element in the matrix
+    const TensorScale tensor;  // where the panel has one
+    TE_DIST_DEVICE Tiles(const QuantizeNvFp4& kernel, const Strip& strip, const BlockOutput<uint8_t>& output,
+                         const TensorScale& tensor)
+        : p(kernel.p), panel(kernel.panel), strip(strip), output(output), tensor(tensor) {}
 
-    TE_DIST_DEVICE Tiles(const Params& p, const Panel& panel, const Strip& strip, bool is_row)
-        : p(p), panel(panel), strip(strip), output(is_row ? p.row : p.col),
-          tensor_amax(is_row ? p.row_tensor_amax : p.col_tensor_amax) {
-      tile_row = (panel.row + panel.phase.row + strip.local_row) / kRun;
-      tile_col = (panel.col + panel.phase.col + strip.local_col) / kRun;
-      // Rows that a group is padded with are tiles like others.
-      square_is_inside = (Panels::kIsGrouped || meets(panel.rows, strip.local_row)) && meets(panel.cols, strip.local_col);
+    // In the grid of the matrix.
+    TE_DIST_DEVICE int64_t tile_row() const { return (panel.row + panel.phase.row + strip.local_row) / kRun; }
+    TE_DIST_DEVICE int64_t tile_col() const { return (panel.col + panel.phase.col + strip.local_col) / kRun; }
+
+    // Whether the square around the strip has an element in the matrix. Rows that a group is padded with are like others.
+    TE_DIST_DEVICE bool square_is_inside() const {
+      return (Panels::kIsGrouped || meets(panel.rows, strip.local_row)) && meets(panel.cols, strip.local_col);
     }
 
     TE_DIST_INLINE bool meets(const Inside& inside, int local) {
       return inside.begin < local / kRun * kRun + kRun && inside.end > local / kRun * kRun;
     }
 
-    TE_DIST_DEVICE bool run_is_inside(int run) const { return square_is_inside && strip.has(run); }
+    TE_DIST_DEVICE bool run_is_inside(int run) const { return square_is_inside() && strip.has(run); }
+
+    // Of the row of the matrix that a run, or the first of a square, lies in.
+    TE_DIST_DEVICE TensorScale scale_of_row(int64_t row, bool is_inside) const {
+      return TensorScale::of(is_inside ? p.row_tensor_amax.at(row > 0 ? row : 0, 0) : 0.0f, p.e4m3_max);
+    }
 
     TE_DIST_DEVICE TensorScale scale_of_run(int run) const {
-      const float* amax = tensor_amax.data;
-      if constexpr (Panels::kIsGrouped) return TensorScale::of(tensor_amax.at(panel.group, 0), p.e4m3_max);
-      if (!kAlongRows || !Rule::kAmaxPerRow) return TensorScale::of(*amax, p.e4m3_max);
-      const bool is_inside = run_is_inside(run);
-      return TensorScale::of(is_inside ? amax[(strip.row + run) * tensor_amax.row_stride] : 0.0f, p.e4m3_max);
+      return kAlongRows && kAmaxPerRow ? scale_of_row(strip.row() + run, run_is_inside(run)) : tensor;
     }
 
     TE_DIST_DEVICE TensorScale scale_of_square() const {
-      const int64_t row = Panels::kIsGrouped ? panel.group : panel.row + strip.local_row / kRun * kRun;
-      return TensorScale::of(square_is_inside ? tensor_amax.at(row > 0 ? row : 0, 0) : 0.0f, p.e4m3_max);
+      if (!kAmaxPerRow || &output != &p.row) return tensor;
+      return scale_of_row(panel.row + strip.local_row / kRun * kRun, square_is_inside());
     }
 
-    TE_DIST_DEVICE void settle_runs(const float (&own)[kRuns], Scale (&scales)[kRuns]) const {
-      float amax[kRuns] = {own[0], own[1], own[2], own[3]};
+    TE_DIST_DEVICE void settle_runs(Largest& largest, Scale (&scales)[kRuns]) const {
+      float(&amax)[kRuns] = largest.of_runs;
       if (__builtin_expect(output.amax.data != nullptr, 0)) {
+        largest.bound = float_of(kInfinityBits);
 #pragma unroll
         for (int run = 0; run < kRuns; ++run) {
           if (!run_is_inside(run)) continue;
-          amax[run] = kAlongRows ? output.amax.at(strip.row + run, tile_col) : output.amax.at(tile_row, strip.col + run);
+          const int64_t row = kAlongRows ? strip.row() + run : tile_row(), col = kAlongRows ? tile_col() : strip.col() + run;
+          amax[run] = output.amax.at(row, col);
         }
       }
       float units[kRuns];
       bool is_ordinary = true;
 #pragma unroll
-      for (int run = 0; run < kRuns; ++run) {
-        const TensorScale tensor = scale_of_run(run);
+      for (int run = 0; run < kRuns; run += 2) {
+        const TensorScale first = scale_of_run(run), second = scale_of_run(run + 1);
         if constexpr (kChooses) {
-          scales[run] = chosen(amax[run], tensor, [&](const Errors& errors) { return sum_of_run(run, errors); });
+          const auto left = [&](const Errors& errors) { return sum_of_run(run, errors); };
+          const auto right = [&](const Errors& errors) { return sum_of_run(run + 1, errors); };
+          scales[run] = chosen(fabsf(amax[run]), first, left);
+          scales[run + 1] = chosen(fabsf(amax[run + 1]), second, right);
         } else {
-          scales[run].code = tensor.code(amax[run]);
-          units[run] = tensor.unit(scales[run].code);
-          is_ordinary = is_ordinary && tensor.is_ordinary();
+          const uint32_t codes = encode_pair<E4M3>(first.scaled(fabsf(amax[run])), second.scaled(fabsf(amax[run + 1])));
+          const float2 decoded = decode_pair<E4M3>(codes);
+          scales[run].code = codes & 0xFFu, scales[run + 1].code = codes >> 8;
+          units[run] = decoded.x * first.inverse, units[run + 1] = decoded.y * second.inverse;
+          is_ordinary = is_ordinary && first.is_ordinary() && second.is_ordinary();
         }
       }
       if constexpr (!kChooses) find_multipliers(units, is_ordinary, scales);
     }
 
-    TE_DIST_DEVICE Scale settle_square(const float (&of_runs)[kRuns]) const {
-      float amax = fmaxf(fmaxf(of_runs[0], of_runs[1]), fmaxf(of_runs[2], of_runs[3]));
+    TE_DIST_DEVICE Scale settle_square(const Largest& largest) const {
+      const float(&of_runs)[kRuns] = largest.of_runs;
+      float amax = fmaxf(fmaxf(fabsf(of_runs[0]), fabsf(of_runs[1])), fmaxf(fabsf(of_runs[2]), fabsf(of_runs[3])));
       amax = larger_of_lanes(larger_of_lanes(amax, Strip::kSquareLanes[0]), Strip::kSquareLanes[1]);
-      if (__builtin_expect(output.amax.data != nullptr, 0) && square_is_inside) amax = output.amax.at(tile_row, tile_col);
-      const TensorScale tensor = scale_of_square();
-      if constexpr (kChooses) return chosen(amax, tensor, [&](const Errors& errors) { return sum_of_square(errors); });
-      Scale scales[1] = {{tensor.code(amax)}};
-      find_multipliers({tensor.unit(scales[0].code)}, tensor.is_ordinary(), scales);
+      if (__builtin_expect(output.amax.data != nullptr, 0) && square_is_inside()) {
+        amax = output.amax.at(tile_row(), tile_col());
+      }
+      const TensorScale whole = scale_of_square();
+      if constexpr (kChooses) return chosen(amax, whole, [&](const Errors& errors) { return sum_of_square(errors); });
+      Scale scales[1] = {{whole.code(amax)}};
+      find_multipliers({whole.unit(scales[0].code)}, whole.is_ordinary(), scales);
       return scales[0];
     }
 
@@ -178,7 +199,7 @@ struct QuantizeNvFp4 {
         float values[kRun];  // not in registers: a loop is short, and this is rare
 #pragma unroll
         for (int i = 0; i < kRun; ++i) values[i] = strip.value(run, i);
-        const Inside inside = (kAlongRows ? strip.cols : strip.rows).only_if(strip.has(run));
+        const Inside inside = (kAlongRows ? strip.cols() : strip.rows()).only_if(strip.has(run));
 #pragma unroll 1
         for (int i = 0; i < kRun; ++i) {
           if (inside.has(i)) sum += errors.any(values[i]);
@@ -200,15 +221,19 @@ struct QuantizeNvFp4 {
     }
   };
 
-  // Largest magnitudes of the runs; what is not a number does not count, and is infinite afterwards. False if there was any.
+  // What is not a number does not count, and is infinite afterwards.
   template <class Strip>
-  TE_DIST_INLINE bool find_amax(Strip& strip, float (&amax)[kRuns]) {
+  TE_DIST_INLINE Largest find_amax(Strip& strip) {
+    Largest largest{{}, 0.0f};
+    float(&amax)[kRuns] = largest.of_runs;
     strip.amax_or_nan(amax);
-    const float all = (amax[0] + amax[1]) + (amax[2] + amax[3]);
-    if (all == all) return true;
-    strip.amax(amax);
-    strip.replace_nan();
-    return false;
+    const float all = (fabsf(amax[0]) + fabsf(amax[1])) + (fabsf(amax[2]) + fabsf(amax[3]));
+    if (__builtin_expect(!(all == all), 0)) {
+      strip.amax(amax);
+      strip.replace_nan();
+      largest.bound = float_of(kInfinityBits);
+    }
+    return largest;
   }
 
   // Codes to nearest. kBelow7: every element times its multiplier is.
@@ -257,16 +282,16 @@ struct QuantizeNvFp4 {
     }
   }
 
-  // `amax`: of the strip's own runs, unless it had NaN. `noise`: of a pair of a run, as `round_e2m1_noisy` takes it.
+  // `noise`: of a pair of a run, as `round_e2m1_noisy` takes it.
   template <class Strip, class Noise>
-  TE_DIST_INLINE void encode(const Strip& strip, const float (&amax)[kRuns], bool has_amax, const Scale (&scales)[kRuns],
-                             const Noise& noise, uint32_t (&codes)[kRuns][2]) {
-    float largest = 0.0f;
+  TE_DIST_INLINE void encode(const Strip& strip, const Largest& largest, const Scale (&scales)[kRuns], const Noise& noise,
+                             uint32_t (&codes)[kRuns][2]) {
+    float size = largest.bound;
 #pragma unroll
-    for (int run = 0; run < kRuns; ++run) largest = fmaxf(largest, amax[run] * scales[run].multiplier);
+    for (int run = 0; run < kRuns; ++run) size = fmaxf(size, fabsf(largest.of_runs[run]) * scales[run].multiplier);
     if constexpr (kStochastic) {
       encode_noisy(strip, scales, noise, codes);
-    } else if (__builtin_expect(has_amax && largest < 7.0f, 1)) {
+    } else if (__builtin_expect(size < 7.0f, 1)) {
       encode_sizes<true>(strip, scales, codes);
     } else {
       encode_sizes<false>(strip, scales, codes);
@@ -276,25 +301,44 @@ struct QuantizeNvFp4 {
 #pragma unroll
     for (int run = 0; run < kRuns; ++run) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) codes[run][half] = signs[run][half].joined(codes[run][half]);
+      for (int half = 0; half < 2; ++half) {
+        codes[run][half] = signs[run][half].template joined<!kStochastic>(codes[run][half]);
+      }
     }
   }
 
-  TE_DIST_DEVICE void quantize_rows() const {
+  // Of all of a panel.
+  TE_DIST_DEVICE float tensor_amax(const Plane<const float>& amaxes) const {
+    return amaxes.data[Panels::kIsGrouped ? panel.group * amaxes.row_stride : 0];
+  }
+
+  // By columns: mostly the same as by rows.
+  TE_DIST_DEVICE TensorScale col_tensor_scale(const TensorScale& by_rows) const {
+    const float amax = tensor_amax(p.col_tensor_amax);
+    constexpr bool kHasScale = kHasRow && !kAmaxPerRow && !kChooses;  // to choose takes the registers that one would keep
+    if (kHasScale && bits_of(amax) == bits_of(by_rows.amax)) return by_rows;
+    return TensorScale::of(amax, p.e4m3_max);
+  }
+
+  // Returns the scale of the tensor by rows.
+  TE_DIST_DEVICE TensorScale quantize_rows() const {
+    constexpr bool kHasScale = kHasRow && !kAmaxPerRow;
+    const float whole_amax = kHasScale ? tensor_amax(p.row_tensor_amax) : 0.0f;
     RowStrip strip(panel);
-    if constexpr (kHasRow || kChoosesByRows) strip.template load<Source, kLoad>(p.source, panel);
+    if constexpr (kHasRow || kChoosesByRows) strip.template load<Source, kLoad>(p.source);
     if constexpr (kStochastic) put_noise(strip, kHasRow ? 0 : p.col_rng_state);
-    if constexpr (!kHasRow && !kChoosesByRows) return;
-    float amax[kRuns];
-    const bool has_amax = find_amax(strip, amax);
+    if constexpr (!kHasRow && !kChoosesByRows) return {};
+    const TensorScale tensor = kHasScale ? TensorScale::of(whole_amax, p.e4m3_max) : TensorScale{};
+    Largest largest = find_amax(strip);
     if constexpr (kChoosesByRows) {
-      const Scale scale = Tiles<RowStrip>(p, panel, strip, false).settle_square(amax);
+      const Scale scale = Tiles<RowStrip>(*this, strip, p.col, col_tensor_scale(tensor)).settle_square(largest);
       shared.squares[strip.local_row / kRun][strip.local_col / kRun] = scale;
     }
-    if constexpr (kHasRow) write_rows(strip, amax, has_amax);
+    if constexpr (kHasRow) write_rows(strip, tensor, largest);
     if constexpr (kStochastic && kHasRow && kHasCol) {
       if (p.col_rng_state != 0) put_noise(strip, p.col_rng_state);
     }
+    return tensor;
   }
 
   // Draws the bytes of a strip from the stream whose state begins at `state`.
@@ -306,48 +350,53 @@ struct QuantizeNvFp4 {
     __syncwarp();  // the compiler would keep them in registers
   }
 
-  TE_DIST_DEVICE void write_rows(const RowStrip& strip, const float (&amax)[kRuns], bool has_amax) const {
-    const Tiles<RowStrip> tiles(p, panel, strip, true);
+  TE_DIST_DEVICE void write_rows(const RowStrip& strip, const TensorScale& tensor, Largest& largest) const {
+    const Tiles<RowStrip> tiles(*this, strip, p.row, tensor);
     Scale scales[kRuns];
     if constexpr (kRow == Share::kRun) {
-      tiles.settle_runs(amax, scales);
+      tiles.settle_runs(largest, scales);
     } else {
-      const Scale scale = tiles.settle_square(amax);
+      const Scale scale = tiles.settle_square(largest);
 #pragma unroll
       for (int run = 0; run < kRuns; ++run) scales[run] = scale;
     }
     uint32_t codes[kRuns][2];
-    encode(strip, amax, has_amax, scales, [&](int run, int first) {
+    encode(strip, largest, scales, [&](int run, int first) {
       const uint4* noise = &shared.noise[strip.local_row + run][strip.local_col / kRun];
       return doubled_bytes(reinterpret_cast<const uint32_t*>(noise)[first / 4], first % 2);
     }, codes);
-#pragma unroll
-    for (int run = 0; run < kRuns; ++run) {
-      shared.row_scales[strip.local_row + run][strip.local_col / kRun] = uint8_t(scales[run].code);
-    }
-    const int64_t stride = p.extents.cols / 2;
-    char* first = reinterpret_cast<char*>(p.row.data) + strip.row * stride + strip.col / 2;
+    shared.row_scales[strip.local_col / kRun][strip.local_row / kRuns] = packed(scales);
+    char* data = reinterpret_cast<char*>(p.row.data);
     if (panel.is_whole) {
+      const uint32_t stride = uint32_t(p.extents.cols) / 2;
+      const Addresses<kRuns> rows(data + strip.template byte_in<1, 2>(stride), stride);
 #pragma unroll
-      for (int run = 0; run < kRuns; ++run, first += stride) {
-        store_run<kRun / 2, kRowStore>(first, {0, kRun / 2}, codes[run]);
+      for (int run = 0; run < kRuns; ++run) {
+        store_run<kRun / 2, kRowStore>(rows.at[run], {0, kRun / 2}, codes[run]);
       }
     } else {
-      const Inside pairs{strip.cols.begin / 2, strip.cols.end / 2};
+      const int64_t stride = p.extents.cols / 2;
+      char* first = data + strip.row() * stride + strip.col() / 2;
+      const Inside rows = strip.rows(), cols = strip.cols(), pairs{cols.begin / 2, cols.end / 2};
 #pragma unroll
       for (int run = 0; run < kRuns; ++run, first += stride) {
-        store_run<kRun / 2, kRowStore>(first, pairs.only_if(strip.rows.has(run)), codes[run]);
+        store_run<kRun / 2, kRowStore>(first, pairs.only_if(rows.has(run)), codes[run]);
       }
     }
+  }
+
+  // Bytes of four scales.
+  TE_DIST_INLINE uint32_t packed(const Scale (&scales)[kRuns]) {
+    return (scales[0].code | scales[1].code << 8) | (scales[2].code | scales[3].code << 8) << 16;
   }
 
   // Place in shared memory of the codes of two columns, `pair` of the four of a lane, in the 16 rows of a warp. Threads
   // that write, or read, at a time find different banks.
   TE_DIST_INLINE int position(int warp, int pair, int lane) { return warp * 64 + pair * 32 + (lane ^ warp / 2 * 2); }
 
-  TE_DIST_DEVICE void quantize_columns() const {
+  TE_DIST_DEVICE void quantize_columns(const TensorScale& by_rows) const {
     Strip<Element, false> strip(panel);
-    strip.template load<Source, kLoad>(p.source, panel);
+    strip.template load<Source, kLoad>(p.source);
     if constexpr (Panels::kIsGrouped && Source::kIsComputed) strip.keep_rows();
     if constexpr (Source::kHasSums) add_columns(strip);
     if constexpr (!kHasCol) return;
@@ -359,9 +408,9 @@ struct QuantizeNvFp4 {
           transformed.words[i][w] = BFloat16::store_pair(values[i][0] * 0.25f, values[i][1] * 0.25f);
         }
       });
-      quantize_columns_of(transformed);
+      quantize_columns_of(transformed, by_rows);
     } else {
-      quantize_columns_of(strip);
+      quantize_columns_of(strip, by_rows);
     }
   }
 
@@ -390,25 +439,24 @@ struct QuantizeNvFp4 {
   }
 
   template <class ColStrip>
-  TE_DIST_DEVICE void quantize_columns_of(ColStrip& strip) const {
-    float amax[kRuns];
-    const bool has_amax = find_amax(strip, amax);
-    const Tiles<ColStrip> tiles(p, panel, strip, false);
+  TE_DIST_DEVICE void quantize_columns_of(ColStrip& strip, const TensorScale& by_rows) const {
+    Largest largest = find_amax(strip);
+    const Tiles<ColStrip> tiles(*this, strip, p.col, col_tensor_scale(by_rows));
     Scale scales[kRuns];
     if constexpr (kCol == Share::kRun) {
-      tiles.settle_runs(amax, scales);
+      tiles.settle_runs(largest, scales);
     } else {
       Scale scale;
       if constexpr (kChoosesByRows) {
         scale = shared.squares[strip.local_row / kRun][strip.local_col / kRun];
       } else {
-        scale = tiles.settle_square(amax);
+        scale = tiles.settle_square(largest);
       }
 #pragma unroll
       for (int run = 0; run < kRuns; ++run) scales[run] = scale;
     }
     uint32_t codes[kRuns][2];
-    encode(strip, amax, has_amax, scales, [&](int run, int first) {
+    encode(strip, largest, scales, [&](int run, int first) {
       const uint32_t* words = reinterpret_cast<const uint32_t*>(shared.noise[strip.local_row + first]) + strip.local_col / 4;
       return doubled_bytes(gathered(words[0], words[2 * kPanel / 4], run % 2 ? 0x7531 : 0x6420), run / 2);
     }, codes);
@@ -418,58 +466,96 @@ struct QuantizeNvFp4 {
       const uint32_t(&left)[2] = codes[2 * pair], (&right)[2] = codes[2 * pair + 1];
       shared.columns[position(warp, pair, lane)] = make_uint4(left[0], left[1], right[0], right[1]);
     }
-#pragma unroll
-    for (int run = 0; run < kRuns; ++run) {
-      shared.col_scales[strip.local_col + run][strip.local_row / kRun] = uint8_t(scales[run].code);
-    }
+    shared.col_scales[strip.local_row / kRun][strip.local_col / kRuns] = packed(scales);
   }
 
-  // Writes the codes of whole columns of the panel: neighbouring lanes take the four chunks of 32 rows of a column.
-  TE_DIST_DEVICE void write_columns() const {
-    const int64_t stride = p.panels.col_rows(p.extents) / 2, first_row = Panels::col_row(panel, panel.row);
-    const uint2* halves = reinterpret_cast<const uint2*>(shared.columns);
+  // Calls `store` with every chunk that this thread writes of the columns' codes, 32 rows of one: number and column in the
+  // panel. Neighbouring lanes take the four chunks of a column.
+  template <class Store>
+  TE_DIST_DEVICE void each_chunk(const Store& store) const {
     const int lane = threadIdx.x % 32, chunk = lane % 4, second = lane / 4 % 2, pair = lane / 16;
+    const int owner = threadIdx.x / 32 * 2 + lane / 8 % 2;
+    const uint2* halves = reinterpret_cast<const uint2*>(shared.columns) + position(2 * chunk, pair, owner) * 2 + second;
+    constexpr int kOwners = kWarps * 2;  // at a time
 #pragma unroll
-    for (int i = 0; i < kPanel * 4 / kThreads; ++i) {
-      const int owner = (i * kThreads / 32 + threadIdx.x / 32) * 2 + lane / 8 % 2;
-      const int64_t row = first_row + chunk * 32, col = panel.col + owner * 4 + pair * 2 + second;
-      uint2 codes[2];
-#pragma unroll
-      for (int w = 0; w < 2; ++w) codes[w] = halves[position(2 * chunk + w, pair, owner) * 2 + second];
-      const uint32_t words[4] = {codes[0].x, codes[0].y, codes[1].x, codes[1].y};
-      char* first = reinterpret_cast<char*>(p.col.data) + col * stride + row / 2;
-      const Inside rows = Inside::of(row / 2, 16, stride);
-      store_run<16, kColStore>(first, rows.only_if(col >= 0 && col < p.extents.cols), words);
+    for (int i = 0; i < kPanel / kRuns / kOwners; ++i) {
+      const uint2 upper = halves[i * kOwners * 2], lower = halves[(i * kOwners + 64) * 2];
+      const uint32_t words[4] = {upper.x, upper.y, lower.x, lower.y};
+      store(chunk, i * kOwners * kRuns, owner * kRuns + pair * 2 + second, words);
     }
   }
 
-  // Writes the kTiles scale bytes of one row, or column, of the panel: half of the threads take rows, half columns.
-  TE_DIST_DEVICE void write_scales() const {
-    const int line = threadIdx.x % kPanel;
-    if (kHasRow && threadIdx.x < kPanel) {
-      const int64_t row = panel.row + line, first = (panel.col + panel.phase.col) / kRun;
-      const Inside inside = Inside::of(first, kTiles, (panel.phase.col + p.extents.cols + kRun - 1) / kRun);
-      write_line<kRowScaleStore>(shared.row_scales[line], &p.row.scale.at(row, first), p.row.scale.col_stride,
-                                 inside.only_if(panel.rows.has(line)));
-    }
-    if (kHasCol && threadIdx.x >= kPanel) {
-      const int64_t col = panel.col + line, first = (panel.row + panel.phase.row) / kRun;
-      const Inside inside = Inside::of(first, kTiles, (p.panels.tiled_rows(panel) + kRun - 1) / kRun);
-      write_line<kColScaleStore>(shared.col_scales[line], &p.col.scale.at(first, col), p.col.scale.row_stride,
-                                 inside.only_if(panel.cols.has(line)));
-    }
-  }
-
-  template <int kWidth>
-  TE_DIST_INLINE void write_line(const uint8_t* bytes, uint8_t* target, int64_t stride, const Inside& inside) {
-    const uint2 v = *reinterpret_cast<const uint2*>(bytes);
-    const uint32_t words[2] = {v.x, v.y};
-    if constexpr (kWidth > 0) {
-      store_run<kTiles, kWidth>(reinterpret_cast<char*>(target), inside, words);
+  TE_DIST_DEVICE void write_columns() const {
+    const uint64_t stride = uint64_t(p.panels.col_rows(p.extents)) >> 1;
+    const int64_t row = Panels::col_row(panel, panel.row);
+    char* data = reinterpret_cast<char*>(p.col.data);
+    if (panel.is_whole) {
+      uint64_t of_panel = uint64_t(panel.col) * stride + (uint64_t(row) >> 1);
+      asm("" : "+l"(of_panel));  // as in `Strip::byte_in`
+      each_chunk([&](int chunk, int first, int col, const uint32_t (&words)[4]) {
+        const uint64_t byte = of_panel + stride * uint32_t(col) + uint32_t(chunk * 16);
+        store_run<16, kColStore>(data + byte + stride * first, {0, 16}, words);
+      });
     } else {
+      each_chunk([&](int chunk, int first, int col, const uint32_t (&words)[4]) {
+        const int64_t byte = row / 2 + chunk * 16;
+        const Inside inside = Inside::of(byte, 16, stride).only_if(panel.cols.has(first + col));
+        store_run<16, kColStore>(data + (panel.col + first + col) * int64_t(stride) + byte, inside, words);
+      });
+    }
+  }
+
+  // Writes the kTiles scale bytes of each row, or column, of the panel: a warp the rows, another one the columns.
+  TE_DIST_DEVICE void write_scales() const {
+    if constexpr (kHasRow) {
+      if (threadIdx.x / 32 == 0) write_row_scales();
+    }
+    if constexpr (kHasCol) {
+      if (threadIdx.x / 32 == 1) write_col_scales();
+    }
+  }
+
+  TE_DIST_DEVICE void write_row_scales() const {
+    const int64_t first = (panel.col + panel.phase.col) / kRun;
+    const Inside inside = Inside::of(first, kTiles, (panel.phase.col + p.extents.cols + kRun - 1) / kRun);
+    const Plane<uint8_t>& scale = p.row.scale;
+    write_lines<kRowScaleStore>(shared.row_scales, &scale.at(panel.row, first), scale.row_stride, scale.col_stride, inside,
+                                panel.rows);
+  }
+
+  TE_DIST_DEVICE void write_col_scales() const {
+    const int64_t first = (panel.row + panel.phase.row) / kRun;
+    const Inside inside = Inside::of(first, kTiles, (p.panels.tiled_rows(panel) + kRun - 1) / kRun);
+    const Plane<uint8_t>& scale = p.col.scale;
+    write_lines<kColScaleStore>(shared.col_scales, &scale.at(first, panel.col), scale.col_stride, scale.row_stride, inside,
+                                panel.cols);
+  }
+
+  // Each lane writes four lines: `pitch` apart, bytes of a line `stride`.
+  template <int kWidth>
+  TE_DIST_INLINE void write_lines(const uint32_t (&scales)[kTiles][kScaleWords], uint8_t* target, int64_t pitch,
+                                  int64_t stride, const Inside& inside, const Inside& lines) {
+    const int lane = threadIdx.x % 32;
+    uint32_t bytes[kTiles / 4][kRuns];
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-        if (inside.has(t)) target[t * stride] = uint8_t(words[t / 4] >> (8 * (t % 4)));
+    for (int half = 0; half < kTiles / 4; ++half) {
+      uint32_t words[4];
+#pragma unroll
+      for (int t = 0; t < 4; ++t) words[t] = scales[4 * half + t][lane];
+      turn_bytes(words, bytes[half]);
+    }
+    target += lane * kRuns * pitch;
+#pragma unroll
+    for (int i = 0; i < kRuns; ++i, target += pitch) {
+      if (!lines.has(lane * kRuns + i)) continue;
+      const uint32_t words[2] = {bytes[0][i], bytes[1][i]};
+      if constexpr (kWidth > 0) {
+        store_run<kTiles, kWidth>(reinterpret_cast<char*>(target), inside, words);
+      } else {
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          if (inside.has(t)) target[t * stride] = uint8_t(words[t / 4] >> (8 * (t % 4)));
+        }
       }
     }
   }
@@ -479,9 +565,10 @@ struct QuantizeNvFp4 {
     __shared__ Shared shared;
     const QuantizeNvFp4 self{p, Panel::of(p.extents, p.panels, p.grid, uint32_t(index)), shared};
     if (Panels::kIsGrouped && self.panel.rows.is_empty()) return;  // there are blocks for as many as groups may have
-    if constexpr (kHasRow || kStochastic || kChoosesByRows) self.quantize_rows();
+    TensorScale by_rows{};
+    if constexpr (kHasRow || kStochastic || kChoosesByRows) by_rows = self.quantize_rows();
     if constexpr (kHasCol && (kStochastic || kChoosesByRows)) __syncwarp();  // both directions of 16 rows are one warp's
-    if constexpr (kHasCol || Source::kHasSums || Source::kHasRowSums) self.quantize_columns();
+    if constexpr (kHasCol || Source::kHasSums || Source::kHasRowSums) self.quantize_columns(by_rows);
     __syncthreads();
     self.write_scales();
     if constexpr (Source::kHasSums) self.write_sums();

@@ -28,7 +28,7 @@ TE_DIST_INLINE void skip_bytes(uint32_t count, PhiloxBlock& block, const PhiloxB
 template <bool kAligned, class RowStrip>
 TE_DIST_INLINE void draw_noise(const int64_t* rng_state, const RowStrip& strip, int64_t cols, uint4 (&noise)[kRuns]) {
   const PhiloxState state{uint64_t(__ldg(rng_state)), uint64_t(__ldg(rng_state + 1))};
-  const int64_t first = strip.row * cols + strip.col;
+  const int64_t first = strip.row() * cols + strip.col();
   uint64_t indices[kRuns];
   PhiloxBlock blocks[kRuns], next[kRuns];
 #pragma unroll

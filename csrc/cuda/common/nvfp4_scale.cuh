@@ -20,9 +20,11 @@ struct TensorScale {
     return {amax, scale, 1.0f / scale};
   }
 
-  TE_DIST_DEVICE uint32_t code(float block_amax) const {
-    return encode_pair<E4M3>(fminf(block_amax * (scale * float_of(kReciprocalOf6)), kFloatMax), 0.0f);
+  TE_DIST_DEVICE float scaled(float block_amax) const {
+    return fminf(block_amax * (scale * float_of(kReciprocalOf6)), kFloatMax);
   }
+
+  TE_DIST_DEVICE uint32_t code(float block_amax) const { return encode_pair<E4M3>(scaled(block_amax), 0.0f); }
 
   // What codes of a tile stand for, without the amax of the tensor; its reciprocal is the multiplier.
   TE_DIST_DEVICE float unit(uint32_t code) const { return decode_pair<E4M3>(code).x * inverse; }

@@ -73,7 +73,7 @@ struct Float32 {
   TE_DIST_INLINE uint32_t raise_or_nan(uint32_t magnitudes, uint32_t word) {
     return bits_of(larger_or_nan(float_of(magnitudes), float_of(word)));
   }
-  TE_DIST_INLINE float largest_or_nan(uint32_t magnitudes) { return fabsf(float_of(magnitudes)); }
+  TE_DIST_INLINE float largest_or_nan(uint32_t magnitudes) { return float_of(magnitudes); }
   TE_DIST_INLINE uint32_t without_nan(uint32_t word) {
     return (word & kMagnitudeMask) > kInfinityBits ? kInfinityBits : word;
   }
@@ -99,7 +99,7 @@ struct BFloat16 {
     return result;
   }
   TE_DIST_INLINE float largest_or_nan(uint32_t magnitudes) {
-    return fabsf(larger_or_nan(value(magnitudes, 0), value(magnitudes, 1)));
+    return larger_or_nan(value(magnitudes, 0), value(magnitudes, 1));
   }
   TE_DIST_INLINE uint32_t without_nan(uint32_t word) { return halves_without_nan(word, 0x7F80u); }
   TE_DIST_INLINE uint32_t store(float value) {
@@ -138,7 +138,7 @@ struct Float16 {
     return result;
   }
   TE_DIST_INLINE float largest_or_nan(uint32_t magnitudes) {
-    return fabsf(larger_or_nan(value(magnitudes, 0), value(magnitudes, 1)));
+    return larger_or_nan(value(magnitudes, 0), value(magnitudes, 1));
   }
   TE_DIST_INLINE uint32_t without_nan(uint32_t word) { return halves_without_nan(word, 0x7C00u); }
   TE_DIST_INLINE uint32_t store(float value) {
