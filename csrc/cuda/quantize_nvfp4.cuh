@@ -260,25 +260,34 @@ struct QuantizeNvFp4 {
     return round_e2m1_noisy(places_in_e2m1(low, high), noise(run, first));
   }
 
-  // Codes rounded stochastically.
+  // Every second code of half a run, from number `first` on, as `round_e2m1_noisy` has them.
+  template <class Strip, class Noise>
+  TE_DIST_INLINE uint32_t encode_four_noisy(const Strip& strip, int run, int first, float multiplier, const Noise& noise) {
+    const uint32_t left = encode_pair_noisy(strip, run, first, multiplier, noise);
+    const uint32_t right = encode_pair_noisy(strip, run, first + 4, multiplier, noise);
+    return gathered(left, right, 0x7531);
+  }
+
+  // The same value, once another one is there.
+  TE_DIST_INLINE float behind(float value, uint32_t other) {
+    return float_of(gathered(bits_of(value), other, kAllOfFirst));
+  }
+
+  // Codes rounded stochastically, in the order of the random bytes: those of a row are one run's, else all runs'.
   template <class Strip, class Noise>
   TE_DIST_INLINE void encode_noisy(const Strip& strip, const Scale (&scales)[kRuns], const Noise& noise,
                                    uint32_t (&codes)[kRuns][2]) {
+    constexpr bool kByRuns = Strip::kRows == kRuns;
+    uint32_t last = 0;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t bytes[2][kRuns];  // of even and of odd elements
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-#pragma unroll
-        for (int run = 0; run < kRuns; ++run) {
-          const int first = 8 * half + odd;
-          const uint32_t left = encode_pair_noisy(strip, run, first, scales[run].multiplier, noise);
-          const uint32_t right = encode_pair_noisy(strip, run, first + 4, scales[run].multiplier, noise);
-          bytes[odd][run] = gathered(left, right, 0x7531);
-        }
-      }
-#pragma unroll
-      for (int run = 0; run < kRuns; ++run) codes[run][half] = (bytes[0][run] >> 1) + (bytes[1][run] << 3);
+    for (int i = 0; i < 2 * kRuns; ++i) {
+      const int run = kByRuns ? i / 2 : i % kRuns, half = kByRuns ? i % 2 : i / kRuns;
+      float multiplier = scales[run].multiplier;
+      // Otherwise the compiler begins with all of a strip, for which there are not enough registers.
+      if (i > 0) multiplier = behind(multiplier, last);
+      const uint32_t even = encode_four_noisy(strip, run, 8 * half, multiplier, noise);
+      const uint32_t odd = encode_four_noisy(strip, run, 8 * half + 1, multiplier, noise);
+      last = codes[run][half] = (even >> 1) + (odd << 3);
     }
   }
 

@@ -59,7 +59,6 @@ ALLOWED_SPILLS = {
         r"QuantizeMxFp8<Summed<\w+<Float16": 296,
         r"QuantizeNvFp4": 32,
         r"QuantizeNvFp4<Plain<": 96,
-        r"QuantizeNvFp4<Plain<.*kStochastic.*kSquare, Share::kSquare": 160,
         r"QuantizeNvFp4<Summed<Plain<": 48,
         **OF_FULL_PRECISION,
     },

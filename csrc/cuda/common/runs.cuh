@@ -88,6 +88,9 @@ TE_DIST_INLINE void turn_bytes(const uint32_t (&words)[4], uint32_t (&turned)[4]
   }
 }
 
+// The bytes of the first of two words; the compiler does not know which these are.
+__constant__ uint32_t kAllOfFirst = 0x3210;
+
 // Signs of eight elements: of every second one, as bytes all of whose bits are the sign.
 struct Signs {
   uint32_t even, odd;
