@@ -89,22 +89,25 @@ struct GemmFloat8Block {
   // Stages of a tile. Where there is nothing to sum there is one that holds nothing.
   TE_DIST_INLINE int stages_of(const Tile& t) { return t.depth_tiles > 0 ? t.depth_tiles : 1; }
 
+  // Copies a box of what all blocks of the cluster read: they take turns, each for all of them.
+  TE_DIST_DEVICE void copy_rows(const TensorMap& map, Barrier& full, void* target, int x, int y, int k) const {
+    if constexpr (kCluster == 1) {
+      copy_box(map, full, target, x, y);
+    } else if (k % kCluster == int(block)) {
+      copy_box_to_many(map, full, target, x, y, (1 << kCluster) - 1);
+    }
+  }
+
   // Begins to fill stage number `k` of a tile. One thread does.
   TE_DIST_DEVICE void read(const Tile& t, uint32_t s, int k) const {
-    constexpr int kShare = kRows / kCluster;  // rows of A that this block reads, for all of the cluster
     const int depth = t.first_depth + k;
     Barrier& full = shared.full[s];
     if (t.depth_tiles == 0) return full.arrive();
-    if constexpr (kCluster > 1) {
-      const int own = int(block) * kShare;
-      copy_box_to_many(p.a, full, &shared.a[s][own * kDepth], depth * kDepth, t.row + own, (1 << kCluster) - 1);
-    } else {
-      copy_box(p.a, full, shared.a[s], depth * kDepth, t.row);
-    }
     copy_box(p.b, full, shared.b[s], depth * kDepth, t.b_row);
+    copy_rows(p.a, full, shared.a[s], depth * kDepth, t.row, k);
 #pragma unroll
     for (int i = 0; i < kScaleBoxes; ++i) {
-      copy_box(p.a_scale, full, &shared.a_scale[s][i * kBoxPitch], (t.row & -4) + i * kRowsOfBox, depth);
+      copy_rows(p.a_scale, full, &shared.a_scale[s][i * kBoxPitch], (t.row & -4) + i * kRowsOfBox, depth, k);
     }
     if constexpr (kSquareB) {
       copy_box(p.b_scale, full, shared.b_scale[s], k & -kScaleDepth, t.b_scale_row);

@@ -172,8 +172,7 @@ def float8_block(codes: tuple[str, str], out: str, square: bool, shape: Tiling, 
 
 def operand_maps(a: Tensor, b: Tensor, shape: Tiling) -> tuple[MatrixMap, MatrixMap]:
     """Of the codes of both operands."""
-    rows = (shape.rows // shape.cluster, DEPTH)
-    return matrix_map(a, rows, swizzle=128), matrix_map(b, (shape.cols, DEPTH), swizzle=128)
+    return matrix_map(a, (shape.rows, DEPTH), swizzle=128), matrix_map(b, (shape.cols, DEPTH), swizzle=128)
 
 
 def col_scale_map(b_scale: Tensor, shape: Tiling, square: bool) -> MatrixMap:
