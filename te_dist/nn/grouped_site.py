@@ -96,7 +96,8 @@ class GroupedSite(LinearSite):
         if plan is None:
             return self._outside_of_graphs(x, weights, given=given, biases=biases, beside=beside)
         saves = torch.is_grad_enabled() and any([weight.requires_grad for weight in weights])
-        how = grouped_traced.How(plan, front, given.saves_original, len(weights), len(biases), saves)
+        reads = torch.is_grad_enabled() and any([tensor.requires_grad for tensor in (x, *beside)])
+        how = grouped_traced.How(plan, front, given.saves_original, len(weights), len(biases), saves, reads)
         return grouped_traced.linear(x, [*weights, *biases, *beside], table=given.table, how=how)
 
     @torch.compiler.disable(

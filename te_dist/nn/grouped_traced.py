@@ -20,12 +20,13 @@ from te_dist.nn import grouped_products as products
 from te_dist.nn.grouped_products import SWIGLU, WEIGHTED_SWIGLU, Given
 from te_dist.nn.grouped_weights import as_one, shape_of
 from te_dist.nn.products import Plan, Saved
+from te_dist.nn.traced import check_columns
 from te_dist.ops._library import LIBRARY
 from te_dist.tensor import OPS, QuantizedStorage, QuantizedTensor
 
 PLAIN = ""  # kind of plain weights, and name of no front
 FRONTS = {PLAIN: None} | {str(front.name): front for front in (SWIGLU, WEIGHTED_SWIGLU)}
-_CONSTANTS = 8  # arguments in front of weights
+_CONSTANTS = 9  # arguments in front of weights
 _plans: dict[str, Plan] = {}
 _kinds: dict[str, _Kind] = {}
 _saved: dict[Any, Saved | None] = {}  # by plan, how, and shape and type of the input
@@ -52,7 +53,11 @@ class _Kind(NamedTuple):
 
 
 class How(NamedTuple):
-    """What of a call is no tensor: names of plan and front, whether the input is saved as it is, and numbers."""
+    """What of a call is no tensor.
+
+    Names of plan and front, whether the input is saved as it is, numbers, and whether backward reads what is saved of
+    the input, and the columnwise direction of the weights.
+    """
 
     plan: str
     front: str
@@ -60,6 +65,7 @@ class How(NamedTuple):
     num_weights: int
     num_biases: int
     saves_input: bool
+    reads_columns: bool
 
     def given(self, table: Tensor) -> Given:
         """As the products take it."""
@@ -101,9 +107,10 @@ class _GroupedLinear(torch.autograd.Function):
         num_weights: int,
         num_biases: int,
         saves_input: bool,
+        reads_columns: bool,
         *tensors: Tensor,
     ) -> Tensor:
-        how = (plan, front, saves_original, num_weights, num_biases, saves_input)
+        how = (plan, front, saves_original, num_weights, num_biases, saves_input, reads_columns)
         out, *buffers = _called(x, tensors, table, how)
         ctx.how, ctx.num_buffers = how, len(buffers)
         weight, bias = tensors[0], tensors[num_weights] if num_biases else None
@@ -152,7 +159,10 @@ def _place(x: Tensor, table: Tensor, how: How) -> tuple[Any, ...]:
 def _forward(x: Tensor, weights: list[Tensor], biases: list[Tensor], beside: list[Tensor], *rest: Any) -> list[Tensor]:
     table, kind, how = rest[0], rest[1], How(*rest[2:])
     counts = products.Counts(how.num_weights, how.num_biases, how.saves_input)
-    operands = as_one(_weights(weights, kind)), as_one(biases), beside
+    whole = _weights(weights, kind)
+    if how.reads_columns and isinstance(whole[0], QuantizedTensor):
+        check_columns(whole[0].storage)
+    operands = as_one(whole), as_one(biases), beside
     tensors, saved = products.taped_forward(x, operands, counts, given=how.given(table))
     _saved[_place(x, table, how)] = saved
     return list(tensors)
@@ -196,6 +206,7 @@ def _define() -> None:
     """Registers both ops."""
     tags = (torch.Tag.nondeterministic_seeded,)  # a pass may draw random numbers, so equal calls are not one
     how = "str plan, str front, bool saves_original, int num_weights, int num_biases, bool saves_input"
+    how += ", bool reads_columns"
     LIBRARY.define(
         "grouped_linear_forward(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] beside, Tensor table, str kind, "
         f"{how}) -> Tensor[]",

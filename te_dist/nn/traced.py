@@ -86,7 +86,7 @@ def _forward(x: Tensor, weight: list[Tensor], bias: Tensor | None, plan: str, *r
     kind, saves_input, reads_columns, front = rest
     whole = _weight(weight, kind)
     if reads_columns and isinstance(whole, QuantizedTensor):
-        _check_columns(whole.storage)
+        check_columns(whole.storage)
     tensors, saved = forward(x, whole, bias, _plans[plan], saves_input, front)
     if saved is not None:
         _saved[plan, front, x.shape, x.dtype] = saved
@@ -121,8 +121,8 @@ def _fake_backward(grad: Tensor, inputs: list[Tensor], weight: list[Tensor], pla
     return [grad.new_empty(extents, dtype=dtype) for wanted, extents, dtype in asked if wanted]
 
 
-def _check_columns(storage: QuantizedStorage) -> None:
-    """Raises where a graph is handed a weight in forward that backward cannot multiply.
+def check_columns(storage: QuantizedStorage) -> None:
+    """Raises RuntimeError where a graph is handed a weight in forward that backward cannot multiply.
 
     Asked when the graph runs: what is raised while one is traced, compilers may take for a reason to trace less.
     """

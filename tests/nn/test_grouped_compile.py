@@ -80,6 +80,22 @@ def test_fronts_are_part_of_the_graph(made_by: Recipe | None) -> None:
         assert_bitwise(a, b, f"result {number}")
 
 
+@pytest.mark.parametrize("single", [False, True], ids=["each", "one"])
+def test_weights_that_backward_cannot_read_are_refused_in_forward(single: bool) -> None:
+    made_by = recipe.MXFP8BlockScaling()
+    torch.compiler.reset()
+    module = make(made_by, single_grouped_weight=single, single_grouped_bias=single)
+    for name in module.weight_names:
+        getattr(module, name).update_usage(rowwise_usage=True, columnwise_usage=False)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    x, splits = normal(ROWS, IN), torch.tensor(SIZES)
+    with te.autocast(recipe=made_by):
+        with pytest.raises(RuntimeError, match="backward multiplies its columnwise direction"):
+            compiled(x.requires_grad_(), splits)
+        with torch.no_grad():
+            compiled(x.detach(), splits)
+
+
 def test_what_keeps_state_in_python_stays_outside_of_graphs() -> None:
     torch.compiler.reset()
     made_by = recipe.DelayedScaling()
