@@ -95,8 +95,9 @@ class GroupedSite(LinearSite):
             plan = _traced_plan(current_autocast().name, self.place, x.dtype, weights[0].device.type)
         if plan is None:
             return self._outside_of_graphs(x, weights, given=given, biases=biases, beside=beside)
-        saves = torch.is_grad_enabled() and any([weight.requires_grad for weight in weights])
-        reads = torch.is_grad_enabled() and any([tensor.requires_grad for tensor in (x, *beside)])
+        differentiates = torch.is_grad_enabled()
+        saves = differentiates and any([weight.requires_grad for weight in weights])
+        reads = differentiates and any([tensor.requires_grad for tensor in (x, *beside)])
         how = grouped_traced.How(plan, front, given.saves_original, len(weights), len(biases), saves, reads)
         return grouped_traced.linear(x, [*weights, *biases, *beside], table=given.table, how=how)
 

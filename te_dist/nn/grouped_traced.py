@@ -160,8 +160,8 @@ def _forward(x: Tensor, weights: list[Tensor], biases: list[Tensor], beside: lis
     table, kind, how = rest[0], rest[1], How(*rest[2:])
     counts = products.Counts(how.num_weights, how.num_biases, how.saves_input)
     whole = _weights(weights, kind)
-    if how.reads_columns and isinstance(whole[0], QuantizedTensor):
-        check_columns(whole[0].storage)
+    if how.reads_columns:
+        check_columns(whole[0])  # all are of one kind
     operands = as_one(whole), as_one(biases), beside
     tensors, saved = products.taped_forward(x, operands, counts, given=how.given(table))
     _saved[_place(x, table, how)] = saved

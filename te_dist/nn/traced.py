@@ -85,8 +85,8 @@ def _weight(parts: Sequence[Tensor], kind: str) -> Tensor:
 def _forward(x: Tensor, weight: list[Tensor], bias: Tensor | None, plan: str, *rest: Any) -> list[Tensor]:
     kind, saves_input, reads_columns, front = rest
     whole = _weight(weight, kind)
-    if reads_columns and isinstance(whole, QuantizedTensor):
-        check_columns(whole.storage)
+    if reads_columns:
+        check_columns(whole)
     tensors, saved = forward(x, whole, bias, _plans[plan], saves_input, front)
     if saved is not None:
         _saved[plan, front, x.shape, x.dtype] = saved
@@ -121,11 +121,14 @@ def _fake_backward(grad: Tensor, inputs: list[Tensor], weight: list[Tensor], pla
     return [grad.new_empty(extents, dtype=dtype) for wanted, extents, dtype in asked if wanted]
 
 
-def check_columns(storage: QuantizedStorage) -> None:
-    """Raises RuntimeError where a graph is handed a weight in forward that backward cannot multiply.
+def check_columns(weight: Tensor) -> None:
+    """Raises RuntimeError where a graph is handed a quantized weight in forward that backward cannot multiply.
 
     Asked when the graph runs: what is raised while one is traced, compilers may take for a reason to trace less.
     """
+    if not isinstance(weight, QuantizedTensor):
+        return
+    storage = weight.storage
     if Direction.COLUMNWISE in storage.directions or storage.format.columnwise_is_derivable:
         return
     raise RuntimeError(
