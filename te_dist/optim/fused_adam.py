@@ -12,7 +12,7 @@ prepared once (`_Plan`) and holds for as long as tensors stay where they are; gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -184,7 +184,8 @@ class FusedAdam(torch.optim.Optimizer):
         kinds = [(grad.dtype, grad.data_ptr() % _ALIGNMENT_BYTES) for grad in grads]
         signals = [getattr(self, name, None) for name in ("grad_scale", "found_inf")]
         unsettled = _unsettled(pairs) if signals[1] is not None else []
-        plan = self._plans.get((device, shape))
+        left = frozenset().union(*map(masters.left_alone, self.param_groups))
+        plan = self._plans.get((device, shape, left))
         if plan is None or plan.kinds != kinds or not plan.holds(self.state):
             for param, _ in pairs:
                 self.initialize_state(param)
@@ -193,8 +194,8 @@ class FusedAdam(torch.optim.Optimizer):
             numbers = {id(p): n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
             held = [Held.of(param, self.state[param]) for param, _ in pairs]
             adapted = [_adapted(each, self.precision.place(each, numbers[id(each.param)])) for each in held]
-            plan = _Plan(held, adapted, list(map(len, shape)), grads)
-            self._keep((device, shape), plan)
+            plan = _Plan(held, adapted, list(map(len, shape)), grads, left)
+            self._keep((device, shape, left), plan)
             plan.kinds, plan.states = kinds, [id(state) for state in self.state.values()]
         else:
             for each in plan.quantized:
@@ -205,11 +206,11 @@ class FusedAdam(torch.optim.Optimizer):
         signals = [None if signal is None else signal.to(device) for signal in signals]
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._captured.append(plan)
-        for each in plan.quantized:
+        for each in plan.requantized:
             before_writing(each.storage)
         plan.run(grads, rules, [AdamSignals(lr, *signals) for lr in own])
         torch.autograd.graph.increment_version(plan.written)  # kernels write memory, which autograd does not see
-        for each in plan.quantized:
+        for each in plan.requantized:
             storage = each.storage
             storage.unsettled = None
             storage.note_master()
@@ -245,6 +246,7 @@ class _Plan:
         kinds: type and alignment of every gradient.
         states: ids of the states of all parameters of the optimizer.
         quantized: of the quantized parameters.
+        requantized: of those that are written.
         written: all parameters, and what they hold here.
     """
 
@@ -252,19 +254,27 @@ class _Plan:
     states: list[int]
 
     def __init__(
-        self, held: Sequence[Held], adapted: list[Adapted], counts: Sequence[int], grads: Sequence[Tensor]
+        self,
+        held: Sequence[Held],
+        adapted: list[Adapted],
+        counts: Sequence[int],
+        grads: Sequence[Tensor],
+        left: Set[Tensor],
     ) -> None:
         """Args:
         held, adapted: of all parameters, group by group.
         counts: of the parameters of each group.
         grads: of all parameters.
+        left: quantized parameters that keep their bytes.
         """
         self._places = Places(held)
         self.quantized = [each for each in held if each.storage is not None]
+        self.requantized = [each for each in self.quantized if each.param not in left]
         self.written = [tensor for each in held for tensor in {each.param, each.local}]
         noop = torch.zeros(1, dtype=torch.int32, device=grads[0].device)
         self._quantizations = []
-        for groups, own in masters.by_groups(held).items():
+        for groups, found in masters.by_groups(held).items():
+            own = [index for index in found if held[index].param not in left]
             parts = [held[i].parts(adapted[i].value) for i in own]
             quantization = PartsQuantization([part for each in parts for part in each], groups, noop=noop)
             readers = iter(quantization.readers)

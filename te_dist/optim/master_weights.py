@@ -58,6 +58,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._masters: dict[Tensor, Tensor] = {}  # of every parameter; itself where it has none
         self._states: dict[Tensor, dict[str, Tensor]] = {}  # of every parameter with a master: that alone, for `Held`
         self._stepped: set[Tensor] = set()
+        self._loaded: set[Tensor] = set()  # parameters whose master was loaded since their last step
         self._without: set[Tensor] = set()  # parameters whose master is made when they are to be updated
         self._write_backs: dict[Any, WriteBack] = {}
         self._captured: list[WriteBack] = []  # what graphs launch is kept as long as they may
@@ -141,13 +142,14 @@ class MasterWeights(torch.optim.Optimizer):
                     self.state[param][name] = self.state[param][name].clone()
             if MASTER in self.state.get(param, {}):
                 masters.take_over(param)
+                self._loaded.add(param)
             elif begin_masters and _needs_master(param):
                 self._make_master(param)
                 self._stepped.discard(param)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled."""
-        own = ("wrapped", "_masters", "_states", "_stepped", "_without")
+        own = ("wrapped", "_masters", "_states", "_stepped", "_loaded", "_without")
         return (
             super().__getstate__() | {name: getattr(self, name) for name in own} | {"_write_backs": {}, "_captured": []}
         )
@@ -195,7 +197,8 @@ class MasterWeights(torch.optim.Optimizer):
         if loaded is not master:
             local_tensor(master).copy_(local_tensor(loaded))
         if masters.is_quantized(param):
-            masters.follow(param, master, was_loaded=loaded is not master)
+            masters.follow(param, master, was_loaded=loaded is not master or param in self._loaded)
+            self._loaded.discard(param)
         elif loaded is master and param not in self._stepped and master is not param:
             value, kept = local_tensor(param), local_tensor(master)
             kept.copy_(torch.where(kept.to(value.dtype) == value, kept, value.float()))
@@ -264,8 +267,9 @@ class MasterWeights(torch.optim.Optimizer):
     def _write_back(self, updated: dict[Tensor, Tensor]) -> None:
         """Of these parameters with their masters, from masters into parameters."""
         by_device: dict[torch.device, list[Tensor]] = {}
+        left = set().union(*map(masters.left_alone, self.param_groups))
         for param, master in updated.items():
-            if master is not param:
+            if master is not param and param not in left:
                 by_device.setdefault(master.device, []).append(param)
         for device, params in by_device.items():
             key = (device, tuple(map(id, params)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -77,6 +77,19 @@ def follow(param: Tensor, master: Tensor, *, was_loaded: bool = False) -> None:
 def _are_near(values: Tensor, others: Tensor) -> bool:
     """Whether they differ by no more than rounding can account for, in any format. Waits for the device."""
     return bool((values - others).norm() <= _ROUNDING * others.norm())
+
+
+def left_alone(group: Mapping[str, Any]) -> set[Tensor]:
+    """Quantized parameters of a group that a step does not move, since its lr is 0, as far as the host knows.
+
+    They keep their bytes: decoded values, with which masters begin, have other ones in most formats. torch's helpers
+    make missing state by such a step, before they save or load it. What ranks have yet to agree on is written.
+    """
+    lr = group.get("lr")
+    if isinstance(lr, Tensor) and lr.device.type != "cpu" or lr != 0:
+        return set()
+    quantized = (param for param in group["params"] if is_quantized(param))
+    return {param for param in quantized if local_tensor(param).storage.unsettled is None}
 
 
 def gradient(param: Tensor) -> Tensor | None:

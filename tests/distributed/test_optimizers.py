@@ -152,8 +152,9 @@ def test_a_cut_through_a_block_of_moments_is_refused() -> None:
     pool(2).run(refuse_cut)
 
 
-def go_on_from_whole_state(rank: int, world: int, kind: str) -> None:
-    """torch's helpers gather the state of all ranks, and hand it out again."""
+def go_on_from_whole_state(rank: int, world: int, kind: str, optimizer_first: bool) -> None:
+    """torch's helpers gather the state of all ranks, and hand it out again; `set_state_dict` that of the optimizer
+    first."""
     pair, options = [], StateDictOptions(full_state_dict=True, cpu_offload=True)
     for seed in range(2):
         layers = model(208)
@@ -167,9 +168,12 @@ def go_on_from_whole_state(rank: int, world: int, kind: str) -> None:
     if rank == 0:
         assert whole["state"]["bf16.weight"]["exp_avg"].shape == (5, COLS)
     optimizer.zero_grad(), its.zero_grad()
-    other.load_state_dict(layers.state_dict())
     handed_out = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    if not optimizer_first:
+        other.load_state_dict(layers.state_dict())
     set_optimizer_state_dict(other, its, whole if rank == 0 else {}, options=handed_out)
+    if optimizer_first:
+        other.load_state_dict(layers.state_dict())
     for each, own in pair:
         give_gradients(each, 5)
         own.step()
@@ -178,9 +182,10 @@ def go_on_from_whole_state(rank: int, world: int, kind: str) -> None:
             assert_bitwise(local_tensor(its.state[twin][key]), local_tensor(value), f"{key} of {name}")
 
 
+@pytest.mark.parametrize("optimizer_first", [False, True])
 @pytest.mark.parametrize("kind", ["AdamW, foreach", "moments in bytes", "bf16 moments and masters"])
-def test_training_goes_on_from_the_whole_state(kind: str) -> None:
-    pool(2).run(go_on_from_whole_state, kind)
+def test_training_goes_on_from_the_whole_state(kind: str, optimizer_first: bool) -> None:
+    pool(2).run(go_on_from_whole_state, kind, optimizer_first)
 
 
 def update_matrices(rank: int, world: int) -> float:

@@ -9,10 +9,15 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import te_dist as te
 from te_dist import optim, recipe
+from te_dist.catalog import FORMATS
+from te_dist.fsdp2 import QuantizedParameter
+from te_dist.tensor import quantize
 from te_dist.testing import assert_bitwise
+from tests.tensor.samples import signed
 
 RECIPES = {
     "current": recipe.Float8CurrentScaling(),
@@ -48,7 +53,7 @@ def values(module: nn.Module) -> Iterator[Tensor]:
 
 def assert_step_without_rate_keeps(module: nn.Module, optimizer: torch.optim.Optimizer, wanted: list[Tensor]) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
+        group["lr"] = 1e-30  # a rate of 0 would leave bytes alone, whatever masters are
     train(module, optimizer, 1)
     for got, want in zip(values(module), wanted, strict=True):
         assert torch.equal(got, want)  # a zero may change its sign
@@ -115,6 +120,32 @@ def test_a_loaded_master_is_no_part_of_what_it_was_loaded_from(name: str, make: 
     beside.load_state_dict(optimizer.state_dict())
     train(other, beside, 3)
     assert_step_without_rate_keeps(module, optimizer, wanted)
+
+
+def of_every_format(seed: int) -> nn.ParameterDict:
+    weights = {name: quantize(signed(seed=seed), format).storage for name, format in FORMATS.items()}
+    return nn.ParameterDict({name: nn.Parameter(QuantizedParameter(weight)) for name, weight in weights.items()})
+
+
+def assert_bytes(weights: nn.ParameterDict, want: dict[str, Tensor], when: str) -> None:
+    for name, weight in weights.items():
+        for field, buffer in weight.storage.buffers.items():
+            assert_bitwise(buffer, want[name].storage.buffers[field], f"{field} of {name}, {when}")
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_torchs_helpers_leave_weights_as_they_are(make: str) -> None:
+    """They make missing state by a step with gradients and a rate of 0; decoded values have other codes."""
+    weights, again = of_every_format(0), of_every_format(1)
+    optimizer, other = OPTIMIZERS[make](weights), OPTIMIZERS[make](again)
+    before = copy.deepcopy(weights.state_dict())
+    get_optimizer_state_dict(weights, optimizer)
+    assert_bytes(weights, before, "saved before the first step")
+    again.load_state_dict(before)
+    set_optimizer_state_dict(again, other, copy.deepcopy(get_optimizer_state_dict(weights, optimizer)))
+    assert_bytes(again, before, "loaded before the first step")
+    train(again, other, 1)
+    assert not torch.equal(again["float8_block_2d"], before["float8_block_2d"])
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
