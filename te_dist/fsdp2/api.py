@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Set
 from dataclasses import replace
 from typing import Any
 
@@ -62,12 +62,12 @@ def fully_shard(
             "mesh; pass True, False or None"
         )
     modules = module if isinstance(module, list) else [module]
-    ignored = kwargs.get("ignored_params") or ()
+    ignored = {id(param) for param in kwargs.get("ignored_params") or ()}
     for each in modules:
         check(each)
     _check_autograd(modules, ignored)
     _check_dtypes(modules, ignored)
-    taken = [found for each in modules for found in _own_quantized(each)]
+    taken = [(n, p) for each in modules for n, p in _own_quantized(each) if id(p) not in ignored]
     placed = kwargs.get("shard_placement_fn")
     shards = Shards.over(mesh, kwargs.get("dp_mesh_dims"))
     for name, param in taken:
@@ -81,7 +81,8 @@ def fully_shard(
     wrap = Wrap(weakref.ref(modules[0]), recompute)
     for each in modules:
         for _, param in _own_quantized(each):
-            local_tensor(param).wrap = replace(wrap)
+            if id(param) not in ignored:
+                local_tensor(param).wrap = replace(wrap)
         for owner in _owners(each):
             watch(owner)
         check_first_passes(each)
@@ -127,10 +128,9 @@ def _own_quantized(module: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, param) for name, param in _own(module) if isinstance(local_tensor(param), ShardedParameter))
 
 
-def _check_dtypes(modules: list[nn.Module], ignored: Collection[nn.Parameter]) -> None:
+def _check_dtypes(modules: list[nn.Module], ignored: Set[int]) -> None:
     """The gradients of a unit are reduced in one buffer, of one type."""
-    left_out = {id(param) for param in ignored}
-    trained = [(n, p) for each in modules for n, p in _own(each) if p.requires_grad and id(p) not in left_out]
+    trained = [(n, p) for each in modules for n, p in _own(each) if p.requires_grad and id(p) not in ignored]
     first: dict[torch.dtype, str] = {}
     for name, param in trained:
         first.setdefault(param.dtype, name)
@@ -142,13 +142,12 @@ def _check_dtypes(modules: list[nn.Module], ignored: Collection[nn.Parameter]) -
         )
 
 
-def _check_autograd(modules: list[nn.Module], ignored: Collection[nn.Parameter]) -> None:
+def _check_autograd(modules: list[nn.Module], ignored: Set[int]) -> None:
     """FSDP2 reduces the gradients that autograd hands it."""
-    left_out = {id(param) for param in ignored}
     for each in modules:
         for name, found in each.named_modules():
             option = getattr(found, "bypasses_autograd", None)
-            if option and any(id(param) not in left_out for param in found.parameters(recurse=False)):
+            if option and any(id(param) not in ignored for param in found.parameters(recurse=False)):
                 raise ValueError(
                     f"{name or type(found).__name__}: {option} keeps gradients of weights from autograd, where FSDP2 "
                     "takes them to reduce; leave it out, or pass the parameters as ignored_params"

@@ -240,10 +240,12 @@ class ShardedParameter(QuantizedTensor):
                 storage = unsharded(self.format, plan.whole, dtype=param_dtype, home=outputs[0].device)
                 owned = set().union(*(p.owned(self.format, len(outputs)) for p in plans.values()))
                 storage.allocate(f for f in self.format.fields if f in owned)
+                storage.note_dtype(shard)
                 storage.fill(plan, outputs, shard.buffers)
                 storage.note_as_reader(shard)
                 return type(self)(storage, shape), tuple(storage.owned.values())
         storage = getattr(out, "_local_tensor", out).storage  # `out` is a DTensor under tensor parallelism
+        storage.note_dtype(shard)
         # Compiled code saves buffers for backward, not the tensor around them: they are gathered again, not changed.
         with _torch_private.preserved_versions(tuple(storage.owned.values())):
             storage.fill(plan, outputs, shard.buffers)

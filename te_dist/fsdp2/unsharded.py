@@ -65,6 +65,7 @@ class Unsharded(QuantizedStorage):
         home: device of all buffers.
         ways: by phase, the latest one.
         read: names of the fields that are the shard's, as it was filled last.
+        shard_dtype: nominal, of the shard when FSDP2 made its buffers.
     """
 
     __slots__ = ()
@@ -73,6 +74,7 @@ class Unsharded(QuantizedStorage):
     owned: dict[str, Tensor]
     ways: dict[Phase, _Way]
     read: list[str]
+    shard_dtype: torch.dtype | None
 
     def allocate(self, fields: Iterable[Field]) -> None:
         """Makes the owned buffers of every field that any gather will need: FSDP2 is told of them once."""
@@ -94,6 +96,16 @@ class Unsharded(QuantizedStorage):
         for name, buffer in self.owned.items():
             if name not in targets:
                 buffer.untyped_storage().resize_(0)
+
+    def note_dtype(self, shard: QuantizedStorage) -> None:
+        """Raises, alike on all ranks, where the model has been converted since FSDP2 made its buffers."""
+        self.shard_dtype = self.shard_dtype or shard.dtype
+        if shard.dtype not in (self.shard_dtype, self.dtype):
+            raise RuntimeError(
+                f"this weight was converted from {self.shard_dtype} to {shard.dtype} after its first gather, and FSDP2 "
+                "cannot make its buffers again, those of plain parameters beside it among them; convert the model "
+                "before the first forward pass"
+            )
 
     def note_as_reader(self, shard: QuantizedStorage) -> None:
         """Has `keep_read` called before the shard that this was filled from is written."""
@@ -163,21 +175,21 @@ class Unsharded(QuantizedStorage):
 class UnshardedMatrix(Unsharded):
     """Of one matrix."""
 
-    __slots__ = ("home", "owned", "read", "ways")
+    __slots__ = ("home", "owned", "read", "shard_dtype", "ways")
 
     def __init__(self, format: Format, region: Region, *, dtype: torch.dtype, home: torch.device) -> None:
         super().__init__(format, {}, region, dtype=dtype)
-        self.home, self.owned, self.ways, self.read = home, {}, {}, []
+        self.home, self.owned, self.ways, self.read, self.shard_dtype = home, {}, {}, [], None
 
 
 class UnshardedGroup(Unsharded, GroupedStorage):
     """Of all members of a group."""
 
-    __slots__ = ("home", "owned", "read", "ways")
+    __slots__ = ("home", "owned", "read", "shard_dtype", "ways")
 
     def __init__(self, format: Format, group: Group, *, dtype: torch.dtype, home: torch.device) -> None:
         GroupedStorage.__init__(self, format, {}, group, dtype=dtype)
-        self.home, self.owned, self.ways, self.read = home, {}, {}, []
+        self.home, self.owned, self.ways, self.read, self.shard_dtype = home, {}, {}, [], None
 
 
 def unsharded(format: Format, place: Place, *, dtype: torch.dtype, home: torch.device) -> Unsharded:

@@ -226,6 +226,21 @@ def test_trained_parameters_of_a_unit_have_one_type() -> None:
     pool(2).run(wrap_two_types)
 
 
+def wrap_beside_ignored(rank: int, world: int) -> None:
+    taken, left = layers = [Layer(FORMATS["nvfp4_1d"], random_matrix(rows, COLS, 0)) for rows in (64, 66)]
+    ignored, asked = left.weight, []  # 33 rows a rank would be cut inside a byte
+    unit = nn.Sequential(*layers)
+    options = {"ignored_params": {ignored}, "shard_placement_fn": lambda param: asked.append(param)}
+    fsdp2.fully_shard(unit, mesh=mesh((world,), ("dp",)), **options)
+    assert left.weight is ignored and ignored.wrap is None
+    assert asked and all(param is not ignored for param in asked)
+    assert taken.weight.to_local().wrap is not None
+
+
+def test_parameters_that_are_ignored_are_not_looked_at() -> None:
+    pool(2).run(wrap_beside_ignored)
+
+
 def test_stacked_matrices_have_to_be_a_group() -> None:
     first, second = pool(2).run(wrap_stacked)
     assert first == second

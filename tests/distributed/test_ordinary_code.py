@@ -213,6 +213,25 @@ def test_a_pass_that_needs_what_was_not_gathered_says_so_on_every_rank() -> None
     assert first == second
 
 
+def convert_model(rank: int, world: int, name: str) -> str:
+    """Before the first pass it is an ordinary conversion; later FSDP2 would lay bf16 into buffers for fp32."""
+    early, late = (sharded(name, 96, world) for _ in range(2))
+    early.bfloat16()
+    early.unshard()
+    assert early.weight.dtype == torch.bfloat16
+    late(random_matrix(4, COLS, rank).requires_grad_()).sum().backward()
+    late.bfloat16()
+    with pytest.raises(RuntimeError, match=r"from torch.float32 to torch.bfloat16 after its first gather") as error:
+        late.unshard()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_model_that_is_converted_between_passes_says_so_on_every_rank(name: str) -> None:
+    first, second = pool(2).run(convert_model, name)
+    assert first == second
+
+
 def gather_columns(rank: int, world: int) -> str:
     part = quantize(random_matrix(64, COLS * 2, 0), FORMATS["float8_block_2d"]).split(COLS, dim=1)[rank]
     weight = DTensor.from_local(part, mesh((world,), ("tp",)), [Shard(1)], run_check=False)
