@@ -230,7 +230,7 @@ def wrap_beside_ignored(rank: int, world: int) -> None:
     taken, left = layers = [Layer(FORMATS["nvfp4_1d"], random_matrix(rows, COLS, 0)) for rows in (64, 66)]
     ignored, asked = left.weight, []  # 33 rows a rank would be cut inside a byte
     unit = nn.Sequential(*layers)
-    options = {"ignored_params": {ignored}, "shard_placement_fn": lambda param: asked.append(param)}
+    options = {"ignored_params": {ignored}, "shard_placement_fn": asked.append}
     fsdp2.fully_shard(unit, mesh=mesh((world,), ("dp",)), **options)
     assert left.weight is ignored and ignored.wrap is None
     assert asked and all(param is not ignored for param in asked)
