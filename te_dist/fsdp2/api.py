@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_dist import _torch_private
 from te_dist.fsdp2.ahead import Shards, prepare_kernels
@@ -24,6 +25,8 @@ from te_dist.grouped import GroupCut
 from te_dist.scaling.agreement import settle_parts
 from te_dist.tensor import Cut, QuantizedTensor, placement
 from te_dist.tensor.placement import local_tensor
+
+_TAKEN = WeakTensorKeyDictionary()  # parameters in whose place units have others, and their names there
 
 
 def fully_shard(
@@ -52,8 +55,9 @@ def fully_shard(
 
     Raises:
         RuntimeError: a weight that was made quantized is not any more, see `check`.
-        ValueError: a parameter cannot be cut over this mesh, a module keeps gradients from autograd, or trained
-            parameters of one unit differ in dtype; on every rank alike, before any collective.
+        ValueError: a parameter cannot be cut over this mesh or is tied to one of another unit, a module keeps gradients
+            from autograd, or trained parameters of one unit differ in dtype; on every rank alike, before any
+            collective.
         CompilerError: a kernel has to be compiled and there is no compiler.
     """
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
@@ -67,7 +71,9 @@ def fully_shard(
         check(each)
     _check_autograd(modules, ignored)
     _check_dtypes(modules, ignored)
-    taken = [(n, p) for each in modules for n, p in _own_quantized(each) if id(p) not in ignored]
+    given = [(n, p) for each in modules for n, p in _own(each) if id(p) not in ignored]
+    _check_ties(given)
+    taken = [(n, p) for n, p in given if isinstance(local_tensor(p), ShardedParameter)]
     placed = kwargs.get("shard_placement_fn")
     shards = Shards.over(mesh, kwargs.get("dp_mesh_dims"))
     for name, param in taken:
@@ -78,6 +84,7 @@ def fully_shard(
         for each in modules:
             prepare_kernels(each, shards=shards, dtype=None if policy is None else policy.param_dtype)
     torch_fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **kwargs)
+    _TAKEN.update((param, name) for name, param in given)
     wrap = Wrap(weakref.ref(modules[0]), recompute)
     for each in modules:
         for _, param in _own_quantized(each):
@@ -126,6 +133,17 @@ def _owners(module: nn.Module) -> Iterator[nn.Module]:
 def _own_quantized(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Those of them that are quantized."""
     return ((name, param) for name, param in _own(module) if isinstance(local_tensor(param), ShardedParameter))
+
+
+def _check_ties(params: list[tuple[str, Any]]) -> None:
+    """FSDP2 puts others in the place of the parameters of a unit, in its own modules only."""
+    for name, param in params:
+        if param in _TAKEN:
+            raise ValueError(
+                f"{name} is tied to {_TAKEN[param]} of a unit that was wrapped before: FSDP2 would shard and update "
+                "each on its own; wrap the modules that share it as one unit (fully_shard([first, second]), or the "
+                "module around both)"
+            )
 
 
 def _check_dtypes(modules: list[nn.Module], ignored: Set[int]) -> None:

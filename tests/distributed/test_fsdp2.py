@@ -226,6 +226,23 @@ def test_trained_parameters_of_a_unit_have_one_type() -> None:
     pool(2).run(wrap_two_types)
 
 
+def wrap_tied(rank: int, world: int, is_quantized: bool) -> str:
+    """In two units both would be sharded, and updated each by its own gradient."""
+    over = mesh((world,), ("dp",))
+    layers = [Layer(FORMATS["mxfp8_1d"], random_matrix(96, COLS, 0)) if is_quantized else nn.Linear(8, 8) for _ in "ab"]
+    layers[1].weight = layers[0].weight
+    fsdp2.fully_shard(layers[0], mesh=over)
+    with pytest.raises(ValueError, match=r"1.weight is tied to weight of a unit .* as one unit") as error:
+        fsdp2.fully_shard(nn.Sequential(*layers), mesh=over)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("is_quantized", [True, False])
+def test_parameters_that_units_would_share_are_refused_on_every_rank(is_quantized: bool) -> None:
+    first, second = pool(2).run(wrap_tied, is_quantized)
+    assert first == second
+
+
 def wrap_beside_ignored(rank: int, world: int) -> None:
     taken, left = layers = [Layer(FORMATS["nvfp4_1d"], random_matrix(rows, COLS, 0)) for rows in (64, 66)]
     ignored, asked = left.weight, []  # 33 rows a rank would be cut inside a byte
