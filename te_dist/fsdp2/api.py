@@ -70,14 +70,15 @@ def fully_shard(
     for each in modules:
         check(each)
     _check_autograd(modules, ignored)
-    _check_dtypes(modules, ignored)
     given = [(n, p) for each in modules for n, p in _own(each) if id(p) not in ignored]
     _check_ties(given)
+    placed = kwargs.get("shard_placement_fn") or (lambda param: None)
+    results = {id(param): placed(param) for _, param in given}
+    _check_dtypes(given, mesh, results)
     taken = [(n, p) for n, p in given if isinstance(local_tensor(p), ShardedParameter)]
-    placed = kwargs.get("shard_placement_fn")
     shards = Shards.over(mesh, kwargs.get("dp_mesh_dims"))
     for name, param in taken:
-        placement, parts = _placed(placed(param) if placed is not None else None, shards)
+        placement, parts = _placed(results[id(param)], shards)
         _check_cuts(name, param, parts, _sharded_dim(name, param, placement))
     if mesh.device_type == "cuda":
         policy = kwargs.get("mp_policy")
@@ -146,18 +147,25 @@ def _check_ties(params: list[tuple[str, Any]]) -> None:
             )
 
 
-def _check_dtypes(modules: list[nn.Module], ignored: Set[int]) -> None:
-    """The gradients of a unit are reduced in one buffer, of one type."""
-    trained = [(n, p) for each in modules for n, p in _own(each) if p.requires_grad and id(p) not in ignored]
-    first: dict[torch.dtype, str] = {}
-    for name, param in trained:
-        first.setdefault(param.dtype, name)
-    if len(first) > 1:
-        found = ", ".join(f"{dtype} ({name})" for dtype, name in first.items())
-        raise ValueError(
-            f"the trained parameters of one unit have one dtype in torch {torch.__version__}, got {found}; make them "
-            "of one (params_dtype=...), or wrap the modules of each dtype as a unit of their own"
-        )
+def _check_dtypes(params: list[tuple[str, Any]], mesh: DeviceMesh, placed: dict[int, Any]) -> None:
+    """The gradients of a unit are reduced in one buffer for each mesh, of one type.
+
+    Args:
+        mesh: of parameters that have none of their own.
+        placed: by id of a parameter, what shard_placement_fn said of it.
+    """
+    meshes: dict[DeviceMesh, dict[torch.dtype, str]] = {}
+    for name, param in params:
+        if param.requires_grad:
+            info = getattr(placed[id(param)], "mesh_info", None)
+            meshes.setdefault(mesh if info is None else info.mesh, {}).setdefault(param.dtype, name)
+    for first in meshes.values():
+        if len(first) > 1:
+            found = ", ".join(f"{dtype} ({name})" for dtype, name in first.items())
+            raise ValueError(
+                f"the trained parameters of one unit have one dtype in torch {torch.__version__}, got {found}; make "
+                "them of one (params_dtype=...), or wrap the modules of each dtype as a unit of their own"
+            )
 
 
 def _check_autograd(modules: list[nn.Module], ignored: Set[int]) -> None:

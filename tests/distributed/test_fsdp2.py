@@ -11,7 +11,8 @@ import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import te_dist as te
 from te_dist import fsdp2, optim, recipe
@@ -224,6 +225,27 @@ def wrap_two_types(rank: int, world: int) -> None:
 
 def test_trained_parameters_of_a_unit_have_one_type() -> None:
     pool(2).run(wrap_two_types)
+
+
+def wrap_two_types_over_two_meshes(rank: int, world: int) -> None:
+    """Gradients of each mesh are reduced in a buffer of its own."""
+    own = fsdp_common.FSDPMeshInfo(mesh=mesh((world, 1), ("ep", "edp"))["edp"], shard_mesh_dim=0)
+    model = nn.Sequential(Linear(32, 32), Linear(32, 32, params_dtype=torch.bfloat16))
+    others = set(model[1].parameters())
+    fsdp2.fully_shard(
+        model,
+        mesh=mesh((world,), ("dp",)),
+        shard_placement_fn=lambda param: fsdp_common.ShardPlacementResult(Shard(0), own) if param in others else None,
+    )
+    model[1].register_forward_pre_hook(lambda _, args: args[0].bfloat16())
+    model(torch.ones(4, 32)).sum().backward()
+    assert model[0].weight.grad.dtype == torch.float32
+    assert model[1].weight.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(not hasattr(fsdp_common, "ShardPlacementResult"), reason="one mesh a unit in this torch")
+def test_parameters_of_two_meshes_may_have_two_types() -> None:
+    pool(2).run(wrap_two_types_over_two_meshes)
 
 
 def wrap_tied(rank: int, world: int, is_quantized: bool) -> str:
