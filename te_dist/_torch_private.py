@@ -310,6 +310,18 @@ def sharded_like(param: DTensor, local: Tensor, *, shape: Sequence[int] | None =
 
 def sharded_of(tensor: Tensor) -> Tensor | None:
     """The sharded parameter that FSDP2 gathered this one, or the DTensor whose local part it is, from; else None."""
+    param = _gathered(tensor)
+    return None if param is None else param.sharded_param
+
+
+def gathered_place(tensor: Tensor) -> tuple[nn.Module, str, int] | None:
+    """Of a parameter that FSDP2 gathered: its module, its name there, and the dimension that is cut; else None."""
+    param = _gathered(tensor)
+    return None if param is None else (*_place(param), param.fsdp_placement.dim)
+
+
+def _gathered(tensor: Tensor) -> Any:
+    """What FSDP2 keeps of the parameter that it gathered as `tensor`, or as a DTensor with this local part; or None."""
     same = [found for found in (tensor, tensor._base) if found is not None]
     for unit in list(_composable_state._module_state_mapping):
         if isinstance(unit, FSDPModule):
@@ -318,7 +330,7 @@ def sharded_of(tensor: Tensor) -> Tensor | None:
                     whole = getattr(param, "_unsharded_param", None)
                     known = whole, getattr(whole, "_local_tensor", whole)
                     if any(found is each for found in same for each in known):
-                        return param.sharded_param
+                        return param
     return None
 
 

@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from te_dist.checkpoints import model_state, optimizer_state
 from te_dist.checkpoints.manifest import Manifest
 from te_dist.checkpoints.packing import Packing
 from te_dist.checkpoints.store import WholeReader
-from te_dist.grouped import quantized_part
+from te_dist.grouped import place_whole
 from te_dist.tensor import QuantizedTensor
-from te_dist.tensor.placement import local_part, local_tensor
+from te_dist.tensor.placement import local_tensor
 
 
 def compare(named: dict[str, Tensor], manifest: Manifest) -> tuple[dict[str, str], list[str]]:
@@ -63,16 +62,7 @@ def convert(where: Path, named: dict[str, Tensor], sources: dict[str, str], *, p
         return
     reader = WholeReader(where)
     for name, key in sources.items():
-        fill(named[name], packing.read(name, key, reader.read).to(named[name].device))
-
-
-def fill(tensor: Tensor, whole: Tensor) -> None:
-    """Puts this rank's part of high-precision values into `tensor`, quantized as the whole is where it is quantized."""
-    local = local_tensor(tensor)
-    if not isinstance(local, QuantizedTensor):
-        local.copy_(local_part(whole, tensor) if isinstance(tensor, DTensor) else whole)
-        return
-    local.storage.copy_(quantized_part(whole, tensor))
+        place_whole(named[name], packing.read(name, key, reader.read).to(named[name].device))
 
 
 def _same_bytes(saved: dict[str, Any], wanted: dict[str, Any]) -> bool:

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from te_dist.checkpoints import conversion, folder, model_state, optimizer_state
+from te_dist.checkpoints import folder, model_state, optimizer_state
 from te_dist.checkpoints.errors import CheckpointError, Ranks, listed
 from te_dist.checkpoints.part import Part
 from te_dist.conventions import Convention
 from te_dist.formats import Field, Region
-from te_dist.grouped import GroupedStorage, first_member
+from te_dist.grouped import GroupedStorage, first_member, place_whole
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
@@ -134,8 +134,7 @@ def import_safetensors(model: nn.Module, directory: str | os.PathLike[str]) -> N
     named, places = ranks.together(lambda: _matched(model, where))
     for name, path in places.items():
         with safe_open(path, framework="pt") as file:
-            conversion.fill(named[name], file.get_tensor(name).to(named[name].device))
-    model_state.finish_reading(named)
+            place_whole(named[name], file.get_tensor(name).to(named[name].device))
 
 
 def _entries(

@@ -89,8 +89,8 @@ def load(path: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer
         )
     ranks.together(lambda: plan.manifest.verify(plan.where, ranks.rank, ranks.size))
     plan.read(ranks)
-    conversion.convert(plan.where, plan.named, plan.converted, packing=plan.packing)
     model_state.finish_reading(plan.named)
+    conversion.convert(plan.where, plan.named, plan.converted, packing=plan.packing)
     if optimizer is not None and plan.manifest.optimizer is not None:
         optimizer_state.install(optimizer, plan.states, plan.manifest.optimizer)
     return extras.join(plan.manifest.extra, plan.extra)

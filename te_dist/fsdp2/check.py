@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from te_dist import _torch_private
 from te_dist.formats import Format
 from te_dist.fsdp2.parameter import ShardedParameter
 from te_dist.tensor import QuantizedTensor
@@ -52,6 +53,26 @@ def check_first_passes(unit: nn.Module) -> None:
             handle.remove()
 
     handle = unit.register_forward_pre_hook(before, prepend=True)  # before anything is gathered
+
+
+@torch.compiler.disable(reason="a weight that was made quantized is plain; whether FSDP2 gathered it so is looked up")
+def check_gathered(weight: torch.Tensor) -> None:
+    """Raises RuntimeError where FSDP2 gathered this plain tensor as a weight that a module was given quantized.
+
+    Torch's own `fully_shard` cuts a quantized matrix along another dimension than the first as it cuts plain tensors.
+    """
+    place = _torch_private.gathered_place(weight)
+    if place is None:
+        return
+    module, name, dim = place
+    format = getattr(module, "quantized_weights", {}).get(name)
+    if format is not None:
+        raise RuntimeError(
+            f"{getattr(module, 'name', '') or type(module).__name__}.{name}: made quantized, it is gathered as plain "
+            f"{weight.dtype}, of shards along dimension {dim}; wanted shards of quantized rows: have "
+            "shard_placement_fn return Shard(0) or None for it. Where a plain weight is meant, take its name out of "
+            "the module's quantized_weights"
+        )
 
 
 def _problems(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -9,16 +9,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from te_dist.fsdp2.parameter import ShardedParameter
-from te_dist.grouped import quantized_part
-from te_dist.tensor import placement
-from te_dist.tensor.placement import local_tensor
+from te_dist.grouped import place_whole
 
 
 @torch.no_grad()
@@ -52,7 +47,7 @@ def _initialize(module: nn.Module, prefix: str, own: dict[str, nn.Parameter], se
             whole = _whole(param)
             with _seeded(seed, f"{prefix}.{name}", whole.device):
                 module.init_parameter(name, whole)
-            _place(param, whole)
+            place_whole(param, whole)
     if hasattr(module, "init_parameter") and not any(True for _ in module.buffers(recurse=False)):
         return
     if not hasattr(module, "reset_parameters"):
@@ -63,7 +58,7 @@ def _initialize(module: nn.Module, prefix: str, own: dict[str, nn.Parameter], se
     with _whole_in_place(module, own) as wholes, _seeded(seed, prefix, _device(module)):
         module.reset_parameters()
     for name, param in own.items():
-        _place(param, wholes[name])
+        place_whole(param, wholes[name])
 
 
 def _device(module: nn.Module) -> torch.device:
@@ -95,13 +90,3 @@ def _seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         yield
-
-
-def _place(param: Any, whole: Tensor) -> None:
-    """Cuts `whole` and puts this rank's part into `param`, quantized as the whole is."""
-    local = local_tensor(param)
-    if not isinstance(local, ShardedParameter):
-        local.copy_(placement.local_part(whole, param) if isinstance(param, DTensor) else whole)
-        return
-    initial = whole.to("cpu", copy=True) if local.keep_initial else None
-    local.storage.copy_(quantized_part(whole, param, initial=initial))

@@ -138,11 +138,9 @@ class ShardedParameter(QuantizedTensor):
 
     Attributes:
         wrap: what `fsdp2.fully_shard` was told; None under plain `torch.distributed.fsdp.fully_shard`.
-        keep_initial: whether initialization keeps the high-precision values (`get_high_precision_init_val`).
     """
 
     wrap: Wrap | None = None
-    keep_initial: bool = False
     _planned: _Planned | None = None  # for the latest mesh
 
     def like(self, storage: QuantizedStorage, shape: Any = None) -> ShardedParameter:

@@ -2,7 +2,7 @@
 
 from te_dist.grouped import aten, redistribute  # noqa: F401  (they fill the op table)
 from te_dist.grouped.grouped_tensor import OPS, GroupedTensor, empty, join, quantize
-from te_dist.grouped.placing import first_member, quantized_part
+from te_dist.grouped.placing import first_member, place_whole, quantized_part
 from te_dist.grouped.storage import GroupCut, GroupedStorage, Values
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "first_member",
     "join",
     "quantize",
+    "place_whole",
     "quantized_part",
 ]

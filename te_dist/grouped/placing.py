@@ -9,9 +9,24 @@ from torch.distributed.tensor import DTensor
 
 from te_dist.grouped.grouped_tensor import GroupedTensor
 from te_dist.grouped.storage import quantize
-from te_dist.tensor import QuantizedStorage
+from te_dist.tensor import QuantizedStorage, QuantizedTensor
 from te_dist.tensor import storage as storages
-from te_dist.tensor.placement import local_tensor
+from te_dist.tensor.placement import local_part, local_tensor
+
+
+def place_whole(param: Any, whole: Tensor) -> None:
+    """Puts this rank's part of plain values into `param`; quantized as the whole is, where it is quantized.
+
+    Args:
+        param: plain or quantized, or a DTensor of either.
+        whole: plain, of the shape of `param`, on its device; kept where `param` keeps what it was quantized from.
+    """
+    local = local_tensor(param)
+    if not isinstance(local, QuantizedTensor):
+        local.copy_(local_part(whole, param) if isinstance(param, DTensor) else whole)
+        return
+    initial = whole.to("cpu", copy=True) if local.keep_initial else None
+    local.storage.copy_(quantized_part(whole, param, initial=initial))
 
 
 def first_member(param: Any) -> int:

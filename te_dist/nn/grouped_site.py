@@ -16,6 +16,7 @@ from te_dist import _torch_private
 from te_dist.codecs import grouped_gemm
 from te_dist.context import current_autocast, recipe_named
 from te_dist.formats import Direction, Format
+from te_dist.fsdp2.check import check_gathered
 from te_dist.nn import grouped_traced
 from te_dist.nn.grouped_cache import WeightCache
 from te_dist.nn.grouped_products import Given, grouped_linear
@@ -79,6 +80,8 @@ class GroupedSite(LinearSite):
                 compute this map.
             NotImplementedError: there is no product in groups of the encodings that meet.
         """
+        if self.made_quantized and not isinstance(weights[0], QuantizedTensor):
+            check_gathered(weights[0])
         if torch.compiler.is_compiling():
             return self._in_graph(x, weights, given=given, biases=biases, beside=beside)
         return self._eager(x, weights, given=given, biases=biases, beside=beside)

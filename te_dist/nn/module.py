@@ -124,6 +124,7 @@ def weight_of(site: LinearSite, plain: Tensor) -> nn.Parameter:
     if init.recipe is None:
         return nn.Parameter(plain)
     rehearsal.expect(site, init.recipe)
+    site.made_quantized = True
     format, kind = site.weight_format(init.recipe, plain), dict(dtype=plain.dtype, device=plain.device)
     fields, is_group = format.canonical.fields, plain.dim() == 3  # noqa: PLR2004
     storage: QuantizedStorage

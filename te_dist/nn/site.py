@@ -22,6 +22,7 @@ from te_dist.codecs import gemm
 from te_dist.context import Autocast, current_autocast, recipe_named
 from te_dist.formats import Direction, Format
 from te_dist.fsdp2.ahead import prepare_kernels
+from te_dist.fsdp2.check import check_gathered
 from te_dist.kernels.runtime import is_recording
 from te_dist.nn import activations, rehearsal, traced
 from te_dist.nn.products import FRONTS, Plan, linear
@@ -89,6 +90,7 @@ class LinearSite(nn.Module):
         scaling: histories and scales of delayed scaling; None until a recipe asks for them.
         placed: (role, quantizer) -> the quantizer of a part that this rank holds; set by tensor parallelism.
         fuses_wgrad: whether the gradient of the weight is added to its `main_grad` instead of being returned.
+        made_quantized: whether weights of this map were.
     """
 
     module_type: ClassVar[str] = "linear"  # of the roles that a recipe is asked for
@@ -97,6 +99,7 @@ class LinearSite(nn.Module):
     scaling: DelayedScalingState | None
     placed: Callable[[str, Quantizer], Any] | None = None
     fuses_wgrad: bool = False
+    made_quantized: bool = False
 
     def __init__(self, in_features: int, out_features: int, *, name: str) -> None:
         super().__init__()
@@ -129,6 +132,8 @@ class LinearSite(nn.Module):
         """
         weight = weight.to_local() if isinstance(weight, DTensor) else weight
         bias = bias.to_local() if isinstance(bias, DTensor) else bias
+        if self.made_quantized and not isinstance(weight, QuantizedTensor):
+            check_gathered(weight)
         if x.shape[-1] != weight.shape[-1] * (FRONTS[front].widens if front else 1):
             raise ValueError(
                 f"{self.name or 'Linear'}: the input of shape {tuple(x.shape)} has {x.shape[-1]} columns, the weight "

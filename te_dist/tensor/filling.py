@@ -103,10 +103,18 @@ def fill(target: Any, source: Any) -> bool:
     else:
         values = (source if given is None else source.dequantize()).detach().expand(target.shape)
         if own.place == whole.place:
-            whole.quantize_(values.to(whole.device))
+            _quantize(whole, values.to(whole.device))
         else:
             _fill_piece(whole, own, given if has_bytes else None, values)
     return True
+
+
+def _quantize(whole: QuantizedStorage, values: Tensor) -> None:
+    """What held the values that it was quantized from holds these now."""
+    keeps = whole.initial is not None
+    whole.quantize_(values)
+    if keeps:
+        whole.initial = values.to("cpu", copy=True).view(whole.shape)
 
 
 def _fill_shared(whole: QuantizedStorage, given: QuantizedStorage | None) -> None:
@@ -131,7 +139,7 @@ def _fill_piece(whole: QuantizedStorage, own: QuantizedStorage, given: Quantized
     if sum(map(_num_values, pieces.places)) >= _num_values(whole.place):
         del _PIECES[whole]
         if pieces.values is not None:
-            whole.quantize_(pieces.values)
+            _quantize(whole, pieces.values)
 
 
 def _write_bytes(whole: QuantizedStorage, given: QuantizedStorage) -> None:

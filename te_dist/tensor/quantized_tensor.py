@@ -47,9 +47,12 @@ class QuantizedTensor(torch.Tensor):
 
     Attributes:
         storage: the buffers and their format.
+        keep_initial: whether what initializes or loads it keeps the high-precision values (`storage.initial`), until it
+            is written otherwise.
     """
 
     storage: QuantizedStorage
+    keep_initial: bool = False
 
     @staticmethod
     def __new__(
@@ -136,6 +139,16 @@ class QuantizedTensor(torch.Tensor):
     def dequantize(self, *, dtype: torch.dtype | None = None, direction: Direction | None = None) -> Tensor:
         """Plain tensor of the same shape in `dtype` (default: the nominal one). Not differentiable."""
         return self.storage.dequantize(dtype, direction).view(self.shape)
+
+    def share_memory_(self) -> QuantizedTensor:
+        """Moves the buffers of a tensor on the CPU into memory that processes share, as torch has it."""
+        for buffer in self.storage.buffers.values():
+            buffer.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether processes may share the buffers: those on a GPU always."""
+        return all(buffer.is_shared() for buffer in self.storage.buffers.values())
 
     def quantize_(self, x: Tensor) -> QuantizedTensor:
         """Quantizes `x`, of the same shape, into the buffers of this tensor."""

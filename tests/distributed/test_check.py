@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import te_dist as te
 from te_dist import fsdp2, testing
@@ -93,6 +94,28 @@ def swap_for_values(layer: nn.Module) -> None:
     assert isinstance(shard, DTensor)
     values = distribute_tensor(torch.zeros(shard.shape), shard.device_mesh, shard.placements)
     layer._parameters["weight"] = nn.Parameter(values)
+
+
+def shard_columns(rank: int, world: int) -> list[str]:
+    """By torch's own `fully_shard`, which takes what it cuts along columns for plain."""
+    over, messages = testing.mesh((world,), ("dp",)), []
+    with te.quantized_model_init(recipe=Float8BlockScaling()):
+        grouped = te.GroupedLinear(2, 128, 128, single_grouped_weight=True)
+    for net, dim, args in ((te.Linear(128, 128), 1, ()), (model()[0], 1, ()), (grouped, 2, ([2, 2],))):
+        fully_shard(net, mesh=over, shard_placement_fn=lambda param, dim=dim: Shard(dim if param.dim() > dim else 0))
+        if hasattr(net, "quantized_weights"):
+            with pytest.raises(RuntimeError, match="made quantized, it is gathered as plain torch.float32") as error:
+                net(torch.randn(4, 128), *args)
+            messages.append(str(error.value))
+            net.quantized_weights.clear()
+        net(torch.randn(4, 128), *args)
+    return messages
+
+
+def test_weights_that_torch_shards_as_plain_ones_are_refused(ranks) -> None:
+    first, second = ranks(2).run(shard_columns)
+    assert first == second
+    assert len(first) == 2
 
 
 def test_a_sharded_model_is_checked_until_the_first_step(ranks) -> None:

@@ -14,7 +14,7 @@ from te_dist import checkpoints, optim
 from te_dist.checkpoints import exchange
 from te_dist.conventions import FP8_BLOCK
 from te_dist.formats import geometry
-from te_dist.tensor.placement import local_tensor
+from te_dist.tensor.placement import local_part, local_tensor
 from te_dist.testing import assert_bitwise
 from tests.distributed.checkpoint_zoo import (
     COLS,
@@ -92,9 +92,17 @@ def test_masters_are_exported_where_there_are_any(ranks, tmp_path: Path) -> None
 
 def load_values(rank: int, world: int, path: Path, layout: Layout) -> None:
     model = zoo(2, layout)
+    for layer in list(model.weights.values())[::2]:
+        local_tensor(layer.weight).keep_initial = True
     checkpoints.import_safetensors(model, path)
-    for name, layer in model.weights.items():
-        assert_storage(local_tensor(layer.weight).storage, whole_of(name, 1), name)
+    for i, (name, layer) in enumerate(model.weights.items()):
+        local = local_tensor(layer.weight)
+        kept = local.get_high_precision_init_val()
+        assert (kept is None) == bool(i % 2), name
+        if kept is not None:
+            assert_bitwise(kept, local_part(random_matrix(*layer.weight.shape, 1), layer.weight), name)
+        local.clear_high_precision_init_val()
+        assert_storage(local.storage, whole_of(name, 1), name)
 
 
 @pytest.mark.parametrize("layout", [data_parallel(3), TP], ids=str)

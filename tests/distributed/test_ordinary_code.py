@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from te_dist import fsdp2, optim
 from te_dist._torch_private import sharded_of
 from te_dist.tensor import QuantizedTensor, quantize
-from te_dist.tensor.placement import local_tensor
+from te_dist.tensor.placement import local_part, local_tensor
 from te_dist.testing import assert_bitwise, mesh, pool
 from tests.distributed.probe import FORMATS, Layer, assert_seen, fits, random_matrix, wires
 
@@ -278,9 +278,14 @@ def load_by_torch(rank: int, world: int, path: str) -> None:
 def load_plain_by_torch(rank: int, world: int, path: str) -> None:
     found = [(rows, layer) for _, rows, layer in layers_to_save(world, seed=1) if rows != UNEVEN]
     for rows, layer in found:
+        local = local_tensor(layer.weight)
+        local.storage.initial = torch.zeros(local.storage.shape)  # as of a weight that keeps what it is quantized from
         dcp.load({f"plain, {rows} rows": get_model_state_dict(layer)}, checkpoint_id=path)
+        kept, values = local.get_high_precision_init_val(), random_matrix(rows, COLS, 0)
+        if local.numel():
+            assert_bitwise(kept, local_part(values, layer.weight), f"kept of {rows} rows")
         layer(random_matrix(4, COLS, 1))
-        assert_seen(layer, random_matrix(rows, COLS, 0), backward=False)
+        assert_seen(layer, values, backward=False)
 
 
 def load_another_format_by_torch(rank: int, world: int, path: str) -> None:

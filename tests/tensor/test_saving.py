@@ -62,6 +62,24 @@ def test_pickle_keeps_bytes_and_class(name: str) -> None:
         assert_same_bytes(back, tensor, "pickle")
 
 
+def write_ones(tensor: QuantizedTensor) -> None:
+    tensor.fill_(1.0)
+
+
+@every_format
+def test_processes_share_what_was_moved_for_them(name: str) -> None:
+    tensor = sample(name, 2, 48, 160)
+    assert not tensor.is_shared()
+    assert tensor.share_memory_() is tensor
+    assert tensor.is_shared()
+    assert_same_bytes(tensor, sample(name, 2, 48, 160), "shared")
+    if name == NAMES[0]:  # a process takes seconds to start
+        its = torch.multiprocessing.get_context("spawn").Process(target=write_ones, args=(tensor,))
+        its.start()
+        its.join(60)
+        assert (tensor.dequantize() == 1).all()
+
+
 @every_format
 def test_deepcopy_shares_nothing(name: str) -> None:
     tensor = sample(name)
