@@ -131,10 +131,15 @@ def footprints(model: nn.Module) -> Unit:
     return _unit(model, names, inside=False)
 
 
-def sent_per_step(parameters: Iterable[Footprint], *, micro_batches: int = 1) -> dict[Purpose, int]:
-    """Bytes by purpose in a step whose gradients are reduced once, after the last of its micro batches."""
+def sent_per_step(of: Unit | Iterable[Footprint], *, micro_batches: int = 1) -> dict[Purpose, int]:
+    """Bytes by purpose in a step whose gradients are reduced once, after the last of its micro batches.
+
+    Args:
+        of: a unit, with those inside; or some parameters.
+        micro_batches: of a step.
+    """
     total = dict.fromkeys(Purpose, 0)
-    for each in parameters:
+    for each in (each for unit in of.flat() for each in unit.parameters) if isinstance(of, Unit) else of:
         for purpose, nbytes in each.sent.items():
             total[purpose] += nbytes * (micro_batches if purpose.is_of_a_pass else 1)
     return total

@@ -86,14 +86,18 @@ def assert_counted(counted: fsdp2.CountedTraffic, traffic: Traffic, num_shards: 
 
 
 def assert_planned(counted: fsdp2.CountedTraffic, planned: fsdp2.Unit) -> None:
-    """Every parameter sent for every purpose what was planned, in two micro batches."""
+    """Every parameter, and the whole model, sent for every purpose what was planned, in two micro batches."""
+    total = fsdp2.sent_per_step(planned, micro_batches=2)
     for unit in planned.flat():
         for each in unit.parameters:
             wanted = fsdp2.sent_per_step([each], micro_batches=2)
             if each.name == "unused":  # it has no gradient, which nobody knows ahead
-                wanted |= {Purpose.REDUCE_SCATTER: 0, Purpose.ALL_REDUCE: 0}
+                for purpose in (Purpose.REDUCE_SCATTER, Purpose.ALL_REDUCE):
+                    total[purpose] -= wanted[purpose]
+                    wanted[purpose] = 0
             for purpose, nbytes in wanted.items():
                 assert counted.nbytes(purpose, name=each.name) == nbytes, (each.name, purpose)
+    assert {purpose: counted.nbytes(purpose) for purpose in total} == total
     assert {name for name, _ in counted.sent} == {each.name for unit in planned.flat() for each in unit.parameters}
 
 
