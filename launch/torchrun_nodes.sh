@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Starts a job on several nodes: run the same line on every node. The first host name is the meeting point.
 #
-#     NODES=2 HEAD=node-0 launch/torchrun_nodes.sh launch/configs/llama_8gpu.toml --run-dir /shared/runs/llama
+#     NODES=2 HEAD=node-0 launch/torchrun_nodes.sh launch/configs/llama_8gpu.toml --run-dir /shared/runs/llama \
+#         --data.files '/shared/text/**/*.txt'
 set -euo pipefail
 
 exec torchrun \
