@@ -233,10 +233,11 @@ def _site_of(module: nn.Module, style: str) -> Any:
     """The submodule in which a linear module of te_dist multiplies."""
     site = getattr(module, SITE, None)
     if site is None or not hasattr(site, "placed") or site.module_type != _PLACED_TYPE:
+        kind = type(module)
         raise ValueError(
-            f"{style} is for te_dist's Linear and LayerNormLinear, got {type(module).__name__}; use the style of that "
-            "name in torch.distributed.tensor.parallel for torch's modules, parallel_mode for GroupedLinear, or build "
-            "yours from these two"
+            f"{style} is for te_dist's Linear and LayerNormLinear, got {kind.__module__.split('.')[0]}'s "
+            f"{kind.__name__}; exchange torch's by te_dist.convert first, or use the styles of "
+            "torch.distributed.tensor.parallel for it; for GroupedLinear use parallel_mode; build others from these two"
         )
     return site
 

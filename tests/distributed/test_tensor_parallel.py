@@ -307,7 +307,7 @@ def check_refusals(rank: int, world: int) -> None:
         ColumnParallel()._apply(odd, over)
         with pytest.raises(ValueError, match="is cut already.*before fully_shard"):
             ColumnParallel()._apply(odd, over)
-        with pytest.raises(ValueError, match="got Linear; use the style of that name in torch"):
+        with pytest.raises(ValueError, match="got torch's Linear; exchange torch's by te_dist.convert"):
             ColumnParallel()._apply(nn.Linear(4, 4), over)
         with pytest.raises(ValueError, match="normalizes its input"):
             RowParallel()._apply(te.LayerNormLinear(64, 64), over)

@@ -401,7 +401,7 @@ def test_weights_of_other_groups_are_not_seen_as_changed() -> None:
 @pytest.mark.parametrize("single", [False, True])
 def test_styles_of_tensor_parallelism_refuse_groups(style: Any, single: bool) -> None:
     module = te.GroupedLinear(GROUPS, IN, OUT, bias=False, single_grouped_weight=single)
-    with pytest.raises(ValueError, match=r"got GroupedLinear; .*parallel_mode for GroupedLinear"):
+    with pytest.raises(ValueError, match=r"got te_dist's GroupedLinear; .*for GroupedLinear use parallel_mode"):
         style()._apply(module, None)
 
 
