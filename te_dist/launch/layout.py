@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from te_dist.launch.config import Config
 from te_dist.launch.errors import require
 
+RANKS = "the number of ranks (torchrun --nproc-per-node, te-dist plan --world-size)"
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -37,7 +39,7 @@ def plan(config: Config, world_size: int) -> Layout:
         "mesh.tp",
         got=f"{tp} with {world_size} ranks",
         wanted="a divisor of the number of ranks",
-        remedy="change mesh.tp or --nproc-per-node",
+        remedy=f"change mesh.tp or {RANKS}",
     )
     dp = world_size // tp if config.mesh.dp == "rest" else config.mesh.dp
     require(
@@ -45,7 +47,7 @@ def plan(config: Config, world_size: int) -> Layout:
         "mesh",
         got=f"dp {dp} x tp {tp} with {world_size} ranks",
         wanted="dp x tp equal to the number of ranks",
-        remedy='set mesh.dp = "rest" or change --nproc-per-node',
+        remedy=f'set mesh.dp = "rest" or change {RANKS}',
     )
     require(
         config.model.kv_heads % tp == 0,

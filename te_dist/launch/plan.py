@@ -112,7 +112,7 @@ def plan_job(
         "--world-size",
         got='none, with mesh.dp = "rest"',
         wanted="a number of ranks",
-        remedy="name it, or set mesh.dp",
+        remedy="name it, or a configuration file that sets mesh.dp",
     )
     world_size = world_size or int(dp) * tp
     found = layout.plan(config, world_size)

@@ -117,6 +117,7 @@ def test_every_configuration_can_be_planned(config: str) -> None:
     [
         (["llama_8gpu.toml"], "--world-size: got none"),
         (["quickstart.toml", "--world-size", "3"], "mesh: got dp 2 x tp 1 with 3 ranks"),
+        (["quickstart.toml", "--world-size", "3"], "te-dist plan --world-size"),
         (["quickstart.toml", "--rank", "2", *SMALL], "--rank: got 2, wanted one of 2 ranks"),
         (["none.toml"], "configuration"),
     ],
