@@ -49,7 +49,7 @@ class GroupedLinear(QuantizedModule):
         bias: bool = True,
         **options: Unpack[GroupedLinearOptions],
     ) -> None:
-        """See `GroupedLinearOptions` for the keywords.
+        """See `te_dist.nn.grouped_options.GroupedLinearOptions` for the keywords.
 
         Raises:
             ValueError: a keyword of TransformerEngine that te_dist does not take, keywords that do not go together; or,

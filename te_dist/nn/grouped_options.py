@@ -13,7 +13,7 @@ ParallelMode = Literal["column", "row"] | None
 
 
 class GroupedLinearOptions(LinearOptions, total=False):
-    """Further keywords of `GroupedLinear`.
+    """Keywords of `GroupedLinear`: those of `LinearOptions`, and
 
     single_grouped_weight: one parameter `weight` (G, N, K) instead of `weight0` to `weight{G-1}` (N, K).
     single_grouped_bias: one parameter `bias` (G, N) instead of `bias0` to `bias{G-1}` (N,).

@@ -25,7 +25,7 @@ class LayerNormLinear(NormedModule):
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool = True, **options: Unpack[LayerNormLinearOptions]
     ) -> None:
-        """See `LayerNormLinearOptions` for the keywords; raises as `Linear` does."""
+        """See `te_dist.nn.options.LayerNormLinearOptions` for the keywords; raises as `Linear` does."""
         known = read(dict(options), LayerNormLinearOptions, "LayerNormLinear")
         super().__init__(in_features, known)
         self.in_features = in_features

@@ -33,7 +33,11 @@ class LayerNormMLP(NormedModule):
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, *, bias: bool = True, **options: Unpack[LayerNormMLPOptions]
     ) -> None:
-        """See `LayerNormMLPOptions` for the keywords; raises as `Linear` does, and for an unknown activation."""
+        """See `te_dist.nn.options.LayerNormMLPOptions` for the keywords.
+
+        Raises:
+            ValueError: as `Linear` does, and for an unknown activation.
+        """
         known = read(dict(options), LayerNormMLPOptions, "LayerNormMLP")
         super().__init__(hidden_size, known)
         self.hidden_size = hidden_size

@@ -27,7 +27,9 @@ class Linear(QuantizedModule):
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool = True, **options: Unpack[LinearOptions]
     ) -> None:
-        """See `LinearOptions` for the keywords.
+        """Takes `params_dtype`, `device`, `init_method`, `name`, `return_bias` and `fuse_wgrad_accumulation` as well.
+
+        `te_dist.nn.options.LinearOptions` and `ModuleOptions` there say what they are.
 
         Raises:
             ValueError: a keyword of TransformerEngine that te_dist does not take; or, inside of

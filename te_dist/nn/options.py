@@ -27,7 +27,7 @@ class ModuleOptions(TypedDict, total=False):
 
 
 class LinearOptions(ModuleOptions, total=False):
-    """Further keywords of `Linear`.
+    """Keywords of `Linear`: those of `ModuleOptions`, and
 
     return_bias: leave the bias to the caller: `forward` returns (output without it, bias).
     fuse_wgrad_accumulation: inside of `autocast`, the product adds the gradient of a weight to its `main_grad` (fp32,
@@ -54,11 +54,11 @@ class NormOptions(TypedDict, total=False):
 
 
 class LayerNormLinearOptions(NormOptions, LinearOptions, total=False):
-    """Keywords of `LayerNormLinear`."""
+    """Keywords of `LayerNormLinear`: those of `NormOptions` and `LinearOptions`."""
 
 
 class LayerNormMLPOptions(NormOptions, LinearOptions, total=False):
-    """Keywords of `LayerNormMLP`.
+    """Keywords of `LayerNormMLP`: those of `NormOptions` and `LinearOptions`, and
 
     activation: a name of `te_dist.nn.activations`.
     output_layer_init_method: fills the second weight; `init_method` by default.
