@@ -117,9 +117,9 @@ def _ops(table: OpTable) -> list[str]:
 
 TENSOR_INTRODUCTION = """\
 A `QuantizedTensor` is a `torch.Tensor` that stands for the values of a `QuantizedStorage`: the buffers that its
-[format](formats.md) declares. Its nominal shape and dtype are those of the values; buffers can be read by the names of
-their fields. Views share the storage object, so that bytes which are gathered, freed and filled again in place are
-seen by all of them.
+[format](formats.md) declares. Its nominal shape and dtype are those of the values, and so is `nbytes`
+(`q.storage.nbytes` is that of the buffers); buffers can be read by the names of their fields. Views share the storage
+object, so that bytes which are gathered, freed and filled again in place are seen by all of them.
 
 ```python
 from te_dist.catalog import FORMATS
@@ -134,14 +134,16 @@ q.copy_(y)                                   # quantizes values, or takes over b
 ```
 
 Ordinary code runs on parameters: a norm in a log line, an average of weights in high precision, `model.bfloat16()`
-(which changes the nominal dtype only), the initializers of `torch.nn.init`. Assigning to `.data` quantizes. An
-optimizer that knows nothing of quantization refuses to step: each update would be rounded to a code;
-[optimizers.md](optimizers.md) has those that keep masters.
+(which changes the nominal dtype only), the initializers of `torch.nn.init`. Assigning to `.data` quantizes; of a
+sharded parameter it changes nothing, as of any DTensor: load the values. An optimizer that knows nothing of
+quantization refuses to step: each update would be rounded to a code; [optimizers.md](optimizers.md) has those that
+keep masters.
 
 What is not listed below raises with the name of the op, so that nothing is dequantized behind your back. Products of
 matrices are not listed: they belong to the modules. `torch.compile` traces views, parts and ops on values, and linear
-maps ([recipes.md](recipes.md) says which), in one graph. `torch.load` loads files with quantized tensors;
-`te_dist.checkpoints` writes plain ones, and `checkpoints.high_precision_state_dict` gives such to other programs.
+maps ([recipes.md](recipes.md) says which), in one graph. After `import te_dist`, `torch.load` loads files with
+quantized tensors; `te_dist.checkpoints` writes plain ones, and `checkpoints.high_precision_state_dict` gives such to
+other programs.
 
 A part (a slice, a chunk, a member by its index) has bytes of its own. Writing into one (`q[:64] = 0`,
 `q.chunk(2)[0].zero_()`) raises while the whole is there, because the whole would not change. Change the values and
