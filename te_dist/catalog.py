@@ -126,3 +126,8 @@ def _catalog() -> dict[str, Format]:
 
 
 FORMATS = _catalog()
+
+
+def name_of(format: Format) -> str:
+    """Of a format in `FORMATS`; "custom" of any other."""
+    return next((name for name, known in FORMATS.items() if known == format), "custom")

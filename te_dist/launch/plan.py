@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from te_dist import fsdp2
+from te_dist import catalog, fsdp2
 from te_dist._torch_private import pretended_ranks
-from te_dist.catalog import FORMATS
 from te_dist.formats import Format
 from te_dist.fsdp2 import Footprint, Purpose, Unit
 from te_dist.launch import config_file, layout, parallelize
@@ -127,9 +126,7 @@ def plan_job(
 
 def format_name(format: Format | None, dtype: torch.dtype) -> str:
     """As the catalog calls it; "custom" for a format that is not there, the type of plain values without one."""
-    if format is None:
-        return str(dtype).removeprefix("torch.")
-    return next((name for name, known in FORMATS.items() if known == format), "custom")
+    return str(dtype).removeprefix("torch.") if format is None else catalog.name_of(format)
 
 
 def _plan_ranks(config: Config, layout: Layout, world_size: int, *, ranks: Sequence[int]) -> tuple[RankPlan, ...]:

@@ -202,7 +202,7 @@ class GroupedLinear(QuantizedModule):
         """See `rehearsal.rehearse`."""
         rehearsal.rehearse(self, dtype, torch.empty(self.num_gemms, dtype=torch.int64, device="meta"))
 
-    def extra_repr(self) -> str:
+    def _made_with(self) -> str:
         features = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"num_gemms={self.num_gemms}, {features}, bias={self.use_bias}"
 

@@ -41,5 +41,5 @@ class LayerNormLinear(NormedModule):
             return self._output(self.gemm(normalized, self.weight), self.bias, normalized=normalized)
         return self._output(self.gemm(normalized, self.weight, self.bias), normalized=normalized)
 
-    def extra_repr(self) -> str:
+    def _made_with(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.normalization}"

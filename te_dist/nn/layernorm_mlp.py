@@ -63,5 +63,5 @@ class LayerNormMLP(NormedModule):
             return self._output(self.fc2(hidden, self.fc2_weight, front=front), self.fc2_bias, normalized=normalized)
         return self._output(self.fc2(hidden, self.fc2_weight, self.fc2_bias, front=front), normalized=normalized)
 
-    def extra_repr(self) -> str:
+    def _made_with(self) -> str:
         return f"{self.hidden_size}, {self.ffn_hidden_size}, {self.activation}, {self.normalization}"

@@ -49,5 +49,5 @@ class Linear(QuantizedModule):
             return self.gemm(inp, self.weight), self.bias
         return self.gemm(inp, self.weight, self.bias)
 
-    def extra_repr(self) -> str:
+    def _made_with(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_dist import catalog
 from te_dist.context import current_model_init
 from te_dist.formats import Format, Group, Region
 from te_dist.fsdp2.loading import ASSIGNS, keep_loaded, quantize_assigned
@@ -83,6 +84,15 @@ class QuantizedModule(nn.Module):
         if isinstance(local, ShardedParameter):
             self.__dict__.setdefault("quantized_weights", {})[name] = local.format
 
+    def extra_repr(self) -> str:
+        """What this module is made with, and the formats of the weights that were given quantized."""
+        formats = dict.fromkeys(map(catalog.name_of, self.__dict__.get("quantized_weights", {}).values()))
+        return ", ".join(filter(None, (self._made_with(), *(f"format={name}" for name in formats))))
+
+    def _made_with(self) -> str:
+        """Arguments of the constructor, for people."""
+        return ""
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
@@ -125,6 +135,11 @@ def weight_of(site: LinearSite, plain: Tensor) -> nn.Parameter:
         return nn.Parameter(plain)
     rehearsal.expect(site, init.recipe)
     site.made_quantized = True
+    if plain.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"{site.name or 'weight'}: a weight of {plain.dtype} cannot be quantized; convert the model to float32, "
+            "bfloat16 or float16 first"
+        )
     format, kind = site.weight_format(init.recipe, plain), dict(dtype=plain.dtype, device=plain.device)
     fields, is_group = format.canonical.fields, plain.dim() == 3  # noqa: PLR2004
     storage: QuantizedStorage

@@ -120,6 +120,21 @@ def test_features_that_do_not_fit_change_nothing() -> None:
     assert all(type(module) is nn.Linear for module in model)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_type_that_cannot_be_quantized_is_named_with_its_module(device: str) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32, dtype=torch.float64, device=device))
+    with pytest.raises(ValueError, match="1: a weight of torch.float64 cannot be quantized; convert the model"):
+        te.convert(model, {"*": BLOCK})
+    assert all(type(module) is nn.Linear for module in model)
+
+
+def test_modules_show_the_format_of_their_weights() -> None:
+    model = Model()
+    te.convert(model, {"layers.0.*": BLOCK, "layers.1.up": None})
+    assert model.layers[0].up.extra_repr() == "in_features=32, out_features=64, bias=True, format=float8_block_2d"
+    assert model.layers[1].up.extra_repr() == "in_features=32, out_features=64, bias=True"
+
+
 def test_a_linear_without_a_parent_is_refused() -> None:
     with pytest.raises(ValueError, match="no parent"):
         te.convert(nn.Linear(32, 32), {"*": None})

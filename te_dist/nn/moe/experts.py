@@ -244,7 +244,7 @@ class SwiGluMLP(QuantizedModule):
             hidden, front = activations.find("swiglu")(hidden), ""
         return self.fc2(hidden, self.fc2_weight, front=front)
 
-    def extra_repr(self) -> str:
+    def _made_with(self) -> str:
         return f"{self.hidden_size}, {self.ffn_hidden_size}"
 
 

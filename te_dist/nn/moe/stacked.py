@@ -74,7 +74,7 @@ class StackedExperts(QuantizedModule):
         """See `rehearsal.rehearse`."""
         rehearsal.rehearse(TwoEach(self, self.num_experts, StackedExperts._of_arrived), dtype)
 
-    def extra_repr(self) -> str:
+    def _made_with(self) -> str:
         return f"{self.num_experts}, {self.hidden_dim}, {self.intermediate_dim}"
 
     def _mix(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
