@@ -99,16 +99,17 @@ def swap_for_values(layer: nn.Module) -> None:
 def shard_columns(rank: int, world: int) -> list[str]:
     """By torch's own `fully_shard`, which takes what it cuts along columns for plain."""
     over, messages = testing.mesh((world,), ("dp",)), []
+    x = torch.randn(4, 128, device=over.device_type)
     with te.quantized_model_init(recipe=Float8BlockScaling()):
         grouped = te.GroupedLinear(2, 128, 128, single_grouped_weight=True)
     for net, dim, args in ((te.Linear(128, 128), 1, ()), (model()[0], 1, ()), (grouped, 2, ([2, 2],))):
         fully_shard(net, mesh=over, shard_placement_fn=lambda param, dim=dim: Shard(dim if param.dim() > dim else 0))
         if hasattr(net, "quantized_weights"):
             with pytest.raises(RuntimeError, match="made quantized, it is gathered as plain torch.float32") as error:
-                net(torch.randn(4, 128), *args)
+                net(x, *args)
             messages.append(str(error.value))
             net.quantized_weights.clear()
-        net(torch.randn(4, 128), *args)
+        net(x, *args)
     return messages
 
 
