@@ -60,6 +60,7 @@ ALLOWED_SPILLS = {
         r"QuantizeNvFp4": 32,
         r"QuantizeNvFp4<Plain<": 96,
         r"QuantizeNvFp4<Summed<Plain<": 48,
+        r"QuantizeNvFp4<SwiGluGradient.*kDifferentiated": 64,
         **OF_FULL_PRECISION,
     },
     "sm_100a": {
@@ -80,7 +81,7 @@ ALLOWED_SPILLS = {
         r"QuantizeNvFp4<Plain<": 152,
         r"QuantizeNvFp4<Summed<.*kStochastic": 144,
         r"QuantizeNvFp4<(Summed<)?SwiGluGradient": 592,
-        r"QuantizeNvFp4<.*kDifferentiated": 792,
+        r"QuantizeNvFp4<.*kDifferentiated": 928,
         **OF_FULL_PRECISION,
     },
 }
