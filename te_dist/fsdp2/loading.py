@@ -59,7 +59,7 @@ def keep_loaded(module: nn.Module, state_dict: MutableMapping[str, Any], prefix:
 def _keep(local: Any, given: Tensor) -> None:
     """What a parameter was quantized from, where it keeps that."""
     if local.keep_initial and not isinstance(given, QuantizedTensor):
-        local.storage.initial = given.detach().to("cpu", copy=True).view(local.storage.shape)
+        local.storage.note_initial(given)
 
 
 def _pairs(

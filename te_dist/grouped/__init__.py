@@ -14,7 +14,7 @@ __all__ = [
     "empty",
     "first_member",
     "join",
-    "quantize",
     "place_whole",
+    "quantize",
     "quantized_part",
 ]

@@ -114,7 +114,7 @@ def _quantize(whole: QuantizedStorage, values: Tensor) -> None:
     keeps = whole.initial is not None
     whole.quantize_(values)
     if keeps:
-        whole.initial = values.to("cpu", copy=True).view(whole.shape)
+        whole.note_initial(values)
 
 
 def _fill_shared(whole: QuantizedStorage, given: QuantizedStorage | None) -> None:

@@ -259,6 +259,10 @@ class QuantizedStorage:
         self.num_writes += 1
         self.unsettled = values(matrix).clone() if amaxes is None and self.may_share_scales() else None
 
+    def note_initial(self, values: Tensor) -> None:
+        """Keeps a copy of the values that were quantized, see `initial`."""
+        self.initial = values.detach().to("cpu", copy=True).view(self.shape)
+
     def may_share_scales(self) -> bool:
         """Whether other shards can hold a part of a tile that this one holds a part of."""
         if self.cut is None and not self.cut_dims:
