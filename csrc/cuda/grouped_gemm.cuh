@@ -50,6 +50,9 @@ struct GroupedGemm {
   static_assert(!kSumsInParts || (!kAreHalves && kCols <= 192), "registers hold no more parts beside sums");
   // Whether the code of a stage knows its place in shared memory; of many stages registers do not suffice for that.
   static constexpr bool kKnowsStages = kStages <= 4;
+  // Of the output, that a consumer writes at a time: of small tiles that are added, half, since all of what they are added to
+  // is held beside the stages.
+  static constexpr int kBoxesInTurn = kAdds && kCols == 128 ? kCols * Out::kBytes / 256 : 1;
 
   struct Params {
     TensorMap a, b, out;
@@ -67,7 +70,7 @@ struct GroupedGemm {
   };
 
   using Roles = Persistent<GroupedGemm, GroupTile, kConsumers, kCluster, kStages>;
-  using Output = Epilogue<Params, Out, 1, kCols, 1, kAdds>;
+  using Output = Epilogue<Params, Out, 1, kCols, kBoxesInTurn, kAdds>;
 
   struct Shared {
     alignas(1024) uint8_t a[kStages][kRows * 128];
@@ -75,6 +78,7 @@ struct GroupedGemm {
     alignas(1024) typename Output::Buffer out[kConsumers];
     GroupTile tile[kStages];  // that begins with the stage
     Barrier full[kStages], empty[kStages];
+    Barrier held[kConsumers];  // what `out` holds, of kAdds, is there
   };
   static constexpr int kSharedBytes = sizeof(Shared), kClusterBlocks = kCluster;
 
@@ -84,7 +88,10 @@ struct GroupedGemm {
 
   TE_DIST_INLINE void run(const Params& p) { Roles::run(p); }
 
-  TE_DIST_DEVICE void init_barriers() const {}  // none but those of the ring
+  TE_DIST_DEVICE void init_barriers() const {
+#pragma unroll
+    for (int c = 0; c < kConsumers; ++c) shared.held[c].init(1);
+  }
 
   // Stages of a tile. Where there is nothing to sum there is one that holds nothing.
   TE_DIST_INLINE int stages_of(const GroupTile& t) { return t.count > 0 ? (t.count + kDepth - 1) / kDepth : 1; }
@@ -180,6 +187,7 @@ struct GroupedGemm {
           if (k == end - 1) cut(ring.stage, t.count - k * kDepth);
         }
         multiply(sums[0], ring.stage);
+        if (kAdds && k == end / 2) output.fetch(t);  // what was written before has been read by then
         if (k > 0) {
           wait_products<1>();
           Roles::release(shared().empty[previous]);
@@ -193,7 +201,10 @@ struct GroupedGemm {
 
     // Waits for the sums of stage number `k` of a tile, begins those of the next, and adds. What leads from the end of a
     // product to the next is as short as it can be, since the tensor cores have no more to do for this consumer meanwhile.
-    TE_DIST_DEVICE void add_stage(float (&part)[kSums], int stage, bool is_last, Ring<kStages>& ring) {
+    TE_DIST_DEVICE void add_stage(const GroupTile& t, float (&part)[kSums], int stage, int k, Ring<kStages>& ring) {
+      const int end = stages_of(t);
+      const bool is_last = k == end - 1;
+      if (kAdds && k == end / 2) output.fetch(t);
       ring.advance();
       if (!is_last) shared().full[ring.stage].wait(ring.parity);
       wait_products<0>();
@@ -214,11 +225,11 @@ struct GroupedGemm {
         for (int k = -int(ring.stage); k < end; k += kStages) {
 #pragma unroll
           for (int stage = 0; stage < kStages; ++stage) {
-            if (k + stage >= 0 && k + stage < end) add_stage(part, stage, k + stage == end - 1, ring);
+            if (k + stage >= 0 && k + stage < end) add_stage(t, part, stage, k + stage, ring);
           }
         }
       } else {
-        for (int k = 0; k < end; ++k) add_stage(part, ring.stage, k == end - 1, ring);
+        for (int k = 0; k < end; ++k) add_stage(t, part, ring.stage, k, ring);
       }
     }
 
@@ -261,7 +272,7 @@ struct GroupedGemm {
 
   TE_DIST_DEVICE Consumer consumer(int group) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, col = lane % 4 * 2;
-    return {*this, group, {}, Output{p, shared.out[group], nullptr, group, row, col, 0}};
+    return {*this, group, {}, Output{p, shared.out[group], &shared.held[group], group, row, col, 0}};
   }
 };
 

@@ -158,12 +158,14 @@ def whole_groups(out: str) -> Iterator[Spec]:
             itemsize = 1 if pair in codes else 2
             for split in dict.fromkeys(grouped_whole.products_split(*shape, itemsize) for shape in shapes):
                 yield grouped_whole.whole(pair, out, split, adds=adds)
-        for split in dict.fromkeys(grouped_whole.sums_split(*shape) for shape in shapes):
+        of_sums = tuple(product(shapes, (False, True) if adds else (False,)))
+        for split in dict.fromkeys(grouped_whole.sums_split(*shape, held=held) for shape, held in of_sums):
             yield grouped_whole.whole((turned, turned), out, split, sums=True, adds=adds)
-        in_parts = (grouped_whole.products_in_parts_split, False), (grouped_whole.sums_in_parts_split, True)
-        for pair, (choose, sums) in product(codes, in_parts):
-            for split in dict.fromkeys(choose(*shape) for shape in shapes):
-                yield grouped_whole.whole(pair, out, split, in_parts=True, sums=sums, adds=adds)
+        for pair in codes:
+            for split in dict.fromkeys(grouped_whole.products_in_parts_split(*shape) for shape in shapes):
+                yield grouped_whole.whole(pair, out, split, in_parts=True, adds=adds)
+            for split in dict.fromkeys(grouped_whole.sums_in_parts_split(*shape, held=held) for shape, held in of_sums):
+                yield grouped_whole.whole(pair, out, split, in_parts=True, sums=True, adds=adds)
 
 
 def decoded_products() -> Iterator[Spec]:

@@ -10,6 +10,7 @@ from te_dist.kernels.gemm import SHARED_LIMIT
 from te_dist.kernels.grouped_gemm import HEIGHTS
 from te_dist.kernels.grouped_whole import (
     Split,
+    holds,
     products_in_parts_split,
     products_split,
     sums_in_parts_split,
@@ -127,8 +128,9 @@ def test_every_split_fits_shared_memory_and_the_table():
     in_parts = {choose(*shape) for shape in SHAPES for choose in (products_in_parts_split, sums_in_parts_split)}
     assert {split.cols for split in in_parts} == {128, 192}
     for split in splits | in_parts | {sums_split(*shape) for shape in SHAPES}:
-        assert split.stages >= 4
-        assert split.shared_bytes(split.stages) <= SHARED_LIMIT
+        for adds in (False, True):
+            assert split.stages(adds=adds) >= 4
+            assert split.shared_bytes(split.stages(adds=adds), adds=adds) <= SHARED_LIMIT
         assert split.rows in HEIGHTS
 
 
@@ -139,6 +141,22 @@ def test_small_groups_have_small_tiles():
     assert products_split(64, 512, 2, 2) == Split(128, 1)
     assert sums_split(4096, 7168, 8) == Split(256, 2)
     assert sums_split(128, 128, 1) == Split(128, 1)
+
+
+def test_short_sums_are_added_in_tiles_that_hold_what_is_there():
+    assert holds(128 * 512, 128, 1) and holds(32 * 1024, 32, 2)
+    assert not holds(8 * 4096, 8, 1) and not holds(32 * 1536, 32, 2)
+    assert sums_split(1536, 2048, 128, held=True) == Split(128, 1)
+    assert sums_in_parts_split(1536, 2048, 128, held=True) == Split(128, 2)
+
+
+def test_what_is_added_decides_over_tiles():
+    table, out = (torch.empty(size, device="meta") for size in ((4, 9), (8 * 1536, 2048)))
+    with recording() as specs:
+        for rows, accumulate in ((512, True), (512, False), (4096, True)):
+            a, b = (torch.empty(8 * rows, cols, dtype=torch.bfloat16, device="meta") for cols in (1536, 2048))
+            ops.grouped_wgrad_half(a, b, table=table.int(), accumulate=accumulate, out=out)
+    assert [int(spec.template.split(", ")[-4]) for spec in specs] == [128, 256, 256]
 
 
 def test_tiles_in_parts_are_wide_where_that_takes_less_time():

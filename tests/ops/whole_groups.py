@@ -42,10 +42,10 @@ SPLITS = [Split(cols, cluster, band=3) for cols, cluster in product((256, 128), 
 def choose(monkeypatch: pytest.MonkeyPatch, split: Split) -> None:
     """Cuts all products so; those in parts into the widest tiles of theirs that are no wider."""
     for name in ("products_split", "sums_split"):
-        monkeypatch.setattr(grouped_whole, name, lambda *_: split)
+        monkeypatch.setattr(grouped_whole, name, lambda *_, **__: split)
     in_parts = replace(split, cols=min(192, split.cols))
     for name in ("products_in_parts_split", "sums_in_parts_split"):
-        monkeypatch.setattr(grouped_whole, name, lambda *_: in_parts)
+        monkeypatch.setattr(grouped_whole, name, lambda *_, **__: in_parts)
 
 
 def integers(shape: Sequence[int], seed: int, device: str) -> Tensor:
