@@ -144,6 +144,18 @@ def test_products_repeat_their_bits(kind, split):
         assert_bitwise(out, first, "sums of groups")
 
 
+@pytest.mark.parametrize("kind", SUMS, ids=str)
+def test_many_tiles_are_added_one_after_the_other(kind):
+    """Tiles of one block fetch what they are added to into the same memory; the last rows are added by threads."""
+    sizes = [(37 * group) % 300 for group in range(96)]
+    case = SumsCase(kind, sizes, 264, 512, "cuda", poisons=False)
+    table, want = table_of(sizes, sum(sizes), "cuda"), case.want
+    out = torch.zeros(len(sizes) * 264, 512, device="cuda")
+    for times in range(1, 51):
+        sum_rows(kind, case.a, case.b, case.scale, table=table, accumulate=True, out=out)
+        check(out.view_as(want), want * times, f"sums added {times} times")
+
+
 @pytest.mark.parametrize("kind", KINDS[::3], ids=str)
 def test_tiles_that_threads_write_wait_for_those_that_the_copy_engine_writes(kind, split):
     sizes = [64, 3, 128, 1] * 300
