@@ -95,7 +95,8 @@ def install(optimizer: Optimizer, states: dict[Tensor, dict[str, Any]], saved: d
             optimizer.state[param] = state
             local = local_tensor(param)
             if isinstance(local, QuantizedTensor) and MASTER in state:
-                local.storage.note_master()
+                take_over = getattr(optimizer, "take_over", None)
+                local.storage.note_master() if take_over is None else take_over(param)
         else:
             optimizer.state.pop(param, None)
     for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):

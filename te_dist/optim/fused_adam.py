@@ -24,7 +24,7 @@ from te_dist.formats import Partition
 from te_dist.kernels.multi_adam import CompactPlace
 from te_dist.ops.multi_adam import AdamRule, AdamSignals, Adapted, MultiAdam
 from te_dist.optim import masters
-from te_dist.optim.masters import MASTER, Held, Places
+from te_dist.optim.masters import MASTER, Held, Ledger, Places
 from te_dist.optim.precision import MOMENTS, Precision, as_loaded, check_kernels_take
 from te_dist.scaling.agreement import PartsQuantization, settle_parts
 from te_dist.tensor import QuantizedStorage, QuantizedTensor
@@ -102,6 +102,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._plans: dict[Any, _Plan] = {}  # by device and ids of the parameters by group
         self._captured: list[_Plan] = []  # what graphs launch is kept as long as they may
         self._loaded: set[Tensor] = set()  # parameters whose state was loaded since their last step
+        self._ledger = Ledger()
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -158,15 +159,14 @@ class FusedAdam(torch.optim.Optimizer):
         for param, own in loaded.items():
             if own:
                 self.state[param].update(own)
-            if MASTER in self.state.get(param, {}):
-                masters.take_over(param)
+            self.take_over(param)
             self._loaded.add(param)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled."""
         options = ("precision", "adam_w_mode", "bias_correction", "capturable", "set_grad_none")
         own = {name: getattr(self, name) for name in options}
-        return super().__getstate__() | own | {"_plans": {}, "_captured": [], "_loaded": set()}
+        return super().__getstate__() | own | {"_plans": {}, "_captured": [], "_loaded": set(), "_ledger": Ledger()}
 
     def initialize_state(self, param: Tensor) -> None:
         """Creates all state of `param`, unless it is there."""
@@ -174,7 +174,13 @@ class FusedAdam(torch.optim.Optimizer):
         if not state:
             self.precision.check(param)  # it may have been cut since
             state.update(self.precision.initial_state(param))
-            masters.take_over(param)
+            self.take_over(param)
+
+    def take_over(self, param: Tensor) -> None:
+        """Notes that the values which `param` has now are those of its master, if it has one."""
+        master = self.state.get(param, {}).get(MASTER)
+        if master is not None:
+            self._ledger.take_over(param, master)
 
     def _update(self, device: torch.device, groups: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> None:
         """One step of parameters with their gradients, by group, that lie on one device."""
@@ -190,7 +196,7 @@ class FusedAdam(torch.optim.Optimizer):
             for param, _ in pairs:
                 self.initialize_state(param)
                 if masters.is_quantized(param):
-                    masters.follow(param, self.state[param][MASTER], was_loaded=param in self._loaded)
+                    self._ledger.follow(param, self.state[param][MASTER], was_loaded=param in self._loaded)
             numbers = {id(p): n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
             held = [Held.of(param, self.state[param]) for param, _ in pairs]
             adapted = [_adapted(each, self.precision.place(each, numbers[id(each.param)])) for each in held]
@@ -199,7 +205,7 @@ class FusedAdam(torch.optim.Optimizer):
             plan.kinds, plan.states = kinds, [id(state) for state in self.state.values()]
         else:
             for each in plan.quantized:
-                masters.follow(each.param, each.state[MASTER], was_loaded=each.param in self._loaded)
+                self._ledger.follow(each.param, each.state[MASTER], was_loaded=each.param in self._loaded)
         self._loaded.difference_update(param for param, _ in pairs)
         plan.settle(unsettled)
         rules, own = zip(*(self._rule(group, device) for group in self.param_groups), strict=True)
@@ -211,9 +217,8 @@ class FusedAdam(torch.optim.Optimizer):
         plan.run(grads, rules, [AdamSignals(lr, *signals) for lr in own])
         torch.autograd.graph.increment_version(plan.written)  # kernels write memory, which autograd does not see
         for each in plan.requantized:
-            storage = each.storage
-            storage.unsettled = None
-            storage.note_master()
+            each.storage.unsettled = None
+            self._ledger.take_over(each.param, each.state[MASTER])
 
     def _keep(self, key: Any, plan: _Plan) -> None:
         """For later steps of the same parameters, and the last few others: some have no gradient at times."""

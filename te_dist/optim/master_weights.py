@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from te_dist._torch_private import copy_each
 from te_dist.optim import masters
-from te_dist.optim.masters import MASTER, Held, WriteBack
+from te_dist.optim.masters import MASTER, Held, Ledger, WriteBack
 from te_dist.tensor.placement import local_tensor
 
 _MAX_WRITE_BACKS = 8
@@ -60,6 +60,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._stepped: set[Tensor] = set()
         self._loaded: set[Tensor] = set()  # parameters whose master was loaded since their last step
         self._without: set[Tensor] = set()  # parameters whose master is made when they are to be updated
+        self._ledger = Ledger()
         self._write_backs: dict[Any, WriteBack] = {}
         self._captured: list[WriteBack] = []  # what graphs launch is kept as long as they may
         super().__init__([dict(each) if isinstance(each, dict) else each for each in given], {})
@@ -141,15 +142,19 @@ class MasterWeights(torch.optim.Optimizer):
                 elif isinstance(value, Tensor):  # a count that two optimizers shared would be raised twice
                     self.state[param][name] = self.state[param][name].clone()
             if MASTER in self.state.get(param, {}):
-                masters.take_over(param)
+                self.take_over(param)
                 self._loaded.add(param)
             elif begin_masters and _needs_master(param):
                 self._make_master(param)
                 self._stepped.discard(param)
 
+    def take_over(self, param: Tensor) -> None:
+        """Notes that the values which `param` has now are those of the master in its state."""
+        self._ledger.take_over(param, self.state[param][MASTER])
+
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled."""
-        own = ("wrapped", "_masters", "_states", "_stepped", "_loaded", "_without")
+        own = ("wrapped", "_ledger", "_masters", "_states", "_stepped", "_loaded", "_without")
         return (
             super().__getstate__() | {name: getattr(self, name) for name in own} | {"_write_backs": {}, "_captured": []}
         )
@@ -169,6 +174,7 @@ class MasterWeights(torch.optim.Optimizer):
         elif _needs_master(param):
             master = masters.shaped_like(param, masters.initial_master(param))
             self._states.setdefault(param, {})[MASTER] = master
+            self._ledger.begin(param, master)
         self._masters[param] = master
         return master
 
@@ -197,7 +203,7 @@ class MasterWeights(torch.optim.Optimizer):
         if loaded is not master:
             local_tensor(master).copy_(local_tensor(loaded))
         if masters.is_quantized(param):
-            masters.follow(param, master, was_loaded=loaded is not master or param in self._loaded)
+            self._ledger.follow(param, master, was_loaded=loaded is not master or param in self._loaded)
             self._loaded.discard(param)
         elif loaded is master and param not in self._stepped and master is not param:
             value, kept = local_tensor(param), local_tensor(master)
@@ -244,6 +250,7 @@ class MasterWeights(torch.optim.Optimizer):
         params = {param for group in self.param_groups for param in group["params"]}
         for stale in self._masters.keys() - params:
             self._masters.pop(stale), self._states.pop(stale, None), self._without.discard(stale)
+            self._ledger.forget(stale)
 
     def _hand_in_gradients(self) -> dict[Tensor, Tensor]:
         """To masters. Returns those that have one, by parameter."""
@@ -281,7 +288,7 @@ class MasterWeights(torch.optim.Optimizer):
             self._write_backs[key] = prepared
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 self._captured.append(prepared)
-            prepared.run()
+            prepared.run(self._ledger)
 
     def _take_out(self) -> None:
         """Hyperparameters and state, of the wrapped optimizer."""

@@ -7,6 +7,7 @@ as the bytes of the whole matrix of masters quantized at once.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,37 +42,83 @@ def shaped_like(param: Tensor, local: Tensor, *, shape: torch.Size | None = None
 
 def initial_master(param: Tensor) -> Tensor:
     """fp32 (local shape), the best values known: those last written in high precision, those kept at initialization,
-    or decoded ones."""
+    those of the master by which another optimizer wrote last, or decoded ones."""
     local = local_tensor(param)
     if not isinstance(local, QuantizedTensor):
         return local.detach().to(torch.float32, copy=True)
-    for values in (local.storage.unsettled, local.storage.initial):
+    for values in (local.storage.unsettled, local.storage.initial, _latest_master(param)):
         if values is not None:
             return values.to(local.device, torch.float32, copy=True).view(local.shape)
     return local.dequantize(dtype=torch.float32)
 
 
-def take_over(param: Tensor) -> None:
-    """Notes that the values a quantized parameter has now are those of its master."""
-    local = local_tensor(param)
-    if isinstance(local, QuantizedTensor):
-        local.storage.note_master()
+class Ledger:
+    """Of one optimizer: by which write into a quantized parameter each of its masters has the values of that.
 
-
-def follow(param: Tensor, master: Tensor, *, was_loaded: bool = False) -> None:
-    """Takes the master of a quantized parameter anew if other values were written into it: loaded, clamped.
-
-    Args:
-        was_loaded: whether the master was loaded since the last step. It stays then if the parameter holds its values,
-            rounded: checkpoints are loaded in either order, and torch's `set_state_dict` loads the optimizer first.
+    Several optimizers may take turns at a parameter. A master falls behind when another one is written, and takes the
+    values of that over. Copies, and what is pickled, are empty: masters count as not fallen behind.
     """
-    local = local_tensor(param)
-    if not isinstance(local, QuantizedTensor) or local.storage.follows_master:
-        return
-    written, kept = initial_master(param), local_tensor(master)
-    if not (was_loaded and _are_near(written, kept.to(written.dtype))):
-        kept.copy_(written)
-    take_over(param)
+
+    def __init__(self) -> None:
+        self._known: dict[Tensor, tuple[int, weakref.ref[Tensor]]] = {}
+        _LEDGERS.add(self)
+
+    def __reduce__(self) -> Any:
+        return Ledger, ()
+
+    def begin(self, param: Tensor, master: Tensor) -> None:
+        """Notes a master that was made of what its parameter, if that is quantized, holds now."""
+        local = local_tensor(param)
+        if isinstance(local, QuantizedTensor):
+            self._known[param] = local.storage.mastered, weakref.ref(master)
+
+    def take_over(self, param: Tensor, master: Tensor) -> None:
+        """Notes that the values a quantized parameter has now are those of this master."""
+        local = local_tensor(param)
+        if isinstance(local, QuantizedTensor):
+            local.storage.note_master()
+            self.begin(param, master)
+
+    def follow(self, param: Tensor, master: Tensor, *, was_loaded: bool = False) -> None:
+        """Takes the master of a quantized parameter anew if other values were written into it: loaded, clamped, updated
+        by another optimizer.
+
+        Args:
+            was_loaded: whether the master was loaded since the last step. It stays then if the parameter holds its
+                values, rounded: checkpoints are loaded in either order, and torch's `set_state_dict` loads the
+                optimizer first.
+        """
+        local = local_tensor(param)
+        if not isinstance(local, QuantizedTensor):
+            return
+        known = self._known.get(param)
+        if local.storage.follows_master and (known is None or known[0] == local.storage.mastered):
+            return
+        written, kept = initial_master(param), local_tensor(master)
+        if not (was_loaded and _are_near(written, kept.to(written.dtype))):
+            kept.copy_(written)
+        self.take_over(param, master)
+
+    def forget(self, param: Tensor) -> None:
+        """Of a parameter that the optimizer no longer has."""
+        self._known.pop(param, None)
+
+    def master_of(self, param: Tensor, write: int) -> Tensor | None:
+        """The master by which this write was made, if it was, and is still there."""
+        known = self._known.get(param)
+        return known[1]() if known is not None and known[0] == write else None
+
+
+_LEDGERS: weakref.WeakSet[Ledger] = weakref.WeakSet()
+
+
+def _latest_master(param: Tensor) -> Tensor | None:
+    """This rank's part of the master whose values a quantized parameter has, if it is still there."""
+    storage = local_tensor(param).storage
+    if not storage.follows_master:
+        return None
+    found = (ledger.master_of(param, storage.mastered) for ledger in list(_LEDGERS))
+    return next((local_tensor(master) for master in found if master is not None), None)
 
 
 def _are_near(values: Tensor, others: Tensor) -> bool:
@@ -194,7 +241,7 @@ class WriteBack:
 
     def __init__(self, held: Sequence[Held]) -> None:
         self._places = Places(held)
-        self._storages = [each.storage for each in held if each.storage is not None]
+        self._quantized = [each for each in held if each.storage is not None]
         masters = [local_tensor(each.state[MASTER]) for each in held]
         plain = [(each.local, master) for each, master in zip(held, masters, strict=True) if each.storage is None]
         self._targets, self._sources = zip(*plain, strict=True) if plain else ((), ())
@@ -210,16 +257,16 @@ class WriteBack:
         """Whether it can run once more."""
         return self._places.hold()
 
-    def run(self) -> None:
-        """Collective where shards share scales."""
-        for storage in self._storages:
-            before_writing(storage)
+    def run(self, ledger: Ledger) -> None:
+        """Collective where shards share scales. `ledger`: where it is noted."""
+        for each in self._quantized:
+            before_writing(each.storage)
         if self._targets:
             copy_each([target.detach() for target in self._targets], self._sources)
         for quantization, readers in self._quantizations:
             quantization.begin()
             readers.run()
             quantization.finish()
-        for storage in self._storages:
-            storage.unsettled = None
-            storage.note_master()
+        for each in self._quantized:
+            each.storage.unsettled = None
+            ledger.take_over(each.param, each.state[MASTER])
