@@ -30,7 +30,7 @@ from te_dist.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer,
 from te_dist.recipe import QuantizerRole, Recipe
 from te_dist.scaling.delayed import DelayedScalingState
 from te_dist.scaling.history import DelayedScalingRequest
-from te_dist.tensor import QuantizedTensor
+from te_dist.tensor import QuantizedTensor, placement
 
 ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
 Answers = Mapping[str, Quantizer | DelayedScalingRequest]
@@ -129,8 +129,11 @@ class LinearSite(nn.Module):
         Raises:
             ValueError: the extents of `x` and `weight` differ, the weight is on the meta device, or the recipe cannot
                 compute this map.
+            RuntimeError: the weight is a shard that FSDP2 has not gathered.
         """
-        weight = weight.to_local() if isinstance(weight, DTensor) else weight
+        if isinstance(weight, DTensor):
+            self._check_gathered(weight)
+            weight = weight.to_local()
         bias = bias.to_local() if isinstance(bias, DTensor) else bias
         if self.made_quantized and not isinstance(weight, QuantizedTensor):
             check_gathered(weight)
@@ -145,6 +148,20 @@ class LinearSite(nn.Module):
         if torch.compiler.is_compiling():
             return self._in_graph(x, weight, bias, front)
         return self._at_once(x, weight, bias, front)
+
+    def _check_gathered(self, weight: DTensor) -> None:
+        """Raises, on every rank, where this rank has less of the weight than tensor parallelism left it.
+
+        The product would be one of some rows of the weight, and their gradients those of this rank's inputs alone.
+        """
+        cuts = len(placement.cuts(weight.placements))
+        if cuts > (self.placed is not None) and not weight.is_meta:  # kernels are rehearsed on shards
+            raise RuntimeError(
+                f"{self.name or 'Linear'}: the weight of {tuple(weight.shape)} is a shard, {weight.placements}. FSDP2 "
+                "gathers it for the forward pass of the unit that it is in; call the unit, or name the method that "
+                "you call by torch.distributed.fsdp.register_fsdp_forward_method, or make this module a unit of its "
+                "own (fully_shard). Where tensor parallelism is meant, use the styles of te_dist.tensor_parallel"
+            )
 
     @property
     def is_hooked(self) -> bool:

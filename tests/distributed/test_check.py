@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import te_dist as te
@@ -122,3 +122,39 @@ def test_weights_that_torch_shards_as_plain_ones_are_refused(ranks) -> None:
 def test_a_sharded_model_is_checked_until_the_first_step(ranks) -> None:
     first, second = ranks(2).run(refuse_each)
     assert first == second
+
+
+class Head(nn.Module):
+    """Gives what its last layer is applied to; that is for somebody else."""
+
+    def __init__(self, quantized: bool) -> None:
+        super().__init__()
+        with te.quantized_model_init(quantized, recipe=Float8BlockScaling()):
+            self.head = te.Linear(128, 2, bias=False, name="head")  # of three ranks, the last one has no rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+
+def use_shards(rank: int, world: int, quantized: bool) -> list[str]:
+    x, messages = torch.randn(4, 128), []
+    for shard in (fsdp2.fully_shard, fully_shard):
+        net = Head(quantized)
+        want = net.logits(x)
+        shard(net, mesh=testing.mesh((world,), ("dp",)), reshard_after_forward=True)
+        for call in (net.head, net.logits):
+            with pytest.raises(RuntimeError, match=r"head: the weight of \(2, 128\) is a shard") as error:
+                call(net(x))
+            messages.append(str(error.value))
+        register_fsdp_forward_method(net, "logits")
+        assert torch.equal(net.logits(net(x)), want)
+    return messages
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_shards_are_not_multiplied_on_any_rank(quantized: bool) -> None:
+    first, *others = testing.pool(3).run(use_shards, quantized)
+    assert all(messages == first for messages in others)
