@@ -108,12 +108,16 @@ class FusedAdam(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch: a group with its own hyperparameters; one that is refused is not added."""
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
         try:
-            for param in self.param_groups[-1]["params"]:
+            for param in group["params"]:
                 self.precision.check(param)
         except ValueError:
             self.param_groups.pop()
             raise
+        if self.capturable:  # from the start: what a checkpoint was saved of is what it is loaded into
+            device = next((param.device for param in group["params"] if not param.is_meta), "cpu")
+            group["lr"] = _on_device(group["lr"], device)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch, unless `set_grad_none` says otherwise."""
@@ -230,7 +234,7 @@ class FusedAdam(torch.optim.Optimizer):
     def _rule(self, group: dict[str, Any], device: torch.device) -> tuple[AdamRule, Tensor | None]:
         """Of a group: its rule, and lr where that is known on the device only."""
         if self.capturable:
-            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
+            group["lr"] = _on_device(group["lr"], device)
         lr = group["lr"]
         is_on_device = isinstance(lr, Tensor) and lr.device == device and lr.dtype == torch.float32
         rule = AdamRule(
@@ -242,6 +246,11 @@ class FusedAdam(torch.optim.Optimizer):
             self.bias_correction,
         )
         return rule, lr if is_on_device else None
+
+
+def _on_device(lr: float | Tensor, device: torch.device | str) -> Tensor:
+    """A rate that captured steps read."""
+    return torch.as_tensor(lr, dtype=torch.float32, device=device)
 
 
 class _Plan:

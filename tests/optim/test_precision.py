@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from te_dist import checkpoints, grouped, optim
 from te_dist.catalog import FORMATS
@@ -255,6 +257,26 @@ def test_lr_becomes_a_tensor_where_steps_are_to_be_captured() -> None:
         other.param_groups[0]["lr"] /= 2
     assert isinstance(optimizer.param_groups[0]["lr"], Tensor)
     assert_same(state_of(model, optimizer), state_of(plain, other))
+
+
+def test_a_rate_on_the_device_is_loaded_into_an_optimizer_that_has_not_stepped(tmp_path) -> None:
+    """By torch's own checkpoints, which tell tensors from numbers."""
+    model, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    stepped, fresh = (optim.FusedAdam(m.parameters(), lr=0.25, capturable=True) for m in (model, other))
+    model(torch.ones(8)).sum().backward()
+    stepped.step()
+    stepped.param_groups[0]["lr"].fill_(0.125)
+    dcp.save(get_optimizer_state_dict(model, stepped), checkpoint_id=tmp_path, no_dist=True)
+    state = get_optimizer_state_dict(other, fresh)
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    set_optimizer_state_dict(other, fresh, state)
+    assert_bitwise(fresh.param_groups[0]["lr"], torch.tensor(0.125), "the rate")
+
+
+def test_a_rate_has_values_where_parameters_have_none_yet() -> None:
+    params = [nn.Parameter(torch.empty(4, device="meta"))]
+    optimizer = optim.FusedAdam(params, lr=0.25, capturable=True)
+    assert_bitwise(optimizer.param_groups[0]["lr"], torch.tensor(0.25), "the rate")
 
 
 def test_gradients_are_zeroed_as_it_was_said() -> None:
