@@ -81,7 +81,7 @@ class Job:
     """A model of a case, its optimizer, and a step of both."""
 
     def __init__(self, case: Case, mesh: DeviceMesh) -> None:
-        self.case = case
+        self.case, self.group = case, mesh.get_group()
         shape, device = MODELS[case.model], torch.device(mesh.device_type)
         self.model = plain(shape, mesh) if case.made_by is None else quantized(shape, case.made_by, mesh=mesh)
         if case.compiled:
@@ -96,7 +96,8 @@ class Job:
 
     def __call__(self) -> Tensor:
         """A step; its loss."""
-        with te.autocast(enabled=self.case.made_by is not None, recipe=self.case.made_by):
+        made_by = self.case.made_by
+        with te.autocast(enabled=made_by is not None, recipe=made_by, amax_reduction_group=self.group):
             loss = self.model(self.inputs, self.targets)
         loss.backward()
         self.optimizer.step()

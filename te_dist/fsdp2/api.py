@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
@@ -32,7 +33,7 @@ _TAKEN = WeakTensorKeyDictionary()  # parameters in whose place units have other
 def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | None = None,
     recompute: bool = False,
     **kwargs: Any,
@@ -45,7 +46,7 @@ def fully_shard(
         module: as in torch, or a list of modules that make one unit; parameters that an inner `fully_shard` took are
             left to it.
         mesh: 1-D mesh to shard over, or 2-D (replicate, shard); with torch's `dp_mesh_dims` (torch 2.12 and later) the
-            mesh of all parallelisms, of which the names given there count.
+            mesh of all parallelisms, of which the names given there count. None: of all ranks, as in torch.
         reshard_after_forward: as in torch: free parameters between forward and backward. None: yes, but not at the
             root. An integer is refused: torch cannot reshard to a smaller mesh what has a gather of its own.
         recompute: whether backward runs this module's forward again (activation checkpointing); then both directions
@@ -54,7 +55,8 @@ def fully_shard(
             matrices (`GroupedParameter`), whose rows are cut then instead of their members, and a mesh for the experts.
 
     Raises:
-        RuntimeError: a weight that was made quantized is not any more, see `check`.
+        RuntimeError: a weight that was made quantized is not any more, see `check`; or there is neither a mesh nor a
+            process group.
         ValueError: a parameter cannot be cut over this mesh or is tied to one of another unit, a module keeps gradients
             from autograd, or trained parameters of one unit differ in dtype; on every rank alike, before any
             collective.
@@ -65,6 +67,7 @@ def fully_shard(
             f"reshard_after_forward={reshard_after_forward!r}: FSDP2 cannot reshard quantized parameters to a smaller "
             "mesh; pass True, False or None"
         )
+    mesh = _mesh(mesh)
     modules = module if isinstance(module, list) else [module]
     ignored = {id(param) for param in kwargs.get("ignored_params") or ()}
     for each in modules:
@@ -114,6 +117,24 @@ def settle(model: nn.Module) -> None:
         storages = [local_tensor(param).storage for param in params]
         unsettled = [(s, s.unsettled, placement.partition(p)) for s, p in zip(storages, params, strict=True)]
         settle_parts(unsettled, placement.groups(params[0]))
+
+
+def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    """The one to shard over."""
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    if mesh is not None:
+        raise TypeError(
+            f"mesh={mesh!r}: wanted a DeviceMesh, such as torch.distributed.device_mesh.init_device_mesh(device_type, "
+            "(num_ranks,)), or None for one of all ranks"
+        )
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "fully_shard without a mesh shards over all ranks, and there is no process group; start by torchrun and "
+            "call torch.distributed.init_process_group() first, or pass a mesh"
+        )
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return init_device_mesh("cpu" if device is None else device.type, (dist.get_world_size(),))
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:

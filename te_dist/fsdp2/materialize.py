@@ -24,7 +24,8 @@ def materialize(model: nn.Module, *, device: torch.device | str, seed: int) -> N
     `reset_parameters()`, with its own parameters whole in place. Not collective.
 
     Args:
-        model: on meta or anywhere, sharded or not; every parameter is initialized anew.
+        model: on meta or anywhere, sharded or not; every parameter is initialized anew, one that modules share by the
+            first of them.
         device: where parameters go.
         seed: any integer; equal seeds give equal models.
 
@@ -32,13 +33,26 @@ def materialize(model: nn.Module, *, device: torch.device | str, seed: int) -> N
         ValueError: a module has parameters or buffers and no way to initialize them.
     """
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-        model.to_empty(device=device)
+        _allocate(model, device)
     done: set[int] = set()
     for prefix, module in model.named_modules():
         own = {n: p for n, p in module.named_parameters(recurse=False) if id(p) not in done}
         done |= {id(p) for p in own.values()}
         if own or any(True for _ in module.buffers(recurse=False)):
             _initialize(module, prefix, own, seed)
+
+
+def _allocate(model: nn.Module, device: torch.device | str) -> None:
+    """`to_empty`, which makes a tensor for each place; what modules share they share afterwards."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(param), []).append((module, name))
+    model.to_empty(device=device)
+    for (module, name), *others in places.values():
+        for other, its_name in others:
+            if getattr(other, its_name) is not getattr(module, name):
+                other.register_parameter(its_name, getattr(module, name))
 
 
 def _initialize(module: nn.Module, prefix: str, own: dict[str, nn.Parameter], seed: int) -> None:
@@ -55,7 +69,8 @@ def _initialize(module: nn.Module, prefix: str, own: dict[str, nn.Parameter], se
             f"{prefix or 'the root module'} ({type(module).__name__}) has {sorted(own) or 'buffers'} and neither "
             "init_parameter nor reset_parameters; give it a reset_parameters() that initializes them"
         )
-    with _whole_in_place(module, own) as wholes, _seeded(seed, prefix, _device(module)):
+    every = dict(module.named_parameters(recurse=False))  # with what an earlier module has initialized
+    with _whole_in_place(module, every) as wholes, _seeded(seed, prefix, _device(module)):
         module.reset_parameters()
     for name, param in own.items():
         place_whole(param, wholes[name])
@@ -70,15 +85,15 @@ def _whole(param: nn.Parameter) -> Tensor:
 
 
 @contextmanager
-def _whole_in_place(module: nn.Module, own: dict[str, nn.Parameter]) -> Iterator[dict[str, Tensor]]:
+def _whole_in_place(module: nn.Module, every: dict[str, nn.Parameter]) -> Iterator[dict[str, Tensor]]:
     """Plain parameters of whole size in the place of the module's own."""
-    wholes = {name: _whole(param) for name, param in own.items()}
+    wholes = {name: _whole(param) for name, param in every.items()}
     try:
         for name, whole in wholes.items():
             module.register_parameter(name, nn.Parameter(whole, requires_grad=False))
         yield wholes
     finally:
-        for name, param in own.items():
+        for name, param in every.items():
             module.register_parameter(name, param)
 
 

@@ -13,6 +13,7 @@ the newer scales. Passes without gradients leave no trace.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -69,13 +70,18 @@ class DelayedScalingState(nn.Module):
         """Of every tensor."""
         return [slice(i * self.num_groups, (i + 1) * self.num_groups) for i in range(len(self.requests))]
 
+    @property
+    def reduces_amax(self) -> bool:
+        """Whether ranks are to share scales, if they are given a group."""
+        return next(iter(self.requests.values())).reduce_amax
+
     def take_part(self, group: dist.ProcessGroup | None) -> None:
         """Says that this step's amaxes are recorded here: the histories move when backward ends.
 
         Args:
             group: ranks that take the largest amax of all, None for this rank alone.
         """
-        _recording[self] = group if next(iter(self.requests.values())).reduce_amax else None
+        _recording[self] = group if self.reduces_amax else None
         if _torch_private.in_backward():
             update_when_backward_ends()
 
@@ -112,10 +118,26 @@ def update() -> None:
         by_group.setdefault(group, []).append(state)
     _recording.clear()
     for group, states in by_group.items():
-        if group is not None and dist.get_world_size(group) > 1:
+        if group is None:
+            _warn_of_other_ranks(states)
+        elif dist.get_world_size(group) > 1:
             _reduce([state.amax_history[0] for state in states], group)
         for together in _alike(states):
             _move_on(together)
+
+
+def _warn_of_other_ranks(states: Iterable[DelayedScalingState]) -> None:
+    """Where each rank has scales of its own and nobody has said that it shall: a checkpoint holds those of one."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    if any(state.reduces_amax for state in states):
+        warnings.warn(
+            f"DelayedScaling without an amax_reduction_group on {dist.get_world_size()} ranks: each has scales of its "
+            "own, and a checkpoint will hold those of one. Pass autocast the group of the ranks that train one model "
+            "(amax_reduction_group=torch.distributed.group.WORLD); DelayedScaling(reduce_amax=False) says that this is "
+            "meant",
+            stacklevel=2,
+        )
 
 
 def _reduce(amaxes: list[Tensor], group: dist.ProcessGroup) -> None:

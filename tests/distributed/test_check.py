@@ -88,6 +88,25 @@ def refuse_each(rank: int, world: int) -> list[str]:
     return messages
 
 
+def shard_over_all(rank: int, world: int) -> None:
+    net = model()
+    fsdp2.fully_shard(net)
+    assert net[0].weight.device_mesh.size() == world
+    net(torch.randn(4, 128, device=net[0].weight.device)).sum().backward()
+    with pytest.raises(TypeError, match="mesh=2: wanted a DeviceMesh"):
+        fsdp2.fully_shard(model(), mesh=2)
+
+
+def test_without_a_mesh_all_ranks_are_sharded_over(ranks) -> None:
+    ranks(2).run(shard_over_all)
+
+
+def test_without_a_process_group_there_is_no_mesh() -> None:
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(RuntimeError, match=r"init_process_group\(\) first, or pass a mesh"):
+        fsdp2.fully_shard(model())
+
+
 def swap_for_values(layer: nn.Module) -> None:
     """As code does that knows of no quantized weights."""
     shard = layer.weight

@@ -99,6 +99,38 @@ def test_the_generators_of_the_caller_are_left_alone() -> None:
     assert_bitwise(torch.randn(4), want, "draws after materialize")
 
 
+def tied() -> nn.Sequential:
+    """On meta; the head has the embedding's weight."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(ROWS, COLS), nn.Sequential(nn.Linear(COLS, COLS), nn.Linear(COLS, ROWS)))
+    model[1][1].weight = model[0].weight
+    return model
+
+
+def test_what_modules_share_they_share_afterwards() -> None:
+    model = tied()
+    fsdp2.materialize(model, device="cpu", seed=0)
+    assert model[1][1].weight is model[0].weight
+    assert abs(float(model[0].weight.detach().std()) - 1.0) < 0.05, "an embedding's values, not a linear map's"
+    assert len(list(model.parameters())) == 4
+
+
+def materialize_tied_shards(rank: int, world: int) -> None:
+    model, whole = tied(), tied()
+    fsdp2.fully_shard(model, mesh=mesh((world,), ("dp",)))
+    for each in (model, whole):
+        fsdp2.materialize(each, device="cpu", seed=0)
+    assert model[1][1].weight is model[0].weight
+    x = torch.arange(8)
+    model(x).sum().backward()
+    whole(x).sum().backward()
+    torch.testing.assert_close(model[0].weight.grad.full_tensor(), whole[0].weight.grad)
+
+
+def test_shards_that_modules_share_they_share_afterwards() -> None:
+    pool(2).run(materialize_tied_shards)
+
+
 def test_a_module_without_initialization_is_named() -> None:
     model = nn.Sequential(nn.Identity())
     model[0].weight = nn.Parameter(torch.empty(3, device="meta"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from unittest import mock
 
@@ -96,6 +97,25 @@ def test_without_reduction_each_rank_keeps_its_own(ranks: Ranks) -> None:
     (count, first), (_, second) = ranks(2).run(one_reduction, False)
     assert count == 0
     assert not torch.equal(first[0], second[0])
+
+
+def warnings_without_a_group(rank: int, world: int, reduce_amax: bool) -> list[str]:
+    """Of two backward passes."""
+    made_by = recipe.DelayedScaling(amax_history_len=4, reduce_amax=reduce_amax)
+    module = te.Linear(WIDTH, WIDTH, device=device())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            with te.autocast(recipe=made_by):
+                out = module(normal(ROWS, WIDTH, seed=rank))
+            out.sum().backward()
+    return [str(each.message) for each in caught if "amax_reduction_group" in str(each.message)]
+
+
+def test_scales_that_ranks_do_not_share_are_told_of_once(ranks: Ranks) -> None:
+    for (message,) in ranks(2).run(warnings_without_a_group, True):
+        assert "DelayedScaling without an amax_reduction_group on 2 ranks" in message
+    assert ranks(2).run(warnings_without_a_group, False) == [[], []]
 
 
 def agreed_scales(rank: int, world: int) -> list[Tensor]:
