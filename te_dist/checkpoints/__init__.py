@@ -5,9 +5,11 @@ from te_dist.checkpoints.exchange import export_safetensors, high_precision_stat
 from te_dist.checkpoints.folder import latest, prune
 from te_dist.checkpoints.loading import load
 from te_dist.checkpoints.saving import async_save, save
+from te_dist.checkpoints.staging import Stager
 
 __all__ = [
     "CheckpointError",
+    "Stager",
     "async_save",
     "export_safetensors",
     "high_precision_state_dict",

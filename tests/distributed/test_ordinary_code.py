@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from te_dist import fsdp2, optim
+from te_dist import checkpoints, fsdp2, optim
 from te_dist._torch_private import sharded_of
 from te_dist.tensor import QuantizedTensor, quantize
 from te_dist.tensor.placement import local_part, local_tensor
@@ -302,6 +302,22 @@ def test_torchs_own_checkpoints_load_on_other_ranks(tmp_path: Path) -> None:
         pool(world).run(load_by_torch, str(tmp_path))
         pool(world).run(load_plain_by_torch, str(tmp_path))
         pool(world).run(load_another_format_by_torch, str(tmp_path))
+
+
+def save_later_by_torch(rank: int, world: int, path: str) -> None:
+    """What is written behind the call is not saved."""
+    layers = {f"{name}, {rows} rows": layer for name, rows, layer in layers_to_save(world)}
+    state = {key: get_model_state_dict(layer) for key, layer in layers.items()}
+    future = dcp.async_save(state, checkpoint_id=path, async_stager=checkpoints.Stager())
+    with torch.no_grad():
+        for layer in layers.values():
+            local_tensor(layer.weight).fill_(1.0)
+    future.result()
+
+
+def test_torchs_own_checkpoints_are_written_in_the_background(tmp_path: Path) -> None:
+    pool(2).run(save_later_by_torch, str(tmp_path))
+    pool(3).run(load_by_torch, str(tmp_path))
 
 
 def save_unsettled_by_torch(rank: int, world: int, path: str) -> str:
