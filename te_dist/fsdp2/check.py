@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from te_dist import _torch_private
 from te_dist.formats import Format
@@ -73,6 +74,16 @@ def check_gathered(weight: torch.Tensor) -> None:
             "shard_placement_fn return Shard(0) or None for it. Where a plain weight is meant, take its name out of "
             "the module's quantized_weights"
         )
+
+
+def not_gathered(label: str, weight: DTensor) -> RuntimeError:
+    """The error of a module that is run on a shard: on some rows of the weight, whose gradients nobody reduces."""
+    return RuntimeError(
+        f"{label}: the weight of {tuple(weight.shape)} is a shard, {weight.placements}. FSDP2 gathers it for the "
+        "forward pass of the unit that it is in; call the unit, or name the method that you call by "
+        "torch.distributed.fsdp.register_fsdp_forward_method, or make this module a unit of its own (fully_shard). "
+        "Where tensor parallelism is meant, use the styles of te_dist.tensor_parallel"
+    )
 
 
 def _problems(model: nn.Module) -> Iterator[tuple[str, str]]:

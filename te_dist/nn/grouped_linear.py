@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from te_dist.fsdp2.check import not_gathered
 from te_dist.nn import rehearsal
 from te_dist.nn.grouped_options import GroupedLinearOptions, check, local_sizes
 from te_dist.nn.grouped_products import Given, GroupTable, group_table
@@ -251,7 +252,11 @@ class GroupedLinear(QuantizedModule):
                 f"{self.name or 'GroupedLinear'}: {names[0]} is a DTensor, which sees its gradient in backward only; "
                 "leave out delay_wgrad_compute and fuse_wgrad_accumulation"
             )
-        return [parameter.to_local() for parameter in parameters]
+        local = [parameter.to_local() for parameter in parameters]
+        wanted = (self.num_gemms, self.out_features, self.in_features)[not self.single_grouped_weight :]
+        if names is self.weight_names and local[0].shape != wanted and not local[0].is_meta:  # rehearsed on shards
+            raise not_gathered(self.name or "GroupedLinear", parameters[0])
+        return local
 
     def _check_input(self, x: Tensor, weight: Tensor) -> None:
         label = self.name or "GroupedLinear"

@@ -22,7 +22,7 @@ from te_dist.codecs import gemm
 from te_dist.context import Autocast, current_autocast, recipe_named
 from te_dist.formats import Direction, Format
 from te_dist.fsdp2.ahead import prepare_kernels
-from te_dist.fsdp2.check import check_gathered
+from te_dist.fsdp2.check import check_gathered, not_gathered
 from te_dist.kernels.runtime import is_recording
 from te_dist.nn import activations, rehearsal, traced
 from te_dist.nn.products import FRONTS, Plan, linear
@@ -150,18 +150,10 @@ class LinearSite(nn.Module):
         return self._at_once(x, weight, bias, front)
 
     def _check_gathered(self, weight: DTensor) -> None:
-        """Raises, on every rank, where this rank has less of the weight than tensor parallelism left it.
-
-        The product would be one of some rows of the weight, and their gradients those of this rank's inputs alone.
-        """
+        """Raises, on every rank, where this rank has less of the weight than tensor parallelism left it."""
         cuts = len(placement.cuts(weight.placements))
         if cuts > (self.placed is not None) and not weight.is_meta:  # kernels are rehearsed on shards
-            raise RuntimeError(
-                f"{self.name or 'Linear'}: the weight of {tuple(weight.shape)} is a shard, {weight.placements}. FSDP2 "
-                "gathers it for the forward pass of the unit that it is in; call the unit, or name the method that "
-                "you call by torch.distributed.fsdp.register_fsdp_forward_method, or make this module a unit of its "
-                "own (fully_shard). Where tensor parallelism is meant, use the styles of te_dist.tensor_parallel"
-            )
+            raise not_gathered(self.name or "Linear", weight)
 
     @property
     def is_hooked(self) -> bool:

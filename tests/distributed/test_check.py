@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import te_dist as te
 from te_dist import fsdp2, testing
+from te_dist.nn.moe import Routing, TopKRouter
 from te_dist.recipe import Float8BlockScaling, MXFP8BlockScaling
 from te_dist.tensor import quantize
 
@@ -171,6 +172,26 @@ def use_shards(rank: int, world: int, quantized: bool) -> list[str]:
         register_fsdp_forward_method(net, "logits")
         assert torch.equal(net.logits(net(x)), want)
     return messages
+
+
+def use_shards_of_experts(rank: int, world: int) -> list[str]:
+    messages, x = [], torch.randn(8, 128)
+    for cut, single in ((0, True), (1, True), (0, False)):
+        with te.quantized_model_init(recipe=Float8BlockScaling()):
+            experts = te.GroupedLinear(2, 128, 128, bias=False, single_grouped_weight=single)
+        net = nn.Sequential(experts, TopKRouter(128, Routing(num_experts=4, top_k=2)))
+        options = {"shard_placement_fn": lambda param: Shard(int(param.dim() > 2))} if cut else {}  # noqa: PLR2004
+        fsdp2.fully_shard(net, mesh=testing.mesh((world,), ("dp",)), **options)
+        for call in (lambda experts=experts: experts(x, [4, 4]), lambda router=net[1]: router(x)):
+            with pytest.raises(RuntimeError, match="is a shard") as error:
+                call()
+            messages.append(str(error.value))
+    return messages
+
+
+def test_shards_of_experts_are_not_multiplied_on_any_rank() -> None:
+    first, second = testing.pool(2).run(use_shards_of_experts)
+    assert first == second
 
 
 @pytest.mark.parametrize("quantized", [True, False])

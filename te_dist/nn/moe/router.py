@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from te_dist._torch_private import in_backward
+from te_dist.fsdp2.check import not_gathered
 from te_dist.nn.moe import routing as rules
 from te_dist.nn.moe.routing import Routing
 from te_dist.nn.site import without_values
@@ -105,13 +106,18 @@ class TopKRouter(nn.Module):
 
         Raises:
             ValueError: `x` is no matrix of that width, or the weight is on the meta device.
+            RuntimeError: the weight is a shard that FSDP2 has not gathered.
         """
         if x.dim() != 2 or x.shape[1] != self.hidden_size:
             raise ValueError(
                 f"TopKRouter: got an input of shape {tuple(x.shape)}, wanted (tokens, {self.hidden_size}); flatten the "
                 "dimensions in front"
             )
-        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        weight = self.weight
+        if isinstance(weight, DTensor):
+            weight = weight.to_local()
+            if len(weight) != self.routing.num_experts and not weight.is_meta:
+                raise not_gathered("TopKRouter", self.weight)
         if weight.is_meta and not x.is_meta:
             raise without_values("TopKRouter")
         kind = x.device.type
