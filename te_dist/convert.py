@@ -22,10 +22,11 @@ def convert(
 ) -> dict[str, QuantizedModule]:
     """Exchanges modules of `model`, in place, whose names fit a pattern for te_dist's of the same parameters and names.
 
-        convert(model, {"lm_head": None, "model.layers.*": recipe.Float8BlockScaling()})
+        convert(model, {"model.layers.*": recipe.Float8BlockScaling()})
 
     Each `torch.nn.Linear` for a `te_dist.Linear`, and each module of stacked experts that computes what
-    `te_dist.nn.moe.StackedExperts` does (it is tried with small matrices) for one of these.
+    `te_dist.nn.moe.StackedExperts` does (it is tried with small matrices) for one of these. What no pattern fits stays
+    as it is, in high precision also inside of `autocast`: a head, for example.
 
     Parameters that stay plain stay the same objects: optimizers and ties made before hold. Those that become quantized
     are new ones; make the optimizer afterwards.
@@ -33,7 +34,8 @@ def convert(
     Args:
         model: on any device, also meta; before it is sharded.
         plan: name patterns (as of a shell; `*` also matches dots) -> the recipe in whose format the weights are
-            quantized, or None for plain ones. The first pattern that fits a module counts.
+            quantized, or None for plain ones, which products inside of `autocast` quantize each time. The first pattern
+            that fits a module counts.
         preserve_high_precision_init_val: keep the values before quantization on the CPU (those of weights that lie
             there without a copy) until the optimizer begins its masters with them, as `quantized_model_init` does.
 
@@ -41,7 +43,7 @@ def convert(
         The new modules by name.
 
     Raises:
-        TypeError: `plan` is no mapping.
+        TypeError: `plan` is no mapping, or holds something else than recipes and None.
         ValueError: a pattern fits no module, the model is such a module itself, a weight to be quantized is tied to
             another module, the model is sharded already, features do not fit the recipe, a module has hooks, or a
             recipe is meant for experts that compute something else. The model is unchanged then.
@@ -60,9 +62,12 @@ def convert(
 
 def _choose(model: nn.Module, plan: Mapping[str, Recipe | None]) -> dict[str, Recipe | None]:
     """By name of a module, what the first pattern that fits it says."""
-    if not isinstance(plan, Mapping):
+    wrong: object = plan
+    if isinstance(plan, Mapping):
+        wrong = {pattern: given for pattern, given in plan.items() if not isinstance(given, Recipe | None)}
+    if wrong != {}:
         raise TypeError(
-            f"convert: plan: got {plan!r}, wanted patterns of module names with a recipe or None for each, such as "
+            f"convert: plan: got {wrong!r}, wanted patterns of module names with a recipe or None for each, such as "
             '{"model.layers.*": recipe.Float8BlockScaling()}'
         )
     if _is_exchanged(model):

@@ -183,6 +183,15 @@ def test_loaded_values_are_kept_by_a_model_converted_on_the_meta_device() -> Non
     assert_bitwise(model.layers[0].up.weight.get_high_precision_init_val(), given["layers.0.up.weight"], "kept")
 
 
-def test_a_recipe_without_patterns_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"plan: got Float8BlockScaling.*wanted patterns of module names"):
-        te.convert(Model(), BLOCK)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("plan", "named"),
+    [
+        (BLOCK, "Float8BlockScaling"),
+        ([], r"\[\]"),
+        ({"layers.0.*": BLOCK, "layers.1.*": "mxfp8"}, "{'layers.1.*': 'mxfp8'}"),
+    ],
+    ids=["recipe", "list", "name"],
+)
+def test_what_is_no_plan_is_refused(plan: object, named: str) -> None:
+    with pytest.raises(TypeError, match=rf"plan: got {named}.*wanted patterns of module names"):
+        te.convert(Model(), plan)  # type: ignore[arg-type]
