@@ -35,3 +35,8 @@ FP8_BLOCK = Convention(
     suffixes={"row_data": "", "row_scale": "_scale_inv"},
     dtypes={"row_data": torch.float8_e4m3fn},
 )
+
+
+def names_a_scale(key: str) -> bool:
+    """Whether a tensor of this name is what a convention stores beside the codes of a weight."""
+    return any(key.endswith(suffix) for suffix in FP8_BLOCK.suffixes.values() if suffix)

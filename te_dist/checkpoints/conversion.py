@@ -32,19 +32,20 @@ def compare(named: dict[str, Tensor], manifest: Manifest) -> tuple[dict[str, str
             if source is not None:
                 sources[name] = source
             else:
-                problems.append(_no_source(name, saved, wanted))
+                problems.append(_no_source(name, manifest, wanted))
     return sources, problems
 
 
 def without_masters(converted: dict[str, str], named: dict[str, Tensor], manifest: Manifest) -> list[str]:
     """Why the optimizer cannot go on with weights that become quantized: its state has no master of them."""
-    params = manifest.optimizer["params"] if manifest.optimizer else {}
-    states = {name: params.get(name, {}).get("state", {}) for name in converted}
+    states = _states(manifest)
     return [
         f"{name} becomes quantized, and its saved optimizer state has no {optimizer_state.MASTER}; load without "
         "optimizer= and let a new one make masters"
-        for name, state in states.items()
-        if isinstance(local_tensor(named[name]), QuantizedTensor) and state and optimizer_state.MASTER not in state
+        for name in converted
+        if isinstance(local_tensor(named[name]), QuantizedTensor)
+        and states.get(name)
+        and optimizer_state.MASTER not in states[name]
     ]
 
 
@@ -74,17 +75,32 @@ def _same_bytes(saved: dict[str, Any], wanted: dict[str, Any]) -> bool:
 
 def _source(name: str, manifest: Manifest) -> str | None:
     """Key of the saved high-precision values of a tensor, None where there are none."""
-    states = manifest.optimizer["params"] if manifest.optimizer else {}
-    if optimizer_state.MASTER in states.get(name, {}).get("state", {}):
+    if optimizer_state.MASTER in _states(manifest).get(name, {}):
         return f"optimizer.state.{name}.{optimizer_state.MASTER}"
     saved = manifest.model[name]
     is_plain = "format" not in saved and getattr(torch, saved["dtype"]).is_floating_point
     return f"model.{name}" if is_plain else None
 
 
-def _no_source(name: str, saved: dict[str, Any], wanted: dict[str, Any]) -> str:
+def _no_source(name: str, manifest: Manifest, wanted: dict[str, Any]) -> str:
+    saved, states = manifest.model[name], _states(manifest).values()
+    if any(optimizer_state.MASTER in state for state in states):
+        remedy = (
+            "the saved optimizer has no master of it, as of every frozen weight; load it into a model of the saved "
+            "format, export_safetensors(..., optimizer=) from there and import_safetensors here, which quantizes anew"
+        )
+    else:
+        remedy = (
+            "load it into a model of the saved format, or save it with an optimizer that keeps masters "
+            "(te_dist.optim.FusedAdam), after its first step"
+        )
     return (
         f"{name} is saved as {model_state.format_name(saved)}, wanted {model_state.format_name(wanted)}, and no "
-        "high-precision values of it are saved to make the one from the other; load it into a model of the saved "
-        "format, or save it with an optimizer that keeps masters (te_dist.optim.FusedAdam)"
+        f"high-precision values of it are saved to make the one from the other; {remedy}"
     )
+
+
+def _states(manifest: Manifest) -> dict[str, dict[str, Any]]:
+    """By parameter, what a manifest says of the optimizer's state of it; empty where none was saved."""
+    params = manifest.optimizer["params"] if manifest.optimizer else {}
+    return {name: entry["state"] for name, entry in params.items()}

@@ -61,7 +61,7 @@ class Ranks:
             cause = error
         messages = self.gather(None if cause is None else _text(cause))
         if any(message is not None for message in messages):
-            raise CheckpointError(_merged(messages)) from cause
+            raise CheckpointError(_merged(messages)) from None if isinstance(cause, CheckpointError) else cause
         return result  # type: ignore[return-value]
 
 

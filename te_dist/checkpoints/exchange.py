@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from te_dist.checkpoints import folder, model_state, optimizer_state
 from te_dist.checkpoints.errors import CheckpointError, Ranks, listed
 from te_dist.checkpoints.part import Part
-from te_dist.conventions import Convention
+from te_dist.conventions import Convention, names_a_scale
 from te_dist.formats import Field, Region
 from te_dist.grouped import GroupedStorage, first_member, place_whole
 from te_dist.tensor import QuantizedTensor
@@ -241,6 +241,12 @@ def _matched(model: nn.Module, where: Path) -> tuple[Named, dict[str, Path]]:
     named = model_state.named_tensors(model)
     model_state.check_quantized(named)
     shapes, places = _contents(where)
+    scales = [name for name in places if name not in named and names_a_scale(name)]
+    if scales:
+        raise CheckpointError(
+            f"cannot import {where}: got codes with scales ({scales[0]}), an export for inference, wanted "
+            "high-precision weights; import what export_safetensors writes without convention="
+        )
     first = _first_names(named)
     problems = [f"{name} is in no file" for name, t in named.items() if first[id(t)] not in places]
     problems += [f"{name} is in {path.name} only" for name, path in places.items() if name not in named]
@@ -256,6 +262,8 @@ def _matched(model: nn.Module, where: Path) -> tuple[Named, dict[str, Path]]:
 
 def _contents(where: Path) -> tuple[dict[str, list[int]], dict[str, Path]]:
     """(shape, file) of every tensor in the safetensors files of a directory."""
+    if where.is_file():
+        raise CheckpointError(f"cannot import {where}: got a file, wanted its directory; pass {where.parent}")
     shapes: dict[str, list[int]] = {}
     places: dict[str, Path] = {}
     for path in sorted(where.glob("*.safetensors")):

@@ -79,7 +79,11 @@ def _snapshot(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str,
     named = model_state.named_tensors(model)
     model_state.check_quantized(named)
     model_state.check_settled(named)
-    tree, held = extras.split(dict(extra or {}))
+    if not isinstance(extra, Mapping | None):
+        raise CheckpointError(
+            f'extra: got {type(extra).__name__}, wanted a dictionary of values by text; name it, as in {{"step": 100}}'
+        )
+    tree, held = extras.split(extra or {})
     tensors = store.tree(
         model=model_state.all_parts(named),
         state={} if optimizer is None else optimizer_state.tensors(optimizer, named),

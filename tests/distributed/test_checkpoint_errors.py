@@ -154,6 +154,8 @@ def save_refused(rank: int, world: int, path: Path, how: str) -> str:
         local_tensor(model.weights["mxfp8_1d"].weight).storage.unsettled = torch.zeros(1)
     if how == "extra" and rank == 0:
         extra = {"a": [1, {"b": object()}]}
+    if how == "no dictionary" and rank == 0:
+        extra = object()
     if how == "stranger":
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2, device=device()))], lr=0.1)
     if how == "local state":
@@ -164,6 +166,7 @@ def save_refused(rank: int, world: int, path: Path, how: str) -> str:
         storage.region = storage.region.whole(*storage.shape)
     with pytest.raises(checkpoints.CheckpointError) as error:
         checkpoints.save(path, model=model, optimizer=optimizer, extra=extra)
+    assert error.value.__cause__ is None  # it would say the same again
     return str(error.value)
 
 
@@ -172,6 +175,7 @@ def save_refused(rank: int, world: int, path: Path, how: str) -> str:
     [
         ("unsettled", "rank 1: weights.mxfp8_1d.weight"),
         ("extra", "rank 0: extra.a[1].b: got object"),
+        ("no dictionary", "rank 0: extra: got object, wanted a dictionary"),
         ("stranger", "none of the model"),
         ("local state", "history is a plain tensor"),
         ("misplaced", "rank 1: weights.mxfp8_1d.weight is said to be"),

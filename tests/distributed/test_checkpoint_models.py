@@ -74,6 +74,55 @@ def test_losses_go_on_as_if_nothing_had_happened(ranks, tmp_path: Path, name: st
     assert loss[0] == want[0][0]
 
 
+def go_on_in(rank: int, world: int, path: Path, name: str) -> None:
+    """As the page on checkpoints says; what is saved then has the state that `name` keeps, no more and no less."""
+    model, optimizer = build("current" if name == "delayed" else name, mesh((world,), ("dp",)), seed=2)
+    if name != "delayed":
+        te.prepare(model, RECIPES["delayed"])
+    checkpoints.load(path, model=model, optimizer=optimizer)
+    if name == "delayed":
+        te.prepare(model, RECIPES["delayed"])
+    else:
+        for module in model.modules():
+            if getattr(module, "scaling", None) is not None:
+                module.scaling = None
+    losses = steps(name, model, optimizer, 2, 3)
+    assert losses[-1] < losses[0]
+    checkpoints.save(path / name, model=model, optimizer=optimizer)
+    again, its = build(name, mesh((world,), ("dp",)), seed=3)
+    checkpoints.load(path / name, model=again, optimizer=its)
+    assert steps(name, again, its, 5, 1) == steps(name, model, optimizer, 5, 1)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "delayed"])
+def test_histories_can_be_begun_and_left_behind(ranks, tmp_path: Path, name: str) -> None:
+    for saved, wanted in ((name, "delayed"), ("delayed", name)):
+        ranks(2).run(save_halfway, tmp_path / saved, saved)
+        ranks(2).run(go_on_in, tmp_path / saved, wanted)
+
+
+def half_frozen(name: str) -> tuple[nn.Sequential, optim.FusedAdam]:
+    with te.quantized_model_init(recipe=RECIPES[name], preserve_high_precision_init_val=True):
+        model = nn.Sequential(te.Linear(128, 128, bias=False), te.Linear(128, 128, bias=False))
+    model[0].requires_grad_(False)
+    return model, optim.FusedAdam(model.parameters(), lr=0.01)
+
+
+def test_a_frozen_weight_of_another_format_is_named_and_comes_over_by_its_values(tmp_path: Path) -> None:
+    model, optimizer = half_frozen("block")
+    optimizer.initialize_state(model[1].weight)  # as its first step does, to weights that have gradients
+    master = optimizer.state[model[1].weight]["master_param"].add_(0.125)
+    checkpoints.save(tmp_path / "c", model=model, optimizer=optimizer)
+    other, _ = half_frozen("mxfp8")
+    with pytest.raises(checkpoints.CheckpointError, match=r"0\.weight is .* no master of it, as of every frozen") as e:
+        checkpoints.load(tmp_path / "c", model=other)
+    assert "1.weight" not in str(e.value)
+    checkpoints.export_safetensors(model, tmp_path / "values", optimizer=optimizer)
+    checkpoints.import_safetensors(other, tmp_path / "values")
+    assert_bitwise(other[0].weight.get_high_precision_init_val(), model[0].weight.dequantize(), "frozen")
+    assert_bitwise(other[1].weight.get_high_precision_init_val(), master, "trained")
+
+
 class Mlp(nn.Module):
     """Two linear maps, the first one cut by columns, the second by rows."""
 

@@ -131,6 +131,17 @@ def test_what_cannot_be_imported_is_named(ranks, tmp_path: Path) -> None:
     assert "no safetensors file" in ranks(2).run(load_refused, tmp_path)[0]
 
 
+def test_what_is_no_directory_of_high_precision_weights_is_told_apart(tmp_path: Path) -> None:
+    model = zoo(1, names=("float8_block_2d",))
+    checkpoints.export_safetensors(model, tmp_path, convention=FP8_BLOCK)
+    with pytest.raises(
+        checkpoints.CheckpointError, match="weight_scale_inv.*export for inference.*without convention="
+    ):
+        checkpoints.import_safetensors(model, tmp_path)
+    with pytest.raises(checkpoints.CheckpointError, match=f"got a file, wanted its directory; pass {tmp_path}$"):
+        checkpoints.import_safetensors(model, tmp_path / "model.safetensors")
+
+
 def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
