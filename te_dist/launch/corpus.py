@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
+import importlib.metadata
 import json
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import tokenizers
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from te_dist.launch import text
 from te_dist.launch.config import Config
 from te_dist.launch.errors import JobError, unwritable
 from te_dist.launch.text import Source, Split
 from te_dist.launch.world import World
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 END_OF_TEXT = "<|end of text|>"
 FILES_AT_ONCE = 64  # encoded together, in as many threads as there are cores
@@ -94,19 +98,20 @@ def _open(folder: Path) -> Corpus:
 
 def _digest(split: Split, vocab_size: int) -> str:
     names = [source.digest for side in (split.validation, split.training) for source in (*side, Source(Path(), "|"))]
-    seed = json.dumps([names, vocab_size, END_OF_TEXT, tokenizers.__version__])
+    seed = json.dumps([names, vocab_size, END_OF_TEXT, importlib.metadata.version("tokenizers")])
     return hashlib.sha256(seed.encode()).hexdigest()[:24]
 
 
 def _train(sources: Sequence[Source], vocab_size: int) -> Tokenizer:
     """A byte-level byte-pair encoding: every text can be encoded, whatever the training files hold."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    tokenizers = importlib.import_module("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(map(text.read, sources), trainer)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -93,7 +93,7 @@ class Journal:
         if not self._writes:
             return
         records = list(self._records())
-        figure = Figure(figsize=(8, 5), layout="constrained")
+        figure = importlib.import_module("matplotlib.figure").Figure(figsize=(8, 5), layout="constrained")
         axes = figure.subplots()
         for key, style in (("loss", "-"), ("validation_loss", "o-")):
             points = [(record["step"], record[key]) for record in records if key in record]

@@ -5,6 +5,7 @@ torchrun --standalone --nproc-per-node 2 -m te_dist.launch.train launch/configs/
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ from te_dist.launch.journal import PICTURE, Journal
 from te_dist.launch.measure import size
 from te_dist.launch.trainer import Trainer
 from te_dist.launch.world import PREPARATION, World, choose_device, lost_peer, open_process_group
+
+EXTRA = ("matplotlib", "tokenizers")  # of the extra `train`: imported where they are used, after they were looked for
 
 
 @record
@@ -56,6 +59,7 @@ def run(world: World, config: Config) -> None:
     """
     started = time.perf_counter()
     world.set_timeout(PREPARATION * config.timeout_seconds)
+    world.agree(_check_extra)
     plan = world.agree(lambda: layout.plan(config, world.size))
     device = world.agree(lambda: choose_device(config.device))
     # One rank looks: on a shared file system the others may still see an older state.
@@ -78,6 +82,17 @@ def run(world: World, config: Config) -> None:
     _report(journal, trainer)
     journal.note(f"{time.perf_counter() - started:.0f} s; the loss is drawn in {folder / PICTURE}")
     dist.destroy_process_group()
+
+
+def _check_extra() -> None:
+    missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
+    require(
+        not missing,
+        "packages",
+        got=f"no {' and no '.join(missing)}",
+        wanted="those of te_dist's extra `train`",
+        remedy=f"pip install {' '.join(EXTRA)}",
+    )
 
 
 def _end(world: World, reason: str) -> NoReturn:

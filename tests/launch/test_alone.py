@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
@@ -89,6 +91,16 @@ def test_a_line_that_a_killed_run_left_unfinished_is_dropped(tiny_job: Callable)
         out.write('{"step": 3, "lo')
     run(job, "--optimizer.warmup-steps", "1")
     assert set(job.metrics("loss")) == {1, 2, 3, 4}
+
+
+def test_packages_that_are_missing_are_named(tiny_job: Callable) -> None:
+    hide = "import sys; sys.modules.update(matplotlib=None, tokenizers=None); "
+    start = [sys.executable, "-c", hide + "from te_dist.launch import train; train.main(sys.argv[1:])"]
+    done = subprocess.run([*start, str(tiny_job().path)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("te_dist, rank 0: packages: got no matplotlib and no tokenizers; wanted those of te_dist's")
+    assert line.endswith("remedy: pip install matplotlib tokenizers")
 
 
 def test_a_journal_that_cannot_be_written_is_told(tiny_job: Callable, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,6 +28,15 @@ def test_the_first_example_learns_under_torchrun() -> None:
     assert_learned(done.stdout)
 
 
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_without_a_launcher_says_how_to_start_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert f"torchrun --nproc-per-node 2 examples/{path.name}" in line
+
+
 @pytest.mark.xdist_group("jobs")  # they share processes
 @pytest.mark.parametrize("path", sorted({*EXAMPLES.glob("*.py")} - {EXAMPLES / "fsdp2.py"}), ids=lambda path: path.stem)
 def test_example_learns_on_two_processes(path: Path, two_ranks: Callable) -> None:
