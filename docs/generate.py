@@ -284,10 +284,13 @@ allocates nothing: the model is built on the meta device as each rank in turn wo
 | column | bytes |
 |---|---|
 | codes, scales | of a shard, as it lies in memory between steps |
+| stored | codes and scales, of all parameters of a layer or rank |
 | masters, moments | of the optimizer's state of it |
 | forward, backward | that arrive in gathers, a rank's own part included, over all micro batches of a step |
 | gradients | that go into the reduce-scatter, and into the all-reduce over replicas; once a step |
 | scales (of a step) | of amaxes on which ranks agree when the optimizer quantizes |
+| sum | of the four before: what is sent of parameters in a step |
+| sum in bf16 | the same, of the layer with its weights in bf16 |
 | peak of parameters | allocated at once: shards, gathered units, buffers of gathers; no activations, no gradients |
 
 Over a ring each rank sends and receives (n - 1) / n of what is gathered or reduced, and twice that in an all-reduce.
