@@ -3,8 +3,6 @@
 On GPUs: device = "cuda", backend "nccl", and torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before.
 """
 
-import os
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import te_dist as te
 from te_dist import fsdp2, offload, optim, recipe
 
-if "RANK" not in os.environ:
-    raise SystemExit("no launcher started this process: torchrun --nproc-per-node 2 examples/fsdp2.py")
+if not dist.is_torchelastic_launched():
+    raise SystemExit("torchrun has not started this process: torchrun --nproc-per-node 2 examples/fsdp2.py")
 device = "cpu"
 dist.init_process_group("gloo")
 mesh = init_device_mesh(device, (dist.get_world_size(),))

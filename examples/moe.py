@@ -3,8 +3,6 @@
 Experts lie apart on two ranks; everything else, and each rank's experts beyond two ranks, is sharded by FSDP2.
 """
 
-import os
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,8 +12,8 @@ import te_dist as te
 from te_dist import fsdp2, optim, recipe
 from te_dist.nn.moe import ExpertParallel, MoE, Routing, update_expert_biases
 
-if "RANK" not in os.environ:
-    raise SystemExit("no launcher started this process: torchrun --nproc-per-node 2 examples/moe.py")
+if not dist.is_torchelastic_launched():
+    raise SystemExit("torchrun has not started this process: torchrun --nproc-per-node 2 examples/moe.py")
 device = "cpu"
 dist.init_process_group("gloo")
 mesh = init_device_mesh(device, (dist.get_world_size() // 2, 2), mesh_dim_names=("edp", "ep"))
