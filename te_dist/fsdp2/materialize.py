@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from te_dist.grouped import place_whole
 
@@ -32,6 +33,9 @@ def materialize(model: nn.Module, *, device: torch.device | str, seed: int) -> N
     Raises:
         ValueError: a module has parameters or buffers and no way to initialize them.
     """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # what a pass left gathered is no parameter
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         _allocate(model, device)
     done: set[int] = set()

@@ -131,6 +131,25 @@ def test_shards_that_modules_share_they_share_afterwards() -> None:
     pool(2).run(materialize_tied_shards)
 
 
+def materialize_what_is_gathered(rank: int, world: int) -> None:
+    """As a pass without backward leaves it."""
+    over, layers = mesh((world,), ("dp",)), [Projection(FORMATS["float8_block_2d"]) for _ in range(2)]
+    for layer in layers:
+        fsdp2.fully_shard(layer, mesh=over, reshard_after_forward=False)
+    fsdp2.materialize(layers[0], device="cpu", seed=0)
+    layers[0](torch.zeros(1, COLS, dtype=torch.bfloat16))
+    for layer in layers:
+        fsdp2.materialize(layer, device="cpu", seed=1)
+        layer.reshard()
+    got, want = (local_tensor(layer.weight) for layer in layers)
+    for field in want.storage.buffers:
+        assert_bitwise(got.storage.buffers[field], want.storage.buffers[field], field)
+
+
+def test_shards_are_materialized_also_while_they_are_gathered() -> None:
+    pool(2).run(materialize_what_is_gathered)
+
+
 def test_a_module_without_initialization_is_named() -> None:
     model = nn.Sequential(nn.Identity())
     model[0].weight = nn.Parameter(torch.empty(3, device="meta"))
