@@ -71,7 +71,7 @@ class QuantizedModule(nn.Module):
             if not local.is_meta:
                 local.copy_(values)
                 if isinstance(local, ShardedParameter) and local.keep_initial:
-                    local.storage.note_initial(values)
+                    local.storage.initial = values.cpu().view(local.storage.shape)
 
     def rehearse(self, dtype: torch.dtype | None) -> None:
         """See `rehearsal.rehearse`."""
@@ -149,8 +149,7 @@ def weight_of(site: LinearSite, plain: Tensor) -> nn.Parameter:
         storage = storages.empty(format, Region.whole(*plain.shape), fields=fields, **kind)
     if not plain.is_meta:
         storage.quantize_(plain)
-        if init.keeps_initial:
-            storage.note_initial(plain)
+        storage.initial = plain.cpu() if init.keeps_initial else None
     weight = (GroupedParameter if is_group else QuantizedParameter)(storage, plain.shape)
     weight.keep_initial = init.keeps_initial
     return nn.Parameter(weight)

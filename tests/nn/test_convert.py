@@ -174,6 +174,13 @@ def test_an_optimizer_begins_with_the_values_that_were_kept(keeps: bool) -> None
     assert weight.get_high_precision_init_val() is None
 
 
+def test_values_on_the_cpu_are_kept_without_a_copy() -> None:
+    model = Model()
+    given = model.layers[1].up.weight
+    te.convert(model, {"layers.*": BLOCK}, preserve_high_precision_init_val=True)
+    assert model.layers[1].up.weight.get_high_precision_init_val().data_ptr() == given.data_ptr()
+
+
 def test_loaded_values_are_kept_by_a_model_converted_on_the_meta_device() -> None:
     given = Model().state_dict()
     with torch.device("meta"):
