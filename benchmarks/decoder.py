@@ -147,10 +147,11 @@ class Block(nn.Module):
         return x + self.feed_forward(x)
 
     def _attend(self, x: Tensor, table: Rotary) -> Tensor:
-        heads, pairs = self.shape.heads, self.shape.heads + self.shape.kv_heads
+        heads, kv_heads = self.shape.heads, self.shape.kv_heads
         projected = self.project(x).unflatten(-1, (-1, self.shape.width))
-        turned, values = rotate(projected[..., :pairs, :], table), projected[..., pairs:, :]
-        query, key, value = (t.transpose(1, 2) for t in (turned[..., :heads, :], turned[..., heads:, :], values))
+        pairs, value = projected.split((heads + kv_heads, kv_heads), dim=-2)
+        query, key = rotate(pairs, table).split((heads, kv_heads), dim=-2)
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 

@@ -4,8 +4,9 @@
 
 The peer is plain torch: parameters in fp32 that `fully_shard` casts to bf16, gradients reduced in bf16, a fused AdamW.
 te_dist's weights are quantized from the start, the masters of `FusedAdam` are fp32. Both run the same norms, rotary
-embedding, attention and loss, on random tokens. Step times are those of the slowest rank, medians; memory is the
-largest of all ranks. Bytes are what one step gathers and reduces, as `fsdp2.count_traffic` counts it.
+embedding, attention and loss, on random tokens, and backward in the thread that calls it: a rank has one GPU, and
+nothing to gain from another thread. Step times are those of the slowest rank, medians; memory is the largest of all
+ranks. Bytes are what one step gathers and reduces, as `fsdp2.count_traffic` counts it.
 """
 
 from __future__ import annotations
@@ -233,7 +234,7 @@ def main(
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     torch.manual_seed(dist.get_rank())
-    with sdpa_kernel(BACKENDS, set_priority=True):
+    with sdpa_kernel(BACKENDS, set_priority=True), torch.autograd.set_multithreading_enabled(False):
         for model in models:
             parts: list[str] = []
             cases = [c for c in cases_of(model, recipes, compiled=compiled) if not lengths or c.length in lengths]

@@ -30,6 +30,7 @@ from te_dist.fsdp2.unsharded import read_here, unsharded
 from te_dist.grouped import GroupCut, GroupedStorage, GroupedTensor
 from te_dist.scaling.agreement import settle_parts
 from te_dist.tensor import Cut, QuantizedStorage, QuantizedTensor, collectives
+from te_dist.tensor.placement import local_tensor
 
 
 @dataclass
@@ -242,7 +243,7 @@ class ShardedParameter(QuantizedTensor):
                 storage.fill(plan, outputs, shard.buffers)
                 storage.note_as_reader(shard)
                 return type(self)(storage, shape), tuple(storage.owned.values())
-        storage = getattr(out, "_local_tensor", out).storage  # `out` is a DTensor under tensor parallelism
+        storage = local_tensor(out).storage  # `out` is a DTensor under tensor parallelism
         storage.note_dtype(shard)
         # Compiled code saves buffers for backward, not the tensor around them: they are gathered again, not changed.
         with _torch_private.preserved_versions(tuple(storage.owned.values())):

@@ -24,7 +24,7 @@ def read_here(buffer: Tensor) -> Tensor:
     are through it is freed, and that stream may write over it at once.
     """
     if buffer.is_cuda:
-        buffer.record_stream(torch.cuda.current_stream(buffer.device))
+        buffer.record_stream(torch.cuda.current_stream(buffer.device.index))
     return buffer
 
 

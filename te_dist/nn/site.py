@@ -63,8 +63,10 @@ class _Moving(NamedTuple):
     plan: Plan
 
 
-# The latest pass of every map; beside the modules, since it may hold a process group.
+# The latest pass of every map, and those that have plans, by age; beside the modules, since they may hold a group.
 _latest: WeakKeyDictionary[nn.Module, _Pass] = WeakKeyDictionary()
+_planned: WeakKeyDictionary[nn.Module, list[_Pass]] = WeakKeyDictionary()
+_MAX_PLANNED = 4  # of a map
 _PROCESS = uuid4().hex
 _WEIGHT_ONLY = Plan(IdentityQuantizer(), IdentityQuantizer(), IdentityQuantizer())
 
@@ -208,7 +210,7 @@ class LinearSite(nn.Module):
             state = last.state
         key = (x.dtype, weight.device, self.placed, self.fuses_wgrad)
         if last is None or last.key != key or (last.state is not state and last.state != state):
-            last = _latest[self] = self._plan(state, key)
+            last = _latest[self] = self._planned(state, key)
         return self._with_histories(last, x, weight) if last.requests else last.plan
 
     def prepare(self, recipe: Recipe, device: torch.device) -> Answers:
@@ -243,6 +245,16 @@ class LinearSite(nn.Module):
                 "leave its weight plain (quantized_model_init(enabled=False)) to quantize it by rowwise values"
             )
         return quantizer.format(weight.dtype)
+
+    def _planned(self, state: Autocast, key: tuple[torch.dtype, torch.device, Any, bool]) -> _Pass:
+        """A pass that was planned before, with its tapes, or a new one: training and evaluation may take turns."""
+        passes = _planned.setdefault(self, [])
+        found = next((each for each in passes if each.key == key and each.state == state), None)
+        if found is None:
+            found = self._plan(state, key)
+            passes.append(found)
+            del passes[:-_MAX_PLANNED]
+        return found
 
     def _plan(self, state: Autocast, key: tuple[torch.dtype, torch.device, Any, bool]) -> _Pass:
         dtype, device, placed, fuses = key

@@ -232,6 +232,17 @@ def test_evaluation_between_steps_changes_nothing(case: Any) -> None:
             assert_bitwise(a, b, "step")
 
 
+def test_passes_that_take_turns_are_planned_once() -> None:
+    module, x = make(None), normal(8, IN)
+    plans = []
+    for made_by in (recipe.MXFP8BlockScaling(), recipe.Float8BlockScaling()) * 2:
+        with te.autocast(recipe=made_by):
+            module(x)
+            plans.append(module.gemm.plan(x, module.weight))
+        module(x)  # an evaluation in high precision
+    assert plans[2] is plans[0] and plans[3] is plans[1]
+
+
 @every_recipe
 def test_gradients_have_the_dtype_of_what_they_belong_to(case: Any) -> None:
     module = make(None, params_dtype=torch.float32)
