@@ -21,7 +21,7 @@ from te_dist.nn.grouped_weights import apart, packed, together
 from te_dist.nn.module import QuantizedModule, weight_of
 from te_dist.nn.options import read
 from te_dist.nn.site import autocast_of_torch, without_values
-from te_dist.tensor import QuantizedTensor
+from te_dist.tensor import QuantizedTensor, placement
 
 Splits = Sequence[int] | Tensor | GroupTable
 
@@ -252,11 +252,11 @@ class GroupedLinear(QuantizedModule):
                 f"{self.name or 'GroupedLinear'}: {names[0]} is a DTensor, which sees its gradient in backward only; "
                 "leave out delay_wgrad_compute and fuse_wgrad_accumulation"
             )
-        local = [parameter.to_local() for parameter in parameters]
         wanted = (self.num_gemms, self.out_features, self.in_features)[not self.single_grouped_weight :]
-        if names is self.weight_names and local[0].shape != wanted and not local[0].is_meta:  # rehearsed on shards
+        is_checked = names is self.weight_names and not parameters[0].is_meta  # kernels are rehearsed on shards
+        if is_checked and placement.shape_everywhere(parameters[0]) != wanted:
             raise not_gathered(self.name or "GroupedLinear", parameters[0])
-        return local
+        return [parameter.to_local() for parameter in parameters]
 
     def _check_input(self, x: Tensor, weight: Tensor) -> None:
         label = self.name or "GroupedLinear"

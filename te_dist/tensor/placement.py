@@ -38,6 +38,16 @@ def local_part(whole: Tensor, like: DTensor) -> Tensor:
     return whole
 
 
+def shape_everywhere(param: DTensor) -> tuple[int, ...] | None:
+    """Shape of the part that every rank holds; None where some hold less than others."""
+    shape = list(param.shape)
+    for mesh_dim, dim in cuts(param.placements):
+        shape[dim], rest = divmod(shape[dim], param.device_mesh.size(mesh_dim))
+        if rest:
+            return None
+    return tuple(shape)
+
+
 def local_start(param: DTensor) -> tuple[int, ...]:
     """Index in the whole, in every dimension, of the first element that this rank holds."""
     mesh, start, size = param.device_mesh, [0] * param.dim(), list(param.shape)

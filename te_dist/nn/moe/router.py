@@ -30,6 +30,7 @@ from te_dist.nn.moe import routing as rules
 from te_dist.nn.moe.routing import Routing
 from te_dist.nn.site import without_values
 from te_dist.ops._library import LIBRARY
+from te_dist.tensor import placement
 
 INIT_STD = 0.02
 
@@ -115,9 +116,9 @@ class TopKRouter(nn.Module):
             )
         weight = self.weight
         if isinstance(weight, DTensor):
+            if placement.shape_everywhere(weight) != weight.shape and not weight.is_meta:
+                raise not_gathered("TopKRouter", weight)
             weight = weight.to_local()
-            if len(weight) != self.routing.num_experts and not weight.is_meta:
-                raise not_gathered("TopKRouter", self.weight)
         if weight.is_meta and not x.is_meta:
             raise without_values("TopKRouter")
         kind = x.device.type
