@@ -50,6 +50,7 @@ __all__ = [
     "current_cuda_stream",
     "disabled_torch_function",
     "gather_end_to_end",
+    "given_name",
     "in_backward",
     "in_ddp_forward",
     "is_autocast_anywhere",
@@ -73,6 +74,12 @@ __all__ = [
 ]
 
 TESTED = ("2.11", "2.13")
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch.compile and checkpoint_wrapper put into names
+
+
+def given_name(name: str) -> str:
+    """The name that the author of a model gave a module, a parameter or a buffer of it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def in_backward() -> bool:

@@ -9,14 +9,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from te_dist._torch_private import given_name
 from te_dist.checkpoints.errors import CheckpointError, listed
 from te_dist.checkpoints.part import Part
 from te_dist.formats import Format, Region
 from te_dist.grouped import GroupedStorage, GroupedTensor, first_member
 from te_dist.tensor import QuantizedStorage, QuantizedTensor
 from te_dist.tensor.placement import local_tensor
-
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch.compile and checkpoint_wrapper put into names
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -29,7 +28,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
         model = model.module
     # NOTE: FSDP2 reshards in a hook of `state_dict`; `named_parameters` would show unsharded parameters.
     state = model.state_dict(keep_vars=True)
-    named = {".".join(p for p in name.split(".") if p not in WRAPPERS): value for name, value in state.items()}
+    named = {given_name(name): value for name, value in state.items()}
     other = [f"{name} ({type(value).__name__})" for name, value in named.items() if not isinstance(value, Tensor)]
     if other:
         raise CheckpointError(f"state of modules that is no tensor: {listed(other)}; hand it over as `extra`")

@@ -1,7 +1,8 @@
 """Initialization that does not depend on how a model is sharded.
 
 Each parameter is initialized whole, one at a time, from a generator seeded by (seed, name); its scales are those of
-the whole; then it is cut. On one kind of device the result is bit for bit the same for every mesh and world size.
+the whole; then it is cut. Names are those the author gave: wrapping for torch.compile or recomputation changes no
+value. On one kind of device the result is bit for bit the same for every mesh and world size.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from te_dist._torch_private import given_name
 from te_dist.grouped import place_whole
 
 
@@ -43,7 +45,7 @@ def materialize(model: nn.Module, *, device: torch.device | str, seed: int) -> N
         own = {n: p for n, p in module.named_parameters(recurse=False) if id(p) not in done}
         done |= {id(p) for p in own.values()}
         if own or any(True for _ in module.buffers(recurse=False)):
-            _initialize(module, prefix, own, seed)
+            _initialize(module, given_name(prefix), own, seed)
 
 
 def _allocate(model: nn.Module, device: torch.device | str) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from te_dist import fsdp2
 from te_dist.catalog import FORMATS
@@ -89,6 +92,16 @@ def test_seed_and_name_decide() -> None:
         fsdp2.materialize(model, device="cpu", seed=seed)
     assert not torch.equal(models[0].first.weight, models[1].first.weight)
     assert not torch.equal(models[0].first.weight, models[0].second.weight)
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, torch.compile])
+def test_what_recomputes_or_compiles_changes_no_value(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    plain, wrapped = make("float8_block_2d"), make("float8_block_2d")
+    wrapped.first, wrapped.norm = wrap(wrapped.first), wrap(wrapped.norm)
+    for model in (plain, wrapped):
+        fsdp2.materialize(model, device="cpu", seed=7)
+    for got, want in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(got, want)
 
 
 def test_the_generators_of_the_caller_are_left_alone() -> None:
