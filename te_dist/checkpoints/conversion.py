@@ -24,7 +24,7 @@ def compare(named: dict[str, Tensor], manifest: Manifest) -> tuple[dict[str, str
     for name, tensor in named.items():
         saved, wanted = manifest.model.get(name), model_state.describe(tensor)
         if saved is None:
-            problems.append(f"{name} is not in it; build the model that was saved")
+            problems.append(f"{name} is not in it")
         elif saved["shape"] != wanted["shape"]:
             problems.append(f"{name} has shape {saved['shape']} in it, wanted {wanted['shape']}")
         elif not _same_bytes(saved, wanted):

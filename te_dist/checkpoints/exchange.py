@@ -140,6 +140,8 @@ def import_safetensors(model: nn.Module, directory: str | os.PathLike[str]) -> N
 def _entries(
     model: nn.Module, optimizer: Optimizer | None, dtype: torch.dtype | None, convention: Convention | None
 ) -> Iterator[_Entry]:
+    if convention is not None and not isinstance(convention, Convention):
+        raise CheckpointError(f"convention: got {convention!r}, wanted a Convention of te_dist.conventions")
     named = _untied(model_state.named_tensors(model))
     model_state.check_quantized(named)
     model_state.check_settled(named)

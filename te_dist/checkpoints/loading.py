@@ -108,6 +108,8 @@ def _plan(path: Path, model: nn.Module, optimizer: Optimizer | None) -> _Plan:
         problems += conversion.without_masters(converted, named, manifest)
     if problems:
         remedy = "load it into the model that was saved, or choose another checkpoint"
+        if not named.keys() <= manifest.model.keys():
+            remedy += "; where it has no histories of delayed scaling, te_dist.prepare makes them after loading"
         raise CheckpointError(f"cannot load {path}: {listed(problems)}; {remedy}")
     plan = _Plan(where, manifest, named, converted, packing, extra=extras.allocate(manifest.extra))
     plan.unexpected = set(manifest.model) - set(named)

@@ -22,8 +22,10 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers, the objects themselves, by the names the author of the model gave them.
 
     Raises:
-        CheckpointError: a module keeps state that is no tensor, or a tensor is nowhere yet (meta).
+        CheckpointError: `model` is no module, one keeps state that is no tensor, or a tensor is nowhere yet (meta).
     """
+    if not isinstance(model, nn.Module):
+        raise CheckpointError(f"model: got {type(model).__name__}, wanted the torch.nn.Module itself")
     if isinstance(model, DistributedDataParallel):
         model = model.module
     # NOTE: FSDP2 reshards in a hook of `state_dict`; `named_parameters` would show unsharded parameters.

@@ -80,7 +80,7 @@ def message_of(ranks: Callable, path: Path, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("another model", ["weights.mxfp8_2d.weight is not in it", "build the model that was saved"]),
+        ("another model", ["weights.mxfp8_2d.weight is not in it", "te_dist.prepare makes them after loading"]),
         ("another shape", ["seen has shape [1] in it, wanted [2]"]),
         ("another format", ["Block(tile=(128, 128)", "Block(tile=(1, 128)", "te_dist.optim.FusedAdam"]),
         ("on meta", ["meta device: seen", "to_empty"]),
@@ -103,6 +103,14 @@ def test_what_is_in_the_checkpoint_only_is_named(ranks, tmp_path: Path) -> None:
     ranks(2).run(save_more, tmp_path / "c")
     assert "have not: weights.mxfp8_2d.weight" in message_of(ranks, tmp_path / "c", "fewer weights")
     assert "no optimizer state" in message_of(ranks, tmp_path / "c", "no optimizer was saved")
+
+
+def test_a_state_dict_is_no_model(tmp_path: Path) -> None:
+    model = zoo(1, names=SAVED)
+    for call in (checkpoints.save, checkpoints.load):
+        with pytest.raises(checkpoints.CheckpointError, match="model: got OrderedDict, wanted the torch.nn.Module"):
+            call(tmp_path / "c", model=model.state_dict())
+        checkpoints.save(tmp_path / "c", model=model)
 
 
 # -- damage --------------------------------------------------------------------------------------------------------

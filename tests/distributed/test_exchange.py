@@ -142,6 +142,13 @@ def test_what_is_no_directory_of_high_precision_weights_is_told_apart(tmp_path: 
         checkpoints.import_safetensors(model, tmp_path / "model.safetensors")
 
 
+def test_a_convention_is_not_told_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(
+        checkpoints.CheckpointError, match="convention: got 'fp8_block', wanted a Convention of te_dist.conventions"
+    ):
+        checkpoints.export_safetensors(zoo(1), tmp_path, convention="fp8_block")
+
+
 def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
