@@ -57,9 +57,9 @@ def fully_shard(
     Raises:
         RuntimeError: a weight that was made quantized is not any more, see `check`; or there is neither a mesh nor a
             process group.
-        ValueError: a parameter cannot be cut over this mesh or is tied to one of another unit, a module keeps gradients
-            from autograd, or trained parameters of one unit differ in dtype; on every rank alike, before any
-            collective.
+        ValueError: a parameter cannot be cut over this mesh, has other parts on ranks of it or is tied to one of
+            another unit, a module keeps gradients from autograd, or trained parameters of one unit differ in dtype; on
+            every rank alike, before any collective.
         CompilerError: a kernel has to be compiled and there is no compiler.
     """
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
@@ -77,6 +77,8 @@ def fully_shard(
     _check_ties(given)
     placed = kwargs.get("shard_placement_fn") or (lambda param: None)
     results = {id(param): placed(param) for _, param in given}
+    if kwargs.get("dp_mesh_dims") is None:
+        _check_meshes(given, mesh, results)
     _check_dtypes(given, mesh, results)
     taken = [(n, p) for n, p in given if isinstance(local_tensor(p), ShardedParameter)]
     shards = Shards.over(mesh, kwargs.get("dp_mesh_dims"))
@@ -165,6 +167,19 @@ def _check_ties(params: list[tuple[str, Any]]) -> None:
                 f"{name} is tied to {_TAKEN[param]} of a unit that was wrapped before: FSDP2 would shard and update "
                 "each on its own; wrap the modules that share it as one unit (fully_shard([first, second]), or the "
                 "module around both)"
+            )
+
+
+def _check_meshes(params: list[tuple[str, Any]], mesh: DeviceMesh, placed: dict[int, Any]) -> None:
+    """What other parallelism has cut is sharded over ranks that hold the same part of it; for `placed` see below."""
+    for name, param in params:
+        info = getattr(placed[id(param)], "mesh_info", None)
+        over = mesh if info is None else info.mesh
+        if isinstance(param, DTensor) and torch.isin(over.mesh, param.device_mesh.mesh).sum() > 1:
+            raise ValueError(
+                f"{name} lies on {param.device_mesh} already, got {over} to shard over, wanted the ranks that have the "
+                'same part of it: mesh["dp"] beside tensor parallelism. Experts over ranks are wrapped before the '
+                'module around them, as fully_shard(block.experts, mesh=mesh["edp"])'
             )
 
 

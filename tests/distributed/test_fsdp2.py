@@ -12,7 +12,7 @@ import torch.distributed.fsdp as fsdp
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import te_dist as te
 from te_dist import fsdp2, optim, recipe
@@ -246,6 +246,25 @@ def wrap_two_types_over_two_meshes(rank: int, world: int) -> None:
 @pytest.mark.skipif(not hasattr(fsdp_common, "ShardPlacementResult"), reason="one mesh a unit in this torch")
 def test_parameters_of_two_meshes_may_have_two_types() -> None:
     pool(2).run(wrap_two_types_over_two_meshes)
+
+
+def wrap_over_ranks_of_experts(rank: int, world: int) -> str:
+    """Experts have to be wrapped before, over the ranks that have the same ones."""
+    over = mesh((1, world), ("edp", "ep"))
+    block = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+    block[1].weight = nn.Parameter(distribute_tensor(block[1].weight.data, over["ep"], [Shard(0)]))
+    with pytest.raises(
+        ValueError, match=r"1.weight lies on .*ep.* already, got .*dp.*fully_shard\(block.experts"
+    ) as error:
+        fsdp2.fully_shard(block, mesh=mesh((world,), ("dp",)))
+    fsdp2.fully_shard(block[1], mesh=over["edp"])
+    fsdp2.fully_shard(block, mesh=mesh((world,), ("dp",)))
+    return str(error.value)
+
+
+def test_ranks_that_hold_other_parts_are_not_sharded_over() -> None:
+    first, second = pool(2).run(wrap_over_ranks_of_experts)
+    assert first == second
 
 
 def wrap_tied(rank: int, world: int, is_quantized: bool) -> str:
