@@ -79,7 +79,8 @@ def _choose(model: nn.Module, plan: Mapping[str, Recipe | None]) -> dict[str, Re
     unused = [pattern for pattern in plan if not any(fnmatchcase(name, pattern) for name in names)]
     if unused:
         raise ValueError(
-            f"no torch.nn.Linear and no experts are named {unused}; names are {names[:8]}{' ...' if names[8:] else ''}"
+            f"nothing that is still to be converted, no torch.nn.Linear and no experts, is named {unused}; names are "
+            f"{names[:8]}{' ...' if names[8:] else ''}"
         )
     chosen = {}
     for name in names:

@@ -47,6 +47,7 @@ class MasterWeights(torch.optim.Optimizer):
         wrapped: what `make` returned.
 
     Raises:
+        TypeError: `make` is no function.
         ValueError: the optimizer that `make` returned has other groups than it was given.
     """
 
@@ -54,6 +55,11 @@ class MasterWeights(torch.optim.Optimizer):
     wrapped: torch.optim.Optimizer
 
     def __init__(self, params: Iterable[Any], make: Callable[[list[Any]], torch.optim.Optimizer]) -> None:
+        if not callable(make):
+            raise TypeError(
+                f"MasterWeights: make: got {type(make).__name__}, wanted a function that makes the optimizer of what "
+                "it is given, as lambda params: torch.optim.AdamW(params, lr=3e-4)"
+            )
         given = list(params)
         self._masters: dict[Tensor, Tensor] = {}  # of every parameter; itself where it has none
         self._states: dict[Tensor, dict[str, Tensor]] = {}  # of every parameter with a master: that alone, for `Held`

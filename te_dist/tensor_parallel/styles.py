@@ -187,7 +187,12 @@ class GatherInput(ParallelStyle):
         self.input_layouts = input_layouts or Shard(1)
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        layer = module.get_submodule(self.like)
+        layer = dict(module.named_modules()).get(self.like)
+        if layer is None:
+            raise ValueError(
+                f"GatherInput({self.like!r}): there is none such below the {type(module).__name__}, wanted the name of "
+                "a layer, as query, by whose input quantizer the input is gathered"
+            )
         _site_of(layer, type(self).__name__)
         module.register_forward_pre_hook(lambda _, args: (self._input(layer, args, device_mesh), *args[1:]))
         return module

@@ -311,6 +311,8 @@ def check_refusals(rank: int, world: int) -> None:
             ColumnParallel()._apply(nn.Linear(4, 4), over)
         with pytest.raises(ValueError, match="normalizes its input"):
             RowParallel()._apply(te.LayerNormLinear(64, 64), over)
+        with pytest.raises(ValueError, match=r"GatherInput\('x'\).*below the Attention, wanted the name of a layer"):
+            GatherInput("x")._apply(Attention(), over)
     assert not traffic.sent
 
 

@@ -113,6 +113,13 @@ def test_a_plan_that_cannot_be_followed_changes_nothing(plan, match) -> None:
     assert dict(model.named_modules()) == before
 
 
+def test_a_model_is_converted_once() -> None:
+    model = Model()
+    te.convert(model, {"layers.*": BLOCK})
+    with pytest.raises(ValueError, match=r"still to be converted.* named \['layers\.\*'\]; names are \['head'\]"):
+        te.convert(model, {"layers.*": BLOCK})
+
+
 def test_features_that_do_not_fit_change_nothing() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 33))
     with pytest.raises(ValueError, match="1: out_features=33"):

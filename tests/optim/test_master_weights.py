@@ -342,6 +342,12 @@ def test_an_optimizer_of_other_groups_is_refused() -> None:
         )
 
 
+def test_an_optimizer_in_the_place_of_what_makes_it_is_refused() -> None:
+    params = list(Model("float8_block_2d").parameters())
+    with pytest.raises(TypeError, match="make: got SGD, wanted a function .*lambda params"):
+        optim.MasterWeights(params, torch.optim.SGD(params, lr=0.1))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("make", [OPTIMIZERS["SGD"], OPTIMIZERS["AdamW, foreach"]])
 def test_optimizers_without_masters_are_refused(name: str, make: Make) -> None:
