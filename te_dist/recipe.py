@@ -251,9 +251,20 @@ class CustomRecipe(Recipe):
     Attributes:
         qfactory: from a role to a quantizer or a `DelayedScalingRequest`; asked once for every tensor of a module. It
             must give equal answers to equal questions.
+
+    Raises:
+        TypeError: it is a quantizer itself, or no function.
     """
 
     qfactory: Callable[[QuantizerRole], Quantizer | DelayedScalingRequest]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.qfactory, Quantizer) or not callable(self.qfactory):
+            raise TypeError(
+                f"qfactory: got {self.qfactory!r}, wanted a function from a QuantizerRole to a quantizer, as "
+                "lambda role: Float8CurrentScalingQuantizer()"
+            )
 
     def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
         answer = self.qfactory(role)

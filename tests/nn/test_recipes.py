@@ -72,6 +72,9 @@ def test_a_custom_recipe_is_asked_by_role_and_name() -> None:
 def test_a_factory_that_answers_nothing_is_named() -> None:
     with pytest.raises(ValueError, match="a quantizer or a DelayedScalingRequest is wanted"):
         recipe.CustomRecipe(lambda role: None).quantizer(QuantizerRole("linear", "input"))
+    for given in (te.MXFP8Quantizer(), "mxfp8"):
+        with pytest.raises(TypeError, match="qfactory: got .*, wanted a function from a QuantizerRole"):
+            recipe.CustomRecipe(given)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
