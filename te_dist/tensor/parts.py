@@ -6,8 +6,8 @@ A scale may cover more than the part; new values of the part alone have no place
 a slice for a view would lose what it writes; it is told so for as long as the whole lives. Parts of what a checkpoint
 fills (`tensor.filling`) are written through.
 
-A gathered parameter reads the scale that every shard has whole out of the shard. Where the shard is written meanwhile,
-it takes a copy first: its other bytes belong to the scale of before.
+A gathered parameter reads the scale that every shard has whole out of the shard. Before either of them is written it
+takes a copy: its other bytes belong to the scale of before, and those of the shard to the one that the shard has.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Reader(Protocol):
         """Before these are written: copies them, if they are still needed."""
 
 
-_READERS: weakref.WeakKeyDictionary[QuantizedStorage, weakref.ref[Reader]] = weakref.WeakKeyDictionary()
+_READERS: weakref.WeakKeyDictionary[Any, weakref.ref[Reader]] = weakref.WeakKeyDictionary()
 _BROADCAST: weakref.WeakSet[QuantizedStorage] = weakref.WeakSet()
 _ORIGINS: weakref.WeakKeyDictionary[QuantizedStorage, _Origin] = weakref.WeakKeyDictionary()
 
@@ -59,12 +59,12 @@ def filled_by(part: QuantizedStorage) -> QuantizedStorage | None:
 
 
 def note_reader(storage: QuantizedStorage, reader: Reader) -> None:
-    """Remembers who reads buffers of `storage` as its own, until these are written."""
-    _READERS[storage] = weakref.ref(reader)
+    """Remembers who reads buffers of `storage` as its own, until one of the two is written."""
+    _READERS[storage] = _READERS[reader] = weakref.ref(reader)
 
 
 def before_writing(storage: QuantizedStorage) -> None:
-    """To be called before others are written into the buffers of a shard, by whatever means."""
+    """To be called before others are written into the buffers of a shard or of what was gathered, by whatever means."""
     known = _READERS.pop(storage, None)
     reader = None if known is None else known()
     if reader is not None:

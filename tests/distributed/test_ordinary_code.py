@@ -163,6 +163,25 @@ def test_a_gathered_weight_stays_while_its_shard_is_written() -> None:
     pool(2).run(write_while_gathered)
 
 
+def write_gathered(rank: int, world: int) -> None:
+    """What is written into a gathered weight ends with it, as that of a plain one does."""
+    for name in FORMATS:
+        layer = sharded(name, 96, world)
+        layer.unshard()
+        before = layer.weight.dequantize()
+        for _ in range(2):
+            with torch.no_grad():
+                layer.weight.mul_(0.3)
+        assert not torch.equal(layer.weight.dequantize(), before), name
+        layer.reshard()
+        layer.unshard()
+        assert_bitwise(layer.weight.dequantize(), before, f"{name}, gathered again")
+
+
+def test_shards_stay_while_a_gathered_weight_is_written() -> None:
+    pool(2).run(write_gathered)
+
+
 def wrap_again(rank: int, world: int) -> None:
     """What a wrapped model gives as a whole belongs to it no longer."""
     for name in FORMATS:
