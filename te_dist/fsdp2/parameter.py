@@ -30,6 +30,7 @@ from te_dist.fsdp2.unsharded import read_here, unsharded
 from te_dist.grouped import GroupCut, GroupedStorage, GroupedTensor
 from te_dist.scaling.agreement import settle_parts
 from te_dist.tensor import Cut, QuantizedStorage, QuantizedTensor, collectives
+from te_dist.tensor.parts import note_reader
 from te_dist.tensor.placement import local_tensor
 
 
@@ -67,14 +68,15 @@ class Wrap:
         return self.policy
 
 
-@dataclass
+@dataclass(eq=False)
 class Gathered:
-    """What one hook of a gather tells the other.
+    """What one hook of a gather tells the other. Until then the shard may be written: it reads what was there.
 
     Attributes:
         plans: of either phase.
         phase: when the gather began.
         shard: this rank's part.
+        buffers: of the shard, as they were when the gather began.
         shape: nominal, of the whole.
         mesh: over which it is gathered.
     """
@@ -82,8 +84,13 @@ class Gathered:
     plans: dict[Phase, GatherPlan]
     phase: Phase
     shard: QuantizedStorage
+    buffers: dict[str, Tensor]
     shape: torch.Size
     mesh: DeviceMesh
+
+    def keep_read(self) -> None:
+        """Before the shard is written while the gather is under way."""
+        self.buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
 
     def for_this_pass(self, outputs: tuple[Tensor, ...]) -> GatherPlan:
         """The plan of what is in `outputs`; gathered again where it was prefetched in another phase than it serves.
@@ -94,7 +101,7 @@ class Gathered:
         plan, wanted = self.plans[self.phase], self.plans[Phase.now()]
         if wanted is plan or set(wanted.present) <= set(plan.present):
             return plan
-        buffers = {name: read_here(buffer) for name, buffer in self.shard.buffers.items()}
+        buffers = {name: read_here(buffer) for name, buffer in self.buffers.items()}
         wires = wanted.pack(buffers, self.shard.place)
         for output, wire in zip(outputs, wires, strict=False):
             if output.numel() == wire.numel():
@@ -162,7 +169,8 @@ class ShardedParameter(QuantizedTensor):
 
     def _sent(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Gathered]:
         storage = self.storage
-        plans = self.gather_plans(mesh.size())
+        num_ranks = mesh.size()
+        plans = self.gather_plans(num_ranks)
         phase = Phase.now()
         plan = plans[phase]
         if self.wrap is None and getattr(self._cut, "dim", 0) != 0:
@@ -178,7 +186,9 @@ class ShardedParameter(QuantizedTensor):
         if storage.unsettled is not None:
             parts = Partition.of([getattr(part, "region", part) for part in plan.parts])
             settle_parts([(storage, read_here(storage.unsettled), parts)], [mesh.get_group()])
-        gathered = Gathered(plans, phase, storage, self._cut.shape, mesh)
+        gathered = Gathered(plans, phase, storage, storage.buffers, self._cut.shape, mesh)
+        if num_ranks > 1:  # on one rank FSDP2 takes what the shard holds at the end
+            note_reader(storage, gathered)
         return self._wires(plan), gathered
 
     def _wires(self, plan: GatherPlan) -> tuple[Tensor, ...]:
@@ -240,14 +250,14 @@ class ShardedParameter(QuantizedTensor):
                 owned = set().union(*(p.owned(self.format, len(outputs)) for p in plans.values()))
                 storage.allocate(f for f in self.format.fields if f in owned)
                 storage.note_dtype(shard)
-                storage.fill(plan, outputs, shard.buffers)
+                storage.fill(plan, outputs, metadata.buffers)
                 storage.note_as_reader(shard)
                 return type(self)(storage, shape), tuple(storage.owned.values())
         storage = local_tensor(out).storage  # `out` is a DTensor under tensor parallelism
         storage.note_dtype(shard)
         # Compiled code saves buffers for backward, not the tensor around them: they are gathered again, not changed.
         with _torch_private.preserved_versions(tuple(storage.owned.values())):
-            storage.fill(plan, outputs, shard.buffers)
+            storage.fill(plan, outputs, metadata.buffers)
         storage.note_as_reader(shard)
         return None
 

@@ -163,6 +163,30 @@ def test_a_gathered_weight_stays_while_its_shard_is_written() -> None:
     pool(2).run(write_while_gathered)
 
 
+def write_while_gathering(rank: int, world: int) -> None:
+    """A gather gives what the shard held when it began, on one rank what it holds at the end, as that of a plain weight
+    does."""
+    for name in FORMATS:
+        layer = sharded(name, 96, world)
+        optimizer = optim.FusedAdam([layer.weight], lr=0.5)
+        layer(random_matrix(4, COLS, rank).requires_grad_()).sum().backward()
+        layer.unshard()
+        before = layer.weight.dequantize()
+        layer.reshard()
+        gathering = layer.unshard(async_op=True)
+        optimizer.step()
+        gathering.wait()
+        gathered = layer.weight.dequantize()
+        layer.reshard()
+        layer.unshard()
+        assert_bitwise(gathered, before if world > 1 else layer.weight.dequantize(), name)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_shard_may_be_written_while_it_is_gathered(world: int) -> None:
+    pool(world).run(write_while_gathering)
+
+
 def write_gathered(rank: int, world: int) -> None:
     """What is written into a gathered weight ends with it, as that of a plain one does."""
     for name in FORMATS:
