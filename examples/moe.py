@@ -16,6 +16,8 @@ if not dist.is_torchelastic_launched():
     raise SystemExit("torchrun has not started this process: torchrun --nproc-per-node 2 examples/moe.py")
 device = "cpu"
 dist.init_process_group("gloo")
+if dist.get_world_size() % 2:
+    raise SystemExit(f"got {dist.get_world_size()} processes, wanted pairs of them: torchrun --nproc-per-node 2")
 mesh = init_device_mesh(device, (dist.get_world_size() // 2, 2), mesh_dim_names=("edp", "ep"))
 everyone = mesh._flatten("dp")  # tokens differ on every rank
 fp8 = recipe.Float8BlockScaling()
