@@ -1,4 +1,4 @@
-"""From a spec to a function that runs its kernel on host threads."""
+"""From a spec to a function that runs its kernel on the host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tests.simulation.ptx import without_assembly
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / "build" / "simulation"
-OPTIONS = ["-std=c++20", "-O1", "-w", "-fPIC", "-pthread"]
+# Threads that take turns jump from stack to stack, which fortified functions take for an error.
+OPTIONS = ["-std=c++20", "-O1", "-w", "-fPIC", "-U_FORTIFY_SOURCE"]
 MACROS = {
     "__CUDACC_RTC__": "1",
     "__device__": "",
@@ -35,38 +36,14 @@ MACROS = {
 }
 ENTRY = """
 extern "C" void run(const void* parameters, unsigned grid, unsigned height, unsigned cluster) {
-  sim::Engine engine;
-  sim::engine = &engine;
   const unsigned each = unsigned(Kernel::kThreads);
-  std::unique_ptr<sim::Cluster> its;
-  unsigned block = 0;
-  const auto begin = [&] {
-    its = std::make_unique<sim::Cluster>();
-    for (unsigned rank = 0; rank < cluster; ++rank) {
-      its->blocks.push_back(std::make_unique<sim::Block>(its.get(), rank, each));
-    }
-  };
-  begin();
-  std::barrier turn(cluster * each, [&]() noexcept {
-    block += cluster;
-    if (block < grid * height) begin();
-  });
-  std::vector<std::thread> threads;  // of all clusters, one after the other: to make them takes longest
-  for (unsigned rank = 0; rank < cluster; ++rank) {
-    for (unsigned number = 0; number < each; ++number) {
-      threads.emplace_back([&, rank, number] {
-        while (block < grid * height) {
-          sim::self = sim::Thread{its->blocks[rank].get(), number};
-          threadIdx.x = number;
-          blockIdx = {block % grid + rank, block / grid, 0}, gridDim = {grid, height, 1};
-          blockDim.x = each;
-          te_dist_kernel(*static_cast<const Kernel::Params*>(parameters));
-          turn.arrive_and_wait();
-        }
-      });
-    }
+  sim::Turns turns(cluster * each);
+  sim::turns = &turns;
+  gridDim = {grid, height, 1}, blockDim = {each, 1, 1};
+  for (unsigned block = 0; block < grid * height; block += cluster) {
+    sim::Cluster its(cluster, each, {block % grid, block / grid, 0});
+    turns.run(its.threads, [=] { te_dist_kernel(*static_cast<const Kernel::Params*>(parameters)); });
   }
-  for (std::thread& thread : threads) thread.join();
 }
 """
 _ELEMENT_BYTES = {0: 1, 6: 2, 7: 4, 9: 2}  # by the type of a tensor map
@@ -94,7 +71,7 @@ def compiled(spec: Spec) -> ctypes.CDLL:
     text = without_assembly(re.sub(r"\bSIM_SHARED\s+(alignas\(\w+\))?", r"\1 static ", text))
     names = "#define int64_t te_int64_t\n#define uint64_t te_uint64_t\n"
     whole = f'#include "device.h"\n{names}{text}{ENTRY}'
-    key = hashlib.sha256((whole + (HERE / "device.h").read_text()).encode()).hexdigest()[:24]
+    key = hashlib.sha256(whole.encode() + simulator()).hexdigest()[:24]
     library = FOLDER / f"{key}.so"
     if not library.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
@@ -108,10 +85,16 @@ def compiled(spec: Spec) -> ctypes.CDLL:
 
 
 @cache
+def simulator() -> bytes:
+    """What every simulated kernel includes."""
+    return b"".join((HERE / name).read_bytes() for name in ("device.h", "threads.h"))
+
+
+@cache
 def headers() -> Path:
     """Where device.h lies compiled: it takes as long as most kernels."""
     compiler = subprocess.run(["g++", "--version"], capture_output=True, check=True).stdout
-    key = hashlib.sha256(compiler + (HERE / "device.h").read_bytes()).hexdigest()[:24]
+    key = hashlib.sha256(compiler + simulator()).hexdigest()[:24]
     folder = FOLDER / f"headers_{key}"
     if not (folder / "device.h.gch").exists():
         folder.mkdir(parents=True, exist_ok=True)

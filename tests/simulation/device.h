@@ -1,168 +1,72 @@
-// CUDA's built-in names and PTX instructions, on host threads.
+// CUDA's built-in names and PTX instructions, for threads that take turns.
 #pragma once
-
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
-#include <atomic>
-#include <barrier>
-#include <cerrno>
-#include <chrono>
-#include <climits>
 #include <cmath>
-#include <condition_variable>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <numeric>
-#include <random>
-#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "threads.h"
+
 namespace sim {
-
-struct Index {
-  unsigned x = 0, y = 0, z = 0;
-};
-
-constexpr auto kPatience = std::chrono::seconds(30);
-[[noreturn]] void stuck(const char* where, unsigned first, unsigned second);
-
-// Where `count` threads wait for each other, again and again. By futex: they are many more than there are cores.
-class Meeting {
- public:
-  // Whether this was the last of `count`, who lets the others go on.
-  bool arrive(unsigned count) {
-    if (here_.fetch_add(1) + 1 != count) return false;
-    here_ = 0, ++round_;
-    syscall(SYS_futex, &round_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
-    return true;
-  }
-
-  void wait(unsigned count) {
-    const unsigned round = round_.load();
-    if (arrive(count)) return;
-    const timespec patience{kPatience.count(), 0};
-    while (round_ == round) {
-      if (syscall(SYS_futex, &round_, FUTEX_WAIT_PRIVATE, round, &patience, nullptr, 0) == -1 && errno == ETIMEDOUT) {
-        stuck("a meeting", here_, count);
-      }
-    }
-  }
-
- private:
-  std::atomic<unsigned> here_ = 0, round_ = 0;
-};
-
-struct Warp {
-  Meeting meeting;
-  std::array<uint64_t, 32> values{};
-};
-
-constexpr uint32_t kFirstAddress = 1024, kRankShift = 24;
-constexpr size_t kSharedBytes = 232448;
-
-struct Cluster;
-
-struct Block {
-  Cluster* cluster;
-  unsigned rank, threads;
-  uint8_t* memory;  // shared
-  std::vector<Warp> warps;
-  std::array<Meeting, 16> named;
-
-  Block(Cluster* its, unsigned number, unsigned count) : cluster(its), rank(number), threads(count), warps((count + 31) / 32) {
-    memory = static_cast<uint8_t*>(std::aligned_alloc(1024, (kFirstAddress + kSharedBytes + 1023) / 1024 * 1024));
-    std::memset(memory, 0xFF, kFirstAddress + kSharedBytes);  // NaN to whoever reads what was not written
-  }
-  ~Block() { std::free(memory); }
-  Block(const Block&) = delete;
-};
-
-struct Cluster {
-  std::vector<std::unique_ptr<Block>> blocks;
-  Meeting meeting;
-};
-
-// What is done when somebody waits for it.
-using Work = std::vector<std::function<void()>>;
-
-struct Thread {
-  Block* block = nullptr;
-  unsigned number = 0;
-  Work open_products, open_stores;
-  std::vector<Work> products, stores;  // as they were committed
-
-  unsigned lane() const { return number % 32; }
-  Warp& warp() const { return block->warps[number / 32]; }
-};
-
-inline thread_local Thread self;
 
 [[noreturn]] inline void unknown(const char* instruction) {
   std::fprintf(stderr, "the simulation does not know %s\n", instruction);
   std::abort();
 }
 
-[[noreturn]] inline void stuck(const char* where, unsigned first, unsigned second) {
-  std::fprintf(stderr, "thread %u of block %u waits at %s (%u, %u)\n", self.number, self.block->rank, where, first, second);
-  std::fflush(stderr);
-  std::this_thread::sleep_for(std::chrono::seconds(2));  // others want to say where they are, too
-  std::abort();
-}
-
 template <class... Any>
 inline void nothing(Any&&...) {}
 
-inline uint8_t* dynamic_shared() { return self.block->memory + kFirstAddress; }
+inline uint8_t* dynamic_shared() { return self->block->memory + kFirstAddress; }
 inline uint32_t address_of(const void* pointer) {
-  return uint32_t(static_cast<const uint8_t*>(pointer) - self.block->memory) | self.block->rank << kRankShift;
+  return uint32_t(static_cast<const uint8_t*>(pointer) - self->block->memory) | self->block->rank << kRankShift;
 }
 inline uint8_t* at(Block& block, uint32_t address) { return block.memory + (address & ((1u << kRankShift) - 1)); }
-inline uint8_t* at(uint32_t address) { return at(*self.block->cluster->blocks[address >> kRankShift], address); }
+inline Block& block_of(uint32_t address) { return *self->block->cluster->blocks[address >> kRankShift]; }
+inline uint8_t* at(uint32_t address) { return at(block_of(address), address); }
 
 // Warps.
 
 template <class T>
 T exchange(T value, unsigned from) {
-  Warp& warp = self.warp();
-  std::memcpy(&warp.values[self.lane()], &value, sizeof value);
-  warp.meeting.wait(32);
+  Warp& own = warp();
+  std::memcpy(&own.values[self->lane()], &value, sizeof value);
+  own.meeting.wait(32);
   T found;
-  std::memcpy(&found, &warp.values[from % 32], sizeof found);
-  warp.meeting.wait(32);
+  std::memcpy(&found, &own.values[from % 32], sizeof found);
+  own.meeting.wait(32);
   return found;
 }
 
-inline void elect(unsigned& is_elected) { is_elected = self.lane() == 0; }
+inline void elect(unsigned& is_elected) { is_elected = self->lane() == 0; }
 
 inline unsigned ballot(bool value) {
-  Warp& warp = self.warp();
-  warp.values[self.lane()] = value;
-  warp.meeting.wait(32);
+  Warp& own = warp();
+  own.values[self->lane()] = value;
+  own.meeting.wait(32);
   unsigned bits = 0;
-  for (unsigned lane = 0; lane < 32; ++lane) bits |= unsigned(warp.values[lane]) << lane;
-  warp.meeting.wait(32);
+  for (unsigned lane = 0; lane < 32; ++lane) bits |= unsigned(own.values[lane]) << lane;
+  own.meeting.wait(32);
   return bits;
 }
 
-inline void sync_named(int barrier, int threads) { self.block->named[size_t(barrier)].wait(unsigned(threads)); }
-inline void arrive_named(int barrier, int threads) { self.block->named[size_t(barrier)].arrive(unsigned(threads)); }
+inline void sync_named(int barrier, int threads) { self->block->named[size_t(barrier)].wait(unsigned(threads)); }
+inline void arrive_named(int barrier, int threads) { self->block->named[size_t(barrier)].arrive(unsigned(threads)); }
 inline void sync_cluster() {
-  Cluster& cluster = *self.block->cluster;
-  cluster.meeting.wait(unsigned(cluster.blocks.size()) * self.block->threads);
+  Cluster& cluster = *self->block->cluster;
+  cluster.meeting.wait(unsigned(cluster.blocks.size()) * self->block->threads);
 }
-inline void cluster_rank(uint32_t& rank) { rank = self.block->rank; }
+inline void cluster_rank(uint32_t& rank) { rank = self->block->rank; }
 
 // Barriers in shared memory: 64 bits of them.
 
@@ -172,22 +76,14 @@ struct BarrierWord {
 };
 static_assert(sizeof(BarrierWord) == 8);
 
-struct Waiters {
-  std::mutex mutex;
-  std::condition_variable changed;
-};
-inline std::array<Waiters, 256> waiters;
-inline Waiters& waiters_of(const void* word) { return waiters[reinterpret_cast<uintptr_t>(word) / 8 * 2654435761u % 256]; }
-
 template <class Change>
-void change(uint8_t* place, const Change& change) {
+void change(Block& block, uint32_t address, const Change& change) {
+  uint8_t* place = at(block, address);
   auto* word = reinterpret_cast<BarrierWord*>(place);
-  Waiters& its = waiters_of(place);
-  const std::lock_guard<std::mutex> lock(its.mutex);
   change(*word);
   if (word->pending == 0 && word->bytes == 0) {
     word->phase ^= 1, word->pending = word->arrivals;
-    its.changed.notify_all();
+    turns->wake(block.cluster->at_barriers[place]);
   }
 }
 
@@ -196,75 +92,23 @@ inline void barrier_init(uint32_t address, int arrivals) {
   word.pending = word.arrivals = unsigned(arrivals);
   std::memcpy(at(address), &word, sizeof word);
 }
-inline void arrive(uint8_t* place) {
-  change(place, [](BarrierWord& word) {
+inline void arrive(Block& block, uint32_t address, uint32_t bytes = 0) {
+  change(block, address, [=](BarrierWord& word) {
     if (word.pending == 0) unknown("an arrival too many");
-    --word.pending;
+    word.bytes += bytes, --word.pending;
   });
+  turns->yield();
 }
-inline void barrier_arrive(uint32_t address) { arrive(at(address)); }
-inline void barrier_arrive_at(uint32_t address, uint32_t block) {
-  arrive(at(*self.block->cluster->blocks[block], address));
-}
-inline void barrier_expect(uint32_t address, uint32_t bytes) {
-  change(at(address), [=](BarrierWord& word) { word.bytes += bytes, --word.pending; });
-}
+inline void barrier_arrive(uint32_t address) { arrive(block_of(address), address); }
+inline void barrier_arrive_at(uint32_t address, uint32_t block) { arrive(*self->block->cluster->blocks[block], address); }
+inline void barrier_expect(uint32_t address, uint32_t bytes) { arrive(block_of(address), address, bytes); }
 inline void barrier_wait(uint32_t address, uint32_t parity) {
-  uint8_t* place = at(address);
-  auto* word = reinterpret_cast<BarrierWord*>(place);
-  Waiters& its = waiters_of(place);
-  std::unique_lock<std::mutex> lock(its.mutex);
-  if (!its.changed.wait_for(lock, kPatience, [&] { return word->phase != parity; })) {
-    stuck("a barrier", uint32_t(place - self.block->memory), unsigned(word->pending));
-  }
+  const auto* word = reinterpret_cast<BarrierWord*>(at(address));
+  Waiting& there = block_of(address).cluster->at_barriers[at(address)];
+  while (word->phase == parity) turns->wait(there, "a barrier at", address);
 }
 
-// The bulk copy engine, as it reads from global memory: takes any of its jobs next, when it likes.
-
-class Engine {
- public:
-  Engine() : thread_([this] { work(); }) {}
-  ~Engine() {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      is_done_ = true;
-    }
-    changed_.notify_all();
-    thread_.join();
-  }
-  void add(std::function<void()> job) {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      jobs_.push_back(std::move(job));
-    }
-    changed_.notify_all();
-  }
-
- private:
-  void work() {
-    std::minstd_rand random(1);
-    while (true) {
-      std::function<void()> job;
-      {
-        std::unique_lock<std::mutex> lock(mutex_);
-        changed_.wait(lock, [&] { return is_done_ || !jobs_.empty(); });
-        if (jobs_.empty()) return;
-        std::swap(jobs_[random() % jobs_.size()], jobs_.back());
-        job = std::move(jobs_.back());
-        jobs_.pop_back();
-      }
-      if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
-      job();
-    }
-  }
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<std::function<void()>> jobs_;
-  bool is_done_ = false;
-  std::thread thread_;
-};
-inline Engine* engine = nullptr;
+// The bulk copy engine takes any of its jobs next, when it likes.
 
 // What build.py puts in the place of an encoded tensor map.
 struct Map {
@@ -291,12 +135,12 @@ void over_box(const Map& map, uint32_t address, int x, int y, uint8_t* shared, c
 }
 
 inline void load(const Map& map, Block* block, uint32_t target, uint32_t barrier, int x, int y) {
-  engine->add([=] {
+  turns->later([=] {
     over_box(map, target, x, y, block->memory, [&](uint8_t* shared, const char* global) {
       if (global) std::memcpy(shared, global, size_t(map.element_bytes));
       else std::memset(shared, 0, size_t(map.element_bytes));
     });
-    change(at(*block, barrier), [&](BarrierWord& word) { word.bytes -= map.box_bytes(); });
+    change(*block, barrier, [&](BarrierWord& word) { word.bytes -= map.box_bytes(); });
   });
 }
 
@@ -311,7 +155,7 @@ void copy_box(uint32_t target, const TensorMap* map, uint32_t barrier, int x, in
   Map its;
   std::memcpy(&its, map, sizeof its);
   check_box(its, target, x);
-  load(its, self.block, target, barrier, x, y);
+  load(its, self->block, target, barrier, x, y);
 }
 
 template <class TensorMap>
@@ -319,7 +163,7 @@ void copy_box_to_many(uint32_t target, const TensorMap* map, uint32_t barrier, i
   Map its;
   std::memcpy(&its, map, sizeof its);
   check_box(its, target, x);
-  for (auto& block : self.block->cluster->blocks) {
+  for (auto& block : self->block->cluster->blocks) {
     if (blocks >> block->rank & 1) load(its, block.get(), target, barrier, x, y);
   }
 }
@@ -329,8 +173,8 @@ void store_box(const TensorMap* map, uint32_t source, int x, int y) {
   Map its;
   std::memcpy(&its, map, sizeof its);
   check_box(its, source, x);
-  Block* block = self.block;
-  self.open_stores.push_back([=] {
+  Block* block = self->block;
+  self->open_stores.push_back([=] {
     over_box(its, source, x, y, block->memory, [&](const uint8_t* shared, char* global) {
       if (!global) return;
       if constexpr (kAdds) {
@@ -356,8 +200,8 @@ inline void finish(std::vector<Work>& committed, size_t pending) {
   }
 }
 
-inline void commit_stores() { commit(self.open_stores, self.stores); }
-inline void wait_stores(int pending) { finish(self.stores, size_t(pending)); }
+inline void commit_stores() { commit(self->open_stores, self->stores); }
+inline void wait_stores(int pending) { finish(self->stores, size_t(pending)); }
 inline void wait_all_stores() { wait_stores(0); }
 
 // Shared memory, by address.
@@ -369,7 +213,7 @@ inline void store_pair(uint32_t address, float x, float y) {
   std::memcpy(at(address), &x, 4), std::memcpy(at(address) + 4, &y, 4);
 }
 inline void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  const uint32_t words[4] = {a, b, c, d}, lane = self.lane();
+  const uint32_t words[4] = {a, b, c, d}, lane = self->lane();
   for (uint32_t m = 0; m < 4; ++m) {
     const uint32_t row = exchange(address, m * 8 + lane / 4);
     std::memcpy(at(row) + lane % 4 * 4, &words[m], 4);
@@ -582,9 +426,9 @@ double sum_of_14_bits(const std::array<double, kTerms>& terms) {
 
 template <int kWidth, class First, class Second>
 void multiply_late(const std::array<float*, kWidth / 2>& sums, uint64_t a, uint64_t b, bool adds, bool turns_a, bool turns_b) {
-  const uint8_t* memory = self.block->memory;
-  const int row = int(self.number / 32 % 4 * 16 + self.lane() / 4), col = int(self.lane() % 4 * 2);
-  self.open_products.push_back([=] {
+  const uint8_t* memory = self->block->memory;
+  const int row = int(self->number / 32 % 4 * 16 + self->lane() / 4), col = int(self->lane() % 4 * 2);
+  self->open_products.push_back([=] {
     constexpr int kDepth = 32 / First::kBytes;
     const Descriptor left(a), right(b);
     float rows[2][kDepth];
@@ -616,18 +460,16 @@ void multiply(Operands&&... operands) {
   multiply_tied<kWidth, First, Second>(std::forward_as_tuple(operands...), std::make_index_sequence<kWidth / 2>());
 }
 
-inline void commit_products() { commit(self.open_products, self.products); }
+inline void commit_products() { commit(self->open_products, self->products); }
 
 // An instruction of the whole warp: when one thread goes on, the products of all are done.
 inline void wait_products(int pending) {
-  self.warp().meeting.wait(32);
-  finish(self.products, size_t(pending));
-  self.warp().meeting.wait(32);
+  warp().meeting.wait(32);
+  finish(self->products, size_t(pending));
+  warp().meeting.wait(32);
 }
 
 }  // namespace sim
-
-inline thread_local sim::Index threadIdx, blockIdx, gridDim, blockDim;
 
 struct float2 {
   float x, y;
@@ -645,15 +487,15 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
-inline void __syncthreads() { sim::sync_named(0, int(sim::self.block->threads)); }
-inline void __syncwarp(unsigned = ~0u) { sim::self.warp().meeting.wait(32); }
+inline void __syncthreads() { sim::sync_named(0, int(sim::self->block->threads)); }
+inline void __syncwarp(unsigned = ~0u) { sim::warp().meeting.wait(32); }
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) { return sim::exchange(value, unsigned(lane)); }
 template <class T>
-T __shfl_xor_sync(unsigned, T value, int mask) { return sim::exchange(value, sim::self.lane() ^ unsigned(mask)); }
+T __shfl_xor_sync(unsigned, T value, int mask) { return sim::exchange(value, sim::self->lane() ^ unsigned(mask)); }
 template <class T>
 T __shfl_up_sync(unsigned, T value, int by) {
-  return sim::exchange(value, sim::self.lane() < unsigned(by) ? sim::self.lane() : sim::self.lane() - unsigned(by));
+  return sim::exchange(value, sim::self->lane() < unsigned(by) ? sim::self->lane() : sim::self->lane() - unsigned(by));
 }
 inline unsigned __ballot_sync(unsigned, bool value) { return sim::ballot(value); }
 template <class T>
@@ -679,7 +521,7 @@ inline float __fmaf_rz(float a, float b, float c) { return towards_zero(double(a
 inline double __dsqrt_rn(double value) { return __builtin_sqrt(value); }
 template <class T>
 T __shfl_down_sync(unsigned, T value, int by) {
-  return sim::exchange(value, sim::self.lane() + unsigned(by) > 31 ? sim::self.lane() : sim::self.lane() + unsigned(by));
+  return sim::exchange(value, sim::self->lane() + unsigned(by) > 31 ? sim::self->lane() : sim::self->lane() + unsigned(by));
 }
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   unsigned largest = 0;
