@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -34,6 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gloo_only(reason): not run over NCCL, for this reason")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     num_gpus = torch.cuda.device_count()
     for item in items:
@@ -45,6 +47,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         elif item.get_closest_marker("distributed"):
             item.add_marker(pytest.mark.xdist_group(f"distributed-{_group_of(item.path)}"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
+    """Tests of a group share processes; spread over workers, they start these again and fill the machine twice."""
+    are_grouped = all("@" in name for name in ids if "/distributed/" in name)
+    if node.config.getoption("dist") == "loadgroup" and not are_grouped:
+        pytest.exit(
+            f"groups of tests: pytest-xdist passes over them with pytest {pytest.__version__}; "
+            "remedy: install what pyproject.toml asks for",
+            returncode=pytest.ExitCode.USAGE_ERROR,
+        )
 
 
 def _group_of(path: Path) -> int:
