@@ -14,7 +14,7 @@ JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 8 ? n : 8 )))
 ARGS   ?=
 
 RUN := $(VENV)/bin/python
-PIP := $(RUN) -m pip --disable-pip-version-check
+INSTALL := $(RUN) -m pip --disable-pip-version-check install --quiet --no-compile
 SOURCES := CMakeLists.txt $(shell find csrc -type f)
 REQUIREMENTS := import tomllib, torch; p = tomllib.load(open("pyproject.toml", "rb")); extras = p["project"]["optional-dependencies"]; \
 	cuda = "cuda12" if (torch.version.cuda or "").startswith("12.") else "cuda13"; \
@@ -28,26 +28,27 @@ export OMP_NUM_THREADS ?= 1
 
 build: $(VENV)/.built
 
-# An environment with torch: the interpreter's own where it has one.
+# An environment with torch: the interpreter's own where it has one. Byte code is made of what is imported, later.
 $(VENV)/.torch:
 	$(PYTHON) .ci/environment.py $(VENV) "$(TORCH)"
 	@touch $@
 
 $(VENV)/.required: pyproject.toml $(VENV)/.torch
 	$(RUN) -c '$(REQUIREMENTS)' > $(VENV)/requirements.txt
-	$(PIP) install --quiet --requirement $(VENV)/requirements.txt cmake ninja
+	$(INSTALL) --requirement $(VENV)/requirements.txt cmake ninja
 	@touch $@
 
 # Editable: Python changes are seen at once; a change in csrc compiles again, without the network.
 $(VENV)/.built: $(SOURCES) $(VENV)/.required
-	$(PIP) install --quiet --no-build-isolation --no-deps --editable .
+	$(INSTALL) --no-build-isolation --no-deps --editable .
 	@touch $@
 
 train: build
 	$(RUN) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) -m te_dist.launch.train $(CONFIG) $(ARGS)
 
+# Tests of a file stay in one process for the most part, and no process is left with the longest ones.
 test: build
-	$(RUN) -m pytest --numprocesses $(JOBS) --dist loadgroup $(ARGS)
+	$(RUN) -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 # Every kernel over small matrices under NVIDIA's checkers of memory accesses, races, uninitialized reads and barriers.
 # Without torch's pool of memory, inside of which an access out of bounds would go unseen. All of them run; it fails at

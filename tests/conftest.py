@@ -1,16 +1,10 @@
-"""What every test gets: markers, xdist groups, and the fixtures that run one test on gloo and again on NCCL.
-
-Tests of one xdist group run in one process, one after the other. `distributed` tests are grouped because their
-workers already fill the cores, and because each pytest process that uses a pool pays for its start.
-"""
+"""What every test gets: markers, and the fixtures that run one test on gloo and again on NCCL."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import pytest
@@ -19,7 +13,6 @@ import torch
 from te_dist import __main__ as command
 from te_dist.testing import WorkerPool, pool
 
-CORES_PER_GROUP = 4
 ROOT = Path(__file__).parent
 
 hypothesis.settings.register_profile("te_dist", deadline=None, derandomize=True, database=None)
@@ -35,36 +28,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gloo_only(reason): not run over NCCL, for this reason")
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     num_gpus = torch.cuda.device_count()
     for item in items:
         if "distributed" in item.path.relative_to(ROOT).parts[:-1]:
             item.add_marker(pytest.mark.distributed)
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.xdist_group("gpu"))
-            if num_gpus == 0:
-                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-        elif item.get_closest_marker("distributed"):
-            item.add_marker(pytest.mark.xdist_group(f"distributed-{_group_of(item.path)}"))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
-    """Tests of a group share processes; spread over workers, they start these again and fill the machine twice."""
-    are_grouped = all("@" in name for name in ids if "/distributed/" in name)
-    if node.config.getoption("dist") == "loadgroup" and not are_grouped:
-        pytest.exit(
-            f"groups of tests: pytest-xdist passes over them with pytest {pytest.__version__}; "
-            "remedy: install what pyproject.toml asks for",
-            returncode=pytest.ExitCode.USAGE_ERROR,
-        )
-
-
-def _group_of(path: Path) -> int:
-    """A number by file, so that machines with many cores run several distributed files at a time."""
-    num_groups = max(1, (os.cpu_count() or 1) // CORES_PER_GROUP)
-    return sum(path.name.encode()) % num_groups
+        if num_gpus == 0 and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -14,6 +14,9 @@ from te_dist.tensor import storage as storages
 from te_dist.tensor.placement import local_tensor
 from te_dist.testing import assert_bitwise
 
+# One of every kind: for what tests/distributed/matrix runs with all of them, seen from another side.
+SOME = ["float8_tensorwise", "float8_block_1d", "mxfp8_2d", "hybrid_mxfp8_nvfp4"]
+
 
 def random_matrix(rows: int, cols: int, seed: int) -> Tensor:
     """Values of very different size between rows and columns, so that every scale tile has a scale of its own."""

@@ -17,11 +17,10 @@ from te_dist import fsdp2
 from te_dist._torch_private import pretended_ranks
 from te_dist.testing import StorageTracker
 from te_dist.testing.memory import allocated_bytes
-from tests.distributed.probe import FORMATS, Layer, random_matrix
+from tests.distributed.probe import FORMATS, SOME, Layer, random_matrix
 from tests.distributed.test_grouped_fsdp2 import Experts, random_group
 
 TOKENS, COLS = 7, 160  # seven: what has as many rows is no parameter
-SOME = ["float8_tensorwise", "float8_block_1d", "mxfp8_2d", "hybrid_mxfp8_nvfp4"]
 WAYS = ["kept", "recompute", "torch", "ahead", "cast", "experts", "rows of experts", "replicas"]
 
 

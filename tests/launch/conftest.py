@@ -109,12 +109,6 @@ class Launcher:
         self.started.append(process)
         return process
 
-    def run(self, *arguments: str) -> tuple[int, str]:
-        """Exit code and output of a finished `torchrun`."""
-        process = self.start(*arguments)
-        output, _ = process.communicate(timeout=120)
-        return process.returncode, output
-
 
 @contextmanager
 def written_to(path: str) -> Iterator[None]:

@@ -117,7 +117,6 @@ def test_sizes_that_products_in_groups_do_not_take_are_told_in_one_line(expert_j
     assert "recipe mxfp8: got experts.fc2: in_features=96 does not fit" in line
 
 
-@pytest.mark.xdist_group("jobs")
 def test_ranks_share_experts_and_tell_what_they_drop(expert_job: Callable, two_ranks) -> None:
     job = expert_job("float8_block")
     code, output = two_ranks(*job.command("--mesh.ep", "2", "--recompute", "full", *SLOTS))

@@ -14,16 +14,15 @@ import pytest
 
 from te_dist.launch.journal import METRICS
 
-pytestmark = pytest.mark.xdist_group("jobs")  # they share the unbroken job, and fill two cores each
 TWO_RANKS = ("--standalone", "--nproc-per-node", "2")
 RECIPE = "float8_block"
 
 
 @pytest.fixture(scope="module")
-def unbroken(tiny_job: Callable, launcher):
+def unbroken(tiny_job: Callable, two_ranks: Callable):
     """A job that ran to its end on two ranks, and its output."""
     job = tiny_job(RECIPE)
-    code, output = launcher.run(*TWO_RANKS, *job.command())
+    code, output = two_ranks(*job.command())
     assert code == 0, output
     return job, output
 
@@ -92,10 +91,10 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_with_one_message(tiny_job: Cal
     assert not (job.run_dir / "checkpoints").exists()
 
 
-def test_a_wrong_key_ends_all_ranks_with_one_message_and_no_traceback_of_theirs(tiny_job: Callable, launcher) -> None:
+def test_a_wrong_key_ends_all_ranks_with_one_message_and_no_traceback_of_theirs(tiny_job: Callable, two_ranks) -> None:
     job = tiny_job()
     job.path.write_text(job.path.read_text().replace("log_every", "log_evry"))
-    code, output = launcher.run(*TWO_RANKS, *job.command())
+    code, output = two_ranks(*job.command())
     assert code != 0
     said = messages(output)
     assert len(said) == 2, output
