@@ -14,7 +14,7 @@ JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 8 ? n : 8 )))
 ARGS   ?=
 
 RUN := $(VENV)/bin/python
-INSTALL := $(RUN) -m pip --disable-pip-version-check install --quiet --no-compile
+INSTALL := $(RUN) -m pip --disable-pip-version-check install --quiet
 SOURCES := CMakeLists.txt $(shell find csrc -type f)
 REQUIREMENTS := import tomllib, torch; p = tomllib.load(open("pyproject.toml", "rb")); extras = p["project"]["optional-dependencies"]; \
 	cuda = "cuda12" if (torch.version.cuda or "").startswith("12.") else "cuda13"; \
@@ -22,13 +22,15 @@ REQUIREMENTS := import tomllib, torch; p = tomllib.load(open("pyproject.toml", "
 
 # Threads multiply processes: tests and trainers run one thread per process unless told otherwise.
 export OMP_NUM_THREADS ?= 1
+# Processes are started by the dozen: none should compile again what another has.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: build train test sanitize lint types docs clean distclean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/.built
 
-# An environment with torch: the interpreter's own where it has one. Byte code is made of what is imported, later.
+# An environment with torch: the interpreter's own where it has one.
 $(VENV)/.torch:
 	$(PYTHON) .ci/environment.py $(VENV) "$(TORCH)"
 	@touch $@

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -217,8 +218,10 @@ def write_and_compare(rank: int, world: int, name: str, cut: str, settle: bool) 
     assert_seen(layer, whole)
 
 
-@pytest.mark.parametrize(("cut", "settle"), [("rows", True), ("rows", False), ("members", False)])
-@every_format
+@pytest.mark.parametrize(
+    ("name", "cut", "settle"),
+    [*product(FORMATS, ("rows",), (True,)), *product(TOGETHER, ("rows", "members"), (False,))],
+)
 def test_values_written_into_shards_agree_on_their_scales(name: str, cut: str, settle: bool) -> None:
     pool(2).run(write_and_compare, name, cut, settle)
 
