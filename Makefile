@@ -10,7 +10,7 @@ TORCH  ?= torch==2.13.0
 VENV   ?= .venv
 CONFIG ?= launch/configs/quickstart.toml
 NPROC  ?= 2
-JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 8 ? n : 8 )))
+JOBS   ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo $$(( n < 8 ? n : 8 )))
 ARGS   ?=
 
 RUN := $(VENV)/bin/python
