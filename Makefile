@@ -48,9 +48,8 @@ $(VENV)/.built: $(SOURCES) $(VENV)/.required
 train: build
 	$(RUN) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) -m te_dist.launch.train $(CONFIG) $(ARGS)
 
-# Tests of a file stay in one process for the most part, and no process is left with the longest ones.
 test: build
-	$(RUN) -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
+	$(RUN) -m pytest --numprocesses $(JOBS) --dist loadgroup $(ARGS)
 
 # Every kernel over small matrices under NVIDIA's checkers of memory accesses, races, uninitialized reads and barriers.
 # Without torch's pool of memory, inside of which an access out of bounds would go unseen. All of them run; it fails at

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 from te_dist import __main__ as command
 from te_dist.testing import WorkerPool, pool
@@ -35,6 +37,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.distributed)
         if num_gpus == 0 and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+class OnePoolAtATime(LoadScopeScheduling):
+    """Tests that run in pools of processes go to one worker: two pools on two cores are hardly faster than one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "distributed" if "/distributed/" in nodeid else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
+    """By folder: groups that marks name are passed over by pytest-xdist 3.8 with pytest 9.2."""
+    return OnePoolAtATime(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
