@@ -10,7 +10,8 @@ import torch
 
 from te_dist.formats import Format
 
-Cell = Callable[[Format], str | None]
+Formats = tuple[Format, ...]
+Cells = Callable[[Formats], str | None]
 
 # By what a refusal says, why torch leaves no other way.
 REASONS = {
@@ -36,16 +37,18 @@ class Situation:
         title: for people.
         group: under which the documentation lists it.
         world: how many ranks.
-        run: for one format, on every rank; raises where a comparison fails. Text where torch has it refused.
+        run: for these formats, on every rank; raises where a comparison fails. Text where torch has it refused.
         since: the oldest torch that has what it needs.
+        together: whether one model has all formats, in modules of their own; each has a model for itself otherwise.
     """
 
     name: str
     title: str
     group: str
     world: int
-    run: Cell
-    since: tuple[int, int] = (2, 11)
+    run: Cells
+    since: tuple[int, int]
+    together: bool
 
     @property
     def is_here(self) -> bool:
@@ -56,13 +59,15 @@ class Situation:
 SITUATIONS: dict[str, Situation] = {}
 
 
-def situation(title: str, group: str, *, world: int = 2, since: tuple[int, int] = (2, 11)) -> Callable[[Cell], Cell]:
-    """Decorator: `run(format)` is a situation of the matrix."""
+def situation(
+    title: str, group: str, *, world: int = 2, since: tuple[int, int] = (2, 11), together: bool = True
+) -> Callable[[Cells], Cells]:
+    """Decorator: `run(formats)` is a situation of the matrix, for each by itself where torch refuses some."""
 
-    def register(run: Cell) -> Cell:
+    def register(run: Cells) -> Cells:
         name = run.__name__
         assert name not in SITUATIONS
-        SITUATIONS[name] = Situation(name, title, group, world, run, since)
+        SITUATIONS[name] = Situation(name, title, group, world, run, since, together)
         return run
 
     return register

@@ -19,15 +19,18 @@ FILE = Path(__file__).parents[3] / "docs" / "fsdp2_matrix.json"
 
 def run_all(rank: int, world: int, name: str, formats: tuple[str, ...]) -> dict[str, str]:
     """By format, `GREEN` or the text of the refusal."""
-    return {format: _state(SITUATIONS[name], format) for format in formats}
+    which = SITUATIONS[name]
+    if which.together:
+        return dict.fromkeys(formats, _state(which, formats))
+    return {format: _state(which, (format,)) for format in formats}
 
 
-def _state(which: Situation, name: str) -> str:
+def _state(which: Situation, names: tuple[str, ...]) -> str:
     torch.manual_seed(0)
     try:
-        refusal = which.run(FORMATS[name])
+        refusal = which.run(tuple(FORMATS[name] for name in names))
     except Exception as error:
-        error.add_note(f"in the cell {which.name}, {name}")
+        error.add_note(f"in the situation {which.name}, blocks of {', '.join(names)}")
         raise
     return GREEN if refusal is None else refusal
 

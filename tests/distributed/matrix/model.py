@@ -25,6 +25,7 @@ from te_dist.nn.site import LinearSite
 from te_dist.tensor import QuantizedTensor, quantize
 from te_dist.tensor.placement import local_part, local_tensor
 from te_dist.testing import assert_bitwise
+from tests.distributed.matrix.catalog import Formats
 from tests.distributed.probe import random_matrix
 
 WIDTH, HIDDEN = 128, 192  # over two ranks, both cuts go through tiles of 128
@@ -139,10 +140,10 @@ class Net(nn.Module):
         return x
 
 
-def net(format: Format, sizes: tuple[int, int] = (WIDTH, HIDDEN), num_blocks: int = 0, **options: Any) -> Net:
-    """The same model whenever it is made; of two blocks, or of one where many ranks share a machine."""
-    num_blocks = num_blocks or (2 if dist.get_world_size() <= 2 else 1)
-    return Net([Block(format, sizes, seed, **options) for seed in range(num_blocks)])
+def net(formats: Formats, sizes: tuple[int, int] = (WIDTH, HIDDEN), each: int = 1, **options: Any) -> Net:
+    """The same model whenever it is made: of every format so many blocks, one after the other."""
+    kinds = [format for format in formats for _ in range(each)]
+    return Net([Block(format, sizes, seed, **options) for seed, format in enumerate(kinds)])
 
 
 def batch(seed: int, cols: int = WIDTH, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -13,12 +13,11 @@ from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from te_dist import fsdp2, testing
-from te_dist.formats import Format
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 from te_dist.tensor_parallel import ColumnParallel, RowParallel
 from te_dist.testing import assert_bitwise
-from tests.distributed.matrix.catalog import situation
+from tests.distributed.matrix.catalog import Formats, situation
 from tests.distributed.matrix.model import Beside, Net, net, pairs, part_of
 from tests.distributed.matrix.sharding import over, wrap
 
@@ -26,14 +25,14 @@ STARTS = "Initialization and loading"
 SEED = 11
 
 
-def on_meta(format: Format) -> Net:
+def on_meta(formats: Formats) -> Net:
     """Without values."""
-    return net(format).to("meta")
+    return net(formats).to("meta")
 
 
-def materialized(format: Format) -> Net:
+def materialized(formats: Formats) -> Net:
     """Whole, on every rank."""
-    model = on_meta(format)
+    model = on_meta(formats)
     fsdp2.materialize(model, device=testing.device(), seed=SEED)
     return model
 
@@ -44,63 +43,63 @@ def follow(sharded: Net, alone: Net, *, steps: int = 1) -> None:
     Beside(sharded, alone, dist.get_world_size(), dist.get_rank()).follow(steps)
 
 
-def materialize_after(format: Format, mesh: DeviceMesh | None = None) -> None:
-    model = wrap(on_meta(format), mesh)
+def materialize_after(formats: Formats, mesh: DeviceMesh | None = None) -> None:
+    model = wrap(on_meta(formats), mesh)
     fsdp2.materialize(model, device=testing.device(), seed=SEED)
-    follow(model, materialized(format))
+    follow(model, materialized(formats))
 
 
 @situation("`materialize`, then wrapped", STARTS)
-def materialize_before(format: Format) -> None:
-    follow(wrap(materialized(format)), materialized(format))
+def materialize_before(formats: Formats) -> None:
+    follow(wrap(materialized(formats)), materialized(formats))
 
 
 @situation("wrapped on meta, then `materialize`", STARTS)
-def materialize_on_two(format: Format) -> None:
-    materialize_after(format)
+def materialize_on_two(formats: Formats) -> None:
+    materialize_after(formats)
 
 
 @situation("wrapped on meta, then `materialize`: one rank", STARTS, world=1)
-def materialize_on_one(format: Format) -> None:
-    materialize_after(format)
+def materialize_on_one(formats: Formats) -> None:
+    materialize_after(formats)
 
 
 @situation("wrapped on meta, then `materialize`: four ranks", STARTS, world=4)
-def materialize_on_four(format: Format) -> None:
-    materialize_after(format)
+def materialize_on_four(formats: Formats) -> None:
+    materialize_after(formats)
 
 
 @situation("wrapped on meta, then `materialize`: HSDP", STARTS, world=4)
-def materialize_hybrid(format: Format) -> None:
-    materialize_after(format, over(2, 2, names=("rep", "shard")))
+def materialize_hybrid(formats: Formats) -> None:
+    materialize_after(formats, over(2, 2, names=("rep", "shard")))
 
 
 @situation("wrapped on meta, then `materialize`: with tensor parallelism", STARTS, world=4)
-def materialize_parallel(format: Format) -> None:
-    mesh, model = over(2, 2, names=("dp", "tp")), on_meta(format)
+def materialize_parallel(formats: Formats) -> None:
+    mesh, model = over(2, 2, names=("dp", "tp")), on_meta(formats)
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColumnParallel(), "down": RowParallel()})
     wrap(model, mesh["dp"])
     fsdp2.materialize(model, device=testing.device(), seed=SEED)
-    Beside(model, materialized(format), 2, mesh.get_local_rank("dp"), is_exact=False).follow(1)
+    Beside(model, materialized(formats), 2, mesh.get_local_rank("dp"), is_exact=False).follow(1)
 
 
 @situation("made on the CPU, then wrapped", STARTS)
-def made_on_cpu(format: Format) -> None:
-    model = wrap(net(format).cpu())
+def made_on_cpu(formats: Formats) -> None:
+    model = wrap(net(formats).cpu())
     assert all(param.device.type == testing.device().type for param in model.parameters())
-    follow(model, net(format))
+    follow(model, net(formats))
 
 
 @situation("`to_empty` and `reset_parameters`, as torch does", STARTS)
-def reset(format: Format) -> None:
-    model = wrap(on_meta(format))
+def reset(formats: Formats) -> None:
+    model = wrap(on_meta(formats))
     model.to_empty(device=testing.device())
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
     fsdp2.settle(model)
-    alone = net(format)
+    alone = net(formats)
     alone.load_state_dict({name: param.full_tensor() for name, param in model.named_parameters()})
     follow(model, alone)
 
@@ -108,18 +107,18 @@ def reset(format: Format) -> None:
 # -- loading -------------------------------------------------------------------------------------------------------
 
 
-def values_of(format: Format) -> dict[str, Tensor]:
+def values_of(formats: Formats) -> dict[str, Tensor]:
     """High-precision values for every parameter."""
     generator = torch.Generator().manual_seed(SEED)
-    shapes = {name: param.shape for name, param in net(format).named_parameters()}
+    shapes = {name: param.shape for name, param in net(formats).named_parameters()}
     values = {name: torch.randn(shape, generator=generator) / 8 for name, shape in shapes.items()}
     return {name: value.to(testing.device()) for name, value in values.items()}
 
 
-def loaded(format: Format) -> Net:
+def loaded(formats: Formats) -> Net:
     """Whole, on every rank."""
-    model = net(format)
-    model.load_state_dict(values_of(format))
+    model = net(formats)
+    model.load_state_dict(values_of(formats))
     return model
 
 
@@ -133,51 +132,51 @@ def spread(values: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
 
 @situation("`load_state_dict` of high-precision values", STARTS)
-def load_values(format: Format) -> None:
-    model = wrap(net(format))
-    model.load_state_dict(spread(values_of(format), model))
+def load_values(formats: Formats) -> None:
+    model = wrap(net(formats))
+    model.load_state_dict(spread(values_of(formats), model))
     fsdp2.settle(model)
-    follow(model, loaded(format))
+    follow(model, loaded(formats))
 
 
 @situation("`load_state_dict(assign=True)` onto meta", STARTS)
-def assign_values(format: Format) -> None:
-    model = wrap(on_meta(format))
-    model.load_state_dict(spread(values_of(format), model), assign=True)
+def assign_values(formats: Formats) -> None:
+    model = wrap(on_meta(formats))
+    model.load_state_dict(spread(values_of(formats), model), assign=True)
     fsdp2.settle(model)
-    follow(model, loaded(format))
+    follow(model, loaded(formats))
 
 
 @situation("`set_model_state_dict` of whole high-precision values", STARTS)
-def set_whole_values(format: Format) -> None:
-    model = wrap(net(format))
-    set_model_state_dict(model, values_of(format), options=StateDictOptions(full_state_dict=True))
+def set_whole_values(formats: Formats) -> None:
+    model = wrap(net(formats))
+    set_model_state_dict(model, values_of(formats), options=StateDictOptions(full_state_dict=True))
     fsdp2.settle(model)
-    follow(model, loaded(format))
+    follow(model, loaded(formats))
 
 
 @situation("`set_model_state_dict(broadcast_from_rank0=True)` onto meta", STARTS)
-def broadcast_values(format: Format) -> None:
-    model = wrap(on_meta(format))
-    values = values_of(format) if dist.get_rank() == 0 else {}
+def broadcast_values(formats: Formats) -> None:
+    model = wrap(on_meta(formats))
+    values = values_of(formats) if dist.get_rank() == 0 else {}
     # Where all is on meta, torch does not know the device to broadcast on.
     model.blocks[0].norm.to_empty(device=testing.device())
     set_model_state_dict(model, values, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     fsdp2.settle(model)
-    follow(model, loaded(format))
+    follow(model, loaded(formats))
 
 
 @situation("whole state dicts of quantized tensors", STARTS)
-def set_whole_bytes(format: Format) -> None:
-    source, model = wrap(net(format)), wrap(materialized(format))
+def set_whole_bytes(formats: Formats) -> None:
+    source, model = wrap(net(formats)), wrap(materialized(formats))
     options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(model, get_model_state_dict(source, options=options), options=options)
-    follow(model, net(format))
+    follow(model, net(formats))
 
 
 @situation("`preserve_high_precision_init_val`", STARTS)
-def preserved(format: Format) -> None:
-    values, models = values_of(format), [net(format) for _ in range(2)]
+def preserved(formats: Formats) -> None:
+    values, models = values_of(formats), [net(formats) for _ in range(2)]
     for model in models:
         for name, param in model.named_parameters():
             if isinstance(param, QuantizedTensor):
