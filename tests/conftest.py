@@ -16,6 +16,7 @@ from te_dist import __main__ as command
 from te_dist.testing import WorkerPool, pool
 
 ROOT = Path(__file__).parent
+_LONG = {"distributed", "launch", "simulation"}
 
 hypothesis.settings.register_profile("te_dist", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("te_dist")
@@ -30,7 +31,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gloo_only(reason): not run over NCCL, for this reason")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks tests by where they lie; what takes long comes first, so that no worker is left alone with it."""
+    items.sort(key=lambda item: not _LONG.intersection(item.path.relative_to(ROOT).parts))
     num_gpus = torch.cuda.device_count()
     for item in items:
         if "distributed" in item.path.relative_to(ROOT).parts[:-1]:
@@ -40,16 +44,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class OnePoolAtATime(LoadScopeScheduling):
-    """Tests that run in pools of processes go to one worker: two pools on two cores are hardly faster than one."""
+    """Tests that run in pools of processes go to one worker: two pools on two cores are hardly faster than one.
+
+    Others go by file, for what a file makes once.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        return "distributed" if "/distributed/" in nodeid else nodeid
+        return "distributed" if "/distributed/" in nodeid else nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
     """By folder: groups that marks name are passed over by pytest-xdist 3.8 with pytest 9.2."""
-    return OnePoolAtATime(config, log) if config.getoption("dist") == "loadgroup" else None
+    if config.getoption("dist") != "loadgroup":
+        return None
+    config.option.loadscopereorder = False
+    return OnePoolAtATime(config, log)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
