@@ -90,9 +90,11 @@ def materialize(rank: int, world: int, name: str, shape: tuple[int, ...], cut: s
     return unsharded(module)
 
 
-@every_format
-@pytest.mark.parametrize(("shape", "cut"), [((4,), "members"), ((2,), "rows"), ((2, 2), "members")])
-def test_initial_weights_do_not_depend_on_the_mesh(shape: tuple[int, ...], cut: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "shape", "cut"),
+    [*product(FORMATS, ((2,),), ("rows",)), *product(TOGETHER, ((4,), (2, 2)), ("members",))],
+)
+def test_initial_weights_do_not_depend_on_the_mesh(name: str, shape: tuple[int, ...], cut: str) -> None:
     alone = Born(FORMATS[name])
     fsdp2.materialize(alone, device="cpu", seed=7)
     want = wires(alone.weight.storage)

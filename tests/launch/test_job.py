@@ -74,7 +74,7 @@ def test_two_agents_on_two_nodes_run_one_job(unbroken, tiny_job: Callable, launc
 
 def test_ranks_that_share_multiplications_take_the_same_steps(unbroken, tiny_job: Callable, two_ranks) -> None:
     job = tiny_job(RECIPE)
-    code, output = two_ranks(*job.command("--mesh.dp", "1", "--mesh.tp", "2"))
+    code, output = two_ranks(*job.command("--mesh.dp", "1", "--mesh.tp", "2", "--train.micro-batch", "8"))
     assert code == 0, output
     for key in ("loss", "gradient_norm", "validation_loss"):
         assert job.metrics(key) == pytest.approx(unbroken[0].metrics(key), rel=2e-2)

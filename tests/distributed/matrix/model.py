@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -64,18 +65,29 @@ def has_products(format: Format) -> bool:
     return format.columnwise is not None and not any(getattr(format[d].codec, "hadamard", 0) for d in format.directions)
 
 
+@cache
+def _quantized(format: Format, shape: tuple[int, int], seed: int, dtype: torch.dtype) -> QuantizedTensor:
+    """Made once in a process: of all formats, a model has many."""
+    return quantize((random_matrix(*shape, seed) / 256).to(dtype), format)
+
+
 def linear(
-    format: Format, sizes: tuple[int, int], seed: int, *, device: str = "", dtype: torch.dtype = torch.float32
+    format: Format,
+    sizes: tuple[int, int],
+    seed: int,
+    *,
+    device: torch.device | str = "",
+    dtype: torch.dtype = torch.float32,
 ) -> te.Linear:
     """A `te.Linear` of `sizes` (K, N) whose weight has this format."""
-    layer = te.Linear(*sizes, device=device or testing.device(), params_dtype=dtype)
+    device = device or testing.device()
+    layer = te.Linear(*sizes, device="meta", params_dtype=dtype)
     if not has_products(format):
         layer.gemm = _Site(*sizes, name="")
-    values = (random_matrix(sizes[1], sizes[0], seed) / 256).to(dtype)
-    weight = quantize(values, format).storage
+    weight = _quantized(format, sizes[::-1], seed, dtype).clone().storage
     weight.buffers = {f.name: weight.buffers[f.name] for f in format.canonical.fields}
-    layer.weight = nn.Parameter(QuantizedParameter(weight).to(layer.weight.device))
-    nn.init.constant_(layer.bias, 0.25)
+    layer.weight = nn.Parameter(QuantizedParameter(weight).to(device))
+    layer.bias = nn.Parameter(torch.full((sizes[1],), 0.25, dtype=dtype, device=device))
     return layer
 
 
