@@ -57,8 +57,7 @@ def compare(rank: int, world: int, *how: str | bool) -> None:
         assert_bitwise(got, want, f"{index} of {how}")
 
 
-@pytest.mark.parametrize("reshards", [True, False])
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(("quantized", "reshards"), [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("name", RECIPES)
 def test_compiled_units_compute_the_bits_of_eager_ones(name: str, quantized: bool, reshards: bool) -> None:
     if quantized and reshards and name == "mxfp8":

@@ -7,14 +7,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch.distributed as dist
 
 from te_dist import checkpoints
 from te_dist.launch import config_file, train
-from te_dist.launch.config import RecipeName
 
 pytestmark = [
     pytest.mark.usefixtures("own_process"),
@@ -41,7 +39,8 @@ def reason(job, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
     return line
 
 
-@pytest.mark.parametrize("recipe", get_args(RecipeName))
+# Without state, with histories, with scales that ranks agree on, with numbers that are drawn.
+@pytest.mark.parametrize("recipe", ["bf16", "float8_delayed", "float8_block", "nvfp4"])
 def test_a_resumed_run_repeats_the_losses_of_the_unbroken_one(recipe: str, tiny_job: Callable) -> None:
     unbroken, resumed = tiny_job(recipe), tiny_job(recipe)
     run(unbroken)
@@ -51,16 +50,17 @@ def test_a_resumed_run_repeats_the_losses_of_the_unbroken_one(recipe: str, tiny_
     assert resumed.metrics("validation_loss") == unbroken.metrics("validation_loss")
 
 
-@pytest.mark.parametrize("switch", [("--recompute", "full"), ("--offload", "1.5MiB"), ("--train.micro-batch", "4")])
-def test_switches_that_save_memory_change_no_loss(switch: tuple[str, str], tiny_job: Callable) -> None:
-    plain, saving = tiny_job("float8_block"), tiny_job("float8_block")
+def test_switches_that_save_memory_change_no_loss(tiny_job: Callable) -> None:
+    plain = tiny_job("float8_block")
     run(plain)
-    run(saving, *switch)
     expected = plain.metrics("loss")
-    if switch[0] == "--train.micro-batch":  # one sum instead of two rounded ones
-        assert saving.metrics("loss") == pytest.approx(expected, rel=1e-2)
-    else:
-        assert saving.metrics("loss") == expected
+    for switch in (("--recompute", "full"), ("--offload", "1.5MiB"), ("--train.micro-batch", "4")):
+        saving = tiny_job("float8_block")
+        run(saving, *switch)
+        if switch[0] == "--train.micro-batch":  # one sum instead of two rounded ones
+            assert saving.metrics("loss") == pytest.approx(expected, rel=1e-2)
+        else:
+            assert saving.metrics("loss") == expected, switch
 
 
 @pytest.fixture

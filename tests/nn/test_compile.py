@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from tests.nn.recipes import CASES
 
 WIDTH, HIDDEN = 64, 96
 STATELESS = {name: case for name, case in CASES.items() if not name.startswith("delayed")}
-stateless = pytest.mark.parametrize("name", STATELESS)
+QUANTIZED = ("current", "block", "mxfp8_2d", "hybrid")
 block_scaling = recipe.Float8BlockScaling()
 
 
@@ -63,11 +64,11 @@ def check(backend: str, module: nn.Module, made_by: Recipe | None, **options: An
             assert_bitwise(got, expected, f"{index} of pass {seed}")
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-@stateless
+@pytest.mark.parametrize(
+    ("name", "quantized"),
+    [*product(STATELESS, (False,)), *product(QUANTIZED, (True,))],
+)
 def test_a_block_is_one_graph_with_the_bits_of_eager(name: str, quantized: bool) -> None:
-    if quantized and name == "high_precision_backward":
-        pytest.skip("its weights cannot be parameters")
     made_by = STATELESS[name].recipe
     check("aot_eager", Block(made_by if quantized else None), made_by)
 

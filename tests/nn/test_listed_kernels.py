@@ -10,8 +10,9 @@ from te_dist.kernels.arguments import ELEMENTS
 from tests.nn import launched
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "quantized"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)], ids=str
+)
 def test_what_is_launched_by_recipes_as_they_come_is_listed(dtype, quantized):
     listed = {spec.template for spec in variants.variants(ELEMENTS[dtype])}
     for made_by in launched.RECIPES:
