@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 import os
 from pathlib import Path
 
@@ -11,10 +10,11 @@ import pytest
 
 from te_dist.kernels import cache, compiler, movement, runtime
 from te_dist.kernels.cache import Compiled, Entry, KernelCache
+from te_dist.testing import pool
 
 KERNEL = Compiled(b"\x7fELF and so on" * 1000, registers=40, spilled=8)
 ENTRY = Entry("sm_90a", "a" * 32, "13.0.88")
-RANKS = 8
+RANKS = 4
 
 
 def stored(folder: Path) -> Path:
@@ -99,7 +99,7 @@ def test_a_file_that_cannot_be_written_to_its_end_is_no_entry(tmp_path, monkeypa
     assert list((tmp_path / ENTRY.arch).iterdir()) == []
 
 
-def _write_and_read(folder: Path) -> bool:
+def _write_and_read(rank: int, world: int, folder: Path) -> bool:
     entries = KernelCache(folder)
     for _ in range(20):
         entries.put(ENTRY, KERNEL)
@@ -109,8 +109,7 @@ def _write_and_read(folder: Path) -> bool:
 
 
 def test_many_ranks_may_write_the_same_entry_at_once(tmp_path):
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        assert all(pool.map(_write_and_read, [tmp_path] * RANKS))
+    assert all(pool(RANKS).run(_write_and_read, tmp_path))
     assert len(list(tmp_path.glob("*/*"))) == 1
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from te_dist import __main__ as command
 from te_dist.kernels import CompilerError, compiler, movement
 from te_dist.kernels.cache import Compiled, Entry, KernelCache
+from te_dist.testing import pool
 
 KERNEL = Compiled(b"cubin" * 1000, registers=40, spilled=0)
 LISTED = [movement.transform(8), movement.copies(16), movement.copies(4)]
@@ -130,17 +130,17 @@ def test_without_a_command_the_usage_is_shown(run):
     assert all(f"te-dist {name}" in asked for name in ("kernels build", "kernels list", "plan"))
 
 
-def _build(folder: Path) -> int:
+def _build(rank: int, world: int, folder: Path) -> int:
     cache = KernelCache(folder)
-    command._cache = lambda: cache
-    command.variants = lambda *_: LISTED
-    compiler.version = lambda: "1.2.3"
-    compiler.compile_kernel = lambda *_: KERNEL
-    command.build()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "_cache", lambda: cache)
+        patch.setattr(command, "variants", lambda *_: LISTED)
+        patch.setattr(compiler, "version", lambda: "1.2.3")
+        patch.setattr(compiler, "compile_kernel", lambda *_: KERNEL)
+        command.build()
     return len(cache.entries())
 
 
 def test_two_builds_at_once_leave_a_whole_cache(tmp_path):
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        assert pool.map(_build, [tmp_path] * 2) == [3, 3]
+    assert pool(2).run(_build, tmp_path) == [3, 3]
     assert not [file for file in tmp_path.glob("*/*") if file.name.startswith(".")]
