@@ -22,28 +22,11 @@ from tests.simulation.ptx import without_assembly
 HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / "build" / "simulation"
 # Threads that take turns jump from stack to stack, which fortified functions take for an error.
-OPTIONS = ["-std=c++20", "-O1", "-w", "-fPIC", "-U_FORTIFY_SOURCE"]
-MACROS = {
-    "__CUDACC_RTC__": "1",
-    "__device__": "",
-    "__forceinline__": "inline",
-    "__global__": "",
-    "__grid_constant__": "",
-    "__launch_bounds__(...)": "",
-    "__constant__": "",
-    "__shared__": "SIM_SHARED",
-    "__align__(bytes)": "",
-}
+OPTIONS = ["-std=c++20", "-w", "-Wno-psabi", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", f"-I{HERE}"]
 ENTRY = """
 extern "C" void run(const void* parameters, unsigned grid, unsigned height, unsigned cluster) {
-  const unsigned each = unsigned(Kernel::kThreads);
-  sim::Turns turns(cluster * each);
-  sim::turns = &turns;
-  gridDim = {grid, height, 1}, blockDim = {each, 1, 1};
-  for (unsigned block = 0; block < grid * height; block += cluster) {
-    sim::Cluster its(cluster, each, {block % grid, block / grid, 0});
-    turns.run(its.threads, [=] { te_dist_kernel(*static_cast<const Kernel::Params*>(parameters)); });
-  }
+  const auto kernel = [](const void* its) { te_dist_kernel(*static_cast<const Kernel::Params*>(its)); };
+  sim::run({kernel, parameters, {grid, height, 1}, cluster, unsigned(Kernel::kThreads)});
 }
 """
 _ELEMENT_BYTES = {0: 1, 6: 2, 7: 4, 9: 2}  # by the type of a tensor map
@@ -63,45 +46,48 @@ class Map:
 @cache
 def compiled(spec: Spec) -> ctypes.CDLL:
     """The kernel with its launcher; kept on disk by what it is made of."""
-    plain = "\n".join(line for line in spec.source.splitlines() if "__INTADDR__" not in line)
-    defined = [f"-D{name}={value}" for name, value in MACROS.items()]
-    command = ["g++", "-E", "-P", "-x", "c++", "-std=c++20", *defined, f"-I{sources.folder()}", "-"]
-    text = subprocess.run(command, input=plain, capture_output=True, text=True, check=True).stdout
+    includes, found, body = spec.source.partition("using namespace")
+    plain = "\n".join(line for line in (found + body).splitlines() if "__INTADDR__" not in line)
+    whole = "\n".join(('#include "device.h"', expanded(includes), plain, ENTRY))
+    return ctypes.CDLL(str(library(whole, "-O1", simulator().name, "-Wl,-rpath,$ORIGIN")))
+
+
+@cache
+def expanded(includes: str) -> str:
+    """Headers of csrc/cuda as C++ for the host."""
+    command = ["g++", "-E", "-P", "-x", "c++", "-std=c++20", "-imacros", str(HERE / "device.h")]
+    command += [f"-I{sources.folder()}", "-"]
+    text = subprocess.run(command, input=includes, capture_output=True, text=True, check=True).stdout
     text = re.sub(r"extern SIM_SHARED\s+(\w+) memory\[\];", r"auto* memory = (\1*)sim::dynamic_shared();", text)
-    text = without_assembly(re.sub(r"\bSIM_SHARED\s+(alignas\(\w+\))?", r"\1 static ", text))
-    names = "#define int64_t te_int64_t\n#define uint64_t te_uint64_t\n"
-    whole = f'#include "device.h"\n{names}{text}{ENTRY}'
-    key = hashlib.sha256(whole.encode() + simulator()).hexdigest()[:24]
-    library = FOLDER / f"{key}.so"
-    if not library.exists():
+    return without_assembly(re.sub(r"\bSIM_SHARED\s+(alignas\(\w+\))?", r"\1 static ", text))
+
+
+@cache
+def simulator() -> Path:
+    """What kernels call, compiled once for all: it takes as long as ten of them."""
+    return library('#include "simulator.cpp"\n#include "numbers.cpp"', "-O2", "-fno-semantic-interposition")
+
+
+def library(source: str, *options: str) -> Path:
+    """Of C++, compiled unless it lies there already."""
+    key = hashlib.sha256("\0".join((source, *OPTIONS, *options)).encode() + common()).hexdigest()[:24]
+    target = FOLDER / f"{key}.so"
+    if not target.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
         # Several processes may make the same one.
-        source, made = (FOLDER / f"{key}.{os.getpid()}.{kind}" for kind in ("cpp", "made"))
-        source.write_text(whole)
-        found = [f"-I{headers()}", f"-I{HERE}"]
-        subprocess.run(["g++", *OPTIONS, "-shared", *found, str(source), "-o", str(made)], check=True)
-        made.rename(library)
-    return ctypes.CDLL(str(library))
+        text, made = (FOLDER / f"{key}.{os.getpid()}.{kind}" for kind in ("cpp", "made"))
+        text.write_text(source)
+        command = ["g++", *OPTIONS, text.name, *options, "-o", made.name]
+        subprocess.run(command, check=True, cwd=FOLDER)
+        made.rename(target)
+    return target
 
 
 @cache
-def simulator() -> bytes:
-    """What every simulated kernel includes."""
-    return b"".join((HERE / name).read_bytes() for name in ("device.h", "threads.h"))
-
-
-@cache
-def headers() -> Path:
-    """Where device.h lies compiled: it takes as long as most kernels."""
+def common() -> bytes:
+    """What every library depends on."""
     compiler = subprocess.run(["g++", "--version"], capture_output=True, check=True).stdout
-    key = hashlib.sha256(compiler + simulator()).hexdigest()[:24]
-    folder = FOLDER / f"headers_{key}"
-    if not (folder / "device.h.gch").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        made = folder / f"{os.getpid()}.made"
-        subprocess.run(["g++", *OPTIONS, "-x", "c++-header", str(HERE / "device.h"), "-o", str(made)], check=True)
-        made.rename(folder / "device.h.gch")
-    return folder
+    return compiler + b"".join(path.read_bytes() for path in sorted(HERE.glob("*.[ch]*")))
 
 
 def launch(spec: Spec, on: Tensor, grid: tuple[int, int], values: tuple[Any, ...]) -> None:

@@ -22,15 +22,7 @@
 #include <utility>
 #include <vector>
 
-namespace sim {
-
-struct Index {
-  unsigned x = 0, y = 0, z = 0;
-};
-
-}  // namespace sim
-
-inline sim::Index threadIdx, blockIdx, gridDim, blockDim;
+#include "device.h"
 
 namespace sim {
 
