@@ -14,7 +14,8 @@ JOBS   ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo
 ARGS   ?=
 
 RUN := $(VENV)/bin/python
-INSTALL := $(RUN) -m pip --disable-pip-version-check install --quiet
+# Without byte code, most of which nobody asks for: what is imported is compiled then.
+INSTALL := $(RUN) -m pip --disable-pip-version-check install --quiet --no-compile
 SOURCES := CMakeLists.txt $(shell find csrc -type f)
 REQUIREMENTS := import tomllib, torch; p = tomllib.load(open("pyproject.toml", "rb")); extras = p["project"]["optional-dependencies"]; \
 	cuda = "cuda12" if (torch.version.cuda or "").startswith("12.") else "cuda13"; \

@@ -49,7 +49,7 @@ def main(folder: Path, requirement: str) -> None:
         site = next((folder / "lib").glob("python3.*")) / "site-packages"
         (site / "caller_torch.pth").write_text(f"{torch_folder}\n")
         return
-    subprocess.run([python, "-m", "pip", "install", "--quiet", requirement], check=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-compile", requirement], check=True)
 
 
 if __name__ == "__main__":
