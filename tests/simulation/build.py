@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
-import os
 import re
 import struct
 import subprocess
@@ -74,12 +74,16 @@ def library(source: str, *options: str) -> Path:
     target = FOLDER / f"{key}.so"
     if not target.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
-        # Several processes may make the same one.
-        text, made = (FOLDER / f"{key}.{os.getpid()}.{kind}" for kind in ("cpp", "made"))
-        text.write_text(source)
-        command = ["g++", *OPTIONS, text.name, *options, "-o", made.name]
-        subprocess.run(command, check=True, cwd=FOLDER)
-        made.rename(target)
+        with (FOLDER / f"{key}.cpp").open("a") as text:
+            fcntl.flock(text, fcntl.LOCK_EX)  # of processes that need the same one, one makes it
+            if not target.exists():
+                text.truncate(0)
+                text.write(source)
+                text.flush()
+                made = target.with_suffix(".made")
+                command = ["g++", *OPTIONS, text.name, *options, "-o", made.name]
+                subprocess.run(command, check=True, cwd=FOLDER)
+                made.rename(target)
     return target
 
 
