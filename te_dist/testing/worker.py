@@ -110,11 +110,16 @@ def serve(setup: Setup, connection: Connection) -> None:
         except Exception as error:
             connection.send_bytes(_pack_failure(error))
             return
-        gc.freeze()
+        known = 0
         try:
-            while message := connection.recv_bytes():
-                connection.send_bytes(_answer(setup, message))
+            while True:
                 gc.collect()
+                if len(sys.modules) != known:  # modules stay: not to be looked at after every job
+                    known = len(sys.modules)
+                    gc.freeze()
+                if not (message := connection.recv_bytes()):
+                    break
+                connection.send_bytes(_answer(setup, message))
         except EOFError:
             return
         if dist.is_initialized():

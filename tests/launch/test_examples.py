@@ -1,11 +1,9 @@
-"""The examples run, one as its first line says, and learn."""
+"""The examples run on two processes, and learn."""
 
 from __future__ import annotations
 
 import re
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,15 +18,6 @@ def assert_learned(output: str) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_the_first_example_learns_under_torchrun() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(EXAMPLES / "fsdp2.py")], capture_output=True, text=True, timeout=180, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert_learned(done.stdout)
-
-
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_an_example_without_a_launcher_says_how_to_start_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -36,7 +25,7 @@ def test_an_example_without_a_launcher_says_how_to_start_it(path: Path, monkeypa
         runpy.run_path(str(path), run_name="__main__")
 
 
-@pytest.mark.parametrize("path", sorted({*EXAMPLES.glob("*.py")} - {EXAMPLES / "fsdp2.py"}), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_example_learns_on_two_processes(path: Path, two_ranks: Callable) -> None:
     code, output = two_ranks(str(path))
     assert code == 0, output[-3000:]
