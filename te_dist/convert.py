@@ -57,7 +57,18 @@ def convert(
     for name, module in made.items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, module)
+    _leave_fast_paths(model)
     return made
+
+
+def _leave_fast_paths(model: nn.Module) -> None:
+    """In evaluation torch's encoders would read the weights of what was exchanged themselves, past the modules."""
+    encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoder)]
+    for layer in model.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer) and Linear in {type(layer.linear1), type(layer.linear2)}:
+            layer.activation_relu_or_gelu = 0
+            for encoder in encoders:
+                encoder.use_nested_tensor &= all(each is not layer for each in encoder.layers)
 
 
 def _choose(model: nn.Module, plan: Mapping[str, Recipe | None]) -> dict[str, Recipe | None]:

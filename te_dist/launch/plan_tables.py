@@ -26,7 +26,8 @@ def show(plan: JobPlan, rank: int, console: Console) -> None:
     console.print(_ranks(plan))
     console.print(
         "Bytes of one step. A gather counts what arrives, a rank's own part included; a reduction counts what goes in. "
-        f"Gathers happen in each of {plan.ranks[rank].micro_batches} micro batches, the rest once.",
+        f"Gathers happen in each of {plan.ranks[rank].micro_batches} micro batches, the rest once. "
+        "A row of several names has the figures of each.",
         highlight=False,
     )
 

@@ -69,6 +69,18 @@ def test_modules_are_exchanged_by_pattern() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.parametrize("how", [BLOCK, None], ids=["quantized", "plain"])
+def test_evaluation_of_torchs_encoders_goes_through_what_was_exchanged(how: recipe.Recipe | None) -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2).eval()
+    te.convert(encoder, {"layers.1.*": how})
+    x, padding = torch.randn(2, 6, 32), torch.arange(6).repeat(2, 1) >= torch.tensor([[6], [4]])
+    with te.autocast(recipe=BLOCK):
+        want = encoder(x, src_key_padding_mask=padding)  # where gradients are asked for, torch has no fast path
+        with torch.no_grad():
+            got = encoder(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(got[~padding], want[~padding], rtol=1e-5, atol=1e-5)
+
+
 def test_plain_parameters_stay_the_same_objects() -> None:
     model = Model()
     before = dict(model.named_parameters())
