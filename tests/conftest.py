@@ -51,7 +51,7 @@ def pytest_collection_finish() -> None:
 
 
 class OnePoolAtATime(LoadScopeScheduling):
-    """Tests that run in pools of processes go to one worker: two pools on two cores are hardly faster than one.
+    """Folders of tests that run in pools of processes go to one worker: two on two cores are hardly faster than one.
 
     Others go by file, for what a file makes once.
     """

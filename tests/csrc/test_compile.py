@@ -147,6 +147,8 @@ def compiled(spec: Spec, arch: str) -> Compiled:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file}, twelfth {TURN}")
 def test_kernels_compile_without_spills(file, arch, threads, request):
     specs = chosen(file, arch, None if request.config.getoption("--all-kernels") else TURN)
+    if not specs:
+        pytest.skip(f"none of {file} for {arch} is among this twelfth")
     with ThreadPoolExecutor(threads) as pool:
         made = dict(zip(specs, pool.map(lambda spec: compiled(spec, arch), specs), strict=True))
     assert all(kernel.registers > 0 for kernel in made.values())

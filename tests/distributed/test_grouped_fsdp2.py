@@ -18,8 +18,7 @@ from tests.distributed.test_fsdp2 import assert_nothing_unsharded
 MEMBERS, ROWS, COLS = 6, 192, 160  # over four ranks two, two, two and none; ragged tiles of 128
 every_format = pytest.mark.parametrize("name", FORMATS)
 every_cut = pytest.mark.parametrize("cut", ["members", "rows"])
-# One of every kind, for what tests/distributed/matrix runs with all of them.
-TOGETHER = ["float8_tensorwise_tn", "float8_block_2d", "hybrid_mxfp8_nvfp4"]
+TOGETHER = ["float8_tensorwise_tn", "float8_block_2d", "mxfp8_1d", "nvfp4_2d", "hybrid_mxfp8_nvfp4"]
 
 
 def random_group(seed: int, members: int = MEMBERS) -> Tensor:
@@ -126,7 +125,7 @@ def test_unsharded_weights_are_the_quantized_whole(name: str) -> None:
     pool(2).run(train_and_compare, name, "rows", "ours")
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", ["float8_tensorwise_tn", "float8_block_2d", "hybrid_mxfp8_nvfp4"])
 @pytest.mark.parametrize(("world", "cut"), [(1, "rows"), (2, "members"), (4, "members"), (4, "rows")])
 def test_any_number_of_ranks_and_either_cut(world: int, cut: str, name: str) -> None:
     pool(world).run(train_and_compare, name, cut, "ours")

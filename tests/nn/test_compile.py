@@ -19,7 +19,7 @@ from tests.nn.recipes import CASES
 
 WIDTH, HIDDEN = 64, 96
 STATELESS = {name: case for name, case in CASES.items() if not name.startswith("delayed")}
-QUANTIZED = ("current", "block", "mxfp8_2d", "hybrid")
+QUANTIZED = ("current", "block", "mxfp8_2d", "nvfp4", "hybrid")
 block_scaling = recipe.Float8BlockScaling()
 
 

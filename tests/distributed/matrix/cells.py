@@ -21,7 +21,9 @@ def run_all(rank: int, world: int, name: str, formats: tuple[str, ...]) -> dict[
     """By format, `GREEN` or the text of the refusal."""
     which = SITUATIONS[name]
     if which.together:
-        return dict.fromkeys(formats, _state(which, formats))
+        state = _state(which, formats)
+        assert state == GREEN, f"{name} is refused for some format, and no other can be told: give it together=False"
+        return dict.fromkeys(formats, state)
     return {format: _state(which, (format,)) for format in formats}
 
 
@@ -30,7 +32,7 @@ def _state(which: Situation, names: tuple[str, ...]) -> str:
     try:
         refusal = which.run(tuple(FORMATS[name] for name in names))
     except Exception as error:
-        error.add_note(f"in the situation {which.name}, blocks of {', '.join(names)}")
+        error.add_note(f"in the situation {which.name}, blocks of {dict(enumerate(names))}")
         raise
     return GREEN if refusal is None else refusal
 
