@@ -110,16 +110,15 @@ def serve(setup: Setup, connection: Connection) -> None:
         except Exception as error:
             connection.send_bytes(_pack_failure(error))
             return
-        known = 0
+        gc.freeze()
+        known = len(sys.modules)
         try:
-            while True:
+            while message := connection.recv_bytes():
+                connection.send_bytes(_answer(setup, message))
                 gc.collect()
                 if len(sys.modules) != known:  # modules stay: not to be looked at after every job
                     known = len(sys.modules)
                     gc.freeze()
-                if not (message := connection.recv_bytes()):
-                    break
-                connection.send_bytes(_answer(setup, message))
         except EOFError:
             return
         if dist.is_initialized():

@@ -16,14 +16,19 @@ KERNEL = Compiled(b"cubin" * 1000, registers=40, spilled=0)
 LISTED = [movement.transform(8), movement.copies(16), movement.copies(4)]
 
 
+def pretend(patch: pytest.MonkeyPatch) -> None:
+    """Three kernels are listed, and compiled without a compiler."""
+    patch.setattr(command, "variants", lambda *_: LISTED)
+    patch.setattr(compiler, "version", lambda: "1.2.3")
+    patch.setattr(compiler, "compile_kernel", lambda *_: KERNEL)
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch, te_dist_command):
     """Runs `te-dist` with these arguments over an empty cache; returns what it printed last and its exit status."""
     monkeypatch.setenv("TE_DIST_KERNEL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(command, "variants", lambda *_: LISTED)
-    monkeypatch.setattr(compiler, "version", lambda: "1.2.3")
-    monkeypatch.setattr(compiler, "compile_kernel", lambda *_: KERNEL)
+    pretend(monkeypatch)
 
     def run(*arguments: str) -> tuple[str, object]:
         printed, status = te_dist_command(*arguments)
@@ -134,9 +139,7 @@ def _build(rank: int, world: int, folder: Path) -> int:
     cache = KernelCache(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "_cache", lambda: cache)
-        patch.setattr(command, "variants", lambda *_: LISTED)
-        patch.setattr(compiler, "version", lambda: "1.2.3")
-        patch.setattr(compiler, "compile_kernel", lambda *_: KERNEL)
+        pretend(patch)
         command.build()
     return len(cache.entries())
 
