@@ -70,6 +70,12 @@ def _folder(text: str) -> Path:
 RANK = Variable("RANK", _integer, "0", "Rank of this process among all processes; torchrun sets it.")
 WORLD_SIZE = Variable("WORLD_SIZE", _integer, "1", "Number of processes; torchrun sets it.")
 LOCAL_RANK = Variable("LOCAL_RANK", _integer, "0", "Rank of this process on its host, and its GPU; torchrun sets it.")
+SHARED_GPUS = Variable(
+    "NCCL_MULTI_RANK_GPU_ENABLE",
+    _flag,
+    "0",
+    "1: NCCL from 2.30 lets several ranks use one GPU, and the pools of `te_dist.testing` then need only one.",
+)
 KERNEL_CACHE = Variable(
     "TE_DIST_KERNEL_CACHE",
     _folder,

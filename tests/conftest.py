@@ -14,6 +14,7 @@ import torch
 from xdist.scheduler import LoadScopeScheduling
 
 from te_dist import __main__ as command
+from te_dist import env
 from te_dist.testing import WorkerPool, pool
 
 ROOT = Path(__file__).parent
@@ -76,16 +77,31 @@ def device_type(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def ranks(device_type: str, request: pytest.FixtureRequest) -> Callable[[int], WorkerPool]:
-    """`ranks(world)` is the worker pool of that size; the test is skipped where there are too few GPUs."""
-    gloo_only = request.node.get_closest_marker("gloo_only")
+def gpu_ranks() -> Callable[[int], WorkerPool]:
+    """`gpu_ranks(world)` is the worker pool of that size on GPUs; the test is skipped where there are too few."""
 
     def of(world: int) -> WorkerPool:
-        if device_type == "cuda" and gloo_only:
+        if torch.cuda.device_count() < world and not env.SHARED_GPUS.get():
+            found = f"this machine has {torch.cuda.device_count()}"
+            pytest.skip(f"needs {world} GPUs, {found}; NCCL 2.30 shares them where {env.SHARED_GPUS.name}=1")
+        return pool(world, "cuda")
+
+    return of
+
+
+@pytest.fixture
+def ranks(
+    device_type: str, request: pytest.FixtureRequest, gpu_ranks: Callable[[int], WorkerPool]
+) -> Callable[[int], WorkerPool]:
+    """`ranks(world)` is the worker pool of that size; the test is skipped where there are too few GPUs."""
+    gloo_only = request.node.get_closest_marker("gloo_only")
+    if device_type == "cpu":
+        return pool
+
+    def of(world: int) -> WorkerPool:
+        if gloo_only:
             pytest.skip(f"on gloo only: {gloo_only.args[0]}")
-        if device_type == "cuda" and torch.cuda.device_count() < world:
-            pytest.skip(f"needs {world} GPUs, this machine has {torch.cuda.device_count()}")
-        return pool(world, device_type)
+        return gpu_ranks(world)
 
     return of
 

@@ -68,7 +68,10 @@ class _Worker:
 
 
 class WorkerPool:
-    """`world` processes in one process group: gloo on "cpu", NCCL on "cuda" (rank i on GPU i)."""
+    """`world` processes in one process group: gloo on "cpu", NCCL on "cuda" (rank i on GPU i).
+
+    Where there are fewer GPUs, ranks share them in turn, which NCCL has to be told (`env.SHARED_GPUS`).
+    """
 
     def __init__(self, world: int, device_type: str = "cpu", *, timeout: float = TIMEOUT) -> None:
         self.world = world

@@ -130,14 +130,14 @@ def _join(setup: Setup) -> None:
     torch.set_num_threads(1)
     on_gpu = setup.device_type == "cuda"
     if on_gpu:
-        torch.cuda.set_device(setup.rank)
+        torch.cuda.set_device(setup.rank % torch.cuda.device_count())
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=dist.FileStore(setup.store_path, setup.world),  # pyright: ignore[reportPrivateImportUsage]
         rank=setup.rank,
         world_size=setup.world,
         timeout=timedelta(seconds=setup.timeout),
-        device_id=torch.device("cuda", setup.rank) if on_gpu else None,
+        device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
     )
 
 

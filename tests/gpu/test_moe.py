@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from te_dist import recipe, testing
 from te_dist.nn.moe import ExpertParallel, MoE, Routing, sort_by_expert
 from te_dist.nn.moe.dispatch import by_expert, fill_slots
 from te_dist.recipe import Recipe
-from te_dist.testing import assert_bitwise, pool
+from te_dist.testing import WorkerPool, assert_bitwise
 from tests.gpu.waits import never_waiting
 from tests.nn.recipes import relative_error
 
@@ -183,7 +184,7 @@ def slots_replayed(rank: int, world: int, name: str, payload: Any) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(("name", "payload"), [("bf16", "plain"), ("block", "plain"), ("block", "quantized")])
-def test_a_captured_pass_with_slots_replays_with_other_routings(name: str, payload: str, world: int) -> None:
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"needs {world} GPUs")
-    pool(world, "cuda").run(slots_replayed, name, payload)
+def test_a_captured_pass_with_slots_replays_with_other_routings(
+    name: str, payload: str, world: int, gpu_ranks: Callable[[int], WorkerPool]
+) -> None:
+    gpu_ranks(world).run(slots_replayed, name, payload)
