@@ -26,18 +26,22 @@ struct QuantizeMxFp8 {
 
   static constexpr bool kHasRow = kRow != Share::kAbsent, kHasCol = kCol != Share::kAbsent;
   static constexpr bool kHasSquare = kRow == Share::kSquare || kCol == Share::kSquare;
-  static constexpr int kTiles = kPanel / kTile;  // side by side in a panel
+  // Bytes of scales that lie together are written together: a panel is wide, but where what is summed wants square ones.
+  using Lanes = PanelLanes<Source::kHasSums || Source::kHasRowSums ? 2 : 1>;
+  static constexpr int kAcross = Lanes::kCols / kTile, kDown = Lanes::kRows / kTile;  // tiles of a panel
+  static constexpr int kTileWarps = kTile / Lanes::kWarpRows;                         // that hold a tile
 
-  // Amaxes of columns of each warp's 16 rows, of squares of 16 rows and 32 columns, and the columns' multipliers.
+  // Amaxes of columns and of 32 columns in each warp's rows, and the columns' multipliers.
   struct Shared {
-    float columns[kCol == Share::kRun ? kWarps : 1][kPanel];
-    float squares[kWarps][kTiles];
-    float multipliers[kCol == Share::kRun ? kTiles : 1][kPanel];
+    float columns[kCol == Share::kRun ? kWarps : 1][Lanes::kCols];
+    float squares[kWarps][kAcross];
+    float multipliers[kCol == Share::kRun ? kDown : 1][Lanes::kCols];
   };
 
   // Four lanes hold a run of a row; each settles two of the eight rows of a patch.
-  using Rows = SharedOut<2, 4>;
-  static constexpr int kOtherRuns[] = {8, 16};  // masks of the lanes with the other runs of the same rows
+  using Rows = SharedOut<Lanes::kPatchRows, 2 * Lanes::kPatchRows>;
+  static constexpr int kNextRun = 4 * Lanes::kPatchRows;  // lanes from a run of a row to the next
+  using RowExponents = uint32_t[Rows::kOwned];
 
   const Params& p;
   const View view;
@@ -50,65 +54,73 @@ struct QuantizeMxFp8 {
     return e8m0_round_up(amax * float_of(bits));
   }
 
-  TE_DIST_DEVICE int64_t tile_row() const { return place.panel_row * kTiles + place.local_row / kTile; }
-  TE_DIST_DEVICE int64_t tile_col() const { return place.panel_col * kTiles + place.local_col / kTile; }
+  TE_DIST_DEVICE int64_t tile_row() const { return place.panel_row * kDown + place.local_row / kTile; }
+  TE_DIST_DEVICE int64_t tile_col() const { return place.panel_col * kAcross + place.local_col / kTile; }
 
   // Number of tiles that the matrix touches.
   TE_DIST_DEVICE int64_t grid_rows() const { return (p.panels.tiled_rows(view) + kTile - 1) / kTile; }
   TE_DIST_DEVICE int64_t grid_cols() const { return (view.phase.col + view.extents.cols + kTile - 1) / kTile; }
 
-  // Stores the exponents of the four runs of a row: each lane gives its own, all get the whole, one writes.
-  TE_DIST_DEVICE void store_row_exponents(int i, uint32_t found) const {
-    uint32_t bytes = found << (8 * (place.local_col / kTile));
-    for (int mask : kOtherRuns) bytes |= __shfl_xor_sync(kFullWarp, bytes, mask);
-    if (threadIdx.x & (kOtherRuns[0] | kOtherRuns[1])) return;
-    const int64_t first = place.panel_col * kTiles;
-    const Inside inside = Inside::of(first, kTiles, grid_cols()).only_if(place.rows.has(i));
+  // Stores the exponents of rows, of which each lane has one run of two: pairs of lanes take a row each, then the bytes of
+  // more and more runs come together.
+  TE_DIST_DEVICE void store_row_exponents(const RowExponents& found) const {
+    const bool second = threadIdx.x & kNextRun;
+    const uint32_t other = __shfl_xor_sync(kFullWarp, second ? found[0] : found[1], kNextRun);
+    uint32_t bytes[kAcross / 4] = {second ? found[1] << 8 | other : found[0] | other << 8};
+    bytes[0] |= __shfl_xor_sync(kFullWarp, bytes[0], 2 * kNextRun) << 16;
+    if constexpr (kAcross == 8) bytes[1] = __shfl_xor_sync(kFullWarp, bytes[0], 4 * kNextRun);
+    if (threadIdx.x % 32 >= 2 * kNextRun) return;  // the leftmost have them in order
+    const int i = Rows::first() + second;
+    const int64_t first = place.panel_col * kAcross;
+    const Inside inside = Inside::of(first, kAcross, grid_cols()).only_if(place.rows.has(i));
     if constexpr (kScaleStore > 1) {
-      store_run<kTiles, kScaleStore>(reinterpret_cast<char*>(&p.row.scale.at(place.row + i, first)), inside, &bytes);
+      store_run<kAcross, kScaleStore>(reinterpret_cast<char*>(&p.row.scale.at(place.row + i, first)), inside, bytes);
     } else {
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-        if (inside.has(t)) p.row.scale.at(place.row + i, first + t) = uint8_t(bytes >> (8 * t));
+      for (int t = 0; t < kAcross; ++t) {
+        if (inside.has(t)) p.row.scale.at(place.row + i, first + t) = uint8_t(bytes[t / 4] >> (8 * (t % 4)));
       }
     }
   }
 
   TE_DIST_DEVICE void settle_runs_of_rows(float (&multipliers)[kPatch]) const {
     float values[kPatch], owned[Rows::kOwned];
+    RowExponents found;
     patch.row_amax(values);
     Rows::largest(values, owned);
 #pragma unroll
     for (int k = 0; k < Rows::kOwned; ++k) {
       const int i = Rows::first() + k;
       const bool is_given = p.row.amax.data && place.rows.has(i) && tile_col() < grid_cols();
-      const uint32_t found = exponent(is_given ? p.row.amax.at(place.row + i, tile_col()) : owned[k]);
-      store_row_exponents(i, found);
-      owned[k] = e8m0_inverse(found);
+      found[k] = exponent(is_given ? p.row.amax.at(place.row + i, tile_col()) : owned[k]);
+      owned[k] = e8m0_inverse(found[k]);
     }
+    store_row_exponents(found);
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) multipliers[i] = Rows::of(owned, i);
   }
 
   // Puts what other warps need to know of the amaxes of columns and of squares into shared memory.
   TE_DIST_DEVICE void share_amaxes() {
-    if constexpr (kCol == Share::kRun) patch.share_col_amax(place, shared.columns);
+    if constexpr (kCol == Share::kRun) patch.template share_col_amax<Lanes>(place, shared.columns);
     if constexpr (kHasSquare) {
       float amax = patch.amax();
 #pragma unroll
-      for (int mask : {1, 2, 4}) amax = larger_of_lanes(amax, mask);
-      if (threadIdx.x % 8 == 0) shared.squares[threadIdx.x / 32][place.local_col / kTile] = amax;
+      for (int mask = 1; mask < kNextRun; mask *= 2) amax = larger_of_lanes(amax, mask);
+      if (threadIdx.x % kNextRun == 0) shared.squares[threadIdx.x / 32][place.local_col / kTile] = amax;
     }
   }
 
   // Exponents of the columns' runs, two to a thread; neighbours write neighbouring bytes.
   TE_DIST_DEVICE void settle_runs_of_columns() {
 #pragma unroll
-    for (int k = 0; k < kTiles * kPanel / kThreads; ++k) {
-      const int tile = k * (kThreads / kPanel) + threadIdx.x / kPanel, local_col = threadIdx.x % kPanel;
-      const int64_t row = place.panel_row * kTiles + tile, col = place.first_col() + local_col;
+    for (int k = 0; k < kDown * Lanes::kCols / kThreads; ++k) {
+      const int tile = k * (kThreads / Lanes::kCols) + threadIdx.x / Lanes::kCols, local_col = threadIdx.x % Lanes::kCols;
+      const int64_t row = place.panel_row * kDown + tile, col = place.first_col() + local_col;
       const bool is_inside = row < grid_rows() && col >= 0 && col < view.extents.cols;
-      float amax = fmaxf(shared.columns[2 * tile][local_col], shared.columns[2 * tile + 1][local_col]);
+      float amax = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kTileWarps; ++w) amax = fmaxf(amax, shared.columns[tile * kTileWarps + w][local_col]);
       if (is_inside && p.col.amax.data) amax = p.col.amax.at(row, col);
       const uint32_t found = exponent(amax);
       if (is_inside) p.col.scale.at(row, col) = uint8_t(found);
@@ -117,8 +129,10 @@ struct QuantizeMxFp8 {
   }
 
   TE_DIST_DEVICE uint32_t square_exponent(const BlockOutput<uint8_t>& output) const {
-    const int warp = threadIdx.x / 64 * 2, tile = place.local_col / kTile;
-    float amax = fmaxf(shared.squares[warp][tile], shared.squares[warp + 1][tile]);
+    const int warp = threadIdx.x / 32 / kTileWarps * kTileWarps;
+    float amax = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kTileWarps; ++w) amax = fmaxf(amax, shared.squares[warp + w][place.local_col / kTile]);
     const bool is_inside = tile_row() < grid_rows() && tile_col() < grid_cols();
     if (output.amax.data && is_inside) amax = output.amax.at(tile_row(), tile_col());
     return exponent(amax);
@@ -127,15 +141,14 @@ struct QuantizeMxFp8 {
   // A square's exponent is stored once for every row; or for every column.
   TE_DIST_DEVICE float settle_square_by_rows() const {
     const uint32_t found = square_exponent(p.row);
-#pragma unroll
-    for (int k = 0; k < Rows::kOwned; ++k) store_row_exponents(Rows::first() + k, found);
+    store_row_exponents({found, found});
     return e8m0_inverse(found);
   }
 
   TE_DIST_DEVICE float settle_square_by_columns() const {
     const uint32_t found = square_exponent(p.col);
-    // Of the lanes with the same columns, four in two warps, one writes.
-    const bool writes = (threadIdx.x & 33) == 0 && tile_row() < grid_rows();
+    // Of the four threads with the same columns one writes.
+    const bool writes = place.local_row % kTile == 0 && tile_row() < grid_rows();
 #pragma unroll
     for (int j = 0; j < kPatch; ++j) {
       if (writes && place.cols.has(j)) p.col.scale.at(tile_row(), place.col + j) = uint8_t(found);
@@ -188,10 +201,12 @@ struct QuantizeMxFp8 {
   TE_DIST_INLINE void run(const Params& p, int64_t panel) {
     if (is_set(p.noop)) return;
     __shared__ Shared shared;
-    const View view = p.panels.view(p.extents, panel);
-    QuantizeMxFp8 self{p, view, Place::of(view.extents, view.phase, panel), shared, {}};
-    // There are blocks for as many panels as groups may have.
-    if (Panels::kIsGrouped && self.place.first_row() >= view.extents.rows) return;
+    const View view = p.panels.template view<Lanes>(p.extents, panel);
+    QuantizeMxFp8 self{p, view, Place::of<Lanes>(view.extents, view.phase, panel), shared, {}};
+    // There are blocks for as many tiles of rows as groups may have; such a tile is written by columns to its end.
+    constexpr int kPanels = kPanel / Lanes::kRows;
+    const int64_t first_of_tile = self.place.panel_row / kPanels * kPanel - view.phase.row;
+    if (Panels::kIsGrouped && first_of_tile >= view.extents.rows) return;
     self.quantize();
   }
 

@@ -37,6 +37,11 @@ class Source:
     template: str
     fields: str
 
+    @property
+    def has_sums(self) -> bool:
+        """Whether columns or rows are summed, over square panels, as they pass."""
+        return "sums:P" in self.fields
+
 
 class Input(NamedTuple):
     """A source with its tensors: the matrix that a kernel reads.

@@ -13,6 +13,7 @@ from te_dist.kernels.arguments import (
     CODES,
     EXTENTS,
     PANEL,
+    WIDE_PANEL,
     access_bytes,
     blocks_for,
     phase_in,
@@ -161,10 +162,11 @@ def mxfp8_task(x: Input, phase: Pair, fp8: str, *rest: Pair | Tensor | None) -> 
         return None
     phase = phase_in(MX_TILE, phase)
     store = access_bytes(8, pointer(row_data), pointer(col_data), x.shape[1], phase[1])
-    widths = (x.load_bytes(phase[1]), store, scale_store_bytes(row_scale))
+    panel = mxfp8_panel(x.source)
+    widths = (x.load_bytes(phase[1]), store, scale_store_bytes(row_scale, panel))
     kernel = partial(mxfp8, code=CODES[fp8], shares=(share(row_tile, row_data), share(col_tile, col_data)))
     outputs = (*output(row_amax, row_data, row_scale), *output(col_amax, col_data, col_scale))
-    blocks = blocks_for(x.shape, PANEL, phase)
+    blocks = blocks_for(x.shape, panel, phase)
     values = (*x.shape, *phase, pointer(noop), *outputs)
     return Task(x, kernel, widths, (x.element_size(), 1, 1), blocks, values)
 
@@ -176,9 +178,14 @@ def quantize_mxfp8(
     start(mxfp8_task(read(x, source, beside, sums, row_sums), *rest))
 
 
-def scale_store_bytes(scale: Tensor | None) -> int:
-    """Bytes of one row's scales, four in a panel, that can be written at a time."""
-    limit = PANEL[1] // MX_TILE[1]
+def mxfp8_panel(source: Source) -> Pair:
+    """Elements that a block of threads takes."""
+    return PANEL if source.has_sums else WIDE_PANEL
+
+
+def scale_store_bytes(scale: Tensor | None, panel: Pair) -> int:
+    """Bytes of one row's scales in a panel that can be written at a time."""
+    limit = panel[1] // MX_TILE[1]
     if scale is None:
         return limit
     rows, cols = scale.shape

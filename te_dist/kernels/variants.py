@@ -26,7 +26,7 @@ from te_dist.kernels import (
 from te_dist.kernels.gemm_decoded import WIDTHS, decoded
 from te_dist.kernels.gemm_decoded import source as coded
 from te_dist.kernels.grouped_whole import Operand
-from te_dist.kernels.inputs import adam, gathered, plain, rms_norm, summed, swiglu, swiglu_gradient
+from te_dist.kernels.inputs import Source, adam, gathered, plain, rms_norm, summed, swiglu, swiglu_gradient
 from te_dist.kernels.multi_adam import ADVANCE, compact
 from te_dist.kernels.multi_tensor import multi_tensor, reading
 from te_dist.kernels.panels import GROUPED_ROWS, ONE_MATRIX, Panels
@@ -45,13 +45,19 @@ _OF_GRADIENTS = ("kStochasticAligned", "kNone", "false", "true")
 _TENSOR_SHARES = ((_TENSOR, _TENSOR), (_TENSOR, _ABSENT), (_ABSENT, _TENSOR))
 
 
+def _mxfp8(source: Source, **constants: object) -> Spec:
+    """Of matrices that are whole numbers of panels wide."""
+    return quantize.mxfp8(source, (16, 8, quantize.mxfp8_panel(source)[1] // quantize.MX_TILE[1]), **constants)
+
+
 def quantizers(element: str) -> Iterator[Spec]:
     """All codecs and directions for inputs of one type."""
     source, narrow = plain(element), _BYTES[element]
     for code, shares in product(_CODES, (*_BLOCK_SHARES, _FROM_COLUMNS, *_TENSOR_SHARES)):
         yield quantize.float8(source, (16, 8, 16), code=code, shares=shares)
     for code, shares in product(_CODES, (*_BLOCK_SHARES, _FROM_COLUMNS)):
-        yield quantize.mxfp8(source, (16, 8, 4), code=code, shares=shares)
+        yield _mxfp8(source, code=code, shares=shares)
+    yield quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=(_RUN, _RUN))
     wide = (16, 8, 16, 8, 8)
     for rounding in ("kNearest", "kStochasticAligned"):
         plain_rule, transformed = ((rounding, "kNone", "false", transforms) for transforms in ("false", "true"))
@@ -81,7 +87,7 @@ def fused(element: str) -> Iterator[Spec]:
     for source in (*computed, *routed, summed(plain(element)), summed(swiglu_gradient(element))):
         for shares in ((_RUN, _RUN), (_RUN, _ABSENT)):
             yield quantize.float8(source, (16, 8, 16), code="E4M3", shares=shares)
-            yield quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=shares)
+            yield _mxfp8(source, code="E4M3", shares=shares)
         yield quantize.float8(source, (16, 8, 16), code="E4M3", shares=(_TENSOR, _TENSOR))
         yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_PLAIN_RULE, shares=(_RUN, _RUN))
     yield from gradients(element, ONE_MATRIX)
@@ -100,7 +106,7 @@ def gradients(element: str, panels: Panels) -> Iterator[Spec]:
     source = summed(plain(element))
     for shares in ((_RUN, _RUN), (_TENSOR, _TENSOR)):
         yield quantize.float8(source, (16, 8, 16), code="E5M2", shares=shares, panels=panels)
-    yield quantize.mxfp8(source, (16, 8, 4), code="E5M2", shares=(_RUN, _RUN), panels=panels)
+    yield _mxfp8(source, code="E5M2", shares=(_RUN, _RUN), panels=panels)
     yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_OF_GRADIENTS, shares=(_RUN, _RUN), panels=panels)
 
 
@@ -110,7 +116,7 @@ def grouped_quantizers(element: str) -> Iterator[Spec]:
     for code, shares in product(_CODES, (*_BLOCK_SHARES, *_TENSOR_SHARES)):
         yield quantize.float8(source, wide, code=code, shares=shares, panels=GROUPED_ROWS)
     for code, shares in product(_CODES, _BLOCK_SHARES):
-        yield quantize.mxfp8(source, (16, 8, 4), code=code, shares=shares, panels=GROUPED_ROWS)
+        yield _mxfp8(source, code=code, shares=shares, panels=GROUPED_ROWS)
     for rounding in ("kNearest", "kStochasticAligned"):
         plain_rule, transformed = ((rounding, "kNone", "false", transforms) for transforms in ("false", "true"))
         for shares in _BLOCK_SHARES:
@@ -125,7 +131,7 @@ def grouped_quantizers(element: str) -> Iterator[Spec]:
     for source in (*computed, summed(plain(element)), summed(swiglu_gradient(element))):
         for shares in ((_RUN, _RUN), (_TENSOR, _TENSOR)):
             yield quantize.float8(source, wide, code="E4M3", shares=shares, panels=GROUPED_ROWS)
-        yield quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=(_RUN, _RUN), panels=GROUPED_ROWS)
+        yield _mxfp8(source, code="E4M3", shares=(_RUN, _RUN), panels=GROUPED_ROWS)
         yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_PLAIN_RULE, shares=(_RUN, _RUN), panels=GROUPED_ROWS)
     yield from gradients(element, GROUPED_ROWS)
     for source in of_experts:
@@ -215,7 +221,7 @@ def updaters(element: str) -> Iterator[Spec]:
     source = adam(element, "Float32")
     for shares in _BLOCK_SHARES:
         yield multi_tensor(quantize.float8(source, (16, 8, 16), code="E4M3", shares=shares))
-        yield multi_tensor(quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=shares))
+        yield multi_tensor(_mxfp8(source, code="E4M3", shares=shares))
     yield multi_tensor(quantize.float8(source, (4, 1, 1), code="E4M3", shares=(_SQUARE, _ABSENT)))
     for width in (16, 4):
         yield multi_tensor(amax.of_tiles(source, (width,), whole="false"))
@@ -238,7 +244,7 @@ def requantizers() -> Iterator[Spec]:
     for shares in (*_BLOCK_SHARES, *_TENSOR_SHARES):
         yield multi_tensor(quantize.float8(source, (16, 8, 16), code="E4M3", shares=shares))
     for shares in _BLOCK_SHARES:
-        yield multi_tensor(quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=shares))
+        yield multi_tensor(_mxfp8(source, code="E4M3", shares=shares))
     yield multi_tensor(quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_PLAIN_RULE, shares=(_SQUARE, _ABSENT)))
     yield multi_tensor(reading(source, (4,), copy="Float32"))
     yield ADVANCE
@@ -250,7 +256,7 @@ def masters() -> Iterator[Spec]:
     for shares in ((_SQUARE, _ABSENT), (_TENSOR, _ABSENT)):
         yield quantize.float8(source, (16, 8, 16), code="E4M3", shares=shares)
     for shares in ((_RUN, _RUN), (_SQUARE, _ABSENT)):
-        yield quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=shares)
+        yield _mxfp8(source, code="E4M3", shares=shares)
     yield quantize.nvfp4(source, wide, rule=_PLAIN_RULE, shares=(_SQUARE, _ABSENT))
     yield quantize.direction_amaxes(source, (16,), transforms="false")
     yield from (amax.of_matrix(source, (16,), parts=parts) for parts in ("true", "false"))

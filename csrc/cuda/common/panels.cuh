@@ -19,22 +19,27 @@ struct OneMatrix {
 
   Phase phase;
 
-  TE_DIST_DEVICE View view(const Extents& extents, int64_t) const { return view_of_tile(extents, 0); }
+  template <class Lanes = cuda::Lanes>
+  TE_DIST_DEVICE View view(const Extents& extents, int64_t) const {
+    return view_of_tile(extents, 0);
+  }
   TE_DIST_DEVICE View view_of_tile(const Extents& extents, int) const { return {extents, phase, 0}; }
   TE_DIST_DEVICE int64_t tiled_rows(const View& view) const { return view.phase.row + view.extents.rows; }
   TE_DIST_DEVICE int64_t col_rows(const Extents& extents) const { return extents.rows; }
   TE_DIST_INLINE int64_t col_row(const View&, int64_t row) { return row; }
 };
 
-// Panels are counted as the tiles of a table. What is written by columns begins, for every group, at a tile of its own.
+// Panels are those of the tiles of a table. What is written by columns begins, for every group, at a tile of its own.
 struct GroupedRows {
   static constexpr bool kIsGrouped = true;
 
   GroupTable table;  // its tiles those of kPanel rows
   int64_t padded_rows;
 
+  template <class Lanes = cuda::Lanes>
   TE_DIST_DEVICE View view(const Extents& extents, int64_t panel) const {
-    return view_of_tile(extents, int(panel) / int(panels_along(extents.cols)));
+    constexpr int kDown = kPanel / Lanes::kRows;  // panels of a tile
+    return view_of_tile(extents, int(panel) / (kDown * int(panels_along(extents.cols, Lanes::kCols))));
   }
 
   TE_DIST_DEVICE View view_of_tile(const Extents& extents, int tile) const {

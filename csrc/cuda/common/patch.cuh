@@ -1,4 +1,4 @@
-// How a block of threads divides a panel of 128 x 128 elements: every thread holds a patch of 8 x 8 in registers.
+// How a block of threads divides a panel of elements: every thread holds a patch of 8 x 8 in registers.
 #pragma once
 
 #include "memory.cuh"
@@ -11,13 +11,21 @@ constexpr int kPanelThreads = 256;
 constexpr int kWarps = kPanelThreads / 32;
 constexpr uint32_t kFullWarp = 0xFFFFFFFFu;
 
-TE_DIST_INLINE int64_t panels_along(int64_t extent) { return (extent + kPanel - 1) / kPanel; }
+TE_DIST_INLINE int64_t panels_along(int64_t extent, int length = kPanel) { return (extent + length - 1) / length; }
 
-// A warp holds 16 rows of a panel: lane bit 0 says which 8 rows, bits 1 to 4 which 8 columns.
-struct Lanes {
-  TE_DIST_INLINE int row(int thread) { return thread / 32 * 16 + (thread & 1) * kPatch; }
-  TE_DIST_INLINE int col(int thread) { return (thread >> 1 & 15) * kPatch; }
+// Patches of a panel. A warp holds kPatchRows rows of them; the lowest bits of a lane say which row, the others which column.
+template <int kPatchRows_>
+struct PanelLanes {
+  static constexpr int kPatchRows = kPatchRows_;
+  static constexpr int kWarpRows = kPatchRows * kPatch;
+  static constexpr int kRows = kWarps * kWarpRows, kCols = 32 / kPatchRows * kPatch;
+
+  TE_DIST_INLINE int row(int thread) { return thread / 32 * kWarpRows + thread % kPatchRows * kPatch; }
+  TE_DIST_INLINE int col(int thread) { return thread % 32 / kPatchRows * kPatch; }
 };
+
+using Lanes = PanelLanes<2>;      // of kPanel x kPanel elements
+using WideLanes = PanelLanes<1>;  // of half as many rows and twice as many columns
 
 // Where a thread's patch lies. Panels are aligned to tiles, so the first panel begins `phase` before the matrix.
 struct Place {
@@ -27,21 +35,23 @@ struct Place {
   int local_row, local_col;      // the same inside the panel
   Inside rows, cols;             // of the patch that lie in the matrix
 
+  template <class Lanes = cuda::Lanes>
   TE_DIST_INLINE Place of(const Extents& extents, const Phase& phase, int64_t panel) {
-    return of(extents, phase, panel, Lanes::row(threadIdx.x), Lanes::col(threadIdx.x));
+    return of<Lanes>(extents, phase, panel, Lanes::row(threadIdx.x), Lanes::col(threadIdx.x));
   }
 
   // Of the patch that begins at (local_row, local_col) inside the panel.
+  template <class Lanes = cuda::Lanes>
   TE_DIST_INLINE Place of(const Extents& extents, const Phase& phase, int64_t panel, int local_row, int local_col) {
     Place place;
-    const int64_t panel_cols = panels_along(phase.col + extents.cols);
+    const int64_t panel_cols = panels_along(phase.col + extents.cols, Lanes::kCols);
     place.extents = extents;
     place.panel_row = panel / panel_cols;
     place.panel_col = panel - place.panel_row * panel_cols;
     place.local_row = local_row;
     place.local_col = local_col;
-    place.row = place.panel_row * kPanel - phase.row + place.local_row;
-    place.col = place.panel_col * kPanel - phase.col + place.local_col;
+    place.row = place.panel_row * Lanes::kRows - phase.row + place.local_row;
+    place.col = place.panel_col * Lanes::kCols - phase.col + place.local_col;
     place.rows = Inside::of(place.row, kPatch, extents.rows);
     place.cols = Inside::of(place.col, kPatch, extents.cols);
     return place;
@@ -109,15 +119,17 @@ struct Patch {
     }
   }
 
-  // Puts the largest magnitudes of the columns in the 16 rows of a warp into shared memory, for all warps to read.
-  TE_DIST_DEVICE void share_col_amax(const Place& place, float (&of_warps)[kWarps][kPanel]) const {
+  // Puts the largest magnitudes of the columns in the rows of a warp into shared memory, for all warps to read.
+  template <class Lanes = cuda::Lanes>
+  TE_DIST_DEVICE void share_col_amax(const Place& place, float (&of_warps)[kWarps][Lanes::kCols]) const {
+    static_assert(Lanes::kPatchRows <= 2, "larger ones of more than two lanes");
     uint32_t columns[kWords];
     col_amax(columns);
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) {
+    for (int w = 0; w < kWords && Lanes::kPatchRows == 2; ++w) {
       columns[w] = Element::raise(columns[w], __shfl_xor_sync(kFullWarp, columns[w], 1));
     }
-    if (threadIdx.x & 1) return;
+    if (threadIdx.x % Lanes::kPatchRows != 0) return;
     float* target = &of_warps[threadIdx.x / 32][place.local_col];
 #pragma unroll
     for (int j = 0; j < kPatch; ++j) {
