@@ -39,11 +39,16 @@ struct QuantizeFloat8 {
     BlockOutput<float> col;  // data (cols, rows), of groups (cols, rows of all tiles)
   };
 
+  // More of a column is written at a time from a tall panel; tiles, and tiles of groups, are square.
+  static constexpr bool kIsTall = kIsPlain<Source> && !kHasRow && kCol == Share::kTensor && !Panels::kIsGrouped;
+  using Lanes = PanelLanes<kIsTall ? TallLanes::kPatchRows : cuda::Lanes::kPatchRows>;
+  static constexpr int kChunks = Lanes::kRows / 16;  // of 16 codes, of a column
+
   struct Shared {
     float columns[kCol == Share::kRun ? kWarps : 1][kPanel];  // their amaxes in the rows of each warp
     float multipliers[kPanel];                                // of the columns
     float of_warps[kWarps];                                   // amax of each warp
-    alignas(16) uint8_t transposed[kHasCol ? kPanel * kPanel : 1];
+    alignas(16) uint8_t transposed[kHasCol ? Lanes::kRows * Lanes::kCols : 1];
   };
 
   using Rows = SharedOut<16, 8, 4, 2>;
@@ -154,7 +159,10 @@ struct QuantizeFloat8 {
   }
 
   // Position in shared memory of 16 rows of codes of a column. Threads that write, or read, at a time find different banks.
-  TE_DIST_INLINE int position(int col, int chunk) { return col * kPanel + ((chunk ^ (col / kPatch & 7)) * 16); }
+  TE_DIST_INLINE int position(int col, int chunk) {
+    constexpr int kWarpChunks = Lanes::kWarpRows / 16;
+    return col * Lanes::kRows + (chunk ^ (col / kPatch * kWarpChunks & 7)) * 16;
+  }
 
   TE_DIST_DEVICE void transpose_codes(float multiplier) {
     float of_cols[kPatch];
@@ -178,13 +186,13 @@ struct QuantizeFloat8 {
   }
 
   TE_DIST_DEVICE void write_transposed() const {
-    const int chunk = threadIdx.x % 8, first_col = threadIdx.x / 8, step = kThreads / 8;
+    const int chunk = threadIdx.x % kChunks, first_col = threadIdx.x / kChunks, step = kThreads / kChunks;
     const int64_t pitch = p.panels.col_rows(place.extents);
     const int64_t row = Panels::col_row(view, place.first_row()) + chunk * 16, col = place.first_col() + first_col;
     const Inside rows = Inside::of(row, 16, pitch);
     char* first = reinterpret_cast<char*>(p.col.data) + col * pitch + row;
 #pragma unroll
-    for (int i = 0; i < kPanel / step; ++i, first += step * pitch) {
+    for (int i = 0; i < Lanes::kCols / step; ++i, first += step * pitch) {
       const uint4 v = *reinterpret_cast<const uint4*>(&shared.transposed[position(first_col + i * step, chunk)]);
       const uint32_t codes[4] = {v.x, v.y, v.z, v.w};
       const bool is_inside = col + i * step >= 0 && col + i * step < place.extents.cols;
@@ -227,7 +235,7 @@ struct QuantizeFloat8 {
     if (is_set(p.noop)) return;
     __shared__ Shared shared;
     const View view = p.panels.view(p.extents, panel);
-    QuantizeFloat8 self{p, view, Place::of(view.extents, view.phase, panel), shared, {}};
+    QuantizeFloat8 self{p, view, Place::of<Lanes>(view.extents, view.phase, panel), shared, {}};
     if constexpr (Panels::kIsGrouped) {
       if (kIsTensor && panel == 0) self.write_group_scales();
       if (self.place.first_row() >= view.extents.rows) return;  // there are blocks for as many panels as groups may have

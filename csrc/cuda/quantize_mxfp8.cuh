@@ -26,8 +26,8 @@ struct QuantizeMxFp8 {
 
   static constexpr bool kHasRow = kRow != Share::kAbsent, kHasCol = kCol != Share::kAbsent;
   static constexpr bool kHasSquare = kRow == Share::kSquare || kCol == Share::kSquare;
-  // Bytes of scales that lie together are written together: a panel is wide, but where what is summed wants square ones.
-  using Lanes = PanelLanes<Source::kHasSums || Source::kHasRowSums ? 2 : 1>;
+  // More of a row's scales are written at a time in a wide panel, which takes more registers.
+  using Lanes = PanelLanes<kIsPlain<Source> ? WideLanes::kPatchRows : cuda::Lanes::kPatchRows>;
   static constexpr int kAcross = Lanes::kCols / kTile, kDown = Lanes::kRows / kTile;  // tiles of a panel
   static constexpr int kTileWarps = kTile / Lanes::kWarpRows;                         // that hold a tile
 

@@ -38,9 +38,9 @@ class Source:
     fields: str
 
     @property
-    def has_sums(self) -> bool:
-        """Whether columns or rows are summed, over square panels, as they pass."""
-        return "sums:P" in self.fields
+    def is_plain(self) -> bool:
+        """Whether elements are read as they lie in memory, and nothing is summed."""
+        return self.template.startswith("Plain<")
 
 
 class Input(NamedTuple):
@@ -71,7 +71,7 @@ class Input(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether it lies in memory as it is, and nothing is found on the way."""
-        return self.source is plain(ELEMENTS[self.tensor.dtype])
+        return self.source.is_plain
 
     def load_bytes(self, col: int = 0) -> int:
         """Bytes that can be read at a time where panels begin `col` columns before the matrix."""

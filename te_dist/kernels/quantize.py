@@ -13,6 +13,7 @@ from te_dist.kernels.arguments import (
     CODES,
     EXTENTS,
     PANEL,
+    TALL_PANEL,
     WIDE_PANEL,
     access_bytes,
     blocks_for,
@@ -81,7 +82,8 @@ def _float8(x: Input, phase: Pair, shares: tuple[str, str], *rest: object) -> Ta
     )
     kernel = partial(float8, code=CODES[fp8], shares=shares)
     shape = x.shape if x.numel() else (0, 1)  # one block writes the scale of an empty matrix
-    blocks = max(1, blocks_for(shape, PANEL, phase))
+    panel = TALL_PANEL if x.is_plain and shares == (ABSENT, TENSOR) else PANEL
+    blocks = max(1, blocks_for(shape, panel, phase))
     return Task(x, kernel, widths, (x.element_size(), 1, 1), blocks, (*shape, *phase, *values))
 
 
@@ -180,7 +182,7 @@ def quantize_mxfp8(
 
 def mxfp8_panel(source: Source) -> Pair:
     """Elements that a block of threads takes."""
-    return PANEL if source.has_sums else WIDE_PANEL
+    return WIDE_PANEL if source.is_plain else PANEL
 
 
 def scale_store_bytes(scale: Tensor | None, panel: Pair) -> int:

@@ -53,7 +53,6 @@ ALLOWED_SPILLS = {
         r"QuantizeFloat8<.*kDifferentiated": 80,
         r"QuantizeMxFp8": 16,
         r"QuantizeMxFp8<(RmsNorm|(Summed<)?SwiGlu)": 112,
-        r"QuantizeMxFp8<SwiGlu<\w+, Routing::kWeighted>.*GroupedRows": 160,
         r"QuantizeMxFp8<Summed<\w+<Float16": 304,
         r"QuantizeNvFp4": 32,
         r"QuantizeNvFp4<Plain<": 96,

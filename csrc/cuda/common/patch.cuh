@@ -20,12 +20,13 @@ struct PanelLanes {
   static constexpr int kWarpRows = kPatchRows * kPatch;
   static constexpr int kRows = kWarps * kWarpRows, kCols = 32 / kPatchRows * kPatch;
 
-  TE_DIST_INLINE int row(int thread) { return thread / 32 * kWarpRows + thread % kPatchRows * kPatch; }
-  TE_DIST_INLINE int col(int thread) { return thread % 32 / kPatchRows * kPatch; }
+  TE_DIST_INLINE int row(int thread) { return thread / 32 * kWarpRows + (thread & (kPatchRows - 1)) * kPatch; }
+  TE_DIST_INLINE int col(int thread) { return (thread & 31) / kPatchRows * kPatch; }
 };
 
 using Lanes = PanelLanes<2>;      // of kPanel x kPanel elements
 using WideLanes = PanelLanes<1>;  // of half as many rows and twice as many columns
+using TallLanes = PanelLanes<4>;  // the other way round
 
 // Where a thread's patch lies. Panels are aligned to tiles, so the first panel begins `phase` before the matrix.
 struct Place {

@@ -3,7 +3,7 @@
 //
 // A source is a type with an Element, with Params, and with a Reader<kWidth> that goes down the rows of eight columns.
 // kWidth: bytes that every address is a multiple of. kIsComputed: it takes registers for more than the elements.
-// kHasSums, kHasRowSums: columns, or rows, are summed on the way.
+// kHasSums, kHasRowSums: columns, or rows, are summed on the way, over panels of kPanel rows, or columns.
 #pragma once
 
 #include "../../numerics/activation.h"
@@ -49,6 +49,10 @@ struct Column {
     }
   }
 };
+
+// Whether elements are read as they lie in memory, and nothing is summed.
+template <class Source>
+constexpr bool kIsPlain = !Source::kIsComputed && !Source::kHasSums;
 
 // Elements as they lie in memory, (rows, cols).
 template <class Element_>
