@@ -18,7 +18,8 @@ struct TensorScale {
 };
 
 // kLoad, kRowStore, kColStore: bytes that can be read and written at a time.
-template <class Source, class Code, Share kRow, Share kCol, int kLoad, int kRowStore, int kColStore, class Panels>
+template <class Source, class Code, Share kRow, Share kCol, int kLoad, int kRowStore, int kColStore, class Panels,
+          class Lanes>
 struct QuantizeFloat8 {
   using Element = typename Source::Element;
   static constexpr int kThreads = kPanelThreads;
@@ -39,9 +40,8 @@ struct QuantizeFloat8 {
     BlockOutput<float> col;  // data (cols, rows), of groups (cols, rows of all tiles)
   };
 
-  // More of a column is written at a time from a tall panel; tiles, and tiles of groups, are square.
-  static constexpr bool kIsTall = kIsPlain<Source> && !kHasRow && kCol == Share::kTensor && !Panels::kIsGrouped;
-  using Lanes = PanelLanes<kIsTall ? TallLanes::kPatchRows : cuda::Lanes::kPatchRows>;
+  static constexpr bool kHasSquares = !kIsTensor || Panels::kIsGrouped || Source::kHasSums || Source::kHasRowSums;
+  static_assert(!kHasSquares || Lanes::kRows == kPanel, "tiles, those of groups, and sums are those of square panels");
   static constexpr int kChunks = Lanes::kRows / 16;  // of 16 codes, of a column
 
   struct Shared {

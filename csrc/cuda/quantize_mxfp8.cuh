@@ -8,7 +8,8 @@
 namespace te_dist::cuda {
 
 // kLoad, kStore, kScaleStore: bytes that can be read and written at a time, of values, codes, and scale bytes of a row.
-template <class Source, class Code, Share kRow, Share kCol, int kLoad, int kStore, int kScaleStore, class Panels>
+template <class Source, class Code, Share kRow, Share kCol, int kLoad, int kStore, int kScaleStore, class Panels,
+          class Lanes>
 struct QuantizeMxFp8 {
   using Element = typename Source::Element;
   static constexpr int kThreads = kPanelThreads;
@@ -26,10 +27,9 @@ struct QuantizeMxFp8 {
 
   static constexpr bool kHasRow = kRow != Share::kAbsent, kHasCol = kCol != Share::kAbsent;
   static constexpr bool kHasSquare = kRow == Share::kSquare || kCol == Share::kSquare;
-  // More of a row's scales are written at a time in a wide panel, which takes more registers.
-  using Lanes = PanelLanes<kIsPlain<Source> ? WideLanes::kPatchRows : cuda::Lanes::kPatchRows>;
   static constexpr int kAcross = Lanes::kCols / kTile, kDown = Lanes::kRows / kTile;  // tiles of a panel
   static constexpr int kTileWarps = kTile / Lanes::kWarpRows;                         // that hold a tile
+  static_assert(!(Source::kHasSums || Source::kHasRowSums) || Lanes::kRows == kPanel, "sums are those of square panels");
 
   // Amaxes of columns and of 32 columns in each warp's rows, and the columns' multipliers.
   struct Shared {

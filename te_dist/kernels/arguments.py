@@ -17,7 +17,6 @@ CODES = {"e4m3": "E4M3", "e5m2": "E5M2"}
 INTEGERS = {torch.int32: "int32_t", torch.int64: "int64_t"}
 
 PANEL = (128, 128)  # elements that a block of threads takes
-WIDE_PANEL, TALL_PANEL = (64, 256), (256, 64)
 
 EXTENTS = "extents.rows:q extents.cols:q"
 PHASE = "phase.row:q phase.col:q"

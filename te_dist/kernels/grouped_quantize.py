@@ -12,7 +12,7 @@ from te_dist.kernels import quantize
 from te_dist.kernels.amax import ZERO
 from te_dist.kernels.arguments import CODES, EXTENTS, PANEL, access_bytes, plane, pointer
 from te_dist.kernels.inputs import Input, Source, layout, read
-from te_dist.kernels.panels import GROUPED_ROWS, PANEL_ROWS, grouped_rows, tiles_at_most
+from te_dist.kernels.panels import GROUPED_ROWS, PANEL_ROWS, SQUARE, Lanes, grouped_rows, tiles_at_most
 from te_dist.kernels.runtime import launch
 from te_dist.kernels.spec import Layout, Spec
 from te_dist.kernels.task import Task, Widths, start
@@ -69,11 +69,10 @@ def grouped_direction_amax(x: Tensor, source: str, beside: Sequence[Tensor], tab
     start(Task(matrix, kernel, (matrix.load_bytes(),), (matrix.element_size(),), blocks, values), overlaps=True)
 
 
-def _blocks(x: Input, table: Tensor, panel: Pair = PANEL) -> int:
+def _blocks(x: Input, table: Tensor, lanes: Lanes = SQUARE) -> int:
     """For as many panels as there may be: how many there are the device alone knows."""
-    rows, cols = x.shape
-    down = PANEL_ROWS // panel[0]  # of a tile
-    return tiles_at_most(rows, table.shape[1] - 1) * down * -(-cols // panel[1])
+    (rows, cols), (high, wide) = x.shape, lanes.panel
+    return tiles_at_most(rows, table.shape[1] - 1) * (PANEL_ROWS // high) * -(-cols // wide)
 
 
 def _float8(x: Input, table: Tensor, shares: tuple[str, str], *rest: object) -> Task:
@@ -158,14 +157,14 @@ def grouped_quantize_mxfp8(
     if row_scale is not None:
         row_scale = row_scale[:rows, : -(-cols // quantize.MX_TILE[1])]
     store = access_bytes(8, pointer(row_data), pointer(col_data), cols)
-    panel = quantize.mxfp8_panel(matrix.source)
-    widths = (matrix.load_bytes(), store, quantize.scale_store_bytes(row_scale, panel))
+    lanes = quantize.mxfp8_lanes(matrix.source)
+    widths = (matrix.load_bytes(), store, quantize.scale_store_bytes(row_scale, lanes))
     shares = (quantize.share(row_tile, row_data), quantize.share(col_tile, col_data))
-    kernel = partial(quantize.mxfp8, code=CODES[fp8], shares=shares, panels=GROUPED_ROWS)
+    kernel = partial(quantize.mxfp8, code=CODES[fp8], shares=shares, panels=GROUPED_ROWS, lanes=lanes)
     outputs = (*quantize.output(None, row_data, row_scale), *quantize.output(None, col_data, col_scale))
     panels = grouped_rows(table, 0 if col_data is None else col_data.shape[0])
     values = (rows, cols, *panels, pointer(noop), *outputs)
-    start(Task(matrix, kernel, widths, (matrix.element_size(), 1, 1), _blocks(matrix, table, panel), values))
+    start(Task(matrix, kernel, widths, (matrix.element_size(), 1, 1), _blocks(matrix, table, lanes), values))
 
 
 def grouped_quantize_nvfp4(

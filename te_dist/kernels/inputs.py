@@ -37,11 +37,6 @@ class Source:
     template: str
     fields: str
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether elements are read as they lie in memory, and nothing is summed."""
-        return self.template.startswith("Plain<")
-
 
 class Input(NamedTuple):
     """A source with its tensors: the matrix that a kernel reads.
@@ -71,7 +66,7 @@ class Input(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether it lies in memory as it is, and nothing is found on the way."""
-        return self.source.is_plain
+        return self.source is plain(ELEMENTS[self.tensor.dtype])
 
     def load_bytes(self, col: int = 0) -> int:
         """Bytes that can be read at a time where panels begin `col` columns before the matrix."""

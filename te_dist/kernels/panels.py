@@ -1,10 +1,13 @@
-"""Where the panels of a matrix lie: csrc/cuda/common/panels.cuh."""
+"""Where the panels of a matrix lie, and their shapes: csrc/cuda/common/panels.cuh and patch.cuh."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from torch import Tensor
+
+from te_dist.formats.region import Pair
+from te_dist.kernels.arguments import PANEL
 
 PANEL_ROWS = 128
 
@@ -20,6 +23,20 @@ class Panels(NamedTuple):
     template: str
     fields: str
 
+
+class Lanes(NamedTuple):
+    """How a block of threads divides a panel.
+
+    Attributes:
+        template: as C++.
+        panel: rows and columns that a block of threads takes.
+    """
+
+    template: str
+    panel: Pair
+
+
+SQUARE, WIDE, TALL = Lanes("Lanes", PANEL), Lanes("WideLanes", (64, 256)), Lanes("TallLanes", (256, 64))
 
 ONE_MATRIX = Panels("OneMatrix", "panels.phase.row:q panels.phase.col:q")
 GROUPED_ROWS = Panels(

@@ -13,8 +13,6 @@ from te_dist.kernels.arguments import (
     CODES,
     EXTENTS,
     PANEL,
-    TALL_PANEL,
-    WIDE_PANEL,
     access_bytes,
     blocks_for,
     phase_in,
@@ -22,13 +20,15 @@ from te_dist.kernels.arguments import (
     plane_layout,
     pointer,
 )
-from te_dist.kernels.inputs import Input, Source, layout, read
-from te_dist.kernels.panels import ONE_MATRIX, Panels
+from te_dist.kernels.inputs import Input, Source, layout, plain, read
+from te_dist.kernels.panels import ONE_MATRIX, SQUARE, TALL, WIDE, Lanes, Panels
 from te_dist.kernels.runtime import launch
 from te_dist.kernels.spec import Spec
 from te_dist.kernels.task import Task, Widths, start
 
 BLOCK_TILE, MX_TILE, NVFP4_TILE = (128, 128), (32, 32), (16, 16)
+
+_HALVES = (plain("BFloat16"), plain("Float16"))  # what computes, or reads more, has no registers for other panels
 
 ABSENT, _RUN, _SQUARE, TENSOR = (f"Share::k{name}" for name in ("Absent", "Run", "Square", "Tensor"))
 
@@ -65,9 +65,17 @@ def is_idle(x: Input, *data: Tensor | None) -> bool:
 
 
 @cache
-def float8(source: Source, widths: Widths, *, code: str, shares: tuple[str, str], panels: Panels = ONE_MATRIX) -> Spec:
+def float8(
+    source: Source,
+    widths: Widths,
+    *,
+    code: str,
+    shares: tuple[str, str],
+    panels: Panels = ONE_MATRIX,
+    lanes: Lanes = SQUARE,
+) -> Spec:
     """Spec of an FP8 quantizer. `widths`: bytes read, written to row data, written to column data at a time."""
-    constants = ", ".join((source.template, code, *shares, *map(str, widths), panels.template))
+    constants = ", ".join((source.template, code, *shares, *map(str, widths), panels.template, lanes.template))
     fields = f"{EXTENTS} {panels.fields} noop:P {_TENSOR_SCALE} eps:f pow2:i {_OUTPUTS}"
     return Spec("quantize_float8.cuh", f"QuantizeFloat8<{constants}>", layout(source, fields))
 
@@ -80,10 +88,10 @@ def _float8(x: Input, phase: Pair, shares: tuple[str, str], *rest: object) -> Ta
         access_bytes(8, pointer(row_data), cols, phase[1]),
         access_bytes(16, pointer(col_data), rows, phase[0]),
     )
-    kernel = partial(float8, code=CODES[fp8], shares=shares)
+    lanes = float8_lanes(x.source, shares)
+    kernel = partial(float8, code=CODES[fp8], shares=shares, lanes=lanes)
     shape = x.shape if x.numel() else (0, 1)  # one block writes the scale of an empty matrix
-    panel = TALL_PANEL if x.is_plain and shares == (ABSENT, TENSOR) else PANEL
-    blocks = max(1, blocks_for(shape, panel, phase))
+    blocks = max(1, blocks_for(shape, lanes.panel, phase))
     return Task(x, kernel, widths, (x.element_size(), 1, 1), blocks, (*shape, *phase, *values))
 
 
@@ -150,9 +158,17 @@ def quantize_float8_block(
 
 
 @cache
-def mxfp8(source: Source, widths: Widths, *, code: str, shares: tuple[str, str], panels: Panels = ONE_MATRIX) -> Spec:
+def mxfp8(
+    source: Source,
+    widths: Widths,
+    *,
+    code: str,
+    shares: tuple[str, str],
+    panels: Panels = ONE_MATRIX,
+    lanes: Lanes = SQUARE,
+) -> Spec:
     """Spec of an MXFP8 quantizer. `widths`: bytes read, written to data, written to scales of a row at a time."""
-    constants = ", ".join((source.template, code, *shares, *map(str, widths), panels.template))
+    constants = ", ".join((source.template, code, *shares, *map(str, widths), panels.template, lanes.template))
     fields = f"{EXTENTS} {panels.fields} noop:P {_OUTPUTS}"
     return Spec("quantize_mxfp8.cuh", f"QuantizeMxFp8<{constants}>", layout(source, fields))
 
@@ -164,11 +180,12 @@ def mxfp8_task(x: Input, phase: Pair, fp8: str, *rest: Pair | Tensor | None) -> 
         return None
     phase = phase_in(MX_TILE, phase)
     store = access_bytes(8, pointer(row_data), pointer(col_data), x.shape[1], phase[1])
-    panel = mxfp8_panel(x.source)
-    widths = (x.load_bytes(phase[1]), store, scale_store_bytes(row_scale, panel))
-    kernel = partial(mxfp8, code=CODES[fp8], shares=(share(row_tile, row_data), share(col_tile, col_data)))
+    lanes = mxfp8_lanes(x.source)
+    widths = (x.load_bytes(phase[1]), store, scale_store_bytes(row_scale, lanes))
+    shares = (share(row_tile, row_data), share(col_tile, col_data))
+    kernel = partial(mxfp8, code=CODES[fp8], shares=shares, lanes=lanes)
     outputs = (*output(row_amax, row_data, row_scale), *output(col_amax, col_data, col_scale))
-    blocks = blocks_for(x.shape, panel, phase)
+    blocks = blocks_for(x.shape, lanes.panel, phase)
     values = (*x.shape, *phase, pointer(noop), *outputs)
     return Task(x, kernel, widths, (x.element_size(), 1, 1), blocks, values)
 
@@ -180,14 +197,19 @@ def quantize_mxfp8(
     start(mxfp8_task(read(x, source, beside, sums, row_sums), *rest))
 
 
-def mxfp8_panel(source: Source) -> Pair:
-    """Elements that a block of threads takes."""
-    return WIDE_PANEL if source.is_plain else PANEL
+def float8_lanes(source: Source, shares: tuple[str, str]) -> Lanes:
+    """More of a column is written at a time from a tall panel; tiles are those of square ones."""
+    return TALL if shares == (ABSENT, TENSOR) and source in _HALVES else SQUARE
 
 
-def scale_store_bytes(scale: Tensor | None, panel: Pair) -> int:
+def mxfp8_lanes(source: Source) -> Lanes:
+    """More of a row's scales are written at a time from a wide panel."""
+    return WIDE if source in _HALVES else SQUARE
+
+
+def scale_store_bytes(scale: Tensor | None, lanes: Lanes) -> int:
     """Bytes of one row's scales in a panel that can be written at a time."""
-    limit = panel[1] // MX_TILE[1]
+    limit = lanes.panel[1] // MX_TILE[1]
     if scale is None:
         return limit
     rows, cols = scale.shape

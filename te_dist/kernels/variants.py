@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 from te_dist.kernels import (
     amax,
@@ -31,6 +32,7 @@ from te_dist.kernels.multi_adam import ADVANCE, compact
 from te_dist.kernels.multi_tensor import multi_tensor, reading
 from te_dist.kernels.panels import GROUPED_ROWS, ONE_MATRIX, Panels
 from te_dist.kernels.spec import Spec
+from te_dist.kernels.task import Widths
 
 _BYTES = {"BFloat16": 2, "Float16": 2, "Float32": 4}
 _CODES = ("E4M3", "E5M2")
@@ -45,19 +47,26 @@ _OF_GRADIENTS = ("kStochasticAligned", "kNone", "false", "true")
 _TENSOR_SHARES = ((_TENSOR, _TENSOR), (_TENSOR, _ABSENT), (_ABSENT, _TENSOR))
 
 
-def _mxfp8(source: Source, **constants: object) -> Spec:
-    """Of matrices that are whole numbers of panels wide."""
-    return quantize.mxfp8(source, (16, 8, quantize.mxfp8_panel(source)[1] // quantize.MX_TILE[1]), **constants)
+def _float8(source: Source, widths: Widths, *, shares: tuple[str, str], **constants: Any) -> Spec:
+    lanes = quantize.float8_lanes(source, shares)
+    return quantize.float8(source, widths, shares=shares, lanes=lanes, **constants)
+
+
+def _mxfp8(source: Source, widths: Widths | None = None, **constants: Any) -> Spec:
+    """Of matrices that are whole numbers of panels wide, if nothing else is said."""
+    lanes = quantize.mxfp8_lanes(source)
+    widths = widths or (16, 8, lanes.panel[1] // quantize.MX_TILE[1])
+    return quantize.mxfp8(source, widths, lanes=lanes, **constants)
 
 
 def quantizers(element: str) -> Iterator[Spec]:
     """All codecs and directions for inputs of one type."""
     source, narrow = plain(element), _BYTES[element]
     for code, shares in product(_CODES, (*_BLOCK_SHARES, _FROM_COLUMNS, *_TENSOR_SHARES)):
-        yield quantize.float8(source, (16, 8, 16), code=code, shares=shares)
+        yield _float8(source, (16, 8, 16), code=code, shares=shares)
     for code, shares in product(_CODES, (*_BLOCK_SHARES, _FROM_COLUMNS)):
         yield _mxfp8(source, code=code, shares=shares)
-    yield quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=(_RUN, _RUN))
+    yield _mxfp8(source, (16, 8, 4), code="E4M3", shares=(_RUN, _RUN))
     wide = (16, 8, 16, 8, 8)
     for rounding in ("kNearest", "kStochasticAligned"):
         plain_rule, transformed = ((rounding, "kNone", "false", transforms) for transforms in ("false", "true"))
@@ -69,7 +78,7 @@ def quantizers(element: str) -> Iterator[Spec]:
         yield quantize.direction_amaxes(source, (load,), transforms=transforms)
     for shares in ((_RUN, _RUN), (_SQUARE, _SQUARE)):
         yield quantize.float8(source, (narrow, 1, 1), code="E4M3", shares=shares)
-        yield quantize.mxfp8(source, (narrow, 1, 1), code="E4M3", shares=shares)
+        yield _mxfp8(source, (narrow, 1, 1), code="E4M3", shares=shares)
         by_row = ("kStochastic", "kNone", "true", "false")
         yield quantize.nvfp4(source, (narrow, 1, 1, 1, 1), rule=by_row, shares=shares)
         yield quantize.nvfp4(source, wide, rule=("kNearest", "kMeanSquare", "false", "false"), shares=shares)
@@ -124,7 +133,7 @@ def grouped_quantizers(element: str) -> Iterator[Spec]:
         yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=transformed, shares=(_RUN, _RUN), panels=GROUPED_ROWS)
     for transforms in ("false", "true"):
         yield quantize.direction_amaxes(source, (16,), transforms=transforms, panels=GROUPED_ROWS)
-    for quantizer in (quantize.float8, quantize.mxfp8):
+    for quantizer in (quantize.float8, _mxfp8):
         yield quantizer(source, narrow, code="E4M3", shares=(_RUN, _RUN), panels=GROUPED_ROWS)
     of_experts = (gathered(plain(element), "int64_t"), swiglu(element, "kWeighted"))
     computed = (swiglu(element), swiglu_gradient(element), rms_norm(element, element, "false"), *of_experts)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_dist.kernels import multi_adam, multi_tensor
 from te_dist.kernels.multi_adam import AdamLaunches, Piece
 from te_dist.ops.multi_adam import AdamSignals, Adapted, MultiAdam
 from te_dist.testing import assert_bitwise
@@ -22,17 +21,6 @@ CHOSEN = (
     Kind(BF16, BF16, BYTES, keep="stochastic", grad=F32),
     Kind(BF16, BYTES, BF16, keep="remainder", grad=F16),
 )
-
-
-@pytest.fixture
-def on_host(simulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters of launches lie in ordinary memory."""
-    uploaded = lambda content, device: torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)  # noqa: E731
-    for module in (multi_adam, multi_tensor):
-        monkeypatch.setattr(module, "upload", uploaded)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    plain = lambda self: torch.empty(self.table.shape, dtype=torch.int64)  # noqa: E731
-    monkeypatch.setattr(multi_tensor.Pointers, "_staging", plain)
 
 
 def simulate(each: list[Adapted], grads: list[Tensor], signals: AdamSignals) -> None:

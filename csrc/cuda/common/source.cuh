@@ -50,10 +50,6 @@ struct Column {
   }
 };
 
-// Whether elements are read as they lie in memory, and nothing is summed.
-template <class Source>
-constexpr bool kIsPlain = !Source::kIsComputed && !Source::kHasSums;
-
 // Elements as they lie in memory, (rows, cols).
 template <class Element_>
 struct Plain {
