@@ -165,7 +165,7 @@ def main() -> None:
     elif group == "plan":
         plan(arguments)
     elif group not in COMMANDS:
-        _end(_HELP, _USAGE)
+        _end(f"te-dist: got {group!r}, wanted a command of these:\n{_HELP}" if group else _HELP, _USAGE)
     else:
         tyro.extras.subcommand_cli_from_dict(COMMANDS[group], prog=f"te-dist {group}", args=arguments)
 

@@ -311,7 +311,15 @@ def prepare(model: nn.Module, recipe: Recipe) -> None:
     Modules made in `quantized_model_init` with that recipe have it. Others need this before a checkpoint is loaded.
     For a model on a GPU, compiles the kernels of its passes; `fsdp2.fully_shard` does that for the modules it wraps,
     by the recipe of `quantized_model_init` or that of an earlier `prepare`.
+
+    Raises:
+        ValueError: `recipe` is none, or the device cannot compute a module by it.
     """
+    if not isinstance(recipe, Recipe):
+        raise ValueError(
+            f"prepare needs a recipe, got {recipe!r}; pass one of te_dist.recipe, such as recipe.Float8BlockScaling(), "
+            "or leave the call out: a model that is trained without a recipe keeps nothing"
+        )
     for module in model.modules():
         sites = {name: site for name, site in module.named_children() if isinstance(site, LinearSite)}
         for site in sites.values():

@@ -135,6 +135,11 @@ def test_without_a_command_the_usage_is_shown(run):
     assert all(f"te-dist {name}" in asked for name in ("kernels build", "kernels list", "plan"))
 
 
+def test_an_unknown_command_is_named(run):
+    printed, status = run("kernel")
+    assert printed.startswith("te-dist: got 'kernel', wanted a command of these:") and status == 2
+
+
 def _build(rank: int, world: int, folder: Path) -> int:
     cache = KernelCache(folder)
     with pytest.MonkeyPatch.context() as patch:

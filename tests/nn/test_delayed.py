@@ -167,6 +167,11 @@ def test_buffers_may_be_given_other_memory_between_steps(replaced: str) -> None:
         assert_bitwise(moved.state_dict()[name], value, name)
 
 
+def test_nothing_is_prepared_without_a_recipe() -> None:
+    with pytest.raises(ValueError, match="prepare needs a recipe, got None; pass one of te_dist.recipe"):
+        te.prepare(te.Linear(16, 16), None)
+
+
 def test_plain_modules_are_prepared_before_loading() -> None:
     state = linear().state_dict()
     plain = te.Linear(16, 32, bias=False)

@@ -1,4 +1,4 @@
-"""Examples of docs/kernels.md and the first one of docs/recipes.md run as they are printed."""
+"""Examples of docs/kernels.md and the first one of docs/recipes.md run as they are printed, and its table is true."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 import te_dist as te
+from te_dist import catalog, recipe
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -31,3 +32,12 @@ def test_linear_maps() -> None:
     names = {"x": torch.randn(8, 512)}
     exec(examples("recipes.md")[0], names)
     assert all(param.grad is not None for param in names["model"].parameters())
+
+
+def test_formats_of_quantized_weights() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|.*\| `(\w+)` \|$", (DOCS / "recipes.md").read_text(), flags=re.MULTILINE)
+    made = {}
+    for name, _ in rows:
+        with te.quantized_model_init(recipe=getattr(recipe, name)()):
+            made[name] = catalog.name_of(te.Linear(256, 256).weight.format)
+    assert len(rows) == 5 and dict(rows) == made
