@@ -14,8 +14,8 @@ import torch
 from xdist.scheduler import LoadScopeScheduling
 
 from te_dist import __main__ as command
-from te_dist import env
 from te_dist.testing import WorkerPool, pool
+from te_dist.testing.pool import lacking_gpus
 
 ROOT = Path(__file__).parent
 _LONG = {"distributed", "launch", "simulation"}
@@ -81,9 +81,8 @@ def gpu_ranks() -> Callable[[int], WorkerPool]:
     """`gpu_ranks(world)` is the worker pool of that size on GPUs; the test is skipped where there are too few."""
 
     def of(world: int) -> WorkerPool:
-        if torch.cuda.device_count() < world and not env.SHARED_GPUS.get():
-            found = f"this machine has {torch.cuda.device_count()}"
-            pytest.skip(f"needs {world} GPUs, {found}; NCCL 2.30 shares them where {env.SHARED_GPUS.name}=1")
+        if missing := lacking_gpus(world):
+            pytest.skip(missing)
         return pool(world, "cuda")
 
     return of

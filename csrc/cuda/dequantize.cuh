@@ -213,8 +213,8 @@ struct Dequantize {
 
   TE_DIST_INLINE void run(const Params& p) {
     // A warp holds 16 rows and all columns of a panel; of codes along columns 32 rows and half of the columns.
-    const int row = kTurned ? threadIdx.x / 64 * 32 + threadIdx.x % 4 * kPatch : Lanes::row(threadIdx.x);
-    const int col = kTurned ? threadIdx.x / 4 % 16 * kPatch : Lanes::col(threadIdx.x);
+    const int row = kTurned ? threadIdx.x / 64 * 32 + threadIdx.x % 4 * kPatch : SquareLanes::row(threadIdx.x);
+    const int col = kTurned ? threadIdx.x / 4 % 16 * kPatch : SquareLanes::col(threadIdx.x);
     Place place = Place::of(p.extents, {0, 0}, blockIdx.x, row, col);
     place.rows.begin = place.cols.begin = 0;  // without a phase
     Dequantize{p, place}.dequantize();

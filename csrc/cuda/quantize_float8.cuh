@@ -234,7 +234,7 @@ struct QuantizeFloat8 {
   TE_DIST_INLINE void run(const Params& p, int64_t panel) {
     if (is_set(p.noop)) return;
     __shared__ Shared shared;
-    const View view = p.panels.view(p.extents, panel);
+    const View view = p.panels.template view<Lanes>(p.extents, panel);
     QuantizeFloat8 self{p, view, Place::of<Lanes>(view.extents, view.phase, panel), shared, {}};
     if constexpr (Panels::kIsGrouped) {
       if (kIsTensor && panel == 0) self.write_group_scales();

@@ -61,8 +61,8 @@ struct QuantizeMxFp8 {
   TE_DIST_DEVICE int64_t grid_rows() const { return (p.panels.tiled_rows(view) + kTile - 1) / kTile; }
   TE_DIST_DEVICE int64_t grid_cols() const { return (view.phase.col + view.extents.cols + kTile - 1) / kTile; }
 
-  // Stores the exponents of rows, of which each lane has one run of two: pairs of lanes take a row each, then the bytes of
-  // more and more runs come together.
+  // Stores the exponents of rows. Each lane knows those of one run of two rows: pairs of lanes take a row each, then bytes
+  // of more and more runs come together.
   TE_DIST_DEVICE void store_row_exponents(const RowExponents& found) const {
     const bool second = threadIdx.x & kNextRun;
     const uint32_t other = __shfl_xor_sync(kFullWarp, second ? found[0] : found[1], kNextRun);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from te_dist.kernels.arguments import (
 )
 from te_dist.kernels.inputs import Input, Source, layout, read
 from te_dist.kernels.runtime import launch
-from te_dist.kernels.spec import Layout, Spec
+from te_dist.kernels.spec import Layout, Spec, once
 from te_dist.kernels.task import Task, Widths, start
 
 MAX_PARTS = 512  # blocks that find the amax of a matrix: about as many as a GPU holds at a time
@@ -34,13 +34,13 @@ _STRIPS = (128, 64, 32, 16, 8)  # rows that it may reduce: fewer where blocks wo
 _ENOUGH_BLOCKS, _FEW_BLOCKS = 2048, 512
 
 
-@cache
+@once
 def of_matrix(source: Source, widths: Widths, *, parts: str) -> Spec:
     """Spec of the amax of a matrix. `widths`: bytes read at a time; `parts`: "true" for a magnitude of every block."""
     return Spec("tensor_amax.cuh", f"TensorAmax<{source.template}, {widths[0]}, {parts}>", layout(source, _MATRIX))
 
 
-@cache
+@once
 def of_tiles(source: Source, widths: Widths, *, whole: str) -> Spec:
     """Spec of the amaxes of tiles. `widths`: bytes read at a time; `whole`: "true" where a block has all of a tile."""
     return Spec("tile_amax.cuh", f"TileAmax<{source.template}, {widths[0]}, {whole}>", layout(source, _TILES))

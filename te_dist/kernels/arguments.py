@@ -16,7 +16,7 @@ ELEMENTS = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16:
 CODES = {"e4m3": "E4M3", "e5m2": "E5M2"}
 INTEGERS = {torch.int32: "int32_t", torch.int64: "int64_t"}
 
-PANEL = (128, 128)  # elements that a block of threads takes
+PANEL = (128, 128)  # elements that a block of threads takes, if nothing else is said
 
 EXTENTS = "extents.rows:q extents.cols:q"
 PHASE = "phase.row:q phase.col:q"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from torch import Tensor
 
 from te_dist.formats.region import Pair
@@ -22,7 +20,7 @@ from te_dist.kernels.arguments import (
 )
 from te_dist.kernels.quantize import NVFP4_TILE
 from te_dist.kernels.runtime import launch
-from te_dist.kernels.spec import Layout, Spec
+from te_dist.kernels.spec import Layout, Spec, once
 
 _COMMON = f"out:P {EXTENTS} {plane_layout('data')} {plane_layout('scale')} tile.rows:q tile.cols:q {PHASE}"
 # An empty `extra` takes one byte of the struct, which padding to its alignment makes eight.
@@ -33,7 +31,7 @@ _LAYOUTS = {
 }
 
 
-@cache
+@once
 def decoder(element: str, code: str, scales: str, order: str, widths: tuple[int, int]) -> Spec:
     """Spec of a dequantizer. `widths`: bytes read and written at a time."""
     constants = ", ".join((element, code, scales, f"Order::{order}", *map(str, widths)))

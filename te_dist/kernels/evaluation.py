@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 from torch import Tensor
 
 from te_dist.kernels.arguments import ELEMENTS, EXTENTS, PANEL, access_bytes, blocks_for
 from te_dist.kernels.inputs import Source, layout, read
 from te_dist.kernels.runtime import launch
-from te_dist.kernels.spec import Layout, Spec
+from te_dist.kernels.spec import Layout, Spec, once
 
 _EVALUATE = f"{EXTENTS} out:P"
 _RMS_RSTD = f"{EXTENTS} eps:f out:P"
@@ -20,7 +19,7 @@ _GATHERED_ROWS = 8  # the same
 _GATHERED = Layout("x:P x_rows:q cols:q positions:P rows:q copies:q out:P")
 
 
-@cache
+@once
 def values(source: Source, widths: tuple[int, int]) -> Spec:
     """Spec of what writes a source. `widths`: bytes read and written at a time; 0 writes nothing but sums."""
     constants = ", ".join((source.template, *map(str, widths)))
@@ -48,7 +47,7 @@ def panel_sums(x: Tensor, source: str, beside: Sequence[Tensor], out: Tensor) ->
     launch(values(input.source, (input.load_bytes(), 0)), x, (blocks_for(input.shape, PANEL), 1), arguments)
 
 
-@cache
+@once
 def rstd(source: Source, load: int) -> Spec:
     """Spec of what finds the root mean square of rows. `load`: bytes read at a time."""
     return Spec("rms_rstd.cuh", f"RmsRstd<{source.template}, {load}>", layout(source, _RMS_RSTD))
@@ -63,7 +62,7 @@ def rms_rstd(x: Tensor, eps: float, out: Tensor) -> None:
     launch(rstd(input.source, input.load_bytes()), x, (-(-x.shape[0] // _RSTD_ROWS), 1), arguments)
 
 
-@cache
+@once
 def sums_of_rows(element: str, width: int) -> Spec:
     """Spec of sums of rows. `width`: bytes read and written at a time."""
     return Spec("gather_sum.cuh", f"GatherSum<{element}, {width}>", _GATHERED)

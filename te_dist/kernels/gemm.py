@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from te_dist.formats.region import Pair
 from te_dist.kernels.arguments import CODES, ELEMENTS, MatrixMap, NoMap, matrix_map, pointer
 from te_dist.kernels.runtime import launch, multiprocessors, record
-from te_dist.kernels.spec import Layout, Spec
+from te_dist.kernels.spec import Layout, Spec, once
 
 DEPTH = 128  # summed over at a time, by one scale
 _BOX_COL_BYTES, BARRIER_BYTES = 128, 8
@@ -164,7 +164,7 @@ def spec_of(walk: str, layout: Layout, codes: tuple[str, str], variant: Variant)
     return Spec("gemm_float8_block.cuh", f"GemmFloat8Block<{constants}>", layout, **launched)
 
 
-@cache
+@once
 def float8_block(codes: tuple[str, str], out: str, square: bool, shape: Tiling, *, adds: bool = False) -> Spec:
     """Spec of one product."""
     return spec_of("OneProduct", _LAYOUT, codes, Variant(out, square, shape, adds))

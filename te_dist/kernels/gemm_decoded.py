@@ -12,7 +12,7 @@ from te_dist.kernels import gemm_staged
 from te_dist.kernels.arguments import access_bytes, pointer
 from te_dist.kernels.gemm_staged import BITS, ELEMENTS_OF, FLOAT_TYPES, HEIGHT, PATCHES, WIDTHS, Side
 from te_dist.kernels.runtime import launch, multiprocessors, record
-from te_dist.kernels.spec import Layout, Spec
+from te_dist.kernels.spec import Layout, Spec, once
 
 SCALED_SUM = 128  # summed values of an fp32 scale
 _CHUNK = 16  # codes that are read together
@@ -36,7 +36,7 @@ def source(kind: str, grain: int, turned: bool, load: int) -> str:
     return f"Source<{ELEMENTS_OF[kind]}, Scaling::{scaling}, {max(1, grain)}, Along::{along}, {load}>"
 
 
-@cache
+@once
 def decoded(a: str, b: str, half: str, width: int, scaled_sums: bool) -> Spec:
     """Spec of a product of two sources in bf16 or fp16, `half`."""
     template = f"GemmDecoded<{a}, {b}, HalfType::k{ELEMENTS_OF[half]}, {width}, {str(scaled_sums).lower()}>"

@@ -11,7 +11,7 @@ from torch import Tensor
 from te_dist.kernels.arguments import CODES, MatrixMap, access_bytes, matrix_map, pointer
 from te_dist.kernels.gemm import fits_map
 from te_dist.kernels.runtime import launch, multiprocessors, record
-from te_dist.kernels.spec import Layout, Spec
+from te_dist.kernels.spec import Layout, Spec, once
 
 HEIGHT, WIDTHS = 128, (256, 128)  # of a tile: rows, columns
 BITS = {"e2m1": 4, "e4m3": 8, "e5m2": 8, "bfloat16": 16, "float16": 16}  # of a code
@@ -97,7 +97,7 @@ def source(kind: str, *, turned: bool = False) -> str:
     return f"Source<{ELEMENTS_OF[kind]}, Scaling::{scaling}, {GRAINS[kind]}, Along::{along}, 16>"
 
 
-@cache
+@once
 def staged(walk: str, layout: Layout, kinds: tuple[str, str], turned: tuple[bool, bool], width: int) -> Spec:
     """Spec of products whose tiles are those of `walk`."""
     half = "Float16" if kinds == ("e2m1", "e2m1") else "BFloat16"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from torch import Tensor
 
 from te_dist.kernels import gemm, gemm_staged
@@ -11,20 +9,20 @@ from te_dist.kernels.gemm_decoded import is_turned, width_of
 from te_dist.kernels.gemm_staged import BAND, HEIGHT, STEP, Factors, Side
 from te_dist.kernels.grouped_gemm import GROUPS, ROWS_FIELDS, SUMS_FIELDS, launch_everywhere, table_values
 from te_dist.kernels.runtime import record
-from te_dist.kernels.spec import Layout, Spec
+from te_dist.kernels.spec import Layout, Spec, once
 
 _ROWS = Layout(gemm_staged.COMMON + GROUPS + ROWS_FIELDS)
 _SUMS = Layout(gemm_staged.COMMON + GROUPS + SUMS_FIELDS)
 _OF_OPERAND = 5  # arguments
 
 
-@cache
+@once
 def rows_decoded(kinds: tuple[str, str], turned: tuple[bool, bool], width: int) -> Spec:
     """Spec of products of rows in groups."""
     return gemm_staged.staged("RowGroups", _ROWS, kinds, turned, width)
 
 
-@cache
+@once
 def sums_decoded(kinds: tuple[str, str], turned: tuple[bool, bool], width: int) -> Spec:
     """Spec of products that sum over the rows of groups."""
     return gemm_staged.staged("DepthGroups", _SUMS, kinds, turned, width)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from te_dist.kernels import gemm
 from te_dist.kernels.arguments import CODES, ELEMENTS, INTEGERS, access_bytes, matrix_map
 from te_dist.kernels.gemm import DEPTH, Extents, Kind, Rates, Tiling
 from te_dist.kernels.runtime import launch, multiprocessors, record
-from te_dist.kernels.spec import Layout, Spec
+from te_dist.kernels.spec import Layout, Spec, once
 
 HEIGHTS = (128, 192, 256)  # of tiles, in the order of a group table's rows behind the first
 _WIDEST = 16  # bytes
@@ -24,7 +24,7 @@ _ROWS = Layout(gemm.COMMON + GROUPS + ROWS_FIELDS)
 _SUMS = Layout(gemm.COMMON + GROUPS + SUMS_FIELDS)
 
 
-@cache
+@once
 def find_groups(offset: str, *, are_sizes: bool) -> Spec:
     """Spec of what makes group tables of offsets, or of sizes, of one type."""
     constants = ", ".join((offset, str(are_sizes).lower(), *map(str, HEIGHTS)))
@@ -37,7 +37,7 @@ def group_table(given: Tensor, are_sizes: bool, rows: int, table: Tensor) -> Non
     launch(find_groups(INTEGERS[given.dtype], are_sizes=are_sizes), table, (1, 1), values)
 
 
-@cache
+@once
 def rest(width: int) -> Spec:
     """Spec of zeros behind the last group; `width`: bytes written at a time."""
     return Spec("clear_rest.cuh", f"ClearRest<{width}>", Layout("out:P row_bytes:q rows:q end:P"))
@@ -85,13 +85,13 @@ def sums_tiling(rows: int, cols: int, groups: int, depth_tiles: int, kind: Kind)
     return gemm.fastest(SUMS_RATES[kind], extents, adds=kind.adds)
 
 
-@cache
+@once
 def rows_float8_block(codes: tuple[str, str], out: str, square: bool, shape: Tiling, *, adds: bool = False) -> Spec:
     """Spec of products of rows in groups."""
     return gemm.spec_of("RowGroups", _ROWS, codes, gemm.Variant(out, square, shape, adds))
 
 
-@cache
+@once
 def sums_float8_block(codes: tuple[str, str], out: str, shape: Tiling, *, adds: bool = False) -> Spec:
     """Spec of products that sum over the rows of groups."""
     return gemm.spec_of("DepthGroups", _SUMS, codes, gemm.Variant(out, False, shape, adds))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 
 from torch import Tensor
 
@@ -12,9 +12,9 @@ from te_dist.kernels import quantize
 from te_dist.kernels.amax import ZERO
 from te_dist.kernels.arguments import CODES, EXTENTS, PANEL, access_bytes, plane, pointer
 from te_dist.kernels.inputs import Input, Source, layout, read
-from te_dist.kernels.panels import GROUPED_ROWS, PANEL_ROWS, SQUARE, Lanes, grouped_rows, tiles_at_most
+from te_dist.kernels.panels import GROUPED_ROWS, SQUARE, Lanes, grouped_rows, tiles_at_most
 from te_dist.kernels.runtime import launch
-from te_dist.kernels.spec import Layout, Spec
+from te_dist.kernels.spec import Layout, Spec, once
 from te_dist.kernels.task import Task, Widths, start
 
 _THREADS = 256
@@ -32,7 +32,7 @@ def group_sums(sums: Tensor, table: Tensor, out: Tensor) -> None:
     launch(SUMS, out, (-(-out.numel() // _THREADS), 1), values)
 
 
-@cache
+@once
 def amaxes(source: Source, widths: Widths) -> Spec:
     """Spec of the amax of groups. `widths`: bytes read at a time."""
     fields = f"{EXTENTS} {GROUPED_ROWS.fields} out:P is_each:i"
@@ -72,7 +72,7 @@ def grouped_direction_amax(x: Tensor, source: str, beside: Sequence[Tensor], tab
 def _blocks(x: Input, table: Tensor, lanes: Lanes = SQUARE) -> int:
     """For as many panels as there may be: how many there are the device alone knows."""
     (rows, cols), (high, wide) = x.shape, lanes.panel
-    return tiles_at_most(rows, table.shape[1] - 1) * (PANEL_ROWS // high) * -(-cols // wide)
+    return tiles_at_most(rows, table.shape[1] - 1) * (PANEL[0] // high) * -(-cols // wide)
 
 
 def _float8(x: Input, table: Tensor, shares: tuple[str, str], *rest: object) -> Task:
@@ -157,7 +157,7 @@ def grouped_quantize_mxfp8(
     if row_scale is not None:
         row_scale = row_scale[:rows, : -(-cols // quantize.MX_TILE[1])]
     store = access_bytes(8, pointer(row_data), pointer(col_data), cols)
-    lanes = quantize.mxfp8_lanes(matrix.source)
+    lanes = quantize.mxfp8_lanes(matrix)
     widths = (matrix.load_bytes(), store, quantize.scale_store_bytes(row_scale, lanes))
     shares = (quantize.share(row_tile, row_data), quantize.share(col_tile, col_data))
     kernel = partial(quantize.mxfp8, code=CODES[fp8], shares=shares, panels=GROUPED_ROWS, lanes=lanes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from math import ceil
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ from te_dist.kernels.arguments import CODES, ELEMENTS, MatrixMap, matrix_map, po
 from te_dist.kernels.gemm import BARRIER_BYTES, BOX_BYTES, SHARED_LIMIT
 from te_dist.kernels.grouped_gemm import GROUPS, launch_everywhere, table_values
 from te_dist.kernels.runtime import record
-from te_dist.kernels.spec import Layout, Spec
+from te_dist.kernels.spec import Layout, Spec, once
 
 ROWS = 128  # of a tile
 _STAGE_BYTES = 128  # of what is summed over
@@ -129,7 +128,7 @@ class Operand(NamedTuple):
         return f"Operand<{self.element}, Along::k{'Kept' if self.turned else 'Summed'}>"
 
 
-@cache
+@once
 def whole(
     operands: tuple[Operand, Operand],
     out: str,

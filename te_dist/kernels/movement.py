@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 from torch import Tensor
 
 from te_dist.kernels.arguments import EXTENTS, access_bytes, blocks_for
 from te_dist.kernels.runtime import launch
-from te_dist.kernels.spec import Layout, Spec
+from te_dist.kernels.spec import Layout, Spec, once
 
 _HADAMARD_GROUP = 16
 _HADAMARD_THREADS = 128
 _HADAMARD = Layout(f"x:P out:P {EXTENTS} sign_mask:q")
 
 
-@cache
+@once
 def transform(width: int) -> Spec:
     """Spec of a Hadamard transform; `width`: bytes read and written at a time."""
     return Spec("hadamard.cuh", f"Hadamard<{width}>", _HADAMARD)
@@ -37,7 +36,7 @@ _TRANSPOSE = Layout(f"src:P out:P {EXTENTS} src_cols:q out_rows:q")
 _TURNED = {4: (256, 256), 8: (128, 256), 16: (128, 128), 32: (64, 128)}  # values that a block of threads moves, by bits
 
 
-@cache
+@once
 def turn(bits: int, widths: tuple[int, int]) -> Spec:
     """Spec of a transpose. `widths`: bytes read and written at a time."""
     return Spec("transpose.cuh", f"Transpose<{bits}, {widths[0]}, {widths[1]}>", _TRANSPOSE)
@@ -67,7 +66,7 @@ _ASSEMBLE_BLOCK_BYTES = 64 * 1024  # copied by one block of threads, about
 _MAX_BLOCKS_PER_PART = 1024
 
 
-@cache
+@once
 def copies(width: int) -> Spec:
     """Spec of a copy of rectangles; `width`: bytes at a time."""
     return Spec("assemble.cuh", f"Assemble<{width}>", _ASSEMBLE)

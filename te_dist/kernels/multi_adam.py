@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from te_dist.kernels.arguments import ELEMENTS, access_bytes, pointer
 from te_dist.kernels.inputs import adam
 from te_dist.kernels.multi_tensor import Launches, Pointers, Work, reading, reading_blocks, upload
 from te_dist.kernels.runtime import launch
-from te_dist.kernels.spec import Layout, Spec
+from te_dist.kernels.spec import Layout, Spec, once
 from te_dist.kernels.task import Task, Widths
 
 _WIDE, _NARROW = 16, 4  # bytes accessed at a time
@@ -34,7 +34,7 @@ _COMPACT_VALUES = 8192  # of a block of threads, where rows are whole blocks of 
 MOMENT_BLOCK = 128  # values of a row that share a scale
 
 
-@cache
+@once
 def compact(types: tuple[str, str, str, str, str], widths: Widths) -> Spec:
     """Spec of Adam whose state is kept in fewer bytes; `types`: of the gradient, of what is updated and how it is kept,
     of the moments, and of a copy or Nothing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -15,14 +15,14 @@ from torch import Tensor
 from te_dist.kernels.arguments import ELEMENTS
 from te_dist.kernels.inputs import Source, layout, read
 from te_dist.kernels.runtime import launch
-from te_dist.kernels.spec import Layout, Spec
+from te_dist.kernels.spec import Layout, Spec, once
 from te_dist.kernels.task import Task, Widths
 
 _MULTI_TENSOR = Layout("each:P ends:P count:q noop:P")
 _WORD_BYTES = 8
 
 
-@cache
+@once
 def multi_tensor(each: Spec) -> Spec:
     """Spec of a launch for many matrices; `each`: of the kernel for one."""
     headers = f"adam.cuh {each.file} multi_tensor.cuh"
@@ -32,7 +32,7 @@ def multi_tensor(each: Spec) -> Spec:
 _READING_ELEMENTS = 8192  # of a block of threads
 
 
-@cache
+@once
 def reading(source: Source, widths: Widths, *, copy: str) -> Spec:
     """Spec of what reads a tensor and does no more with it; `copy`: element type of a copy, or Nothing."""
     constants = f"{source.template}, {copy}, {widths[0]}"

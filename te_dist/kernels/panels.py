@@ -9,8 +9,6 @@ from torch import Tensor
 from te_dist.formats.region import Pair
 from te_dist.kernels.arguments import PANEL
 
-PANEL_ROWS = 128
-
 
 class Panels(NamedTuple):
     """A way to lie.
@@ -25,18 +23,18 @@ class Panels(NamedTuple):
 
 
 class Lanes(NamedTuple):
-    """How a block of threads divides a panel.
+    """How a block of threads divides a panel among its eight warps.
 
     Attributes:
         template: as C++.
-        panel: rows and columns that a block of threads takes.
+        panel: rows and columns.
     """
 
     template: str
     panel: Pair
 
 
-SQUARE, WIDE, TALL = Lanes("Lanes", PANEL), Lanes("WideLanes", (64, 256)), Lanes("TallLanes", (256, 64))
+SQUARE, WIDE, TALL = Lanes("SquareLanes", PANEL), Lanes("WideLanes", (64, 256)), Lanes("TallLanes", (256, 64))
 
 ONE_MATRIX = Panels("OneMatrix", "panels.phase.row:q panels.phase.col:q")
 GROUPED_ROWS = Panels(
@@ -48,7 +46,7 @@ GROUPED_ROWS = Panels(
 def tiles_at_most(rows: int, groups: int) -> int:
     """How many tiles of 128 rows this many groups of a matrix can have together."""
     begun = min(rows, groups)
-    return (rows - begun) // PANEL_ROWS + begun if begun else 0
+    return (rows - begun) // PANEL[0] + begun if begun else 0
 
 
 def grouped_rows(table: Tensor, padded_rows: int) -> tuple[int, int, int, int]:

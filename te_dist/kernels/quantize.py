@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 
 from torch import Tensor
 
@@ -23,12 +23,10 @@ from te_dist.kernels.arguments import (
 from te_dist.kernels.inputs import Input, Source, layout, plain, read
 from te_dist.kernels.panels import ONE_MATRIX, SQUARE, TALL, WIDE, Lanes, Panels
 from te_dist.kernels.runtime import launch
-from te_dist.kernels.spec import Spec
+from te_dist.kernels.spec import Spec, once
 from te_dist.kernels.task import Task, Widths, start
 
 BLOCK_TILE, MX_TILE, NVFP4_TILE = (128, 128), (32, 32), (16, 16)
-
-_HALVES = (plain("BFloat16"), plain("Float16"))  # what computes, or reads more, has no registers for other panels
 
 ABSENT, _RUN, _SQUARE, TENSOR = (f"Share::k{name}" for name in ("Absent", "Run", "Square", "Tensor"))
 
@@ -64,7 +62,7 @@ def is_idle(x: Input, *data: Tensor | None) -> bool:
     return x.numel() == 0 or all(tensor is None for tensor in data)
 
 
-@cache
+@once
 def float8(
     source: Source,
     widths: Widths,
@@ -157,7 +155,7 @@ def quantize_float8_block(
     start(float8_block_task(read(x, source, beside, sums, row_sums), *rest))
 
 
-@cache
+@once
 def mxfp8(
     source: Source,
     widths: Widths,
@@ -180,7 +178,7 @@ def mxfp8_task(x: Input, phase: Pair, fp8: str, *rest: Pair | Tensor | None) -> 
         return None
     phase = phase_in(MX_TILE, phase)
     store = access_bytes(8, pointer(row_data), pointer(col_data), x.shape[1], phase[1])
-    lanes = mxfp8_lanes(x.source)
+    lanes = mxfp8_lanes(x)
     widths = (x.load_bytes(phase[1]), store, scale_store_bytes(row_scale, lanes))
     shares = (share(row_tile, row_data), share(col_tile, col_data))
     kernel = partial(mxfp8, code=CODES[fp8], shares=shares, lanes=lanes)
@@ -197,14 +195,19 @@ def quantize_mxfp8(
     start(mxfp8_task(read(x, source, beside, sums, row_sums), *rest))
 
 
+def is_of_halves(source: Source) -> bool:
+    """Whether it reads 16-bit elements and does no more: others have no registers for panels that are not square."""
+    return source is plain("BFloat16") or source is plain("Float16")
+
+
 def float8_lanes(source: Source, shares: tuple[str, str]) -> Lanes:
     """More of a column is written at a time from a tall panel; tiles are those of square ones."""
-    return TALL if shares == (ABSENT, TENSOR) and source in _HALVES else SQUARE
+    return TALL if shares == (ABSENT, TENSOR) and is_of_halves(source) else SQUARE
 
 
-def mxfp8_lanes(source: Source) -> Lanes:
-    """More of a row's scales are written at a time from a wide panel."""
-    return WIDE if source in _HALVES else SQUARE
+def mxfp8_lanes(x: Input) -> Lanes:
+    """More of a row's scales are written at a time from a wide panel, if it is whole."""
+    return WIDE if x.shape[1] % WIDE.panel[1] == 0 and is_of_halves(x.source) else SQUARE
 
 
 def scale_store_bytes(scale: Tensor | None, lanes: Lanes) -> int:
@@ -221,7 +224,7 @@ def scale_store_bytes(scale: Tensor | None, lanes: Lanes) -> int:
 FOUR_OVER_SIX = {"none": "kNone", "mae": "kMeanAbsolute", "mse": "kMeanSquare"}
 
 
-@cache
+@once
 def nvfp4(
     source: Source,
     widths: Widths,
@@ -246,7 +249,7 @@ def nvfp4(
     return Spec("quantize_nvfp4.cuh", f"QuantizeNvFp4<{constants}>", layout(source, fields))
 
 
-@cache
+@once
 def direction_amaxes(source: Source, widths: Widths, *, transforms: str, panels: Panels = ONE_MATRIX) -> Spec:
     """Spec of the amax of each direction. `transforms`: "true" where the columnwise one is of the transform."""
     constants = f"{source.template}, {transforms}, {widths[0]}, {panels.template}"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from typing import Any
+from functools import cache, cached_property, wraps
+from typing import Any, ParamSpec
 
 from te_dist.kernels import sources
+
+P = ParamSpec("P")
 
 ENTRY = "te_dist_kernel"  # name of the kernel in every cubin
 _TENSOR_MAP, _TENSOR_MAP_ALIGNMENT = "128s", 64
@@ -122,6 +125,19 @@ extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
 def generation() -> str:
     """Digest of what the cubins of all kernels depend on; their keys begin with it."""
     return hashlib.sha256("\0".join((sources.fingerprint(), *OPTIONS)).encode()).hexdigest()[:16]
+
+
+def once(make: Callable[P, Spec]) -> Callable[P, Spec]:
+    """For what makes specs: of one template there is one object, whichever arguments were left to their defaults."""
+    made: dict[str, Spec] = {}
+
+    @cache
+    @wraps(make)
+    def of(*args: P.args, **kwargs: P.kwargs) -> Spec:
+        spec = make(*args, **kwargs)
+        return made.setdefault(spec.template, spec)
+
+    return of
 
 
 @cache

@@ -30,7 +30,7 @@ from te_dist.kernels.grouped_whole import Operand
 from te_dist.kernels.inputs import Source, adam, gathered, plain, rms_norm, summed, swiglu, swiglu_gradient
 from te_dist.kernels.multi_adam import ADVANCE, compact
 from te_dist.kernels.multi_tensor import multi_tensor, reading
-from te_dist.kernels.panels import GROUPED_ROWS, ONE_MATRIX, Panels
+from te_dist.kernels.panels import GROUPED_ROWS, ONE_MATRIX, SQUARE, WIDE, Panels
 from te_dist.kernels.spec import Spec
 from te_dist.kernels.task import Widths
 
@@ -47,26 +47,21 @@ _OF_GRADIENTS = ("kStochasticAligned", "kNone", "false", "true")
 _TENSOR_SHARES = ((_TENSOR, _TENSOR), (_TENSOR, _ABSENT), (_ABSENT, _TENSOR))
 
 
-def _float8(source: Source, widths: Widths, *, shares: tuple[str, str], **constants: Any) -> Spec:
-    lanes = quantize.float8_lanes(source, shares)
-    return quantize.float8(source, widths, shares=shares, lanes=lanes, **constants)
-
-
-def _mxfp8(source: Source, widths: Widths | None = None, **constants: Any) -> Spec:
-    """Of matrices that are whole numbers of panels wide, if nothing else is said."""
-    lanes = quantize.mxfp8_lanes(source)
-    widths = widths or (16, 8, lanes.panel[1] // quantize.MX_TILE[1])
-    return quantize.mxfp8(source, widths, lanes=lanes, **constants)
+def _mxfp8(source: Source, widths: Widths | None = None, **constants: Any) -> Iterator[Spec]:
+    """By all panels that matrices of any width are read by. `widths`: where panels are not whole and aligned."""
+    for lanes in (SQUARE, WIDE) if quantize.is_of_halves(source) else (SQUARE,):
+        whole = (16, 8, lanes.panel[1] // quantize.MX_TILE[1])
+        yield quantize.mxfp8(source, widths or whole, lanes=lanes, **constants)
 
 
 def quantizers(element: str) -> Iterator[Spec]:
     """All codecs and directions for inputs of one type."""
     source, narrow = plain(element), _BYTES[element]
     for code, shares in product(_CODES, (*_BLOCK_SHARES, _FROM_COLUMNS, *_TENSOR_SHARES)):
-        yield _float8(source, (16, 8, 16), code=code, shares=shares)
+        lanes = quantize.float8_lanes(source, shares)
+        yield quantize.float8(source, (16, 8, 16), code=code, shares=shares, lanes=lanes)
     for code, shares in product(_CODES, (*_BLOCK_SHARES, _FROM_COLUMNS)):
-        yield _mxfp8(source, code=code, shares=shares)
-    yield _mxfp8(source, (16, 8, 4), code="E4M3", shares=(_RUN, _RUN))
+        yield from _mxfp8(source, code=code, shares=shares)
     wide = (16, 8, 16, 8, 8)
     for rounding in ("kNearest", "kStochasticAligned"):
         plain_rule, transformed = ((rounding, "kNone", "false", transforms) for transforms in ("false", "true"))
@@ -78,7 +73,7 @@ def quantizers(element: str) -> Iterator[Spec]:
         yield quantize.direction_amaxes(source, (load,), transforms=transforms)
     for shares in ((_RUN, _RUN), (_SQUARE, _SQUARE)):
         yield quantize.float8(source, (narrow, 1, 1), code="E4M3", shares=shares)
-        yield _mxfp8(source, (narrow, 1, 1), code="E4M3", shares=shares)
+        yield from _mxfp8(source, (narrow, 1, 1), code="E4M3", shares=shares)
         by_row = ("kStochastic", "kNone", "true", "false")
         yield quantize.nvfp4(source, (narrow, 1, 1, 1, 1), rule=by_row, shares=shares)
         yield quantize.nvfp4(source, wide, rule=("kNearest", "kMeanSquare", "false", "false"), shares=shares)
@@ -96,7 +91,7 @@ def fused(element: str) -> Iterator[Spec]:
     for source in (*computed, *routed, summed(plain(element)), summed(swiglu_gradient(element))):
         for shares in ((_RUN, _RUN), (_RUN, _ABSENT)):
             yield quantize.float8(source, (16, 8, 16), code="E4M3", shares=shares)
-            yield _mxfp8(source, code="E4M3", shares=shares)
+            yield quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=shares)
         yield quantize.float8(source, (16, 8, 16), code="E4M3", shares=(_TENSOR, _TENSOR))
         yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_PLAIN_RULE, shares=(_RUN, _RUN))
     yield from gradients(element, ONE_MATRIX)
@@ -115,7 +110,7 @@ def gradients(element: str, panels: Panels) -> Iterator[Spec]:
     source = summed(plain(element))
     for shares in ((_RUN, _RUN), (_TENSOR, _TENSOR)):
         yield quantize.float8(source, (16, 8, 16), code="E5M2", shares=shares, panels=panels)
-    yield _mxfp8(source, code="E5M2", shares=(_RUN, _RUN), panels=panels)
+    yield quantize.mxfp8(source, (16, 8, 4), code="E5M2", shares=(_RUN, _RUN), panels=panels)
     yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_OF_GRADIENTS, shares=(_RUN, _RUN), panels=panels)
 
 
@@ -125,7 +120,7 @@ def grouped_quantizers(element: str) -> Iterator[Spec]:
     for code, shares in product(_CODES, (*_BLOCK_SHARES, *_TENSOR_SHARES)):
         yield quantize.float8(source, wide, code=code, shares=shares, panels=GROUPED_ROWS)
     for code, shares in product(_CODES, _BLOCK_SHARES):
-        yield _mxfp8(source, code=code, shares=shares, panels=GROUPED_ROWS)
+        yield from _mxfp8(source, code=code, shares=shares, panels=GROUPED_ROWS)
     for rounding in ("kNearest", "kStochasticAligned"):
         plain_rule, transformed = ((rounding, "kNone", "false", transforms) for transforms in ("false", "true"))
         for shares in _BLOCK_SHARES:
@@ -133,14 +128,14 @@ def grouped_quantizers(element: str) -> Iterator[Spec]:
         yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=transformed, shares=(_RUN, _RUN), panels=GROUPED_ROWS)
     for transforms in ("false", "true"):
         yield quantize.direction_amaxes(source, (16,), transforms=transforms, panels=GROUPED_ROWS)
-    for quantizer in (quantize.float8, _mxfp8):
-        yield quantizer(source, narrow, code="E4M3", shares=(_RUN, _RUN), panels=GROUPED_ROWS)
+    yield quantize.float8(source, narrow, code="E4M3", shares=(_RUN, _RUN), panels=GROUPED_ROWS)
+    yield from _mxfp8(source, narrow, code="E4M3", shares=(_RUN, _RUN), panels=GROUPED_ROWS)
     of_experts = (gathered(plain(element), "int64_t"), swiglu(element, "kWeighted"))
     computed = (swiglu(element), swiglu_gradient(element), rms_norm(element, element, "false"), *of_experts)
     for source in (*computed, summed(plain(element)), summed(swiglu_gradient(element))):
         for shares in ((_RUN, _RUN), (_TENSOR, _TENSOR)):
             yield quantize.float8(source, wide, code="E4M3", shares=shares, panels=GROUPED_ROWS)
-        yield _mxfp8(source, code="E4M3", shares=(_RUN, _RUN), panels=GROUPED_ROWS)
+        yield quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=(_RUN, _RUN), panels=GROUPED_ROWS)
         yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_PLAIN_RULE, shares=(_RUN, _RUN), panels=GROUPED_ROWS)
     yield from gradients(element, GROUPED_ROWS)
     for source in of_experts:
@@ -230,7 +225,7 @@ def updaters(element: str) -> Iterator[Spec]:
     source = adam(element, "Float32")
     for shares in _BLOCK_SHARES:
         yield multi_tensor(quantize.float8(source, (16, 8, 16), code="E4M3", shares=shares))
-        yield multi_tensor(_mxfp8(source, code="E4M3", shares=shares))
+        yield multi_tensor(quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=shares))
     yield multi_tensor(quantize.float8(source, (4, 1, 1), code="E4M3", shares=(_SQUARE, _ABSENT)))
     for width in (16, 4):
         yield multi_tensor(amax.of_tiles(source, (width,), whole="false"))
@@ -253,7 +248,7 @@ def requantizers() -> Iterator[Spec]:
     for shares in (*_BLOCK_SHARES, *_TENSOR_SHARES):
         yield multi_tensor(quantize.float8(source, (16, 8, 16), code="E4M3", shares=shares))
     for shares in _BLOCK_SHARES:
-        yield multi_tensor(_mxfp8(source, code="E4M3", shares=shares))
+        yield multi_tensor(quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=shares))
     yield multi_tensor(quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_PLAIN_RULE, shares=(_SQUARE, _ABSENT)))
     yield multi_tensor(reading(source, (4,), copy="Float32"))
     yield ADVANCE
@@ -265,7 +260,7 @@ def masters() -> Iterator[Spec]:
     for shares in ((_SQUARE, _ABSENT), (_TENSOR, _ABSENT)):
         yield quantize.float8(source, (16, 8, 16), code="E4M3", shares=shares)
     for shares in ((_RUN, _RUN), (_SQUARE, _ABSENT)):
-        yield _mxfp8(source, code="E4M3", shares=shares)
+        yield quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=shares)
     yield quantize.nvfp4(source, wide, rule=_PLAIN_RULE, shares=(_SQUARE, _ABSENT))
     yield quantize.direction_amaxes(source, (16,), transforms="false")
     yield from (amax.of_matrix(source, (16,), parts=parts) for parts in ("true", "false"))

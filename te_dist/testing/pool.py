@@ -30,6 +30,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from te_dist import env
 from te_dist.testing.worker import Failure, Job, Setup, Success, serve
 
 TIMEOUT = 60.0  # seconds, of a call and of a collective
@@ -93,6 +96,7 @@ class WorkerPool:
 
         Raises:
             RankError: a rank died or did not finish in time; the message tells which and shows its stacks.
+            RuntimeError: there are fewer GPUs than ranks, and NCCL is not told to let them share.
             Exception: whatever the first failing rank raised, with the ranks and tracebacks as notes.
         """
         limit = self.timeout if timeout is None else timeout
@@ -132,6 +136,8 @@ class WorkerPool:
 
     def _start(self) -> None:
         """Forks the workers; they join their process group on their own."""
+        if self.device_type == "cuda" and (missing := lacking_gpus(self.world)):
+            raise RuntimeError(f"a pool of {self.world} ranks on GPUs {missing}")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*_PRELOAD, serve.__module__])
         self._folder = tempfile.TemporaryDirectory(prefix="te_dist_pool_")
@@ -157,6 +163,15 @@ class WorkerPool:
                 if not isinstance(outcomes[rank], Success):
                     deadline = min(deadline, time.monotonic() + GRACE)
         return outcomes | {rank: Hang(_stacks_of(worker)) for rank, worker in pending.items()}
+
+
+def lacking_gpus(world: int) -> str:
+    """What `world` ranks lack; empty where each has a GPU, or NCCL is told to let them share (`env.SHARED_GPUS`)."""
+    found = torch.cuda.device_count()
+    if found >= world or (found and env.SHARED_GPUS.get()):
+        return ""
+    shared = f"; NCCL from 2.30 lets ranks share one where {env.SHARED_GPUS.name}=1" if found else ""
+    return f"needs {world} GPUs, this machine has {found}{shared}"
 
 
 _POOLS: dict[tuple[int, str], WorkerPool] = {}

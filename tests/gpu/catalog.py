@@ -29,6 +29,7 @@ Pair = tuple[int, int]
 # Extents, offset of the first element inside its tile, elements between the start of the storage and the matrix.
 PLACES = [
     ((256, 384), (0, 0), 0),
+    ((72, 512), (0, 0), 0),  # whole wide panels; a part of a tall one
     ((130, 270), (100, 90), 1),
     ((1, 515), (5, 1), 0),
     ((66, 1), (0, 7), 3),
@@ -125,6 +126,8 @@ def quantizers() -> Iterator[Call]:
         inputs = dict(x=x, scale=torch.tensor([3.7]), fp8=fp8)
         with_amax = outputs | dict(amax=torch.zeros(1))
         yield Call(f"tensor {name}", ops.quantize_float8_tensor, inputs, outputs)
+        by_columns = dict(col_data=col, col_scale=torch.zeros(1, 1))
+        yield Call(f"columns of tensor {name}", ops.quantize_float8_tensor, inputs, by_columns)
         yield Call(f"tensor {name} and amax", ops.quantize_float8_tensor, inputs, with_amax)
         scalars = outputs | dict(row_scale=torch.zeros(()), col_scale=torch.zeros(1))
         of_scalars = scalars | dict(amax=torch.zeros(()))
@@ -413,7 +416,8 @@ def grouped_quantizers() -> Iterator[Call]:
     for (routing, sizes), dtype in product(grouped_quantize.ROUTINGS.items(), DTYPES):
         rows, table = grouped_quantize.routed(sizes)
         for codec in (*grouped_quantize.CODECS, *grouped_quantize.STOCHASTIC):
-            cols, shift = (272, 0) if dtype == torch.bfloat16 else (codec.columns(131), 1)
+            wide = 512 if codec.op is ops.grouped_quantize_mxfp8 else 272  # of whole wide panels
+            cols, shift = (wide, 0) if dtype == torch.bfloat16 else (codec.columns(131), 1)
             name = f"{codec.name} {routing} {cols} {dtype}"
             outputs = {
                 key: shifted(tensor.zero_(), shift) for key, tensor in codec.outputs(rows, cols, len(sizes)).items()

@@ -17,7 +17,7 @@ from tests.ops.sources import cases, sums_of, with_sums
 pytestmark = pytest.mark.gpu
 
 MANY = {"thousand": [3, 0, 70, 1] * 300, "skewed": [1, 3000, 2, 0, 640]}
-PLACES = [(384, 0), (200, 0), (131, 1), (1, 0), (258, 1)]  # columns, elements in front of every matrix
+PLACES = [(512, 0), (200, 0), (131, 1), (1, 0), (258, 1)]  # columns, elements in front of every matrix
 # The first codec of every op that writes both directions.
 BOTH_SIDES = {codec.op: codec for codec in reversed(CODECS) if {"row_data", "col_data"} <= codec.parts.keys()}
 

@@ -28,6 +28,8 @@ def modules(dtype: torch.dtype) -> Iterator[nn.Module]:
         yield te.LayerNormMLP(1024, 2048, bias=bias, **options)
         yield te.LayerNormMLP(1024, 2048, activation="swiglu", bias=bias, **options)
         yield te.GroupedLinear(4, 1024, 2048, bias=bias, **options)
+        yield te.LayerNormMLP(896, 1408, activation="swiglu", bias=bias, **options)  # odd multiples of 128
+        yield te.GroupedLinear(4, 896, 1408, bias=bias, **options)
     yield MoE(1024, 1024, Routing(8, 2), shared_ffn_hidden_size=1024, **options)
 
 

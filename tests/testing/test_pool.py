@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from te_dist import testing
 from te_dist.testing import RankError, WorkerPool, assert_bitwise, pool
+from te_dist.testing.pool import lacking_gpus
 
 pytestmark = pytest.mark.distributed
 
@@ -194,3 +195,25 @@ def test_a_closed_pool_leaves_no_process_and_can_be_used_again() -> None:
     assert is_gone(pid)
     assert own.run(place)[0][0] == 0
     own.close()
+
+
+def start_two_on_gpus() -> None:
+    WorkerPool(2, "cuda").run(place)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "shared", "missing"),
+    [(0, "1", "needs 2 GPUs, this machine has 0"), (1, "0", "needs 2 GPUs, this machine has 1; NCCL from 2.30 lets")],
+)
+def test_ranks_without_gpus_are_refused(monkeypatch, gpus, shared, missing) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", shared)
+    with pytest.raises(RuntimeError, match=missing):
+        start_two_on_gpus()
+
+
+@pytest.mark.parametrize(("gpus", "shared"), [(2, "0"), (1, "1")])
+def test_ranks_have_gpus_or_share_them(monkeypatch, gpus, shared) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", shared)
+    assert lacking_gpus(2) == ""

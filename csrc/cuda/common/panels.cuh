@@ -19,7 +19,7 @@ struct OneMatrix {
 
   Phase phase;
 
-  template <class Lanes = cuda::Lanes>
+  template <class Lanes = SquareLanes>
   TE_DIST_DEVICE View view(const Extents& extents, int64_t) const {
     return view_of_tile(extents, 0);
   }
@@ -29,16 +29,18 @@ struct OneMatrix {
   TE_DIST_INLINE int64_t col_row(const View&, int64_t row) { return row; }
 };
 
-// Panels are those of the tiles of a table. What is written by columns begins, for every group, at a tile of its own.
+// A tile of the table is as wide as the matrix, and one panel or several high. What is written by columns begins, for
+// every group, at a tile of its own.
 struct GroupedRows {
   static constexpr bool kIsGrouped = true;
 
   GroupTable table;  // its tiles those of kPanel rows
   int64_t padded_rows;
 
-  template <class Lanes = cuda::Lanes>
+  template <class Lanes = SquareLanes>
   TE_DIST_DEVICE View view(const Extents& extents, int64_t panel) const {
-    constexpr int kDown = kPanel / Lanes::kRows;  // panels of a tile
+    static_assert(kPanel % Lanes::kRows == 0, "panels have rows of one tile");
+    constexpr int kDown = kPanel / Lanes::kRows;
     return view_of_tile(extents, int(panel) / (kDown * int(panels_along(extents.cols, Lanes::kCols))));
   }
 

@@ -24,9 +24,9 @@ struct PanelLanes {
   TE_DIST_INLINE int col(int thread) { return (thread & 31) / kPatchRows * kPatch; }
 };
 
-using Lanes = PanelLanes<2>;      // of kPanel x kPanel elements
-using WideLanes = PanelLanes<1>;  // of half as many rows and twice as many columns
-using TallLanes = PanelLanes<4>;  // the other way round
+using SquareLanes = PanelLanes<2>;  // of kPanel x kPanel elements
+using WideLanes = PanelLanes<1>;    // of half as many rows and twice as many columns
+using TallLanes = PanelLanes<4>;    // the other way round
 
 // Where a thread's patch lies. Panels are aligned to tiles, so the first panel begins `phase` before the matrix.
 struct Place {
@@ -36,13 +36,13 @@ struct Place {
   int local_row, local_col;      // the same inside the panel
   Inside rows, cols;             // of the patch that lie in the matrix
 
-  template <class Lanes = cuda::Lanes>
+  template <class Lanes = SquareLanes>
   TE_DIST_INLINE Place of(const Extents& extents, const Phase& phase, int64_t panel) {
     return of<Lanes>(extents, phase, panel, Lanes::row(threadIdx.x), Lanes::col(threadIdx.x));
   }
 
   // Of the patch that begins at (local_row, local_col) inside the panel.
-  template <class Lanes = cuda::Lanes>
+  template <class Lanes = SquareLanes>
   TE_DIST_INLINE Place of(const Extents& extents, const Phase& phase, int64_t panel, int local_row, int local_col) {
     Place place;
     const int64_t panel_cols = panels_along(phase.col + extents.cols, Lanes::kCols);
@@ -121,9 +121,9 @@ struct Patch {
   }
 
   // Puts the largest magnitudes of the columns in the rows of a warp into shared memory, for all warps to read.
-  template <class Lanes = cuda::Lanes>
+  template <class Lanes = SquareLanes>
   TE_DIST_DEVICE void share_col_amax(const Place& place, float (&of_warps)[kWarps][Lanes::kCols]) const {
-    static_assert(Lanes::kPatchRows <= 2, "larger ones of more than two lanes");
+    static_assert(Lanes::kPatchRows <= 2, "at most two lanes hold the same columns: they are compared once");
     uint32_t columns[kWords];
     col_amax(columns);
 #pragma unroll

@@ -209,7 +209,7 @@ struct SwiGluGradient {
       row += kRows;
     }
 
-    // Of the eight rows read last; the lanes of a warp have read 16 rows of a panel, as `Lanes` says.
+    // Of the eight rows read last; the lanes of a warp have read 16 rows of a panel, as `SquareLanes` says.
     TE_DIST_DEVICE void write_row_sums() {
       using Rows = SharedOut<16, 8, 4, 2>;
       const int64_t panel = col / kPanel, target = row - kPatch + Rows::first();
