@@ -14,6 +14,7 @@ from te_dist.nn import Linear
 from te_dist.nn.module import QuantizedModule, weight_of
 from te_dist.nn.moe.foreign import holds_experts, why_no_twin
 from te_dist.nn.moe.stacked import NAMES, StackedExperts
+from te_dist.optim.refusal import note_exchanged
 from te_dist.recipe import Recipe
 
 
@@ -29,7 +30,7 @@ def convert(
     as it is, in high precision also inside of `autocast`: a head, for example.
 
     Parameters that stay plain stay the same objects: optimizers and ties made before hold. Those that become quantized
-    are new ones; make the optimizer afterwards.
+    are new ones; make the optimizer afterwards: one that was made before refuses to step.
 
     Args:
         model: on any device, also meta; before it is sharded.
@@ -56,6 +57,9 @@ def convert(
     }
     for name, module in made.items():
         parent, _, leaf = name.rpartition(".")
+        if chosen[name] is not None:
+            for key, weight in _weights(model.get_submodule(name)).items():
+                note_exchanged(weight, f"{name}.{key}")
         setattr(model.get_submodule(parent), leaf, module)
     _leave_fast_paths(model)
     return made

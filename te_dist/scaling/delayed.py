@@ -16,6 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -98,8 +99,9 @@ class DelayedScalingState(nn.Module):
         return super()._apply(lambda t: fn(t.view(torch.int32)).view(torch.float32), recurse)
 
 
-# States that have amaxes of the running step, in the order of their first use, which is the same on every rank.
-_recording: dict[DelayedScalingState, dist.ProcessGroup | None] = {}
+# States that have amaxes of the running step, in the order of their first use, which is the same on every rank. A model
+# that is gone, after a forward pass that nothing followed, takes part in no other's step.
+_recording: WeakKeyDictionary[DelayedScalingState, dist.ProcessGroup | None] = WeakKeyDictionary()
 
 
 _tapes = Tapes()  # of updates

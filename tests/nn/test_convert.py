@@ -91,6 +91,29 @@ def test_plain_parameters_stay_the_same_objects() -> None:
     assert model.head.weight is model.embedding.weight
 
 
+@pytest.mark.parametrize("made_by", [torch.optim.AdamW, te.optim.FusedAdam])
+def test_an_optimizer_of_weights_that_were_exchanged_refuses_to_step(made_by: type[torch.optim.Optimizer]) -> None:
+    model = Model()
+    optimizer = made_by(model.parameters(), lr=0.1)
+    te.convert(model, {"layers.0.up": None, "layers.*": BLOCK})
+    model(TOKENS).sum().backward()
+    names = "layers.0.down.weight, layers.1.up.weight, layers.1.down.weight, and would train none"
+    with pytest.raises(RuntimeError, match=f"{made_by.__name__} holds 3 weights that .*, {names}"):
+        optimizer.step()
+
+
+def test_an_optimizer_may_hold_exchanged_weights_that_are_frozen_or_another_models() -> None:
+    model, other = Model(), Block()
+    model.layers[0].up.weight.requires_grad_(False)
+    other.up.weight = model.layers[1].up.weight
+    optimizer = torch.optim.SGD([model.layers[0].up.weight, *other.up.parameters()], lr=0.1)
+    te.convert(model, {"layers.*.up": BLOCK})
+    before = other.up.weight.detach().clone()
+    other.up(torch.ones(2, 32)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(other.up.weight, before)
+
+
 def test_what_is_frozen_or_evaluated_stays_so() -> None:
     model = Model().eval()
     model.layers[0].up.weight.requires_grad_(False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -69,6 +71,16 @@ def train(module: te.Linear, largest: float, largest_grad: float) -> None:
     x[1, 2], grad[3, 4] = -largest, largest_grad
     with te.autocast(recipe=RECIPE):
         module(x.requires_grad_()).backward(grad)
+
+
+def test_a_model_that_is_gone_takes_part_in_no_step() -> None:
+    module = linear()
+    with te.autocast(recipe=RECIPE):
+        module(torch.ones(4, 16, requires_grad=True))
+    state = weakref.ref(module.gemm.scaling)
+    del module
+    gc.collect()
+    assert state() is None
 
 
 def test_a_sequence_of_steps() -> None:
