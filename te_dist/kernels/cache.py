@@ -18,9 +18,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_MAGIC = b"te_dist kernel 2\n"
+_MAGIC = b"te_dist kernel 3\n"
 _DIGEST_BYTES = hashlib.sha256().digest_size
-_RESOURCES = struct.Struct("<II")
+_RESOURCES = struct.Struct("<II?")
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,13 @@ class Compiled:
     Attributes:
         registers: of a thread.
         spilled: bytes that a thread keeps in local memory for want of registers.
+        serialized: whether each product of the tensor cores waits for the one before, since others touch its registers.
     """
 
     cubin: bytes
     registers: int
     spilled: int
+    serialized: bool
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class KernelCache:
         """Writes an entry. Raises OSError where the folder cannot be written: read-only, full."""
         assert entry.version is not None
         folder = self.folder / entry.arch
-        content = _RESOURCES.pack(compiled.registers, compiled.spilled) + compiled.cubin
+        content = _RESOURCES.pack(compiled.registers, compiled.spilled, compiled.serialized) + compiled.cubin
         folder.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=folder, prefix=".")
         temporary = Path(name)

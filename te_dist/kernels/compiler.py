@@ -21,6 +21,7 @@ _RESOURCES = re.compile(
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
 )
 _REGISTERS = re.compile(r"Used (\d+) registers")
+_SERIALIZED = "wgmma.mma_async instructions are serialized"
 
 
 class CompilerError(RuntimeError):
@@ -61,11 +62,11 @@ def compile_kernel(spec: Spec, arch: str) -> Compiled:
     return Compiled(cubin, *_resources(log))
 
 
-def _resources(log: str) -> tuple[int, int]:
-    """Registers and bytes spilled."""
+def _resources(log: str) -> tuple[int, int, bool]:
+    """Registers, bytes spilled, and whether products are serialized."""
     registers, spills = _REGISTERS.search(log), _RESOURCES.search(log)
     spilled = max(int(spills["stores"]), int(spills["loads"])) if spills else 0
-    return int(registers[1]) if registers else 0, spilled
+    return int(registers[1]) if registers else 0, spilled, _SERIALIZED in log
 
 
 @cache

@@ -145,7 +145,7 @@ def compiled(spec: Spec, arch: str) -> Compiled:
 @pytest.mark.skipif(importlib.util.find_spec("cupy_backends") is None, reason="needs the extra cuda13")
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file}, twelfth {TURN}")
-def test_kernels_compile_without_spills(file, arch, threads, request):
+def test_kernels_compile_without_spills_and_serialized_products(file, arch, threads, request):
     specs = chosen(file, arch, None if request.config.getoption("--all-kernels") else TURN)
     if not specs:
         pytest.skip(f"none of {file} for {arch} is among this twelfth")
@@ -154,6 +154,8 @@ def test_kernels_compile_without_spills(file, arch, threads, request):
     assert all(kernel.registers > 0 for kernel in made.values())
     spills = {s.template: kernel.spilled for s, kernel in made.items() if kernel.spilled > allowed_spill(s, arch)}
     assert not spills, f"for {arch}, bytes spilled: {spills}"
+    serialized = [spec.template for spec, kernel in made.items() if kernel.serialized]
+    assert not serialized, f"for {arch}, each product of the tensor cores waits for the one before: {serialized}"
 
 
 def test_variants_are_listed_once():

@@ -12,7 +12,7 @@ from te_dist.kernels import cache, compiler, movement, runtime
 from te_dist.kernels.cache import Compiled, Entry, KernelCache
 from te_dist.testing import pool
 
-KERNEL = Compiled(b"\x7fELF and so on" * 1000, registers=40, spilled=8)
+KERNEL = Compiled(b"\x7fELF and so on" * 1000, registers=40, spilled=8, serialized=True)
 ENTRY = Entry("sm_90a", "a" * 32, "13.0.88")
 RANKS = 4
 

@@ -12,7 +12,7 @@ from te_dist.kernels import CompilerError, compiler, movement
 from te_dist.kernels.cache import Compiled, Entry, KernelCache
 from te_dist.testing import pool
 
-KERNEL = Compiled(b"cubin" * 1000, registers=40, spilled=0)
+KERNEL = Compiled(b"cubin" * 1000, registers=40, spilled=0, serialized=False)
 LISTED = [movement.transform(8), movement.copies(16), movement.copies(4)]
 
 

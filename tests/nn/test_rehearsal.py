@@ -177,7 +177,7 @@ def gpus(monkeypatch):
 
     def compile_for(spec, arch):
         compiled.append(spec)
-        return Compiled(b"", 0, 0)
+        return Compiled(b"", 0, 0, serialized=False)
 
     monkeypatch.setattr(runtime, "_loaded", {})
     monkeypatch.setattr(runtime, "compiled", compile_for)
