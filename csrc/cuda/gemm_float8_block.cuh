@@ -29,11 +29,10 @@ struct GemmFloat8Block {
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kSquareB || !Tiles::kRowsAreAligned ? 40 : 24;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : (504 - kProducerRegisters) / 2;
   static constexpr int kSums = kCols / 2;  // of a wave, by thread
-  static constexpr bool kHoldsColScales = kWaves > 1;  // from wave to wave, in registers
+  // Whether scales of columns, which several waves need, are held in registers. Each makes room for that of the next stage as
+  // soon as it has served the last wave: to read takes long while the tensor cores read as well.
+  static constexpr bool kHoldsColScales = !kSquareB && kWaves > 1;
   static constexpr bool kReadsAhead = kSquareB || kHoldsColScales;  // all of a stage before its products are done
-  // Whether consumers take turns: to add takes long where columns have scales too. With squares, and of three consumers, turns
-  // cost more than they bring.
-  static constexpr bool kTakesTurns = !kSquareB && kWaves > 1;
   // Whether the code of a stage knows its place in shared memory; of many stages registers do not suffice for that.
   static constexpr bool kKnowsStages = kStages <= 4 && (kSquareB || kConsumers == 2);
   static constexpr int kBoxes = kWaves * kCols * Out::kBytes / 128;  // of the output, of a consumer
@@ -185,45 +184,42 @@ struct GemmFloat8Block {
       pin(part);
     }
 
-    TE_DIST_DEVICE void begin_stage(float (&part)[kSums], int stage) const {
-      if (kTakesTurns) Roles::await_turn(group, stage);
-      multiply(part, stage, 0);
-    }
-
-    // Scales of the columns of this thread, for all waves; of squares there are none.
+    // Scales of the columns of this thread; of squares there are none.
     struct ColScales {
-      static constexpr int kHeld = !kSquareB && kHoldsColScales ? kSums / 4 : 1;
       const Consumer& consumer;
-      int stage;
-      float2 held[kHeld];
+      float2 held[kHoldsColScales ? kSums / 4 : 1];
 
-      TE_DIST_DEVICE float2 read(int j) const {
+      TE_DIST_DEVICE float2 read(int stage, int j) const {
         return *reinterpret_cast<const float2*>(&consumer.shared().b_scale[stage][consumer.col + j * 8]);
       }
-      TE_DIST_DEVICE void hold() {
-        if constexpr (!kSquareB && kHoldsColScales) {
-#pragma unroll
-          for (int j = 0; j < kHeld; ++j) held[j] = read(j);
-        }
-      }
 
-      // Of values 4 j to 4 j + 3.
-      TE_DIST_DEVICE float2 at(int j) const {
-        if constexpr (kSquareB) return make_float2(1.0f, 1.0f);
-        return kHoldsColScales ? held[j % kHeld] : read(j);
+      // Those of values 4 j to 4 j + 3.
+      TE_DIST_DEVICE void hold(int stage, int j) {
+        if constexpr (kHoldsColScales) held[j] = read(stage, j);
+      }
+      TE_DIST_DEVICE float2 at(int stage, int j) const {
+        if constexpr (kSquareB) {
+          return make_float2(1.0f, 1.0f);
+        } else if constexpr (kHoldsColScales) {
+          return held[j];
+        } else {
+          return read(stage, j);
+        }
       }
     };
 
+    // Adds the sums of a stage and a wave. From then on scales of columns are held of the stage `next`, unless it is negative.
     TE_DIST_DEVICE void add(const float (&part)[kSums], float (&total)[kSums], const float (&rows)[2][kColParts],
-                            const ColScales& cols) const {
+                            ColScales& cols, int stage, int next) const {
 #pragma unroll
       for (int j = 0; j < kSums / 4; ++j) {
-        const float2 its = cols.at(j);
+        const float2 its = cols.at(stage, j);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float value = kSquareB ? part[4 * j + i] : part[4 * j + i] * (i % 2 ? its.y : its.x);
           total[4 * j + i] = fmaf(value, rows[i / 2][kColParts > 1 ? j / 8 : 0], total[4 * j + i]);
         }
+        if (next >= 0) cols.hold(next, j);
       }
     }
 
@@ -235,48 +231,48 @@ struct GemmFloat8Block {
     template <int kLive>
     TE_DIST_DEVICE void sum_waves(const Tile& t, Ring<kStages>& ring) {
       float part[kSums];
-      begin_stage(part, ring.stage);
+      multiply(part, ring.stage, 0);
+      ColScales cols{*this, {}};
+#pragma unroll
+      for (int j = 0; j < kSums / 4; ++j) cols.hold(ring.stage, j);
       if constexpr (kKnowsStages) {
         for (int k = -int(ring.stage); k < t.depth_tiles; k += kStages) {
 #pragma unroll
           for (int stage = 0; stage < kStages; ++stage) {
-            if (k + stage >= 0 && k + stage < t.depth_tiles) add_stage<kLive>(t, part, stage, k + stage, ring);
+            if (k + stage >= 0 && k + stage < t.depth_tiles) add_stage<kLive>(t, part, cols, stage, k + stage, ring);
           }
         }
       } else {
-        for (int k = 0; k < t.depth_tiles; ++k) add_stage<kLive>(t, part, ring.stage, k, ring);
+        for (int k = 0; k < t.depth_tiles; ++k) add_stage<kLive>(t, part, cols, ring.stage, k, ring);
       }
     }
 
     // Adds stage number `k` of a tile, of which the first product has begun, and begins that of the next.
     template <int kLive>
-    TE_DIST_DEVICE void add_stage(const Tile& t, float (&part)[kSums], int stage, int k, Ring<kStages>& ring) {
+    TE_DIST_DEVICE void add_stage(const Tile& t, float (&part)[kSums], ColScales& cols, int stage, int k,
+                                  Ring<kStages>& ring) {
       const bool is_last = k + 1 == t.depth_tiles;
       const Scales its = scales(t, stage, k);
-      ColScales cols{*this, stage, {}};
-      cols.hold();
       ring.advance();
       const int next = kKnowsStages ? (stage + 1) % kStages : int(ring.stage);
 #pragma unroll
       for (int w = 0; w < kLive; ++w) {
-        const bool ends = w == kLive - 1;
+        const bool ends = w == kLive - 1, begins_next = ends && !is_last;
         if (kAdds && k == t.depth_tiles / 2) output.fetch(t);  // what was written before has been read by then
-        if (ends && !is_last) shared().full[next].wait(ring.parity);
+        if (begins_next) shared().full[next].wait(ring.parity);
         wait_products<0>();
         pin(part);
-        if (kTakesTurns && w == 0) Roles::pass_turn(group, stage);
         if (ends && kReadsAhead) release<true>(stage);
-        add(part, sums[w], its.rows[w], cols);
+        add(part, sums[w], its.rows[w], cols, stage, begins_next ? next : -1);
         if (ends && !kReadsAhead) release<false>(stage);
         if (!ends) multiply(part, stage, w + 1);
-        if (ends && !is_last) begin_stage(part, next);
+        if (begins_next) multiply(part, next, 0);
       }
     }
 
     TE_DIST_DEVICE void pass_over(const Tile& t, Ring<kStages>& ring) {
       for (int k = 0, end = stages_of(t); k < end; ++k, ring.advance()) {
         if (k > 0) shared().full[ring.stage].wait(ring.parity);
-        if (kTakesTurns) Roles::await_turn(group, ring.stage), Roles::pass_turn(group, ring.stage);
         release<false>(ring.stage);
       }
     }

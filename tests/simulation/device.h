@@ -60,7 +60,6 @@ T exchange(T value, unsigned from) {
 // Barriers.
 
 void sync_named(int barrier, int threads);
-void arrive_named(int barrier, int threads);
 void sync_cluster();
 void cluster_rank(uint32_t& rank);
 void barrier_init(uint32_t address, int arrivals);

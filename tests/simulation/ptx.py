@@ -15,7 +15,6 @@ FUNCTIONS = [
     (r"griddepcontrol", "sim::nothing"),
     (r"elect\.sync", "sim::elect"),
     (r"bar\.sync", "sim::sync_named"),
-    (r"bar\.arrive", "sim::arrive_named"),
     (r"mbarrier\.init", "sim::barrier_init"),
     (r"mapa.*mbarrier\.arrive", "sim::barrier_arrive_at"),
     (r"mbarrier\.arrive\.expect_tx", "sim::barrier_expect"),

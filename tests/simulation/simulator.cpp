@@ -68,7 +68,6 @@ unsigned ballot(bool value) {
 }
 
 void sync_named(int barrier, int threads) { self->block->named[size_t(barrier)].wait(unsigned(threads)); }
-void arrive_named(int barrier, int threads) { self->block->named[size_t(barrier)].arrive(unsigned(threads)); }
 void sync_cluster() {
   Cluster& cluster = *self->block->cluster;
   cluster.meeting.wait(unsigned(cluster.blocks.size()) * self->block->threads);

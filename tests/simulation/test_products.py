@@ -72,7 +72,7 @@ def test_tiles_that_follow_each_other_wait_for_their_boxes(cols, monkeypatch):
 
 
 @pytest.mark.parametrize("adds", (False, True))
-@pytest.mark.parametrize("tiling", [Tiling(3, 1, band=3), Tiling(2, 2, 2, band=3)], ids=str)
+@pytest.mark.parametrize("tiling", [Tiling(3, 1, band=3), Tiling(2, 2, band=3)], ids=str)
 def test_sum_over_the_rows_of_each_group(tiling, adds, monkeypatch):
     choose(monkeypatch, tiling)
     sizes = [0, 5, 0, 300, 128, 0]

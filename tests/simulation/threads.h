@@ -143,22 +143,14 @@ inline Turns* turns = nullptr;
 class Meeting {
  public:
   // The last of `count` lets the others go on.
-  void arrive(unsigned count) {
-    if (is_last(count)) turns->wake(waiting_);
-    turns->yield();
-  }
   void wait(unsigned count) {
-    if (!is_last(count)) return turns->wait(waiting_, "a meeting of", count);
+    if (++here_ < count) return turns->wait(waiting_, "a meeting of", count);
+    here_ = 0;
     turns->wake(waiting_);
     turns->yield();
   }
 
  private:
-  bool is_last(unsigned count) {
-    here_ = here_ + 1 == count ? 0 : here_ + 1;
-    return here_ == 0;
-  }
-
   unsigned here_ = 0;
   Waiting waiting_;
 };

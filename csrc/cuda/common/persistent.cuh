@@ -30,19 +30,6 @@ struct Persistent {
     }
   }
 
-  // Consumers that multiply at the same time add at the same time as well, and leave the tensor cores idle meanwhile. In turns
-  // one begins with a stage when the one before it has its first product of it. A stage is not filled again before all
-  // consumers have released it: turns of a stage are passed and taken one by one.
-  static constexpr int kTurns = 1 + kConsumers;  // the first barrier that is no consumer's own
-
-  TE_DIST_INLINE void await_turn(int group, int stage) {
-    static_assert(kTurns + (kConsumers - 1) * kStages <= 16, "a block has 16 barriers");
-    if (group > 0) sync_threads(kTurns + (group - 1) * kStages + stage, 256);
-  }
-  TE_DIST_INLINE void pass_turn(int group, int stage) {
-    if (group + 1 < kConsumers) arrive_threads(kTurns + group * kStages + stage, 256);
-  }
-
   TE_DIST_DEVICE void init_barriers() const {
 #pragma unroll
     for (int s = 0; s < kStages; ++s) {

@@ -36,11 +36,6 @@ TE_DIST_INLINE void sync_threads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Tells those who wait for `threads` of the block at a barrier that these have come, and goes on.
-TE_DIST_INLINE void arrive_threads(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
 // Makes what this thread wrote into shared memory visible to tensor cores and the bulk copy engine.
 TE_DIST_INLINE void fence_shared_for_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
