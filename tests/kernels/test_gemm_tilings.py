@@ -42,6 +42,12 @@ def test_short_sums_are_added_in_shared_memory():
     assert grouped_gemm.sums_tiling(1536, 2048, 128, 512, kind).waves == 1
 
 
+def test_short_sums_are_written_one_wave_at_a_time():
+    kind = gemm.Kind(False, 2)
+    assert grouped_gemm.sums_tiling(1536, 2048, 128, 512, kind).waves == 1
+    assert grouped_gemm.sums_tiling(4096, 7168, 8, 256, kind).waves == 2
+
+
 def test_every_tiling_that_is_chosen_is_one_to_choose_from():
     for rows, cols, groups, kind in product((1, 700, 2**17), (8, 129, 2**13), (1, 9), gemm.RATES):
         assert gemm.tiling(rows, cols, 8, kind) in gemm.RATES[kind]
