@@ -98,7 +98,8 @@ class Kind(NamedTuple):
 
 Rates = dict[Tiling, int]  # TFLOP/s of each tiling to choose from, of an H200
 
-# 8192 x 8192 x 8192 in `python -m benchmarks.gemm_cuda --tilings`.
+# 8192 x 8192 x 8192 in `python -m benchmarks.gemm_cuda --tilings`. Of two waves with scales of runs: what it gave by
+# what the kernel has gained since, one beside the other (benchmarks/results/gemm_cuda.md).
 RATES: dict[Kind, Rates] = {
     Kind(True, 2): {Tiling(2, 1): 1194, Tiling(2, 2, 2): 1417, Tiling(3, 1, 2): 1440, Tiling(2, 1, cols=192): 1436},
     Kind(True, 4): {Tiling(2, 1): 1156, Tiling(2, 2): 1304, Tiling(2, 2, 2): 1367, Tiling(2, 1, cols=192): 1343},
@@ -115,13 +116,13 @@ _ADDING = {(2, 1): 2.6, (3, 1): 2.8, (2, 2): 3.9}
 class Extents(NamedTuple):
     """Of a product: `row_tiles` says how many tiles lie along the rows, `depth_tiles` how many are summed.
 
-    `writing`: how many could be summed in the time that a wave takes to be written.
+    `beside`: by how many of those a tile takes longer, for each of its waves.
     """
 
     row_tiles: Callable[[Tiling], float]
     cols: int
     depth_tiles: float
-    writing: float = 0.0
+    beside: float = 0.0
 
 
 def fastest(rates: Rates, extents: Extents, *, adds: bool) -> Tiling:
@@ -132,7 +133,7 @@ def fastest(rates: Rates, extents: Extents, *, adds: bool) -> Tiling:
 
     def time(shape: Tiling) -> float:
         clusters = extents.row_tiles(shape) * shape.col_tiles(extents.cols)
-        depth_tiles = extents.depth_tiles + extents.writing * shape.waves
+        depth_tiles = extents.depth_tiles + extents.beside * shape.waves
         value = 2 * DEPTH * depth_tiles / rates[shape]  # picoseconds
         if adds:
             value = max(value, _ADDING[shape.consumers, shape.waves])

@@ -69,8 +69,9 @@ SUMS_RATES: dict[Kind, Rates] = {
     Kind(False, 4): gemm.RATES[Kind(False, 4)],
     Kind(False, 4, True): {Tiling(2, 1): 850, Tiling(2, 2): 1002, Tiling(3, 1): 905},
 }
-# Of such sums, few as they are with many groups: 128 of 65536 rows, N = 1536 and 2048 there.
-_WRITING = 0.3
+# To begin and to write a tile takes longer with more waves, which counts where few tiles of the depth are summed.
+# Fitted: 128 groups of 65536 rows, N = 1536 and 2048 there, are given what was measured fastest.
+_BESIDE_SUMS = 0.3
 
 
 @lru_cache(maxsize=4096)
@@ -83,7 +84,7 @@ def rows_tiling(rows: int, cols: int, groups: int, depth_tiles: int, kind: Kind)
 @lru_cache(maxsize=4096)
 def sums_tiling(rows: int, cols: int, groups: int, depth_tiles: int, kind: Kind) -> Tiling:
     """For as many products of this shape as there are groups, which sum over this many tiles together."""
-    extents = Extents(lambda shape: groups * shape.row_work(rows), cols, depth_tiles / groups, _WRITING)
+    extents = Extents(lambda shape: groups * shape.row_work(rows), cols, depth_tiles / groups, _BESIDE_SUMS)
     return gemm.fastest(SUMS_RATES[kind], extents, adds=kind.adds)
 
 

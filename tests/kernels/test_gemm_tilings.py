@@ -42,9 +42,10 @@ def test_short_sums_are_added_in_shared_memory():
     assert grouped_gemm.sums_tiling(1536, 2048, 128, 512, kind).waves == 1
 
 
-def test_short_sums_are_written_one_wave_at_a_time():
+def test_short_sums_are_given_tilings_of_one_wave():
     kind = gemm.Kind(False, 2)
-    assert grouped_gemm.sums_tiling(1536, 2048, 128, 512, kind).waves == 1
+    for rows, cols in ((1536, 2048), (2048, 768)):
+        assert grouped_gemm.sums_tiling(rows, cols, 128, 512, kind).waves == 1
     assert grouped_gemm.sums_tiling(4096, 7168, 8, 256, kind).waves == 2
 
 

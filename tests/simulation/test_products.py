@@ -72,11 +72,22 @@ def test_tiles_that_follow_each_other_wait_for_their_boxes(cols, monkeypatch):
 
 
 @pytest.mark.parametrize("adds", (False, True))
-@pytest.mark.parametrize("tiling", [Tiling(3, 1, band=3), Tiling(2, 2, band=3)], ids=str)
+@pytest.mark.parametrize("tiling", [Tiling(3, 1, 2, band=3), Tiling(2, 2, band=3)], ids=str)
 def test_sum_over_the_rows_of_each_group(tiling, adds, monkeypatch):
     choose(monkeypatch, tiling)
-    sizes = [0, 5, 0, 300, 128, 0]
-    rows, cols, groups = 200, 264, len(sizes)
+    check_sums(rows=300, cols=264, sizes=[0, 5, 0, 600, 128, 0], adds=adds)
+
+
+def test_sums_in_a_ring_of_two_stages(monkeypatch):
+    """The next stage is read as soon as the one before it may be filled again."""
+    choose(monkeypatch, Tiling(2, 2, band=3))
+    monkeypatch.setattr(Tiling, "stages", lambda *_, **__: 2)
+    monkeypatch.setattr(grouped_gemm, "sums_float8_block", grouped_gemm.sums_float8_block.__wrapped__)
+    check_sums(rows=300, cols=130, sizes=[600, 128], adds=False)
+
+
+def check_sums(*, rows: int, cols: int, sizes: list[int], adds: bool) -> None:
+    groups = len(sizes)
     depth = 128 * (sum(-(-size // 128) for size in sizes) + 1)
     a, b = (Operand(extent, depth, RUN, seed=extent) for extent in (rows, cols))
     before = 2.0 if adds else 0.0
