@@ -91,8 +91,8 @@ class Ledger:
         local = local_tensor(param)
         if not isinstance(local, QuantizedTensor):
             return
-        known = self._known.get(param)
-        if local.storage.follows_master and (known is None or known[0] == local.storage.mastered):
+        known, write = self._known.get(param), local.storage.mastered
+        if write and (local.storage.follows_master if known is None else known[0] == write):
             return
         written, kept = initial_master(param), local_tensor(master)
         if not (was_loaded and _are_near(written, kept.to(written.dtype))):
@@ -114,10 +114,10 @@ _LEDGERS: weakref.WeakSet[Ledger] = weakref.WeakSet()
 
 def _latest_master(param: Tensor) -> Tensor | None:
     """This rank's part of the master whose values a quantized parameter has, if it is still there."""
-    storage = local_tensor(param).storage
-    if not storage.follows_master:
+    write = local_tensor(param).storage.mastered
+    if not write:
         return None
-    found = (ledger.master_of(param, storage.mastered) for ledger in list(_LEDGERS))
+    found = (ledger.master_of(param, write) for ledger in list(_LEDGERS))
     return next((local_tensor(master) for master in found if master is not None), None)
 
 
