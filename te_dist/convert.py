@@ -14,8 +14,8 @@ from te_dist.nn import Linear
 from te_dist.nn.module import QuantizedModule, weight_of
 from te_dist.nn.moe.foreign import holds_experts, why_no_twin
 from te_dist.nn.moe.stacked import NAMES, StackedExperts
-from te_dist.optim.refusal import note_exchanged
 from te_dist.recipe import Recipe
+from te_dist.tensor.exchanged import note_exchanged
 
 
 def convert(
@@ -59,7 +59,7 @@ def convert(
         parent, _, leaf = name.rpartition(".")
         if chosen[name] is not None:
             for key, weight in _weights(model.get_submodule(name)).items():
-                note_exchanged(weight, f"{name}.{key}")
+                note_exchanged(weight, f"{name}.{key}", "te_dist.convert")
         setattr(model.get_submodule(parent), leaf, module)
     _leave_fast_paths(model)
     return made

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_dist import _torch_private
 from te_dist.fsdp2.ahead import Shards, prepare_kernels
@@ -25,9 +24,10 @@ from te_dist.fsdp2.parameter import GroupedParameter, ShardedParameter, Wrap
 from te_dist.grouped import GroupCut
 from te_dist.scaling.agreement import settle_parts
 from te_dist.tensor import Cut, QuantizedTensor, placement
+from te_dist.tensor.exchanged import exchange_of, note_exchanged
 from te_dist.tensor.placement import local_tensor
 
-_TAKEN = WeakTensorKeyDictionary()  # parameters in whose place units have others, and their names there
+_BY = "fully_shard"  # what exchanges parameters for shards
 
 
 def fully_shard(
@@ -90,7 +90,8 @@ def fully_shard(
         for each in modules:
             prepare_kernels(each, shards=shards, dtype=None if policy is None else policy.param_dtype)
     torch_fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **kwargs)
-    _TAKEN.update((param, name) for name, param in given)
+    for name, param in given:
+        note_exchanged(param, name, _BY)
     wrap = Wrap(weakref.ref(modules[0]), recompute)
     for each in modules:
         for _, param in _own_quantized(each):
@@ -162,9 +163,10 @@ def _own_quantized(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _check_ties(params: list[tuple[str, Any]]) -> None:
     """FSDP2 puts others in the place of the parameters of a unit, in its own modules only."""
     for name, param in params:
-        if param in _TAKEN:
+        exchange = exchange_of(param)
+        if exchange is not None and exchange.by == _BY:
             raise ValueError(
-                f"{name} is tied to {_TAKEN[param]} of a unit that was wrapped before: FSDP2 would shard and update "
+                f"{name} is tied to {exchange.name} of a unit that was wrapped before: FSDP2 would shard and update "
                 "each on its own; wrap the modules that share it as one unit (fully_shard([first, second]), or the "
                 "module around both)"
             )

@@ -2,8 +2,8 @@
 
 Optimizers that know nothing of quantization could step on quantized parameters: every op they use is defined on
 quantized tensors. But an update is smaller than the distance between two codes, so that most of it would be rounded
-away, at every step and without a word. And an optimizer that was made before weights were exchanged for quantized ones
-holds weights that no module has any more.
+away, at every step and without a word. And an optimizer that was made before weights were exchanged for quantized ones,
+or for shards, holds weights that no module has any more.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from te_dist.optim.masters import is_quantized
-
-_exchanged = WeakIdKeyDictionary()  # names, by weights that a model had
+from te_dist.tensor.exchanged import exchange_of
 
 
 def install() -> None:
@@ -25,16 +23,10 @@ def install() -> None:
     register_optimizer_step_pre_hook(refuse)
 
 
-def note_exchanged(weight: Tensor, name: str) -> None:
-    """Says that a model has another weight of this name instead, as long as `weight` lives."""
-    _exchanged[weight] = name
-
-
 def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raises RuntimeError where `optimizer` would update codes, or weights that are nobody's."""
     params = [(index, param) for index, group in enumerate(optimizer.param_groups) for param in group["params"]]
-    if len(_exchanged):
-        _refuse_exchanged(optimizer, [param for _, param in params])
+    _refuse_exchanged(optimizer, [param for _, param in params])
     if getattr(optimizer, "writes_quantized_parameters", False):
         return
     for index, param in params:
@@ -50,11 +42,12 @@ def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 def _refuse_exchanged(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> None:
     """Not of a weight that is frozen, or has a gradient of another model that still has it."""
-    idle = [param for param in params if param.requires_grad and param.grad is None]
-    found = [_exchanged[param] for param in idle if param in _exchanged]
+    idle = (param for param in params if param.requires_grad and param.grad is None)
+    found = [exchange for param in idle if (exchange := exchange_of(param)) is not None]
     if found:
+        names = [exchange.name for exchange in found]
         raise RuntimeError(
-            f"{type(optimizer).__name__} holds {len(found)} weights that te_dist.convert has exchanged for quantized "
-            f"ones, {', '.join(found[:4])}{', ...' if found[4:] else ''}, and would train none of these; make the "
-            "optimizer after the model is converted"
+            f"{type(optimizer).__name__} holds {len(found)} weights that {found[0].by} has exchanged for others, "
+            f"{', '.join(names[:4])}{', ...' if names[4:] else ''}, and would train none of these; make the optimizer "
+            "after the model is converted and sharded"
         )

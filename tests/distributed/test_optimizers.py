@@ -152,6 +152,22 @@ def test_a_cut_through_a_block_of_moments_is_refused() -> None:
     pool(2).run(refuse_cut)
 
 
+def step_with_what_was_sharded(rank: int, world: int) -> None:
+    layers = nn.Sequential(nn.Linear(COLS, COLS), nn.Linear(COLS, COLS))
+    fsdp2.fully_shard(layers[0], mesh=mesh((world,), ("dp",)))
+    optimizer = optim.FusedAdam(layers.parameters(), lr=0.1)
+    for unit in (layers[1], layers):
+        fsdp2.fully_shard(unit, mesh=mesh((world,), ("dp",)))
+    layers(random_matrix(4, COLS, 1)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"FusedAdam holds 2 weights that fully_shard .*, weight, bias, and would"):
+        optimizer.step()
+    optim.FusedAdam(layers.parameters(), lr=0.1).step()
+
+
+def test_an_optimizer_that_was_made_while_units_were_wrapped_refuses_to_step() -> None:
+    pool(2).run(step_with_what_was_sharded)
+
+
 def go_on_from_whole_state(rank: int, world: int, kind: str, optimizer_first: bool) -> None:
     """torch's helpers gather the state of all ranks, and hand it out again; `set_state_dict` that of the optimizer
     first."""
