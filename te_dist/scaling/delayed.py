@@ -132,7 +132,8 @@ def _warn_of_other_ranks(states: Iterable[DelayedScalingState]) -> None:
     """Where each rank has scales of its own and nobody has said that it shall: a checkpoint holds those of one."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
-    if any(state.reduces_amax for state in states):
+    # A rehearsal on the meta device has scales of nothing.
+    if any(state.reduces_amax and not state.scale.is_meta for state in states):
         warnings.warn(
             f"DelayedScaling without an amax_reduction_group on {dist.get_world_size()} ranks: each has scales of its "
             "own, and a checkpoint will hold those of one. Pass autocast the group of the ranks that train one model "

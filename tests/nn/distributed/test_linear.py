@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import te_dist as te
 from te_dist import fsdp2, recipe
+from te_dist.fsdp2.ahead import kernels_of
 from te_dist.testing import WorkerPool, assert_bitwise, device, mesh
 from tests.nn.recipes import CASES
 
@@ -100,10 +101,13 @@ def test_without_reduction_each_rank_keeps_its_own(ranks: Ranks) -> None:
 
 
 def warnings_without_a_group(rank: int, world: int, reduce_amax: bool) -> list[str]:
-    """Of two backward passes."""
+    """Of two backward passes; rehearsals of them on the meta device have none."""
     made_by = recipe.DelayedScaling(amax_history_len=4, reduce_amax=reduce_amax)
-    module = te.Linear(WIDTH, WIDTH, device=device())
+    with te.quantized_model_init(recipe=made_by):
+        module = te.Linear(WIDTH, WIDTH, device=device())
     with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("error")
+        assert len(kernels_of(module)) > 0
         warnings.simplefilter("default")
         for _ in range(2):
             with te.autocast(recipe=made_by):
