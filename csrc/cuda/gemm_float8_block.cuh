@@ -1,8 +1,8 @@
 // Products of FP8 matrices with fp32 scales for every 128 values that are summed over: of A for a row, of B for a row or for
 // 128 rows. out (M, N) = A (M, K) B (N, K)^T, once or for groups of rows, or of what is summed over.
 //
-// One block of threads stays on each multiprocessor and walks over tiles of the product. A warpgroup of producers, of
-// which one thread works, fills a ring of stages by the bulk copy engine; two or three warpgroups of consumers multiply.
+// One block of threads stays on each multiprocessor and walks over tiles of the product. Of a warpgroup of producers a warp
+// finds the tiles, and a thread fills a ring of stages by the bulk copy engine; two or three warpgroups of consumers multiply.
 // The tensor cores sum 128 values at a time, with 14 bits; each such sum is scaled and added in fp32. While one consumer
 // does that, the others keep the tensor cores busy.
 #pragma once
@@ -25,13 +25,13 @@ struct GemmFloat8Block {
   static constexpr int kThreads = 128 * (1 + kConsumers), kBlocks = 1;
   static constexpr int kRows = 64 * kWaves * kConsumers, kDepth = 128;  // of a tile
   using Tiles = Walk<TileShape<kRows, kCols, kCluster, kSquareB>>;
-  // Together as many as there are; where scales of columns are held, consumers need what producers can spare.
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kSquareB || !Tiles::kRowsAreAligned ? 40 : 24;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : (504 - kProducerRegisters) / 2;
-  static constexpr int kSums = kCols / 2;  // of a wave, by thread
   // Whether scales of columns, which several waves need, are held in registers. Each makes room for that of the next stage as
   // soon as it has served the last wave: to read takes long while the tensor cores read as well.
   static constexpr bool kHoldsColScales = !kSquareB && kWaves > 1;
+  // Together as many as there are; where scales of columns are held, consumers need what producers can spare.
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kHoldsColScales && Tiles::kRowsAreAligned ? 24 : 40;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : (504 - kProducerRegisters) / 2;
+  static constexpr int kSums = kCols / 2;  // of a wave, by thread
   static constexpr bool kReadsAhead = kSquareB || kHoldsColScales;  // all of a stage before its products are done
   // Whether the code of a stage knows its place in shared memory; of many stages registers do not suffice for that.
   static constexpr bool kKnowsStages = kStages <= 4 && (kSquareB || kConsumers == 2);
@@ -68,6 +68,7 @@ struct GemmFloat8Block {
     alignas(1024) typename Output::Buffer out[kConsumers];
     alignas(128) float a_scale[kStages][kScaleBoxes * kBoxPitch];
     alignas(128) float b_scale[kStages][kSquareB ? 32 : kCols];
+    NextTile<Tile> next;
     Tile tile[kStages];  // that begins with the stage
     Barrier full[kStages], empty[kStages];
     Barrier held[kConsumers];  // what `out` holds, of kAdds, is there

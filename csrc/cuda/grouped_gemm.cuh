@@ -5,10 +5,10 @@
 // its error grows with what is summed; sums of 128 values are added in fp32, by one consumer while the other keeps the
 // tensor cores busy.
 //
-// One block of threads stays on each multiprocessor and walks over tiles of 128 rows of the product. A warpgroup of
-// producers, of which one thread works, finds the tiles and fills a ring of stages by the bulk copy engine; two warpgroups
-// of consumers multiply, 64 rows each. While one of them writes its sums, the other keeps the tensor cores busy, and the
-// producer reads for the next tile.
+// One block of threads stays on each multiprocessor and walks over tiles of 128 rows of the product. Of a warpgroup of
+// producers a warp finds the tiles, and a thread fills a ring of stages by the bulk copy engine; two warpgroups of consumers
+// multiply, 64 rows each. While one of them writes its sums, the other keeps the tensor cores busy, and the producer reads
+// for the next tile.
 #pragma once
 
 #include "common/epilogue.cuh"
@@ -76,6 +76,7 @@ struct GroupedGemm {
     alignas(1024) uint8_t a[kStages][kRows * 128];
     alignas(1024) uint8_t b[kStages][kCols * 128];
     alignas(1024) typename Output::Buffer out[kConsumers];
+    NextTile<GroupTile> next;
     GroupTile tile[kStages];  // that begins with the stage
     Barrier full[kStages], empty[kStages];
     Barrier held[kConsumers];  // what `out` holds, of kAdds, is there

@@ -20,6 +20,7 @@ DEPTH = 128  # summed over at a time, by one scale
 _BOX_COL_BYTES, BARRIER_BYTES = 128, 8
 BOX_BYTES = 64 * _BOX_COL_BYTES
 _TILE_BYTES = 40  # of what says where a tile lies
+NEXT_BYTES = _TILE_BYTES + 2 * BARRIER_BYTES  # of the next tile
 SHARED_LIMIT = 227 * 1024  # of a block, sm_90
 _PROCESSORS = 132  # of an H100 or H200; a choice for another number of them costs time, not values
 _OUT_BYTES = {"BFloat16": 2, "Float16": 2, "Float32": 4}
@@ -73,7 +74,7 @@ class Tiling:
         boxes = self.waves * self.cols * out_bytes // _BOX_COL_BYTES  # of a consumer's output, on the way to memory
         boxes = boxes if boxes % 2 else min(4, boxes)
         ring = stages * ((self.rows + self.cols) * DEPTH + scales + _TILE_BYTES + 2 * BARRIER_BYTES)
-        total = ring + self.consumers * (boxes * BOX_BYTES + BARRIER_BYTES)
+        total = ring + NEXT_BYTES + self.consumers * (boxes * BOX_BYTES + BARRIER_BYTES)
         return -(-total // 1024) * 1024
 
     def stages(self, square: bool, out_bytes: int, *, aligned: bool) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from te_dist.kernels import gemm
 from te_dist.kernels.arguments import CODES, ELEMENTS, MatrixMap, matrix_map, pointer
-from te_dist.kernels.gemm import BARRIER_BYTES, BOX_BYTES, SHARED_LIMIT
+from te_dist.kernels.gemm import BARRIER_BYTES, BOX_BYTES, NEXT_BYTES, SHARED_LIMIT
 from te_dist.kernels.grouped_gemm import GROUPS, launch_everywhere, table_values
 from te_dist.kernels.runtime import record
 from te_dist.kernels.spec import Layout, Spec, once
@@ -53,7 +53,7 @@ class Split:
         """Dynamic shared memory of a block; laid out as `Shared` of the kernel."""
         stage = (ROWS + self.cols) * _STAGE_BYTES + _TILE_BYTES + 2 * BARRIER_BYTES
         boxes = 8 if adds and self.cols == _HELD_COLS else 4
-        return -(-(stages * stage + boxes * BOX_BYTES + 2 * BARRIER_BYTES) // 1024) * 1024
+        return -(-(stages * stage + NEXT_BYTES + boxes * BOX_BYTES + 2 * BARRIER_BYTES) // 1024) * 1024
 
     def stages(self, *, adds: bool) -> int:
         """As many as shared memory holds; `adds`: whether products are added to the output."""

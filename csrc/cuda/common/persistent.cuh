@@ -1,14 +1,23 @@
-// Products whose blocks of threads stay on their multiprocessors and walk over tiles: a warp reads, warpgroups compute.
+// Products whose blocks of threads stay on their multiprocessors and walk over tiles: one warp finds them, one reads what
+// they need, warpgroups compute.
 #pragma once
 
 #include "pipeline.cuh"
 
 namespace te_dist::cuda {
 
+// A tile on its way from the warp that finds it to the thread that reads for it.
+template <class Tile>
+struct NextTile {
+  Tile tile;
+  Barrier found, taken;
+};
+
 // Runs a product, whose members are its parameters `p`, its `shared` memory, and the number of its `block` in the
 // cluster. It says
 // - which Tiles there are, and how many registers producer and consumers need;
-// - what is Shared: for each stage of a ring what it holds, the `tile` that begins with it, barriers `full`, `empty`;
+// - what is Shared: the `next` tile; for each stage of a ring what it holds, the `tile` that begins with it, barriers
+//   `full`, `empty`;
 // - init_barriers(): of others than those, by one thread;
 // - stages_of(tile), and read(tile, stage, k): begins to fill a stage, number k of the tile, by one thread;
 // - consumer(group): of a warpgroup, whose compute(tile, ring) finds the tile's first stage full, waits for the others,
@@ -36,27 +45,55 @@ struct Persistent {
       product.shared.full[s].init(1);
       product.shared.empty[s].init(kCluster * kConsumers * 4);
     }
+    product.shared.next.found.init(1);
+    product.shared.next.taken.init(1);
     product.init_barriers();
     fence_barrier_init();
   }
 
-  TE_DIST_DEVICE void fill(const Tile& t, Ring<kStages>& ring) const {
-#pragma unroll 1
-    for (int k = 0, end = product.stages_of(t); k < end; ++k, ring.advance()) {
-      product.shared.empty[ring.stage].wait(ring.parity ^ 1);
-      if (k == 0) product.shared.tile[ring.stage] = t;
-      product.read(t, ring.stage, k);
+  // All lanes of a warp find the tiles, one ahead of the thread that reads: of many groups it takes as long as some stages.
+  TE_DIST_DEVICE void find() const {
+    const typename Product::Tiles tiles{product.p.tiles};
+    auto& next = product.shared.next;
+    uint32_t parity = 1;
+    for (int index = first_tile(), end = tiles.count(); index < end; index += tile_step(), parity ^= 1) {
+      const Tile t = tiles.at(index, product.block);
+      if (elect()) {
+        next.taken.wait(parity);
+        next.tile = t;
+        next.found.arrive();
+      }
+      __syncwarp();
     }
   }
 
-  // All lanes of a warp find the tiles, ahead of those who compute them.
-  TE_DIST_DEVICE void produce() const {
+  // One thread reads for all tiles.
+  TE_DIST_DEVICE void read() const {
     const typename Product::Tiles tiles{product.p.tiles};
+    auto& next = product.shared.next;
     Ring<kStages> ring;
-    for (int index = first_tile(), end = tiles.count(); index < end; index += tile_step()) {
-      const Tile t = tiles.at(index, product.block);
-      if (elect()) fill(t, ring);
+    uint32_t parity = 0;
+    for (int index = first_tile(), end = tiles.count(); index < end; index += tile_step(), parity ^= 1) {
+      next.found.wait(parity);
+      product.shared.empty[ring.stage].wait(ring.parity ^ 1);
+      const Tile t = next.tile;
+      product.shared.tile[ring.stage] = t;
+      next.taken.arrive();
+#pragma unroll 1
+      for (int k = 0, stages = product.stages_of(t); k < stages; ++k, ring.advance()) {
+        if (k > 0) product.shared.empty[ring.stage].wait(ring.parity ^ 1);
+        product.read(t, ring.stage, k);
+      }
+    }
+  }
+
+  // `warp`: of the warpgroup of producers.
+  TE_DIST_DEVICE void produce(int warp) const {
+    if (warp == 0) {
+      if (elect()) read();
       __syncwarp();
+    } else if (warp == 1) {
+      find();
     }
   }
 
@@ -87,10 +124,10 @@ struct Persistent {
     const Persistent walk{product};
     if (threadIdx.x == 0) walk.init_barriers();
     sync_blocks();
-    const int group = __shfl_sync(0xFFFFFFFFu, int(threadIdx.x), 0) / 128;
+    const int warp = __shfl_sync(0xFFFFFFFFu, int(threadIdx.x), 0) / 32, group = warp / 4;
     if (group == kConsumers) {
       give_registers<Product::kProducerRegisters>();
-      if (threadIdx.x < 128 * kConsumers + 32) walk.produce();
+      walk.produce(warp % 4);
     } else {
       take_registers<Product::kConsumerRegisters>();
       walk.consume(group);
