@@ -115,6 +115,7 @@ struct GemmFloat8Block {
       copy_box(p.b_scale, full, shared.b_scale[s], t.col, t.b_scale_row + k);
     }
     full.expect(kStageBytes);
+    Output::template prefetch<kConsumers>(p, t, k, t.depth_tiles);
   }
 
   struct Consumer {

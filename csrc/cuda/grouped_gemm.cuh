@@ -121,6 +121,7 @@ struct GroupedGemm {
       const int further = k * kDepth;
       fetch<A, kRows, 1>(p.a, full, shared.a[s], t.a_kept, t.a_first + further);
       fetch<B, kCols, kCluster>(p.b, full, shared.b[s], t.b_kept, t.b_first + further);
+      Output::template prefetch<kConsumers>(p, t, k, stages_of(t));
     }
     full.expect(t.count > 0 ? kStageBytes : 0);
   }

@@ -22,6 +22,7 @@ FUNCTIONS = [
     (r"mbarrier\.try_wait", "sim::barrier_wait"),
     (r"cluster_ctarank", "sim::cluster_rank"),
     (r"barrier\.cluster", "sim::sync_cluster"),
+    (r"cp\.async\.bulk\.prefetch\.tensor", "sim::nothing"),
     (r"cp\.async\.bulk\.tensor.*multicast", "sim::copy_box_to_many"),
     (r"cp\.async\.bulk\.tensor.*mbarrier", "sim::copy_box"),
     (r"cp\.reduce\.async\.bulk\.tensor", "sim::store_box<true>"),

@@ -12,7 +12,8 @@ enum class BiasType { kNone, kFloat32, kBFloat16, kFloat16 };
 // What a warpgroup does with `kWaves` times 64 x `kCols` sums, which lie in its registers as wgmma.cuh says.
 // Params: those of the kernel, which name the output, the bias (groups, cols) and the factors of rows.
 // kBoxesInTurn: boxes of 64 rows of 128 bytes that it puts into shared memory at a time.
-// kAdds: adds to what is there, which is read while the product is computed where shared memory holds all of it.
+// kAdds: adds to what is there, which is read while the product is computed: into shared memory where that holds all of it,
+// or else into the L2 cache, where the copy engine adds.
 template <class Params, class Out, int kWaves, int kCols, int kBoxesInTurn, bool kAdds>
 struct Epilogue {
   static constexpr int kSums = kCols / 2;  // of a wave, by thread
@@ -48,6 +49,21 @@ struct Epilogue {
       copy_box(p.out, *held, &buffer[0][0] + box * kBoxBytes, t.col + box * kBoxCols, t.out_row + wave_row(0));
     }
     held->expect(kBoxes * kBoxBytes);
+  }
+
+  // With stage number `k` of the `stages` of a tile: brings its part of what `kGroups` warpgroups will have the copy engine
+  // add to into the L2 cache, with the last stages, so that it is still there. One thread does.
+  template <int kGroups, class Tile>
+  TE_DIST_INLINE void prefetch(const Params& p, const Tile& t, int k, int stages) {
+    if constexpr (kAdds && !kHolds) {
+      constexpr int kAcross = kCols / kBoxCols, kAll = kGroups * kBoxes;
+      const int first = k - max(stages - kAll, 0);
+      if (!p.has_map || first < 0) return;
+#pragma unroll 1
+      for (int box = first; box < kAll; box += stages) {
+        prefetch_box(p.out, t.col + box % kAcross * kBoxCols, t.out_row + box / kAcross * 64);
+      }
+    }
   }
 
   template <class Element, class Tile>

@@ -131,6 +131,11 @@ TE_DIST_INLINE void copy_box_to_many(const TensorMap& map, Barrier& barrier, voi
       : "memory");
 }
 
+// Brings the box at (x, y) of a matrix into the L2 cache.
+TE_DIST_INLINE void prefetch_box(const TensorMap& map, int x, int y) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(x), "r"(y) : "memory");
+}
+
 // Copies a box from an address in shared memory, or adds it to what is there; what lies outside of the matrix is left out.
 template <bool kAdds>
 TE_DIST_INLINE void store_box(const TensorMap& map, uint32_t source, int x, int y) {
