@@ -28,11 +28,12 @@ def compare(named: dict[str, Tensor], manifest: Manifest) -> tuple[dict[str, str
         elif saved["shape"] != wanted["shape"]:
             problems.append(f"{name} has shape {saved['shape']} in it, wanted {wanted['shape']}")
         elif not _same_bytes(saved, wanted):
+            refused = _refused(name, tensor, manifest)
             source = _source(name, manifest)
-            if source is not None:
+            if source is not None and not refused:
                 sources[name] = source
             else:
-                problems.append(_no_source(name, manifest, wanted))
+                problems += refused or [_no_source(name, manifest, wanted)]
     return sources, problems
 
 
@@ -63,7 +64,13 @@ def convert(where: Path, named: dict[str, Tensor], sources: dict[str, str], *, p
         return
     reader = WholeReader(where)
     for name, key in sources.items():
-        place_whole(named[name], packing.read(name, key, reader.read).to(named[name].device))
+        fill(named[name], packing.read(name, key, reader.read))
+
+
+def fill(tensor: Tensor, whole: Tensor) -> None:
+    """Puts this rank's part of whole plain values into a tensor; float64 is quantized by way of fp32."""
+    is_wide = whole.dtype == torch.float64 and isinstance(local_tensor(tensor), QuantizedTensor)
+    place_whole(tensor, whole.to(tensor.device, torch.float32 if is_wide else whole.dtype))
 
 
 def _same_bytes(saved: dict[str, Any], wanted: dict[str, Any]) -> bool:
@@ -80,6 +87,15 @@ def _source(name: str, manifest: Manifest) -> str | None:
     saved = manifest.model[name]
     is_plain = "format" not in saved and getattr(torch, saved["dtype"]).is_floating_point
     return f"model.{name}" if is_plain else None
+
+
+def _refused(name: str, tensor: Tensor, manifest: Manifest) -> list[str]:
+    """Why the saved tensor, the only source there is, cannot become this one by its dtype."""
+    saved = manifest.model[name]
+    if "format" in saved or optimizer_state.MASTER in _states(manifest).get(name, {}):
+        return []
+    problems = model_state.dtype_problems(name, getattr(torch, saved["dtype"]), tensor)
+    return [f"{problem}; decode or convert it before it is saved" for problem in problems]
 
 
 def _no_source(name: str, manifest: Manifest, wanted: dict[str, Any]) -> str:

@@ -6,31 +6,27 @@ Rank 0 has one file in memory at a time. Files follow the layout of Hugging Face
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from te_dist.checkpoints import folder, model_state, optimizer_state
+from te_dist.checkpoints import conversion, model_state, optimizer_state, weight_files
 from te_dist.checkpoints.errors import CheckpointError, Ranks, listed
 from te_dist.checkpoints.part import Part
 from te_dist.conventions import Convention, names_a_scale
 from te_dist.formats import Field, Region
-from te_dist.grouped import GroupedStorage, first_member, place_whole
+from te_dist.grouped import GroupedStorage, first_member
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
-INDEX = "model.safetensors.index.json"
 FILE_BYTES = 5 << 30  # a file is closed before it grows beyond
 
 Named = dict[str, Tensor]
@@ -67,8 +63,10 @@ def export_safetensors(
 
     Args:
         model: sharded or not; every rank holds a part of every parameter.
-        directory: of the files; made where it is not there.
+        directory: of the files; made where it is not there. Files of an earlier export, `model.safetensors` and
+            numbered ones, are replaced or removed.
         optimizer: takes values from its masters, where it has them; otherwise quantized weights are dequantized.
+            Masters of weights that were written otherwise since its last step take over what these hold.
         dtype: of floating-point tensors in the files; their own by default.
         convention: store the bytes of quantized weights by it (`te_dist.conventions.FP8_BLOCK`) instead of values; of
             groups of matrices one by one, `weight` as `weight0`, `weight1` and so on.
@@ -83,10 +81,10 @@ def export_safetensors(
     ranks.together(lambda: where.mkdir(parents=True, exist_ok=True))
     for name, members in files.items():
         tensors = {entry.key: _whole(entry, ranks) for entry in members}
-        ranks.together(lambda n=name, t=tensors: _write(where / n, t) if ranks.rank == 0 else None)
-    places = {entry.key: name for name, members in files.items() for entry in members}
-    index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": places}
-    ranks.together(lambda: (where / INDEX).write_text(json.dumps(index, indent=1)) if ranks.rank == 0 else None)
+        ranks.together(lambda n=name, t=tensors: weight_files.write(where / n, t) if ranks.rank == 0 else None)
+    keys = {name: [entry.key for entry in members] for name, members in files.items()}
+    nbytes = sum(entry.nbytes for entry in entries)
+    ranks.together(lambda: weight_files.finish(where, keys, nbytes) if ranks.rank == 0 else None)
 
 
 @torch.no_grad()
@@ -125,16 +123,18 @@ def import_safetensors(model: nn.Module, directory: str | os.PathLike[str]) -> N
 
     Args:
         model: sharded or not, not on the meta device.
-        directory: of `.safetensors` files, each tensor whole, under the names the model has.
+        directory: of `.safetensors` files, each tensor whole, under the names the model has; of those its index names,
+            where it has one. Weights take float64, float32, bfloat16 and float16.
 
     Raises:
-        CheckpointError: names or shapes differ, or a file cannot be read; on every rank alike, before any change.
+        CheckpointError: names, shapes or dtypes do not fit, files and index are not of one export, or a file cannot be
+            read; on every rank alike, before any change.
     """
     ranks, where = Ranks.all(), Path(directory)
     named, places = ranks.together(lambda: _matched(model, where))
     for name, path in places.items():
         with safe_open(path, framework="pt") as file:
-            place_whole(named[name], file.get_tensor(name).to(named[name].device))
+            conversion.fill(named[name], file.get_tensor(name))
 
 
 def _entries(
@@ -145,15 +145,21 @@ def _entries(
     named = _untied(model_state.named_tensors(model))
     model_state.check_quantized(named)
     model_state.check_settled(named)
-    masters = {} if optimizer is None else optimizer_state.tensors(optimizer, named)
+    masters = {} if optimizer is None else _masters(optimizer, named)
     for name, tensor in named.items():
-        local, master = local_tensor(tensor), masters.get(name, {}).get(optimizer_state.MASTER)
+        local, master = local_tensor(tensor), masters.get(name)
         if convention is not None and isinstance(local, QuantizedTensor):
             yield from _by_convention(name, tensor, convention)
             continue
         values = tensor.detach() if master is None else master
         wanted = tensor.dtype if dtype is None or not tensor.dtype.is_floating_point else dtype
         yield _Entry(name, wanted, tensor.numel() * wanted.itemsize, functools.partial(_placed, values), cast=True)
+
+
+def _masters(optimizer: Optimizer, named: Named) -> Named:
+    """By parameter, its master; with the values that the parameter holds by now, where it was written otherwise."""
+    states = optimizer_state.tensors(optimizer, named)
+    return {n: state[optimizer_state.MASTER] for n, state in states.items() if optimizer_state.MASTER in state}
 
 
 def _by_convention(name: str, tensor: Tensor, convention: Convention) -> Iterator[_Entry]:
@@ -226,58 +232,31 @@ def _files(entries: list[_Entry]) -> dict[str, list[_Entry]]:
         if files[-1] and sum(e.nbytes for e in files[-1]) + entry.nbytes > FILE_BYTES:
             files.append([])
         files[-1].append(entry)
-    if len(files) == 1:
-        return {"model.safetensors": files[0]}
-    return {f"model-{i + 1:05}-of-{len(files):05}.safetensors": file for i, file in enumerate(files)}
-
-
-def _write(path: Path, tensors: Named) -> None:
-    partial = folder.temporary(path)
-    save_file(tensors, partial, metadata={"format": "pt"})
-    folder.sync(partial)
-    partial.rename(path)
+    return {weight_files.name_of(i, len(files)): file for i, file in enumerate(files)}
 
 
 def _matched(model: nn.Module, where: Path) -> tuple[Named, dict[str, Path]]:
     """(tensors of the model, file of each)."""
     named = model_state.named_tensors(model)
     model_state.check_quantized(named)
-    shapes, places = _contents(where)
-    scales = [name for name in places if name not in named and names_a_scale(name)]
+    stored = weight_files.contents(where)
+    scales = [name for name in stored if name not in named and names_a_scale(name)]
     if scales:
         raise CheckpointError(
             f"cannot import {where}: got codes with scales ({scales[0]}), an export for inference, wanted "
             "high-precision weights; import what export_safetensors writes without convention="
         )
     first = _first_names(named)
-    problems = [f"{name} is in no file" for name, t in named.items() if first[id(t)] not in places]
-    problems += [f"{name} is in {path.name} only" for name, path in places.items() if name not in named]
-    problems += [
-        f"{name} has shape {shapes[name]}, wanted {list(named[name].shape)}"
-        for name in places
-        if name in named and shapes[name] != list(named[name].shape)
-    ]
+    problems = [f"{name} is in no file" for name, t in named.items() if first[id(t)] not in stored]
+    for name, (path, shape, dtype) in stored.items():
+        if name not in named:
+            problems.append(f"{name} is in {path.name} only")
+            continue
+        if shape != list(named[name].shape):
+            problems.append(f"{name} has shape {shape}, wanted {list(named[name].shape)}")
+        problems += model_state.dtype_problems(name, dtype, named[name])
     if problems:
-        raise CheckpointError(f"cannot import {where}: {listed(problems)}; rename or reshape what is in the files")
-    return named, places
-
-
-def _contents(where: Path) -> tuple[dict[str, list[int]], dict[str, Path]]:
-    """(shape, file) of every tensor in the safetensors files of a directory."""
-    if where.is_file():
-        raise CheckpointError(f"cannot import {where}: got a file, wanted its directory; pass {where.parent}")
-    shapes: dict[str, list[int]] = {}
-    places: dict[str, Path] = {}
-    for path in sorted(where.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                found: dict[str, Any] = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"cannot import {path}: it is no safetensors file ({error}); copy it again"
-            ) from error
-        shapes |= found
-        places |= dict.fromkeys(found, path)
-    if not places:
-        raise CheckpointError(f"cannot import {where}: there are no .safetensors files; check the path")
-    return shapes, places
+        raise CheckpointError(
+            f"cannot import {where}: {listed(problems)}; rename, reshape or convert what is in the files"
+        )
+    return named, {name: each.path for name, each in stored.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +17,8 @@ from te_dist.formats import Format, Region
 from te_dist.grouped import GroupedStorage, GroupedTensor, first_member
 from te_dist.tensor import QuantizedStorage, QuantizedTensor
 from te_dist.tensor.placement import local_tensor
+
+_HIGH_PRECISION = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -79,6 +82,20 @@ def format_name(described: dict[str, Any]) -> str:
     if "format" not in described:
         return described["dtype"]
     return " and ".join(f"{direction} {each['codec']}" for direction, each in described["format"].items())
+
+
+def dtype_problems(name: str, dtype: torch.dtype, tensor: Tensor) -> list[str]:
+    """Why plain values of `dtype` are none for a tensor of another type; empty where they are.
+
+    What is floating-point or quantized takes high precision only: codes whose scales nobody knows, and whole numbers,
+    would be taken for values.
+    """
+    is_quantized = isinstance(local_tensor(tensor), QuantizedTensor)
+    takes_values = is_quantized or tensor.dtype.is_floating_point
+    if not takes_values or dtype in _HIGH_PRECISION or (dtype == tensor.dtype and not is_quantized):
+        return []
+    wanted = ", ".join(str(each)[6:] for each in _HIGH_PRECISION)
+    return [f"{name} has dtype {str(dtype)[6:]}, wanted one of {wanted}"]
 
 
 def parts(name: str, tensor: Tensor) -> dict[str, Tensor]:

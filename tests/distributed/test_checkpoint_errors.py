@@ -16,7 +16,7 @@ from te_dist import checkpoints, optim
 from te_dist.checkpoints import folder, store
 from te_dist.tensor.placement import local_tensor
 from te_dist.testing import device
-from tests.distributed.checkpoint_zoo import assert_plain, assert_weights, data_parallel, zoo
+from tests.distributed.checkpoint_zoo import assert_plain, assert_weights, data_parallel, random_matrix, zoo
 
 SAVED = ("float8_block_2d", "mxfp8_1d")
 
@@ -103,6 +103,31 @@ def test_what_is_in_the_checkpoint_only_is_named(ranks, tmp_path: Path) -> None:
     ranks(2).run(save_more, tmp_path / "c")
     assert "have not: weights.mxfp8_2d.weight" in message_of(ranks, tmp_path / "c", "fewer weights")
     assert "no optimizer state" in message_of(ranks, tmp_path / "c", "no optimizer was saved")
+
+
+def save_plain(path: Path, dtype: torch.dtype) -> None:
+    """What a model has whose weights, and one plain parameter of another dtype, are plain tensors of `dtype`."""
+    model = zoo(1, names=SAVED)
+    for name, layer in model.weights.items():
+        values = random_matrix(*layer.weight.shape, 1) if dtype == torch.float64 else torch.ones(layer.weight.shape)
+        model.weights[name].weight = nn.Parameter(values.to(dtype), requires_grad=False)
+    model.head.weight = nn.Parameter(model.head.weight.detach().to(dtype), requires_grad=False)
+    checkpoints.save(path, model=model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int64, torch.bool], ids=str)
+def test_what_is_not_high_precision_is_no_value_of_a_weight(ranks, tmp_path: Path, dtype: torch.dtype) -> None:
+    save_plain(tmp_path / "c", dtype)
+    message = message_of(ranks, tmp_path / "c", "as saved")
+    for name in ("weights.float8_block_2d.weight", "weights.mxfp8_1d.weight", "head.weight"):
+        said = f"{name} has dtype {str(dtype)[6:]}, wanted one of float64, float32, bfloat16, float16"
+        assert said in message, message
+    assert "decode or convert it before it is saved" in message
+
+
+def test_weights_are_quantized_from_float64_by_way_of_fp32(ranks, tmp_path: Path) -> None:
+    save_plain(tmp_path / "c", torch.float64)
+    ranks(2).run(loaded, tmp_path / "c", 1)
 
 
 def test_a_state_dict_is_no_model(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,16 @@ from te_dist import checkpoints, optim
 from te_dist.checkpoints import exchange
 from te_dist.conventions import FP8_BLOCK
 from te_dist.formats import geometry
+from te_dist.tensor import storage as storages
 from te_dist.tensor.placement import local_part, local_tensor
-from te_dist.testing import assert_bitwise
+from te_dist.testing import assert_bitwise, device
 from tests.distributed.checkpoint_zoo import (
     COLS,
     FORMATS,
     Layout,
+    assert_plain,
     assert_storage,
+    assert_weights,
     data_parallel,
     random_matrix,
     rows_of,
@@ -48,6 +52,32 @@ def export(rank: int, world: int, path: Path, layout: Layout, dtype: torch.dtype
             local_tensor(optimizer.state[param]["master_param"]).fill_(0.75)
     exchange.FILE_BYTES = 300_000
     checkpoints.export_safetensors(model, path, optimizer=optimizer, dtype=dtype)
+
+
+def export_written(rank: int, world: int, path: Path, kind: str) -> None:
+    """A model that was trained, and then given other values by way of its weights."""
+    names = ("float8_block_2d", "mxfp8_1d")
+    model = zoo(1, data_parallel(world), names)
+    if kind == "FusedAdam":
+        optimizer = optim.FusedAdam(model.parameters())
+    else:
+        optimizer = optim.MasterWeights(model.parameters(), torch.optim.AdamW)
+    model(torch.ones(2, COLS, device=device())).backward()
+    optimizer.step()
+    model.load_state_dict(zoo(2, data_parallel(world), names).state_dict())
+    exchange.FILE_BYTES = 1 << 30
+    checkpoints.export_safetensors(model, path, optimizer=optimizer)
+    given = checkpoints.high_precision_state_dict(model, optimizer=optimizer)
+    for name in names if rank == 0 else ():
+        assert_bitwise(given[f"weights.{name}.weight"], whole_of(name, 2).dequantize(), name)
+
+
+@pytest.mark.parametrize("kind", ["FusedAdam", "MasterWeights"])
+def test_weights_that_were_written_otherwise_are_exported_as_they_are(ranks, tmp_path: Path, kind: str) -> None:
+    ranks(2).run(export_written, tmp_path, kind)
+    got = files_of(tmp_path)
+    for name in ("float8_block_2d", "mxfp8_1d"):
+        assert_bitwise(got[f"weights.{name}.weight"], whole_of(name, 2).dequantize(), name)
 
 
 def give_whole(rank: int, world: int, layout: Layout) -> None:
@@ -105,30 +135,175 @@ def load_values(rank: int, world: int, path: Path, layout: Layout) -> None:
         assert_storage(local.storage, whole_of(name, 1), name)
 
 
-@pytest.mark.parametrize("layout", [data_parallel(3), TP], ids=str)
-def test_imported_values_are_quantized_as_the_whole(ranks, tmp_path: Path, layout: Layout) -> None:
-    values = {f"weights.{n}.weight": random_matrix(rows_of(f), COLS, 1) for n, f in FORMATS.items()}
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [(data_parallel(3), torch.float32), (TP, torch.float32), (TP, torch.float64)], ids=str
+)
+def test_imported_values_are_quantized_as_the_whole(ranks, tmp_path: Path, layout: Layout, dtype: torch.dtype) -> None:
+    values = {f"weights.{n}.weight": random_matrix(rows_of(f), COLS, 1).to(dtype) for n, f in FORMATS.items()}
     plain = {n: t for n, t in zoo(1).state_dict().items() if not n.startswith("weights")}
     save_file(values | plain, tmp_path / "a.safetensors")
     ranks(layout.world).run(load_values, tmp_path, layout)
 
 
 def load_refused(rank: int, world: int, path: Path) -> str:
+    """The message of an import that fails and changes nothing."""
+    model = zoo(2, data_parallel(world), ("mxfp8_1d",))
     with pytest.raises(checkpoints.CheckpointError) as error:
-        checkpoints.import_safetensors(zoo(2, data_parallel(world), ("mxfp8_1d",)), path)
+        checkpoints.import_safetensors(model, path)
+    assert_weights(model, 2)
+    assert_plain(model, zoo(2, names=()))
     return str(error.value)
+
+
+def message_of(ranks: Callable, path: Path) -> str:
+    first, second = ranks(2).run(load_refused, path)
+    assert first == second
+    return first
 
 
 def test_what_cannot_be_imported_is_named(ranks, tmp_path: Path) -> None:
     tensors = {n: t for n, t in zoo(1).state_dict().items() if not n.startswith("weights")}
     save_file(tensors | {"seen": torch.zeros(3), "more": torch.zeros(1)}, tmp_path / "a.safetensors")
-    first, second = ranks(2).run(load_refused, tmp_path)
-    assert first == second
+    first = message_of(ranks, tmp_path)
     assert "weights.mxfp8_1d.weight is in no file" in first
     assert "more is in a.safetensors only" in first
     assert "seen has shape [3], wanted [1]" in first
     (tmp_path / "a.safetensors").write_bytes(b"nothing")
-    assert "no safetensors file" in ranks(2).run(load_refused, tmp_path)[0]
+    assert "no safetensors file" in message_of(ranks, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64], ids=str)
+def test_what_is_not_high_precision_is_no_value_of_a_weight(ranks, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Neither of a quantized one nor of a plain one; a tensor that fits comes first in the file."""
+    tensors = values_for_mxfp8()
+    tensors |= {name: tensors[name].to(dtype) for name in ("weights.mxfp8_1d.weight", "norm.weight")}
+    save_file(tensors, tmp_path / "a.safetensors")
+    message = message_of(ranks, tmp_path)
+    for name in ("weights.mxfp8_1d.weight", "norm.weight"):
+        said = f"{name} has dtype {str(dtype)[6:]}, wanted one of float64, float32, bfloat16, float16"
+        assert said in message, message
+    assert "convert what is in the files" in message
+
+
+def test_a_plain_tensor_takes_the_dtype_it_has(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.register_buffer("codes", torch.randn(4, 4).to(torch.float8_e5m2))
+    model.register_buffer("count", torch.tensor(3))
+    checkpoints.export_safetensors(model, tmp_path)
+    want = {name: tensor.clone() for name, tensor in model.named_buffers()}
+    for tensor in model.buffers():
+        tensor.zero_()
+    checkpoints.import_safetensors(model, tmp_path)
+    for name, tensor in model.named_buffers():
+        assert_bitwise(tensor, want[name], name)
+
+
+# -- several exports to one directory ------------------------------------------------------------------------------
+
+
+def values_for_mxfp8() -> dict[str, torch.Tensor]:
+    """What a zoo of one format can import."""
+    model = zoo(1, names=("mxfp8_1d",))
+    return {n: t.dequantize() if n.startswith("weights") else t for n, t in model.state_dict().items()}
+
+
+def export_and_import(rank: int, world: int, path: Path, seed: int, file_bytes: int) -> None:
+    exchange.FILE_BYTES = file_bytes
+    checkpoints.export_safetensors(zoo(seed, data_parallel(world), ("mxfp8_1d",)), path)
+    model = zoo(9, data_parallel(world), ("mxfp8_1d",))
+    checkpoints.import_safetensors(model, path)
+    quantized_again = storages.quantize(whole_of("mxfp8_1d", seed).dequantize(), FORMATS["mxfp8_1d"])
+    assert_storage(local_tensor(model.weights["mxfp8_1d"].weight).storage, quantized_again, "mxfp8_1d")
+    assert_plain(model, zoo(seed, names=()))
+
+
+def test_nothing_is_left_of_an_earlier_export(ranks, tmp_path: Path) -> None:
+    for other in ("adapter_model.safetensors", "model-of-mine.safetensors", "notes.txt"):
+        (tmp_path / other).touch()
+    own = {path.name for path in tmp_path.iterdir()} | {"model.safetensors.index.json"}
+    for seed, (file_bytes, count) in enumerate([(1 << 30, 1), (1, 5), (1000, 3), (1 << 30, 1)]):
+        ranks(2).run(export_and_import, tmp_path, seed, file_bytes)
+        files = {path.name for path in tmp_path.iterdir()} - own
+        assert len(files) == count, files
+        places = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+        assert files == set(places.values())
+
+
+def test_readers_find_one_whole_export_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    found = []
+
+    def watched(change: Callable) -> Callable:
+        def run(path: Path, *args: object) -> object:
+            result = change(path, *args)
+            if index.is_file():
+                places = json.loads(index.read_text())["weight_map"]
+                assert all((tmp_path / name).is_file() for name in places.values()), places
+                model = constant(-1)
+                checkpoints.import_safetensors(model, tmp_path)
+                (value,) = {value for param in model.parameters() for value in param.flatten().tolist()}
+                found.append(value)
+            return result
+
+        return run
+
+    for name in ("rename", "unlink", "write_text"):
+        monkeypatch.setattr(Path, name, watched(getattr(Path, name)))
+    for value, file_bytes in enumerate([1 << 30, 1, 40, 1 << 30]):
+        monkeypatch.setattr(exchange, "FILE_BYTES", file_bytes)
+        checkpoints.export_safetensors(constant(value), tmp_path)
+        assert found[-1] == value
+    assert found == sorted(found)
+
+
+def constant(value: float) -> nn.Module:
+    model = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(3)])
+    for param in model.parameters():
+        nn.init.constant_(param, value)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("no file", ["model-00002-of-00002.safetensors is not there", "copy or export all of it again"]),
+        ("no key", ["norm.weight is not in model-00002-of-00002.safetensors"]),
+        ("another key", ["more is in model-00002-of-00002.safetensors, where the index has it not"]),
+        ("another file", ["norm.bias is in model-00002-of-00002.safetensors, where the index has it not"]),
+        (
+            "no index",
+            ["norm.weight is in model-00002-of-00002.safetensors and in model.safetensors", "remove the files"],
+        ),
+        ("broken index", ["index.json: it is no index of safetensors files (JSONDecodeError"]),
+        ("another kind of index", ["index.json: it is no index of safetensors files (KeyError"]),
+    ],
+)
+def test_files_that_are_not_of_one_export_are_told_apart(ranks, tmp_path: Path, how: str, said: list[str]) -> None:
+    tensors, second = values_for_mxfp8(), tmp_path / "model-00002-of-00002.safetensors"
+    norms = {name: tensors[name] for name in ("norm.weight", "norm.bias")}
+    rest = {name: tensor for name, tensor in tensors.items() if name not in norms}
+    places = dict.fromkeys(rest, "model-00001-of-00002.safetensors") | dict.fromkeys(norms, second.name)
+    if how == "no key":
+        norms.pop("norm.weight")
+    if how == "another key":
+        norms["more"] = torch.zeros(1)
+    if how == "another file":
+        places["norm.bias"] = "model-00001-of-00002.safetensors"
+    save_file(rest, tmp_path / "model-00001-of-00002.safetensors")
+    save_file(norms, second)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    if how == "no file":
+        second.unlink()
+    if how == "no index":
+        save_file(norms, tmp_path / "model.safetensors")
+        index.unlink()
+    if how == "broken index":
+        index.write_text("{")
+    if how == "another kind of index":
+        index.write_text("{}")
+    message = message_of(ranks, tmp_path)
+    assert all(part in message for part in said), message
 
 
 def test_what_is_no_directory_of_high_precision_weights_is_told_apart(tmp_path: Path) -> None:
