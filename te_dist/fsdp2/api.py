@@ -151,7 +151,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _owners(module: nn.Module) -> Iterator[nn.Module]:
     """Modules that have those parameters themselves."""
-    taken = {id(param) for _, param in _own_quantized(module)}
+    taken = {id(param) for _, param in _own(module)}
     return (m for m in module.modules() if any(id(p) in taken for p in m.parameters(recurse=False)))
 
 

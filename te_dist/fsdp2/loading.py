@@ -1,7 +1,8 @@
 """What `load_state_dict` does beyond copying: values that are assigned to quantized parameters are quantized first.
 
 torch's `assign=True` puts the tensors of a state dict in the place of parameters. Plain values would leave a module
-with a plain weight, and a shard without the hooks by which it is gathered.
+with a plain weight, and a shard without the hooks by which it is gathered. And an optimizer has the parameters of
+before: that they were exchanged is noted, so that its step can be refused.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from te_dist import _torch_private
 from te_dist.fsdp2.parameter import ShardedParameter
 from te_dist.fsdp2.unsharded import Unsharded
 from te_dist.tensor import QuantizedTensor
+from te_dist.tensor.exchanged import note_exchanged
 from te_dist.tensor.placement import local_tensor
 
 ASSIGNS = "assign_to_params_buffers"  # torch's key in the metadata that it hands to a module
+_BY = "load_state_dict(assign=True)"  # what exchanges parameters for those that are assigned
 
 
 def watch(module: nn.Module) -> None:
@@ -39,12 +42,33 @@ def quantize_assigned(module: nn.Module, state_dict: MutableMapping[str, Any], p
     """Before torch assigns: parameters of their kind in the place of values for the quantized ones of `module`.
 
     They have the dtype and the device of the values, as torch has it of plain ones, and the format of the parameter.
+    What becomes of parameters, plain ones too, is noted for optimizers that hold them.
 
     Raises:
         ValueError: values of another dtype than fp32, bf16 and fp16, or placed otherwise than the parameter is.
     """
-    for key, param, value in _pairs(module, state_dict, prefix):
-        state_dict[key] = _of_its_kind(param, value, key)
+    made = {key: _of_its_kind(param, value, key) for key, param, value in _pairs(module, state_dict, prefix)}
+    state_dict.update(made)
+    _note_assigned(module, state_dict, prefix)
+
+
+def _note_assigned(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
+    """Parameters that others are about to take the place of."""
+    if torch.__future__.get_swap_module_params_on_conversion():
+        return  # torch then leaves the objects in their place, and exchanges what is in them
+    for name, found in module.named_parameters(recurse=False):
+        value = state_dict.get(prefix + name)
+        if isinstance(value, Tensor) and value is not found and value.shape == found.shape:
+            note_exchanged(_held_by_optimizers(found), prefix + name, _BY)
+
+
+def _held_by_optimizers(found: nn.Parameter) -> Tensor:
+    """The shard, where a parameter was gathered: FSDP2 puts it back before it loads, but later than this is asked."""
+    # NOTE: to ask for a shard looks through all that FSDP2 manages, and most parameters are shards: DTensors.
+    local = local_tensor(found)
+    gathered = isinstance(local, ShardedParameter) and isinstance(local.storage, Unsharded)
+    shard = _torch_private.sharded_of(found) if gathered or not isinstance(found, DTensor) else None
+    return found if shard is None else shard
 
 
 @torch.no_grad()

@@ -3,7 +3,8 @@
 Optimizers that know nothing of quantization could step on quantized parameters: every op they use is defined on
 quantized tensors. But an update is smaller than the distance between two codes, so that most of it would be rounded
 away, at every step and without a word. And an optimizer that was made before weights were exchanged for quantized ones,
-or for shards, holds weights that no module has any more.
+for shards or for those of a state dict, holds weights that no module has any more; one that was made while FSDP2 had
+gathered weights holds those, and what is trained are their shards.
 """
 
 from __future__ import annotations
@@ -12,10 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from te_dist import _torch_private
 from te_dist.optim.masters import is_quantized
-from te_dist.tensor.exchanged import exchange_of
+from te_dist.tensor.exchanged import exchange_of, is_trained_elsewhere
+
+_never_gathered = WeakTensorKeyDictionary()  # parameters that were asked: to ask looks through all that FSDP2 manages
 
 
 def install() -> None:
@@ -24,9 +30,10 @@ def install() -> None:
 
 
 def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raises RuntimeError where `optimizer` would update codes, or weights that are nobody's."""
+    """Raises RuntimeError where `optimizer` would update codes, weights that are nobody's, or what is gathered."""
     params = [(index, param) for index, group in enumerate(optimizer.param_groups) for param in group["params"]]
     _refuse_exchanged(optimizer, [param for _, param in params])
+    _refuse_gathered(optimizer, [param for _, param in params])
     if getattr(optimizer, "writes_quantized_parameters", False):
         return
     for index, param in params:
@@ -42,12 +49,51 @@ def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 def _refuse_exchanged(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> None:
     """Not of a weight that is frozen, or has a gradient of another model that still has it."""
-    idle = (param for param in params if param.requires_grad and param.grad is None)
-    found = [exchange for param in idle if (exchange := exchange_of(param)) is not None]
+    trained = [(param, exchange) for param in params if param.requires_grad and (exchange := exchange_of(param))]
+    found = [exchange for param, exchange in trained if not is_trained_elsewhere(param)]
     if found:
-        names = [exchange.name for exchange in found]
         raise RuntimeError(
             f"{type(optimizer).__name__} holds {len(found)} weights that {found[0].by} has exchanged for others, "
-            f"{', '.join(names[:4])}{', ...' if names[4:] else ''}, and would train none of these; make the optimizer "
-            "after the model is converted and sharded"
+            f"{_first([exchange.name for exchange in found])}, and would train none of these; make the optimizer after "
+            "the model is converted, sharded and loaded"
         )
+
+
+def _refuse_gathered(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> None:
+    """Not of a weight that is frozen."""
+    found = [(param, *place) for param in _maybe_gathered(params) if (place := _gathered_place(param)) is not None]
+    if found:
+        names = [f"{name} {tuple(param.shape)} of {type(module).__name__}" for param, module, name, _ in found]
+        raise RuntimeError(
+            f"{type(optimizer).__name__} holds {len(found)} parameters as FSDP2 gathered them for a pass, "
+            f"{_first(names)}, and would train nothing of them; wanted their shards: make the optimizer before the "
+            "first pass, or call module.reshard() first on units that an evaluation left gathered, as it does the root"
+        )
+
+
+def _maybe_gathered(params: list[Tensor]) -> list[Tensor]:
+    """Those that are to be trained and have no gradient: FSDP2 takes it from what it gathered, and gives it to a shard.
+
+    What lies as a parameter with a gradient does is a shard as that is, of a module that was not used.
+    """
+    idle = [param for param in params if param.requires_grad and param.grad is None]
+    trained = {_lies(param) for param in params if param.grad is not None} if idle else set()
+    return [param for param in idle if not isinstance(param, DTensor) or _lies(param) not in trained]
+
+
+def _lies(param: Tensor) -> Any:
+    return (param.device_mesh, tuple(param.placements)) if isinstance(param, DTensor) else None
+
+
+def _gathered_place(param: Tensor) -> tuple[torch.nn.Module, str, int] | None:
+    """As `_torch_private.gathered_place`."""
+    if param in _never_gathered:
+        return None
+    place = _torch_private.gathered_place(param)
+    if place is None:
+        _never_gathered[param] = True
+    return place
+
+
+def _first(names: list[str]) -> str:
+    return f"{', '.join(names[:4])}{', ...' if names[4:] else ''}"

@@ -4,7 +4,10 @@ A quantized tensor is saved as it is: each rank's shard with its region. Where s
 saved, DCP fills them piece by piece, through slices that it takes for views. What it is handed out writes through:
 bytes of the same place in the same format are taken over as they are, scales of tiles that a cut goes through among
 them, since all pieces were cut from one matrix. Other values (of a plain checkpoint) are put together and quantized
-once all are there.
+once all are there. So is what was quantized (`storage.initial`), where each piece brings its own.
+
+Plain values that are copied into a whole tensor come here too, where it keeps what it is quantized from: torch loads by
+`copy_` as well, into parameters that it was not given by a state dict.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,24 +25,41 @@ from torch.distributed.tensor import DTensor
 
 from te_dist.formats import Field, Group, Region, geometry
 from te_dist.tensor import placement
-from te_dist.tensor.parts import before_writing, filled_by, note_filled
+from te_dist.tensor.parts import before_writing, check_writable, filled_as, filled_by, note_filled
 from te_dist.tensor.storage import Cut, QuantizedStorage, empty
 
 
 @dataclass
 class _Pieces:
-    """What of a storage was filled.
+    """What of a storage was filled under one name of a checkpoint.
 
     Attributes:
         places: of the pieces that were given.
         values: (as the storage), fp32, of all pieces; None as long as all of them were bytes.
+        initial: (as the storage) on the CPU, what all pieces were quantized from; None where one of them does not tell.
     """
 
     places: list[Any] = field(default_factory=list)
     values: Tensor | None = None
+    initial: Tensor | None = None
 
 
-_PIECES: weakref.WeakKeyDictionary[QuantizedStorage, _Pieces] = weakref.WeakKeyDictionary()
+class _Given(NamedTuple):
+    """What is written into a place.
+
+    Attributes:
+        values: (of the place), floating-point.
+        bytes: of the same place in the same format; None where there are values only.
+        initial: what is kept as that which was quantized; None where nothing is.
+    """
+
+    values: Tensor
+    bytes: QuantizedStorage | None
+    initial: Tensor | None
+
+
+# By name: weights that modules share are filled once under each of their names, and in turns.
+_PIECES: weakref.WeakKeyDictionary[QuantizedStorage, dict[str, _Pieces]] = weakref.WeakKeyDictionary()
 
 
 def items_to_write(local: Tensor, name: str, whole: Tensor) -> list[WriteItem]:
@@ -71,14 +91,20 @@ def chunk_of_rest(local: Tensor) -> ChunkStorageMetadata | None:
     return ChunkStorageMetadata(offsets=torch.Size(first), sizes=cut.shape)
 
 
-def to_fill(local: Tensor) -> tuple[QuantizedStorage, torch.Size]:
+def chunk_to_read(local: Tensor) -> ChunkStorageMetadata | None:
+    """As `chunk_of_rest`; torch asks so once for each load, before it reads: what an earlier one left is forgotten."""
+    _PIECES.pop(storage_of(local), None)
+    return chunk_of_rest(local)
+
+
+def to_fill(local: Tensor, name: str) -> tuple[QuantizedStorage, torch.Size]:
     """A storage and the nominal shape of what was said to be read: what is copied into it, or into parts of it, is
-    written into the shard."""
+    written into the shard. `name`: in the checkpoint."""
     storage, chunk = storage_of(local), chunk_of_rest(local)
     if chunk is None:
-        return note_filled(storage.map(lambda buffer: buffer), storage), local.shape
+        return note_filled(storage.map(lambda buffer: buffer), storage, name), local.shape
     blank = empty(storage.format, storage.cut.region, dtype=storage.dtype, device=storage.device)  # type: ignore[union-attr]
-    return note_filled(blank, storage), chunk.sizes
+    return note_filled(blank, storage, name), chunk.sizes
 
 
 def storage_of(tensor: Any) -> Any:
@@ -88,11 +114,16 @@ def storage_of(tensor: Any) -> Any:
 
 
 def fill(target: Any, source: Any) -> bool:
-    """Writes what is copied into a part of a shard that is filled; False where `target` is no such part."""
+    """Writes what is copied into a part of a shard that is filled, and plain values into what keeps them. False where
+    `target` is no such part and has nothing to keep."""
     own, given = storage_of(target), storage_of(source)
     whole = filled_by(own)
     if whole is None:
-        return False
+        loads = target.keep_initial and given is None
+        if loads:
+            check_writable(target)
+            load_values(target, source)
+        return loads
     before_writing(whole)
     has_bytes = given is not None and given.format == whole.format and given.place == own.place
     if has_bytes and own.place == whole.place:
@@ -100,21 +131,42 @@ def fill(target: Any, source: Any) -> bool:
         whole.copy_(given)
     elif not all(whole.shape):
         _fill_shared(whole, given if has_bytes else None)
+    elif own.place == whole.place:
+        _PIECES.pop(whole, None)
+        load_values(target, source, into=whole)
     else:
-        values = (source if given is None else source.dequantize()).detach().expand(target.shape)
-        if own.place == whole.place:
-            _quantize(whole, values.to(whole.device))
-        else:
-            _fill_piece(whole, own, given if has_bytes else None, values)
+        _fill_piece(whole, own, _given(target, source, has_bytes=has_bytes))
     return True
 
 
-def _quantize(whole: QuantizedStorage, values: Tensor) -> None:
-    """What held the values that it was quantized from holds these now."""
-    keeps = whole.initial is not None
-    whole.quantize_(values)
-    if keeps:
-        whole.note_initial(values)
+def load_values(target: Any, source: Tensor, *, into: QuantizedStorage | None = None) -> None:
+    """Quantizes values, which are kept where `target` keeps what it is quantized from.
+
+    Args:
+        target: quantized.
+        source: of its shape, or of one that expands to it; quantized values are decoded.
+        into: the storage that is written, where it is not that of `target`.
+    """
+    storage, given = into or target.storage, _given(target, source, has_bytes=False)
+    before_writing(storage)
+    storage.quantize_(given.values.to(storage.device))
+    # NOTE: to keep waits for the device, which a graph that is captured must not; what it replays is no load.
+    captured = storage.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if given.initial is not None and not given.initial.is_meta and not (captured or storage.device.type == "meta"):
+        storage.note_initial(given.initial)
+
+
+def _given(target: Any, source: Any, *, has_bytes: bool) -> _Given:
+    """NOTE: what is kept has to be so on all ranks or on none, or a matrix begins half with values, half with codes.
+
+    It depends on what is the same everywhere: on what kind the source is, whether the target keeps values, and whether
+    the shards that were saved had theirs, of which every piece has a part.
+    """
+    storage = storage_of(source)
+    values = (source if storage is None else source.dequantize()).detach().expand(target.shape)
+    if storage is None:
+        return _Given(values, None, values if target.keep_initial else None)
+    return _Given(values, storage, storage.initial) if has_bytes else _Given(values, None, None)
 
 
 def _fill_shared(whole: QuantizedStorage, given: QuantizedStorage | None) -> None:
@@ -125,21 +177,33 @@ def _fill_shared(whole: QuantizedStorage, given: QuantizedStorage | None) -> Non
         _write_bytes(whole, given)
 
 
-def _fill_piece(whole: QuantizedStorage, own: QuantizedStorage, given: QuantizedStorage | None, values: Tensor) -> None:
-    pieces = _PIECES.get(whole)
-    if pieces is None or own.place in pieces.places:  # an earlier load stopped half-way
-        pieces = _PIECES[whole] = _Pieces()
+def _fill_piece(whole: QuantizedStorage, own: QuantizedStorage, given: _Given) -> None:
+    named, name = _PIECES.setdefault(whole, {}), filled_as(own)
+    pieces = named.get(name)
+    if pieces is None or any(_overlap(own.place, place) for place in pieces.places):  # an earlier load stopped half-way
+        pieces = named[name] = _Pieces()
+        if given.initial is not None:
+            pieces.initial = torch.empty(whole.shape, dtype=given.initial.dtype)
     pieces.places.append(own.place)
-    if given is None and pieces.values is None:
+    if given.initial is None:
+        pieces.initial = None
+    elif pieces.initial is not None:
+        _rectangle(pieces.initial, whole.place, own.place).copy_(given.initial.reshape(own.shape))
+    if given.bytes is None and pieces.values is None:
         pieces.values = whole.dequantize(torch.float32)
     if pieces.values is not None:
-        _rectangle(pieces.values, whole.place, own.place).copy_(values.reshape(own.shape))
-    elif given is not None:
-        _write_bytes(whole, given)
+        _rectangle(pieces.values, whole.place, own.place).copy_(given.values.reshape(own.shape))
+    elif given.bytes is not None:
+        _write_bytes(whole, given.bytes)
     if sum(map(_num_values, pieces.places)) >= _num_values(whole.place):
-        del _PIECES[whole]
-        if pieces.values is not None:
-            _quantize(whole, pieces.values)
+        _finish(whole, named.pop(name))
+
+
+def _finish(whole: QuantizedStorage, pieces: _Pieces) -> None:
+    """Once all pieces are there."""
+    if pieces.values is not None:
+        whole.quantize_(pieces.values)
+    whole.initial = pieces.initial
 
 
 def _write_bytes(whole: QuantizedStorage, given: QuantizedStorage) -> None:
@@ -171,6 +235,10 @@ def _spans(place: Any) -> Iterator[Any]:
         yield place.members
         place = place.region
     yield from (place.rows, place.cols)
+
+
+def _overlap(a: Any, b: Any) -> bool:
+    return all(max(x.start, y.start) < min(x.stop, y.stop) for x, y in zip(_spans(a), _spans(b), strict=True))
 
 
 def _num_values(place: Any) -> int:

@@ -21,10 +21,15 @@ from te_dist.tensor.storage import QuantizedStorage
 
 @dataclass(frozen=True)
 class _Origin:
-    """What a part was taken out of, and whether that sees what is copied into the part."""
+    """What a part was taken out of.
+
+    Attributes:
+        whole: until it is gone.
+        filled_as: the name in a checkpoint, where what is copied into the part is written into the whole; else None.
+    """
 
     whole: weakref.ref[QuantizedStorage]
-    is_filled: bool
+    filled_as: str | None = None
 
 
 class Reader(Protocol):
@@ -42,20 +47,27 @@ _ORIGINS: weakref.WeakKeyDictionary[QuantizedStorage, _Origin] = weakref.WeakKey
 def note(part: QuantizedStorage, whole: QuantizedStorage) -> QuantizedStorage:
     """Remembers what `part` was taken out of, in the end where that is a part too; gives it back."""
     first = _ORIGINS.get(whole)
-    _ORIGINS[part] = _Origin(weakref.ref(whole), False) if first is None or first.whole() is None else first
+    _ORIGINS[part] = _Origin(weakref.ref(whole)) if first is None or first.whole() is None else first
     return part
 
 
-def note_filled(part: QuantizedStorage, whole: QuantizedStorage) -> QuantizedStorage:
-    """Has what is copied into `part`, or into parts of it, written into `whole`; gives it back."""
-    _ORIGINS[part] = _Origin(weakref.ref(whole), True)
+def note_filled(part: QuantizedStorage, whole: QuantizedStorage, name: str) -> QuantizedStorage:
+    """Has what is copied into `part`, or into parts of it, written into `whole`; gives it back. `name`: of what."""
+    _ORIGINS[part] = _Origin(weakref.ref(whole), name)
     return part
 
 
 def filled_by(part: QuantizedStorage) -> QuantizedStorage | None:
     """The storage into which what is copied into `part` belongs; None where it has a place of its own."""
     origin = _ORIGINS.get(part)
-    return origin.whole() if origin is not None and origin.is_filled else None
+    return origin.whole() if origin is not None and origin.filled_as is not None else None
+
+
+def filled_as(part: QuantizedStorage) -> str:
+    """The name that `note_filled` was told."""
+    name = _ORIGINS[part].filled_as
+    assert name is not None
+    return name
 
 
 def note_reader(storage: QuantizedStorage, reader: Reader) -> None:

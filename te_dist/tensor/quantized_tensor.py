@@ -47,8 +47,8 @@ class QuantizedTensor(torch.Tensor):
 
     Attributes:
         storage: the buffers and their format.
-        keep_initial: whether what initializes or loads it keeps the high-precision values (`storage.initial`), until it
-            is written otherwise.
+        keep_initial: whether plain values that initialize it, or are copied into it or assigned to it, are kept
+            (`storage.initial`) until it is written otherwise.
     """
 
     storage: QuantizedStorage
@@ -121,7 +121,7 @@ class QuantizedTensor(torch.Tensor):
             torch.Tensor.data.__set__(self, value)
             self.storage = value.storage
         elif value.shape == self.shape:
-            self.quantize_(value.to(self.device))
+            filling.load_values(self, value)
         else:
             raise ValueError(
                 f"cannot assign values of shape {tuple(value.shape)} to a quantized tensor of {tuple(self.shape)}"
@@ -174,13 +174,13 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def __create_chunk_list__(self) -> Callable[[], list[ChunkStorageMetadata]]:
-        chunk = filling.chunk_of_rest(self)
+        chunk = filling.chunk_to_read(self)
         if chunk is None:
             raise AttributeError("torch tells where this lies")
         return lambda: [chunk]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> QuantizedTensor:
-        return self.like(*filling.to_fill(self))
+        return self.like(*filling.to_fill(self, index.fqn))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         fields = ", ".join(f"{n}: {str(b.dtype)[6:]}{list(b.shape)}" for n, b in self.storage.buffers.items())

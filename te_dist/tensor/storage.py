@@ -6,8 +6,6 @@ bytes is written here once and derived from the format.
 
 from __future__ import annotations
 
-import itertools
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NoReturn
@@ -20,11 +18,11 @@ from te_dist.codecs import Amax, Codec
 from te_dist.formats import Direction, Field, Format, Region, geometry
 from te_dist.ops.evaluate import values
 from te_dist.ops.source import Source
+from te_dist.tensor.writes import next_write
 
 Amaxes = Mapping[Codec, Amax]
 How = Literal["decode", "operand"]
 _NO_DIMS: frozenset[int] = frozenset()
-_writes = itertools.count(uuid.uuid4().int >> 64 | 1)  # of optimizers; numbers of other processes are others
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,8 @@ class QuantizedStorage:
         cut_dims: dimensions (0: rows, 1: columns) along which it was cut out of a larger matrix.
         unsettled: values last written into a shard by their own amax, as long as the ranks that share a scale with
             it have not agreed on one; None once they have.
-        initial: (rows, cols) on the CPU, the values that initialization quantized, where they were asked to be kept;
-            None once others have been written.
+        initial: (rows, cols) on the CPU, the values that were quantized at initialization or loaded, where they were
+            asked to be kept; None once others have been written.
         mastered: by which write of an optimizer these values came from a master; copies of them keep it. 0 for values
             that came otherwise.
         latest_mastered: the last such write into this storage, see `follows_master`.
@@ -261,7 +259,8 @@ class QuantizedStorage:
 
     def note_initial(self, values: Tensor) -> None:
         """Keeps a copy of the values that were quantized, see `initial`."""
-        self.initial = values.detach().to("cpu", copy=True).view(self.shape)
+        contiguous = values.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        self.initial = contiguous.view(self.shape)
 
     def may_share_scales(self) -> bool:
         """Whether other shards can hold a part of a tile that this one holds a part of."""
@@ -389,7 +388,7 @@ class QuantizedStorage:
     def note_master(self) -> None:
         """Notes that the values are those of a master now."""
         self.initial = None
-        self.mastered = self.latest_mastered = next(_writes)
+        self.mastered = self.latest_mastered = next_write()
 
     # -- buffers ------------------------------------------------------------------------------------------------
 

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import te_dist as te
-from te_dist import fsdp2, grouped, testing
+from te_dist import fsdp2, grouped, optim, testing
 from te_dist.formats import Format
 from te_dist.fsdp2 import GroupedParameter, QuantizedParameter
 from te_dist.grouped import quantized_part
 from te_dist.nn.module import QuantizedModule
 from te_dist.recipe import Float8BlockScaling
 from te_dist.tensor import quantize
-from te_dist.tensor.placement import local_tensor
+from te_dist.tensor.placement import local_part, local_tensor
 from te_dist.testing import assert_bitwise
-from tests.distributed.probe import FORMATS, Layer, assert_seen, fits, random_matrix, wires
+from tests.distributed.probe import FORMATS, SOME, Layer, assert_seen, fits, random_matrix, wires
 from tests.distributed.test_grouped_fsdp2 import Experts, random_group
 
 COLS = 160
@@ -122,6 +131,127 @@ def test_values_that_were_loaded_are_kept_where_those_of_initialization_are() ->
     values = torch.randn(128, 128)
     layer.load_state_dict({"weight": values, "bias": torch.zeros(128)})
     assert_bitwise(layer.weight.get_high_precision_init_val(), values, "kept values")
+
+
+def ways_to_load(values: Tensor, over: DeviceMesh, path: str) -> dict[str, Callable[[nn.Module], object]]:
+    """By name, how whole plain values come into the weight of a layer; in a checkpoint columns are apart."""
+    whole, spread = {"weight": values}, {"weight": distribute_tensor(values, over, [Shard(0)])}
+    dcp.save({"weight": distribute_tensor(values, over, [Shard(values.dim() - 1)])}, checkpoint_id=path)
+    full = StateDictOptions(full_state_dict=True)
+    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    of_first = whole if dist.get_rank() == 0 else {}
+    return {
+        "load_state_dict": lambda layer: layer.load_state_dict(spread),
+        "assigned": lambda layer: layer.load_state_dict(spread, assign=True),
+        "whole": lambda layer: set_model_state_dict(layer, dict(whole), options=full),
+        "broadcast": lambda layer: set_model_state_dict(layer, dict(of_first), options=broadcast),
+        "dcp": lambda layer: dcp.load(layer.state_dict(), checkpoint_id=path),
+        "data": lambda layer: setattr(local_tensor(layer.weight), "data", local_tensor(spread["weight"])),
+    }
+
+
+def layer_in_state(state: str, layer: nn.Module, over: DeviceMesh) -> nn.Module:
+    """Sharded, of a weight that keeps what it is quantized from: freshly made, without values, or after a step."""
+    fsdp2.fully_shard(layer.to("meta" if state == "empty" else testing.device()), mesh=over)
+    local_tensor(layer.weight).keep_initial = True
+    if state == "empty":
+        layer.to_empty(device=testing.device())
+    if state == "stepped":
+        layer.weight.grad = torch.ones_like(layer.weight)
+        optim.FusedAdam(layer.parameters(), lr=1e-3).step()
+        assert local_tensor(layer.weight).get_high_precision_init_val() is None
+    return layer
+
+
+def keep_however_loaded(rank: int, world: int, path: str) -> None:
+    over = testing.mesh((world,), ("dp",))
+    for make, values in ((Layer, random_matrix(96, COLS, 3)), (Experts, random_group(3, members=4))):
+        ways = ways_to_load(values.to(testing.device()), over, f"{path}/{make.__name__}")
+        for name, state, way in itertools.product(SOME, ("fresh", "empty", "stepped"), ways):
+            layer = layer_in_state(state, make(FORMATS[name], values.flip(0)), over)
+            with torch.no_grad():
+                ways[way](layer)
+            local, told = local_tensor(layer.weight), f"{make.__name__}, {name}, {state}, {way}"
+            if local.numel():
+                assert local.storage.initial is not None, f"nothing is kept: {told}"
+                want = local_part(values, layer.weight)
+                assert_bitwise(local.get_high_precision_init_val(), want, f"what is kept: {told}")
+
+
+def test_values_are_kept_however_they_are_loaded(ranks, tmp_path: Path) -> None:
+    ranks(3).run(keep_however_loaded, str(tmp_path))
+
+
+def sharing(world: int, seed: int) -> nn.Module:
+    """Two layers of one weight, which has two names."""
+    layers = nn.Sequential(*(Layer(FORMATS["float8_tensorwise"], random_matrix(96, COLS, seed)) for _ in range(2)))
+    layers[1].weight = layers[0].weight
+    fsdp2.fully_shard(layers.to(testing.device()), mesh=testing.mesh((world,), ("dp",)))
+    return layers
+
+
+def save_shared(rank: int, world: int, path: str) -> None:
+    dcp.save(sharing(world, 3).state_dict(), checkpoint_id=path)
+
+
+def load_shared(rank: int, world: int, path: str) -> None:
+    layers = sharing(world, 4)
+    dcp.load(layers.state_dict(), checkpoint_id=path)
+    weight, values = layers[0].weight, random_matrix(96, COLS, 3)
+    assert_bitwise(local_tensor(weight).get_high_precision_init_val(), local_part(values, weight), "what was quantized")
+
+
+def test_a_weight_that_modules_share_keeps_what_was_quantized_on_all_ranks(ranks, tmp_path: Path) -> None:
+    ranks(2).run(save_shared, str(tmp_path))
+    ranks(3).run(load_shared, str(tmp_path))
+
+
+class LosesAFile(dcp.FileSystemReader):
+    """Ends after one of the pieces that a rank reads."""
+
+    def __init__(self, path: str, last: bool) -> None:
+        super().__init__(path)
+        self._read = slice(-1, None) if last else slice(1)
+
+    def read_data(self, plan: dcp.planner.LoadPlan, planner: dcp.LoadPlanner) -> torch.futures.Future[None]:
+        super().read_data(replace(plan, items=plan.items[self._read]), planner)
+        raise OSError("a file is lost")
+
+
+def load_after_a_failure(rank: int, world: int, path: str) -> None:
+    """Each piece that a failed load leaves behind could stand for one of the next load."""
+    over, device = testing.mesh((world,), ("dp",)), testing.device()
+    wrong, right = (random_matrix(96, COLS, seed).to(device) for seed in (3, 4))
+    for values, where in ((wrong, "wrong"), (right, "right")):
+        dcp.save({"weight": distribute_tensor(values, over, [Shard(1)])}, checkpoint_id=f"{path}/{where}")
+    for name, format in FORMATS.items():
+        for last in (False, True):
+            layer = layer_in_state("fresh", Layer(format, random_matrix(96, COLS, 1)), over)
+            with pytest.raises(CheckpointException, match="a file is lost"):
+                dcp.load(layer.state_dict(), storage_reader=LosesAFile(f"{path}/wrong", last))
+            dcp.load(layer.state_dict(), checkpoint_id=f"{path}/right")
+            fsdp2.settle(layer)
+            want, got = quantized_part(right, layer.weight), local_tensor(layer.weight)
+            for field, buffer in got.storage.buffers.items():
+                assert_bitwise(buffer, want.buffers[field], f"{name}: {field} of rank {rank}, last={last}")
+            assert_bitwise(got.get_high_precision_init_val(), local_part(right, layer.weight).cpu(), f"kept of {name}")
+
+
+def test_a_load_begins_anew_after_one_that_failed(ranks, tmp_path: Path) -> None:
+    ranks(2).run(load_after_a_failure, str(tmp_path))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_pieces_that_overlap_are_of_different_loads(name: str) -> None:
+    weight = Layer(FORMATS[name], random_matrix(128, COLS, 1)).weight.data
+    values = random_matrix(128, COLS, 3)
+    shard = weight.__get_tensor_shard__(MetadataIndex("weight"))
+    shard[:64].copy_(torch.ones(64, COLS))  # and that is all of the first load
+    shard[:96].copy_(values[:96])
+    shard[96:].copy_(values[96:])
+    want = wires(quantize(values, FORMATS[name]))
+    for field, buffer in wires(weight).items():
+        assert_bitwise(buffer, want[field], field)
 
 
 def settle_and_keep(rank: int, world: int) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -316,13 +317,15 @@ def load_by_torch(rank: int, world: int, path: str) -> None:
         for field, buffer in wanted.buffers.items():
             assert_bitwise(got.buffers[field], buffer, f"{field} of {name} with {rows} rows")
         assert got.unsettled is None
+        if wanted.shape[0]:  # else there are no values to begin with
+            assert_bitwise(got.initial, wanted.initial, f"what was quantized of {name} with {rows} rows")
 
 
 def load_plain_by_torch(rank: int, world: int, path: str) -> None:
     found = [(rows, layer) for _, rows, layer in layers_to_save(world, seed=1) if rows != UNEVEN]
     for rows, layer in found:
         local = local_tensor(layer.weight)
-        local.storage.initial = torch.zeros(local.storage.shape)  # as of a weight that keeps what it is quantized from
+        local.keep_initial, local.storage.initial = True, None  # as after `to_empty`, or a step
         dcp.load({f"plain, {rows} rows": get_model_state_dict(layer)}, checkpoint_id=path)
         kept, values = local.get_high_precision_init_val(), random_matrix(rows, COLS, 0)
         if local.numel():
@@ -383,7 +386,7 @@ def interrupt_loading(rank: int, world: int) -> None:
     local = local_tensor(layer.weight)
     for attempt in ([0], [0, 1]):
         for half in attempt:
-            target = local.__get_tensor_shard__(None)  # as DCP asks for it
+            target = local.__get_tensor_shard__(MetadataIndex("weight"))  # as DCP asks for it
             own = values[96 * rank :][48 * half : 48 * (half + 1)]
             target.narrow(0, 48 * half, 48).detach().copy_(own)
     layer(random_matrix(4, COLS, 1))
