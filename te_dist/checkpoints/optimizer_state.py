@@ -19,13 +19,35 @@ from torch.optim import Optimizer
 
 from te_dist._torch_private import sharded_like
 from te_dist.checkpoints import extra
-from te_dist.checkpoints.errors import CheckpointError
+from te_dist.checkpoints.errors import CheckpointError, Ranks
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
 MASTER = "master_param"  # high-precision values of a parameter, as te_dist.optim keeps them
 
 Named = dict[str, Tensor]
+
+
+def begin_masters(optimizer: Optimizer, named: Named, ranks: Ranks) -> None:
+    """Has masters begin where weights know what they were quantized from: their codes alone do not tell. Collective."""
+    if not hasattr(optimizer, "initialize_state"):
+        return
+    begun = ranks.together(lambda: _to_begin(optimizer, named))
+    missing = set().union(*ranks.gather({name for name, values in begun.items() if values is None}))
+    for name in begun.keys() - missing:
+        optimizer.initialize_state(named[name])
+        local_tensor(named[name]).storage.initial = begun[name]  # until the step that a master is made for otherwise
+
+
+def _to_begin(optimizer: Optimizer, named: Named) -> dict[str, Tensor | None]:
+    """By name, the values of each trained weight without state before it was quantized; None where these are not known,
+    on this rank."""
+    found = {}
+    for name, _, param in _params(optimizer, named):
+        local = local_tensor(param)
+        if isinstance(local, QuantizedTensor) and param.requires_grad and not optimizer.state.get(param):
+            found[name] = local.storage.initial
+    return found
 
 
 def describe(optimizer: Optimizer, named: Named) -> dict[str, Any]:
@@ -37,7 +59,7 @@ def describe(optimizer: Optimizer, named: Named) -> dict[str, Any]:
     groups = [{k: _value(v, k) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     params = {}
     for name, index, param in _params(optimizer, named):
-        state = optimizer.state.get(param, {})
+        state = _state(optimizer, param)
         params[name] = {"group": index, "state": {k: _describe(v, f"{name}: {k}", param) for k, v in state.items()}}
     return {"class": _class_name(optimizer), "groups": groups, "params": params}
 
@@ -46,7 +68,7 @@ def tensors(optimizer: Optimizer, named: Named) -> dict[str, dict[str, Tensor]]:
     """By parameter and key, the tensors of the state."""
     found = {}
     for name, _, param in _params(optimizer, named):
-        state = optimizer.state.get(param, {})
+        state = _state(optimizer, param)
         found[name] = {k: v.detach() for k, v in state.items() if isinstance(v, Tensor)}
     return {name: state for name, state in found.items() if state}
 
@@ -68,7 +90,7 @@ def mismatches(optimizer: Optimizer, named: Named, saved: dict[str, Any] | None)
             problems.append(f"{name} is in group {entry['group']} of the saved optimizer, in group {index} of this one")
         else:
             _initialize(optimizer, param, entry["state"])
-            problems += _state_mismatches(name, param, optimizer.state.get(param, {}), entry["state"])
+            problems += _state_mismatches(optimizer, name, param, entry["state"])
     return problems
 
 
@@ -92,11 +114,7 @@ def install(optimizer: Optimizer, states: dict[Tensor, dict[str, Any]], saved: d
     """Puts filled state and the saved hyperparameters into the optimizer."""
     for param, state in states.items():
         if state:
-            optimizer.state[param] = state
-            local = local_tensor(param)
-            if isinstance(local, QuantizedTensor) and MASTER in state:
-                take_over = getattr(optimizer, "take_over", None)
-                local.storage.note_master() if take_over is None else take_over(param)
+            _install(optimizer, param, state)
         else:
             optimizer.state.pop(param, None)
     for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
@@ -107,11 +125,28 @@ def install(optimizer: Optimizer, states: dict[Tensor, dict[str, Any]], saved: d
                 group[key] = value
 
 
+def _install(optimizer: Optimizer, param: Tensor, state: dict[str, Any]) -> None:
+    """The state of a parameter that was loaded with it: its master, if there is one, has its values."""
+    if hasattr(optimizer, "install_state"):
+        return optimizer.install_state(param, state)
+    optimizer.state[param] = state
+    local = local_tensor(param)
+    if isinstance(local, QuantizedTensor) and MASTER in state:
+        take_over = getattr(optimizer, "take_over", None)
+        local.storage.note_master() if take_over is None else take_over(param)
+
+
 def state_parts(states: dict[Tensor, dict[str, Any]], named: Named) -> dict[str, dict[str, Tensor]]:
     """Tensors of `allocate`, as `tensors` names them."""
     names = _names(named)
     found = {names[id(p)]: {k: v for k, v in s.items() if isinstance(v, Tensor)} for p, s in states.items()}
     return {name: state for name, state in found.items() if state}
+
+
+def _state(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
+    """What is to be saved of a parameter; te_dist's optimizers know which masters have fallen behind."""
+    current = getattr(optimizer, "current_state", None)
+    return optimizer.state.get(param, {}) if current is None else current(param)
 
 
 def _names(named: Named) -> dict[int, str]:
@@ -166,15 +201,26 @@ def _initialize(optimizer: Optimizer, param: Tensor, saved: dict[str, Any]) -> N
         optimizer.initialize_state(param)
 
 
-def _state_mismatches(name: str, param: Tensor, here: dict[str, Any], saved: dict[str, Any]) -> list[str]:
-    if here and saved and set(here) != set(saved):
+def _state_mismatches(optimizer: Optimizer, name: str, param: Tensor, saved: dict[str, Any]) -> list[str]:
+    here = optimizer.state.get(param, {})
+    if here and saved and set(here) != set(saved) and set(saved) != {MASTER}:
         return [f"{name} has optimizer state {sorted(saved)}, wanted {sorted(here)}; use the same options"]
+    if saved and hasattr(optimizer, "check_state"):
+        try:
+            optimizer.check_state(param, {key: _dtype(described) for key, described in saved.items()})
+        except ValueError as error:
+            return [f"{name}: {error}"]
     return [
         f"{name}: {key} has shape {described['shape']} and is not there yet, so where its parts belong is not known; "
         "make one step with the optimizer before loading"
         for key, described in saved.items()
         if described.get("shape") and described["shape"] != list(param.shape) and not _fits(here.get(key), described)
     ]
+
+
+def _dtype(described: dict[str, Any]) -> torch.dtype | None:
+    """Of a saved tensor; None of a plain value."""
+    return getattr(torch, described["dtype"]) if "dtype" in described else None
 
 
 def _fits(value: Any, described: dict[str, Any]) -> bool:
@@ -191,7 +237,7 @@ def _allocate(param: Tensor, here: Any, described: dict[str, Any], group: dict[s
         return extra.join(described["value"], {})
     if _fits(here, described):
         return here
-    dtype = getattr(torch, described["dtype"])
+    dtype = _dtype(described)
     if described["shape"] != list(param.shape) or not param.dim():
         # NOTE: torch's optimizers keep `step` on the CPU unless their kernels read it.
         beside = described["beside_parameter"] or group.get("capturable") or group.get("fused")

@@ -52,7 +52,7 @@ def save(
         CheckpointError: nothing was written under `path`; on every rank alike.
     """
     ranks = Ranks.all()
-    snapshot = ranks.together(lambda: _snapshot(model, optimizer, extra, ranks.rank))
+    snapshot = _snapshot(model, optimizer, extra, ranks)
     _write(Path(path), snapshot, ranks)
 
 
@@ -71,11 +71,22 @@ def async_save(
     ranks = Ranks.all()
     if ranks.group is not None:
         ranks = Ranks(_background_group(ranks.group))
-    snapshot = ranks.together(lambda: _on_cpu(_snapshot(model, optimizer, extra, ranks.rank)))
+    snapshot = _snapshot(model, optimizer, extra, ranks)
+    snapshot = ranks.together(lambda: _on_cpu(snapshot))
     return _in_thread(lambda: _write(Path(path), snapshot, ranks))
 
 
-def _snapshot(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, rank: int) -> _Snapshot:
+def _snapshot(
+    model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, ranks: Ranks
+) -> _Snapshot:
+    named = ranks.together(lambda: _checked(model, extra))
+    if optimizer is not None:
+        optimizer_state.begin_masters(optimizer, named, ranks)
+    return ranks.together(lambda: _contribution(named, optimizer, extra, ranks.rank))
+
+
+def _checked(model: nn.Module, extra: Mapping[str, Any] | None) -> dict[str, Tensor]:
+    """The tensors of a model that can be saved, by name."""
     named = model_state.named_tensors(model)
     model_state.check_quantized(named)
     model_state.check_settled(named)
@@ -83,6 +94,12 @@ def _snapshot(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str,
         raise CheckpointError(
             f'extra: got {type(extra).__name__}, wanted a dictionary of values by text; name it, as in {{"step": 100}}'
         )
+    return named
+
+
+def _contribution(
+    named: dict[str, Tensor], optimizer: Optimizer | None, extra: Mapping[str, Any] | None, rank: int
+) -> _Snapshot:
     tree, held = extras.split(extra or {})
     tensors = store.tree(
         model=model_state.all_parts(named),

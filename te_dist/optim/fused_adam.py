@@ -24,8 +24,9 @@ from te_dist.formats import Partition
 from te_dist.kernels.multi_adam import CompactPlace
 from te_dist.ops.multi_adam import AdamRule, AdamSignals, Adapted, MultiAdam
 from te_dist.optim import masters
+from te_dist.optim.loading import last_pre_hook, with_states
 from te_dist.optim.masters import MASTER, Held, Ledger, Places
-from te_dist.optim.precision import MOMENTS, Precision, as_loaded, check_kernels_take
+from te_dist.optim.precision import MOMENTS, Precision, as_loaded, check_convertible, check_kernels_take
 from te_dist.scaling.agreement import PartsQuantization, settle_parts
 from te_dist.tensor import QuantizedStorage, QuantizedTensor
 from te_dist.tensor.parts import before_writing
@@ -112,6 +113,7 @@ class FusedAdam(torch.optim.Optimizer):
         try:
             for param in group["params"]:
                 self.precision.check(param)
+                self._ledger.expect(param)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -145,32 +147,66 @@ class FusedAdam(torch.optim.Optimizer):
             self._update(device, groups)
         return loss
 
+    @torch.no_grad()
+    def current_state(self, param: Tensor) -> dict[str, Any]:
+        """State of a parameter as the next step would find it: a master that has fallen behind what was written into
+        its weight has these values. What is kept here stays as it is: the weight may be given back its own."""
+        state = self.state.get(param, {})
+        if MASTER not in state:
+            return state
+        return state | {MASTER: self._ledger.current(param, state[MASTER], was_loaded=param in self._loaded)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch, of `current_state`."""
+        return with_states(self, super().state_dict(), self.current_state)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, but state keeps the types it has here: torch would round it to the dtype of its parameter."""
-        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
-        loaded = {}
-        for key, param in zip(saved, params, strict=False):
-            own = state_dict["state"].get(key, {})
-            wanted = self.precision.dtypes(param)
-            if own and own.keys() != wanted.keys():
-                raise ValueError(
-                    f"state of a parameter of shape {tuple(param.shape)}: got {sorted(own)}, wanted {sorted(wanted)}; "
-                    "make the optimizer with the options it was saved with"
-                )
-            loaded[param] = {name: as_loaded(value, wanted[name], param, name=name) for name, value in own.items()}
-        super().load_state_dict(state_dict)
+        loaded: dict[Tensor, dict[str, Any]] = {}
+
+        def read(_: Any, given: dict[str, Any]) -> None:
+            saved = [key for group in given["param_groups"] for key in group["params"]]
+            for key, param in zip(saved, params, strict=False):
+                loaded[param] = self._as_loaded(param, given["state"].get(key, {}))
+
+        with last_pre_hook(self, read):
+            super().load_state_dict(state_dict)
         for param, own in loaded.items():
             if own:
                 self.state[param].update(own)
-            self.take_over(param)
+            self._ledger.forget(param)
             self._loaded.add(param)
+
+    def install_state(self, param: Tensor, state: dict[str, Any]) -> None:
+        """Puts state that was loaded with the values of its parameter in place, in the types it has here."""
+        self.state[param] = self._as_loaded(param, state)
+        self.take_over(param)
+
+    def check_state(self, param: Tensor, dtypes: Mapping[str, torch.dtype | None]) -> None:
+        """Raises ValueError where saved state of a parameter, by the types of its tensors, cannot be its state here."""
+        wanted = self.precision.dtypes(param)
+        if dtypes.keys() != wanted.keys():
+            raise ValueError(
+                f"state of a parameter of shape {tuple(param.shape)}: got {sorted(dtypes)}, wanted {sorted(wanted)}; "
+                "make the optimizer with the options it was saved with"
+            )
+        for name, dtype in dtypes.items():
+            if dtype is not None:
+                check_convertible(dtype, wanted[name], param, name=name)
+
+    def _as_loaded(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        if not state:
+            return {}
+        self.check_state(param, {name: getattr(value, "dtype", None) for name, value in state.items()})
+        wanted = self.precision.dtypes(param)
+        return {name: as_loaded(value, wanted[name], param, name=name) for name, value in state.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled."""
-        options = ("precision", "adam_w_mode", "bias_correction", "capturable", "set_grad_none")
-        own = {name: getattr(self, name) for name in options}
-        return super().__getstate__() | own | {"_plans": {}, "_captured": [], "_loaded": set(), "_ledger": Ledger()}
+        names = ("precision", "adam_w_mode", "bias_correction", "capturable", "set_grad_none", "_ledger", "_loaded")
+        own = {name: getattr(self, name) for name in names}
+        return super().__getstate__() | own | {"_plans": {}, "_captured": []}
 
     def initialize_state(self, param: Tensor) -> None:
         """Creates all state of `param`, unless it is there."""

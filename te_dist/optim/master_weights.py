@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from te_dist._torch_private import copy_each
 from te_dist.optim import masters
+from te_dist.optim.loading import last_pre_hook, with_states
 from te_dist.optim.masters import MASTER, Held, Ledger, WriteBack
 from te_dist.tensor.placement import local_tensor
 
@@ -135,24 +136,51 @@ class MasterWeights(torch.optim.Optimizer):
         Raises:
             ValueError: a parameter that needs a master has none in its state.
         """
-        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        given: dict[str, Any] = {}
         params = [param for group in self.param_groups for param in group["params"]]
-        if not begin_masters:
-            for key, param in zip(saved, params, strict=False):
-                self._check_has_master(param, state_dict["state"].get(key, {}))
-        super().load_state_dict(state_dict)
-        for key, param in zip(saved, params, strict=True):
-            for name, value in state_dict["state"].get(key, {}).items():
+
+        def read(_: Any, found: dict[str, Any]) -> None:
+            saved = [key for group in found["param_groups"] for key in group["params"]]
+            given.update((param, found["state"].get(key, {})) for key, param in zip(saved, params, strict=False))
+            if not begin_masters:
+                for param, own in given.items():
+                    self._check_has_master(param, own)
+
+        with last_pre_hook(self, read):
+            super().load_state_dict(state_dict)
+        for param, own in given.items():
+            for name, value in own.items():
                 if name != "step":
                     self.state[param][name] = _moved(value, param.device)
                 elif isinstance(value, Tensor):  # a count that two optimizers shared would be raised twice
                     self.state[param][name] = self.state[param][name].clone()
             if MASTER in self.state.get(param, {}):
-                self.take_over(param)
+                self._ledger.forget(param)
                 self._loaded.add(param)
             elif begin_masters and _needs_master(param):
                 self._make_master(param)
                 self._stepped.discard(param)
+
+    def initialize_state(self, param: Tensor) -> None:
+        """Shows the master of `param`, if it has one, before the first step: the wrapped optimizer makes the rest."""
+        master = self._masters[param]
+        if master is not param and param not in self._without and not self.state.get(param):
+            self._refresh(param, master)
+            self.state[param] = {MASTER: master}
+
+    @torch.no_grad()
+    def current_state(self, param: Tensor) -> dict[str, Any]:
+        """State of a parameter as the next step would find it: a master that has fallen behind what was written into a
+        quantized weight has these values. What is kept here stays as it is."""
+        state = self.state.get(param, {})
+        if MASTER not in state:
+            return state
+        was_loaded = param in self._loaded or state[MASTER] is not self._masters.get(param)
+        return state | {MASTER: self._ledger.current(param, state[MASTER], was_loaded=was_loaded)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch, of `current_state`."""
+        return with_states(self, super().state_dict(), self.current_state)
 
     def take_over(self, param: Tensor) -> None:
         """Notes that the values which `param` has now are those of the master in its state."""

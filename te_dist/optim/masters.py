@@ -56,21 +56,29 @@ class Ledger:
     """Of one optimizer: by which write into a quantized parameter each of its masters has the values of that.
 
     Several optimizers may take turns at a parameter. A master falls behind when another one is written, and takes the
-    values of that over. Copies, and what is pickled, are empty: masters count as not fallen behind.
+    values of that over. Copies, and what is pickled, know what the original knew: writes have numbers that parameters
+    keep when they are copied.
     """
 
     def __init__(self) -> None:
-        self._known: dict[Tensor, tuple[int, weakref.ref[Tensor]]] = {}
+        self._known: dict[Tensor, tuple[int, Tensor]] = {}
         _LEDGERS.add(self)
 
-    def __reduce__(self) -> Any:
-        return Ledger, ()
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _LEDGERS.add(self)
 
     def begin(self, param: Tensor, master: Tensor) -> None:
         """Notes a master that was made of what its parameter, if that is quantized, holds now."""
         local = local_tensor(param)
         if isinstance(local, QuantizedTensor):
-            self._known[param] = local.storage.mastered, weakref.ref(master)
+            self._known[param] = local.storage.mastered, master
+
+    def expect(self, param: Tensor) -> None:
+        """Keeps what another optimizer's master has of a parameter until a master is made of it: whether that optimizer
+        is still there then would be for the garbage collection of each rank to say."""
+        if is_quantized(param) and (latest := _latest_master(param)) is not None:
+            self.begin(param, latest)
 
     def take_over(self, param: Tensor, master: Tensor) -> None:
         """Notes that the values a quantized parameter has now are those of this master."""
@@ -80,40 +88,52 @@ class Ledger:
             self.begin(param, master)
 
     def follow(self, param: Tensor, master: Tensor, *, was_loaded: bool = False) -> None:
-        """Takes the master of a quantized parameter anew if other values were written into it: loaded, clamped, updated
-        by another optimizer.
+        """Has the master of a quantized parameter take what else was written into that: loaded, clamped, updated by
+        another optimizer.
 
         Args:
             was_loaded: whether the master was loaded since the last step. It stays then if the parameter holds its
-                values, rounded: checkpoints are loaded in either order, and torch's `set_state_dict` loads the
-                optimizer first.
+                values, rounded, whatever was loaded first.
         """
+        if not self._is_in_step(param, was_loaded=was_loaded):
+            current = self.current(param, master, was_loaded=was_loaded)
+            if current is not master:
+                local_tensor(master).copy_(local_tensor(current))
+            self.take_over(param, master)
+
+    def current(self, param: Tensor, master: Tensor, *, was_loaded: bool = False) -> Tensor:
+        """What `follow` would make of a master, or that itself where it would stay: nothing is changed."""
+        if self._is_in_step(param, was_loaded=was_loaded):
+            return master
+        written = initial_master(param).to(master.dtype)
+        if was_loaded and _are_near(written, local_tensor(master)):
+            return master
+        return shaped_like(param, written)
+
+    def _is_in_step(self, param: Tensor, *, was_loaded: bool) -> bool:
+        """Whether a master has, as far as is known, the values of its parameter; or is that of a plain one."""
         local = local_tensor(param)
         if not isinstance(local, QuantizedTensor):
-            return
+            return True
         known, write = self._known.get(param), local.storage.mastered
-        if write and (local.storage.follows_master if known is None else known[0] == write):
-            return
-        written, kept = initial_master(param), local_tensor(master)
-        if not (was_loaded and _are_near(written, kept.to(written.dtype))):
-            kept.copy_(written)
-        self.take_over(param, master)
+        has_its_values = known[0] == write if known is not None else local.storage.follows_master and not was_loaded
+        return bool(write) and has_its_values
 
     def forget(self, param: Tensor) -> None:
-        """Of a parameter that the optimizer no longer has."""
+        """Of a parameter that the optimizer no longer has, or whose master was loaded."""
         self._known.pop(param, None)
 
     def master_of(self, param: Tensor, write: int) -> Tensor | None:
-        """The master by which this write was made, if it was, and is still there."""
+        """The master by which this write was made, if it was."""
         known = self._known.get(param)
-        return known[1]() if known is not None and known[0] == write else None
+        return known[1] if known is not None and known[0] == write else None
 
 
 _LEDGERS: weakref.WeakSet[Ledger] = weakref.WeakSet()
 
 
 def _latest_master(param: Tensor) -> Tensor | None:
-    """This rank's part of the master whose values a quantized parameter has, if it is still there."""
+    """This rank's part of the master whose values a quantized parameter has, if its optimizer is still there."""
     write = local_tensor(param).storage.mastered
     if not write:
         return None

@@ -205,19 +205,19 @@ def _noise_place(param: Tensor) -> tuple[int, int, int]:
     return (origin, width, width) if dim == 0 else (origin, width, pitch)
 
 
-def as_loaded(value: Any, wanted: torch.dtype, param: Tensor, *, name: str) -> Any:
-    """State that was saved, in the type it is kept in here.
-
-    Raises:
-        ValueError: one of the two is codes and the other is values.
-    """
-    if not isinstance(value, Tensor):
-        return value
-    if value.dtype != wanted and not (value.dtype in _FLOATS and wanted in _FLOATS):
+def check_convertible(got: torch.dtype, wanted: torch.dtype, param: Tensor, *, name: str) -> None:
+    """Raises ValueError where one of the types of some state is of codes and the other of values."""
+    if got != wanted and not (got in _FLOATS and wanted in _FLOATS):
         raise ValueError(
-            f"{name} of a parameter of shape {tuple(param.shape)}: got {value.dtype}, wanted {wanted}; make the "
+            f"{name} of a parameter of shape {tuple(param.shape)}: got {got}, wanted {wanted}; make the "
             "optimizer with the types it was saved with"
         )
+
+
+def as_loaded(value: Any, wanted: torch.dtype, param: Tensor, *, name: str) -> Any:
+    """State that was saved and passed `check_convertible`, in the type it is kept in here."""
+    if not isinstance(value, Tensor):
+        return value
     # NOTE: a count that two optimizers shared would be raised twice, and masters are weights; torch's helpers hand out
     # what they were given.
     return value.to(param.device, wanted, copy=not value.dim() or name in (MASTER, REMAINDER))

@@ -116,19 +116,6 @@ def test_masters_stay_when_averaged_weights_are_swapped_in_and_out() -> None:
     assert_bitwise(optimizer.state[weight]["master_param"], master, "master")
 
 
-def test_masters_that_are_loaded_after_the_weights_are_kept() -> None:
-    weight, _ = parameters()
-    optimizer = optim.FusedAdam([weight], lr=0.1)
-    step(optimizer, 0)
-    saved = copy.deepcopy(optimizer.state_dict())
-    with torch.no_grad():
-        weight.copy_(signed(seed=7))
-    optimizer.load_state_dict(saved)
-    optimizer.param_groups[0]["lr"] = 0.0
-    step(optimizer, 1)
-    assert_bitwise(optimizer.state[weight]["master_param"], saved["state"][0]["master_param"], "master")
-
-
 def exchange_state(optimizer: optim.FusedAdam, weight: Tensor) -> None:
     optimizer.state[weight]["exp_avg"] = optimizer.state[weight]["exp_avg"].clone()
 

@@ -1,0 +1,141 @@
+"""Optimizers whose state comes from a checkpoint: what it is saved of, and in which types it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import te_dist as te
+from te_dist import checkpoints, fsdp2, optim, recipe
+from te_dist.tensor.placement import local_tensor
+from te_dist.testing import WorkerPool, assert_bitwise, device, mesh
+
+Ranks = Callable[[int], WorkerPool]
+WIDTH, ROWS, ONE_SCALE = 64, 16, recipe.Float8CurrentScaling()
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "fused": lambda model: optim.FusedAdam(model.parameters(), lr=1e-3),
+    "wrapped": lambda model: optim.MasterWeights(
+        model.parameters(), lambda masters: torch.optim.AdamW(masters, lr=1e-3)
+    ),
+}
+
+
+def sharded(world: int, *, seed: int, keeps: bool = False) -> nn.Sequential:
+    with te.quantized_model_init(recipe=ONE_SCALE, preserve_high_precision_init_val=keeps), torch.device("meta"):
+        model = nn.Sequential(*(te.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)))
+    for module in (*model, model):
+        fsdp2.fully_shard(module, mesh=mesh((world,), ("dp",)))
+    fsdp2.materialize(model, device=device(), seed=seed)
+    return model
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).to(device())
+    with te.autocast(recipe=ONE_SCALE):
+        model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assert_local_bitwise(got: Tensor, want: Tensor, name: str) -> None:
+    assert_bitwise(local_tensor(got).detach(), local_tensor(want).detach(), name)
+
+
+def clamps_between_step_and_save(rank: int, world: int, path: Path, kind: str) -> None:
+    """A job that goes on from its checkpoint goes on as the job that wrote it."""
+    model = sharded(world, seed=0)
+    optimizer = OPTIMIZERS[kind](model)
+    step(model, optimizer, 1)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.clamp_(-0.02, 0.02)
+    fsdp2.settle(model)
+    checkpoints.save(path, model=model, optimizer=optimizer)
+    resumed = sharded(world, seed=1)
+    another = OPTIMIZERS[kind](resumed)
+    checkpoints.load(path, model=resumed, optimizer=another)
+    for each, its in ((model, optimizer), (resumed, another)):
+        step(each, its, 2)
+    for (name, got), want in zip(resumed.named_parameters(), model.parameters(), strict=True):
+        assert_local_bitwise(got, want, name)
+        for key, value in optimizer.state[want].items():
+            assert_local_bitwise(another.state[got][key], value, f"{name}: {key}")
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_checkpoints_hold_what_was_written_since_the_step(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    ranks(2).run(clamps_between_step_and_save, tmp_path / "c", kind)
+
+
+def saved_before_the_first_step(rank: int, world: int, path: Path, kind: str) -> None:
+    """Masters begin with the values before quantization, which the model alone does not tell."""
+    model, resumed = (sharded(world, seed=seed, keeps=True) for seed in range(2))
+    optimizer, another = OPTIMIZERS[kind](model), OPTIMIZERS[kind](resumed)
+    checkpoints.save(path, model=model, optimizer=optimizer)
+    assert all(local_tensor(param).storage.initial is not None for param in model.parameters())
+    checkpoints.load(path, model=resumed, optimizer=another)
+    untouched = sharded(world, seed=0, keeps=True)
+    jobs = [(model, optimizer), (resumed, another), (untouched, OPTIMIZERS[kind](untouched))]
+    for each, its in jobs:
+        step(each, its, 1)
+    for of_model, its in jobs[:2]:
+        for (name, got), want in zip(of_model.named_parameters(), untouched.parameters(), strict=True):
+            assert_local_bitwise(got, want, name)
+            assert_local_bitwise(its.state[got]["master_param"], jobs[2][1].state[want]["master_param"], name)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_checkpoints_before_the_first_step_hold_what_was_quantized(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    ranks(3).run(saved_before_the_first_step, tmp_path / "c", kind)
+
+
+def of_other_types(rank: int, world: int, path: Path, saved: torch.dtype, here: torch.dtype, used: bool) -> None:
+    """Masters and moments are those that were saved, in the types that the optimizer was made with."""
+
+    def made(model: nn.Module, dtype: torch.dtype) -> optim.FusedAdam:
+        kept = {name: dtype for name in ("master_weight_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")}
+        return optim.FusedAdam(model.parameters(), lr=1e-3, **kept)
+
+    model, resumed = (sharded(world, seed=seed) for seed in range(2))
+    optimizer, another = made(model, saved), made(resumed, here)
+    step(model, optimizer, 1)
+    checkpoints.save(path, model=model, optimizer=optimizer)
+    if used:
+        step(resumed, another, 2)
+    checkpoints.load(path, model=resumed, optimizer=another)
+    for (name, got), want in zip(resumed.named_parameters(), model.parameters(), strict=True):
+        for key, value in optimizer.state[want].items():
+            wanted: Tensor = value if key == "step" else value.to(here)
+            assert_local_bitwise(another.state[got][key], wanted, f"{name}: {key}")
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
+@pytest.mark.parametrize(
+    ("saved", "here"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=["wider", "narrower"]
+)
+def test_state_keeps_the_types_of_the_optimizer(ranks: Ranks, tmp_path: Path, saved, here, used: bool) -> None:
+    ranks(2).run(of_other_types, tmp_path / "c", saved, here, used)
+
+
+def of_codes(rank: int, world: int, path: Path) -> str:
+    """Moments that were saved as codes, loaded where they are values."""
+    model = sharded(world, seed=0)
+    optimizer = optim.FusedAdam(model.parameters(), lr=1e-3, exp_avg_dtype=torch.uint8)
+    step(model, optimizer, 1)
+    checkpoints.save(path, model=model, optimizer=optimizer)
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(checkpoints.CheckpointError) as caught:
+        checkpoints.load(path, model=model, optimizer=optim.FusedAdam(model.parameters(), lr=1e-3))
+    for param, want in zip(model.parameters(), before, strict=True):
+        assert_local_bitwise(param, want, "weight")
+    return str(caught.value)
+
+
+def test_state_of_another_kind_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for message in ranks(2).run(of_codes, tmp_path / "c"):
+        assert "exp_avg_scale" in message
+        assert "use the same options" in message

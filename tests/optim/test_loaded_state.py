@@ -1,0 +1,126 @@
+"""Masters of state that is loaded or copied: whether they are in step with their weights, or follow them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_dist import optim
+from te_dist.optim.masters import initial_master
+from te_dist.testing import assert_bitwise
+from tests.optim.test_fused_adam import parameters, step
+from tests.tensor.samples import signed
+
+Make = Callable[[list[Tensor]], torch.optim.Optimizer]
+OPTIMIZERS = {
+    "fused": lambda params: optim.FusedAdam(params, lr=0.1),
+    "wrapped": lambda params: optim.MasterWeights(params, lambda masters: torch.optim.Adam(masters, lr=0.1)),
+}
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def make(request: pytest.FixtureRequest) -> Make:
+    return OPTIMIZERS[request.param]
+
+
+def test_masters_that_are_loaded_after_their_weights_are_kept(make: Make) -> None:
+    weight, _ = parameters()
+    optimizer = make([weight])
+    step(optimizer, 0)
+    saved, codes = copy.deepcopy(optimizer.state_dict()), weight.detach().clone()
+    step(optimizer, 1)
+    with torch.no_grad():
+        weight.copy_(codes)
+    optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["lr"] = 0.0
+    step(optimizer, 2)
+    assert_bitwise(optimizer.state[weight]["master_param"], saved["state"][0]["master_param"], "master")
+
+
+def test_masters_that_are_loaded_change_no_weights(make: Make) -> None:
+    weight, _ = parameters()
+    optimizer = make([weight])
+    step(optimizer, 0)
+    saved, other = copy.deepcopy(optimizer.state_dict()), signed(seed=7)
+    with torch.no_grad():
+        weight.copy_(other)
+    wanted = initial_master(weight)
+    optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["lr"] = 0.0
+    step(optimizer, 1)
+    assert_bitwise(optimizer.state[weight]["master_param"], wanted, "master")
+
+
+def test_state_holds_what_was_written_since_the_step(make: Make) -> None:
+    weight, _ = parameters()
+    optimizer = make([weight])
+    step(optimizer, 0)
+    with torch.no_grad():
+        weight.clamp_(-0.25, 0.25)
+    written = weight.dequantize(dtype=torch.float32)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.param_groups[0]["lr"] = 0.0
+    step(optimizer, 1)
+    assert_bitwise(optimizer.state[weight]["master_param"], written, "master")
+
+
+def test_saving_while_others_are_swapped_in_leaves_masters_alone(make: Make) -> None:
+    weight, _ = parameters()
+    optimizer = make([weight])
+    step(optimizer, 0)
+    own, master = weight.detach().clone(), optimizer.state[weight]["master_param"].clone()
+    with torch.no_grad():
+        weight.copy_(signed(seed=7))
+    saved = optimizer.state_dict()["state"][0]["master_param"]
+    assert_bitwise(saved, initial_master(weight), "what is saved")
+    with torch.no_grad():
+        weight.copy_(own)
+    optimizer.param_groups[0]["lr"] = 0.0
+    step(optimizer, 1)
+    assert_bitwise(optimizer.state[weight]["master_param"], master, "master")
+
+
+def test_hooks_decide_what_is_loaded(make: Make) -> None:
+    weight, _ = parameters()
+    optimizer = make([weight])
+    step(optimizer, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+
+    def zeros(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        state = given["state"][0] | {"exp_avg": torch.zeros_like(given["state"][0]["exp_avg"])}
+        return given | {"state": {0: state}}
+
+    optimizer.register_load_state_dict_pre_hook(zeros)
+    optimizer.load_state_dict(saved)
+    assert not optimizer.state[weight]["exp_avg"].any()
+    assert saved["state"][0]["exp_avg"].any()
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_know_which_masters_have_fallen_behind(way: str) -> None:
+    weight, _ = parameters()
+    first, second = (optim.FusedAdam([weight], lr=0.1) for _ in range(2))
+    step(first, 0), step(second, 1)  # the first has fallen behind
+    held = first, second, weight
+    copied, _, own = copy.deepcopy(held) if way == "deepcopy" else pickle.loads(pickle.dumps(held))
+    step(first, 2), step(copied, 2)
+    assert_bitwise(own, weight, "weight")
+
+
+def test_masters_of_an_optimizer_that_goes_are_taken_over() -> None:
+    weight, _ = parameters()
+    first = optim.FusedAdam([weight], lr=0.1)
+    step(first, 0)
+    master = first.state[weight]["master_param"].clone()
+    second = optim.FusedAdam([weight], lr=0.0)
+    del first
+    gc.collect()
+    step(second, 1)
+    assert_bitwise(second.state[weight]["master_param"], master, "master")
