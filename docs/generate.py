@@ -161,7 +161,9 @@ values give plain tensors, and an average that begins as one stays in high preci
 average = {key: value.detach() * 1.0 for key, value in model.state_dict().items()}
 for key, value in model.state_dict().items():
     average[key].lerp_(value, 1 - decay)
+own = {key: value.detach().clone() for key, value in model.state_dict().items()}
 model.load_state_dict(average)               # quantized again
+model.load_state_dict(own)                   # back: codes, with which masters of an optimizer stay as they are
 ```
 
 A module of such values can be given to `AveragedModel`:

@@ -24,6 +24,7 @@ from te_dist.checkpoints.part import Part
 from te_dist.conventions import Convention, names_a_scale
 from te_dist.formats import Field, Region
 from te_dist.grouped import GroupedStorage, first_member
+from te_dist.scaling.delayed import DelayedScalingState
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
@@ -59,7 +60,7 @@ def export_safetensors(
     dtype: torch.dtype | None = None,
     convention: Convention | None = None,
 ) -> None:
-    """Writes parameters and persistent buffers; rank 0 writes, every rank calls it.
+    """Writes parameters and persistent buffers, but no histories of scaling; rank 0 writes, every rank calls it.
 
     Args:
         model: sharded or not; every rank holds a part of every parameter.
@@ -107,7 +108,7 @@ def high_precision_state_dict(
     wholes = {entry.key: _whole(entry, ranks) for entry in entries}
     if ranks.rank:
         return {}
-    named = model_state.named_tensors(model)
+    named = _values(model, model_state.named_tensors(model))
     first = _first_names(named)
     return {name: wholes[first[id(tensor)]] for name, tensor in named.items()}
 
@@ -142,7 +143,7 @@ def _entries(
 ) -> Iterator[_Entry]:
     if convention is not None and not isinstance(convention, Convention):
         raise CheckpointError(f"convention: got {convention!r}, wanted a Convention of te_dist.conventions")
-    named = _untied(model_state.named_tensors(model))
+    named = _untied(_values(model, model_state.named_tensors(model)))
     model_state.check_quantized(named)
     model_state.check_settled(named)
     masters = {} if optimizer is None else _masters(optimizer, named)
@@ -154,6 +155,12 @@ def _entries(
         values = tensor.detach() if master is None else master
         wanted = tensor.dtype if dtype is None or not tensor.dtype.is_floating_point else dtype
         yield _Entry(name, wanted, tensor.numel() * wanted.itemsize, functools.partial(_placed, values), cast=True)
+
+
+def _values(model: nn.Module, named: Named) -> Named:
+    """Without histories of delayed scaling, which no other program knows and the first steps make anew."""
+    histories = {id(b) for m in model.modules() if isinstance(m, DelayedScalingState) for b in m.buffers()}
+    return {name: tensor for name, tensor in named.items() if id(tensor) not in histories}
 
 
 def _masters(optimizer: Optimizer, named: Named) -> Named:
@@ -237,9 +244,10 @@ def _files(entries: list[_Entry]) -> dict[str, list[_Entry]]:
 
 def _matched(model: nn.Module, where: Path) -> tuple[Named, dict[str, Path]]:
     """(tensors of the model, file of each)."""
-    named = model_state.named_tensors(model)
+    every = model_state.named_tensors(model)
+    named = _values(model, every)
     model_state.check_quantized(named)
-    stored = weight_files.contents(where)
+    stored = {name: each for name, each in weight_files.contents(where).items() if name in named or name not in every}
     scales = [name for name in stored if name not in named and names_a_scale(name)]
     if scales:
         raise CheckpointError(

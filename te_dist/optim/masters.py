@@ -62,6 +62,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._known: dict[Tensor, tuple[int, Tensor]] = {}
+        self._has_warned = False
         _LEDGERS.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -98,8 +99,28 @@ class Ledger:
         if not self._is_in_step(param, was_loaded=was_loaded):
             current = self.current(param, master, was_loaded=was_loaded)
             if current is not master:
+                self._warn_of_rounding(param, master, local_tensor(current))
                 local_tensor(master).copy_(local_tensor(current))
             self.take_over(param, master)
+
+    def _warn_of_rounding(self, param: Tensor, master: Tensor, written: Tensor) -> None:
+        """Once, where a master that was in step is to take values that are nearly its own: what it knew beyond codes is
+        lost, and with a write like this after every step, whatever steps add up to."""
+        was_in_step = self._known.get(param, (0, master))[0] != 0
+        is_copy = local_tensor(param).storage.mastered != 0  # of what another master was quantized to
+        captured = written.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not was_in_step or is_copy or captured or self._has_warned:
+            return
+        if _are_near(written, local_tensor(master)):
+            self._has_warned = True
+            warnings.warn(
+                f"a quantized weight of shape {tuple(param.shape)} was written between steps (clamped, decayed, "
+                "swapped for a plain copy of itself), and its master begins anew from values that are rounded: steps "
+                "smaller than the distance of two codes are lost each time. Keep what is to be swapped back as "
+                f"param.detach().clone(), clamp and decay state[param]['{MASTER}'] of the optimizer instead; nothing "
+                "is wrong where values were loaded",
+                stacklevel=5,
+            )
 
     def current(self, param: Tensor, master: Tensor, *, was_loaded: bool = False) -> Tensor:
         """What `follow` would make of a master, or that itself where it would stay: nothing is changed."""

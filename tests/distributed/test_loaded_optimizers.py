@@ -139,3 +139,26 @@ def test_state_of_another_kind_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     for message in ranks(2).run(of_codes, tmp_path / "c"):
         assert "exp_avg_scale" in message
         assert "use the same options" in message
+
+
+def delayed(world: int, *, seed: int) -> nn.Sequential:
+    with te.quantized_model_init(recipe=recipe.DelayedScaling()), torch.device("meta"):
+        model = nn.Sequential(te.Linear(WIDTH, WIDTH, bias=False))
+    for module in (*model, model):
+        fsdp2.fully_shard(module, mesh=mesh((world,), ("dp",)))
+    fsdp2.materialize(model, device=device(), seed=seed)
+    return model
+
+
+def weights_alone(rank: int, world: int, path: Path) -> list[str]:
+    """Histories of delayed scaling are neither exported nor asked for."""
+    model, other = (delayed(world, seed=seed) for seed in range(2))
+    checkpoints.export_safetensors(model, path)
+    checkpoints.import_safetensors(other, path)
+    for got, want in zip(other.parameters(), model.parameters(), strict=True):
+        assert_bitwise(local_tensor(got).dequantize(), local_tensor(want).dequantize(), "weight")
+    return sorted(checkpoints.high_precision_state_dict(model))
+
+
+def test_exports_hold_weights_without_histories(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(weights_alone, tmp_path)[0] == ["0.weight"]

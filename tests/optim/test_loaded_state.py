@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -124,3 +125,41 @@ def test_masters_of_an_optimizer_that_goes_are_taken_over() -> None:
     gc.collect()
     step(second, 1)
     assert_bitwise(second.state[weight]["master_param"], master, "master")
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "clamped": lambda weight: weight.clamp_(-100.0, 100.0),
+    "a plain copy": lambda weight: weight.copy_(weight.detach() * 1.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_masters_that_begin_anew_from_rounded_values_are_told_of_once(make: Make, write: str) -> None:
+    weight, _ = parameters()
+    optimizer = make([weight])
+    step(optimizer, 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seed in (1, 2):
+            with torch.no_grad():
+                WRITES[write](weight)
+            step(optimizer, seed)
+    assert ["begins anew from values that are rounded" in str(each.message) for each in caught] == [True]
+
+
+@pytest.mark.parametrize("write", ["nothing", "its own", "another's", "far"])
+def test_masters_that_lose_nothing_are_not_told_of(make: Make, write: str) -> None:
+    weight, _ = parameters()
+    optimizer, another = make([weight]), make([weight])
+    step(optimizer, 0), step(another, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with torch.no_grad():
+            if write == "its own":
+                weight.copy_(weight.detach().clone())
+            elif write == "another's":
+                step(another, 2)
+            elif write == "far":
+                weight.copy_(signed(seed=7))
+        step(optimizer, 3)
+    assert not caught
