@@ -117,12 +117,15 @@ def install(optimizer: Optimizer, states: dict[Tensor, dict[str, Any]], saved: d
             _install(optimizer, param, state)
         else:
             optimizer.state.pop(param, None)
-    for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
+    for index, (group, values) in enumerate(zip(optimizer.param_groups, saved["groups"], strict=True)):
         for key, value in extra.join(values, {}).items():
-            if isinstance(group.get(key), Tensor):
-                group[key].fill_(value)
-            else:
+            its = group.get(key)
+            if not isinstance(its, Tensor):
                 group[key] = value
+            elif any(other.get(key) is its for other in optimizer.param_groups[:index]) and its.item() != value:
+                group[key] = torch.full_like(its, value)  # groups shared one until now
+            else:
+                its.fill_(value)
 
 
 def _install(optimizer: Optimizer, param: Tensor, state: dict[str, Any]) -> None:

@@ -71,21 +71,6 @@ def _held_by_optimizers(found: nn.Parameter) -> Tensor:
     return found if shard is None else shard
 
 
-@torch.no_grad()
-def keep_loaded(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str) -> None:
-    """After values were loaded: those of parameters that keep what they were quantized from are kept."""
-    for _, param, value in _pairs(module, state_dict, prefix):
-        local, given = local_tensor(param), local_tensor(value)
-        if not (local.is_meta or given.is_meta) and given.shape == local.shape:
-            _keep(local, given)
-
-
-def _keep(local: Any, given: Tensor) -> None:
-    """What a parameter was quantized from, where it keeps that."""
-    if local.keep_initial and not isinstance(given, QuantizedTensor):
-        local.storage.note_initial(given)
-
-
 def _pairs(
     module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str
 ) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
@@ -116,7 +101,6 @@ def _of_its_kind(param: Any, value: Any, key: str) -> nn.Parameter:
         made = torch.empty_like(local, dtype=given.dtype, device=given.device)
         if not given.is_meta:
             made.copy_(given)
-            _keep(made, given)
     if isinstance(param, DTensor):
         made = _torch_private.sharded_like(param, made)
     return nn.Parameter(made, requires_grad=param.requires_grad)

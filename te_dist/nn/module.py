@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from te_dist import catalog
 from te_dist.context import current_model_init
 from te_dist.formats import Format, Group, Region
-from te_dist.fsdp2.loading import ASSIGNS, keep_loaded, quantize_assigned
+from te_dist.fsdp2.loading import ASSIGNS, quantize_assigned
 from te_dist.fsdp2.parameter import GroupedParameter, QuantizedParameter, ShardedParameter
 from te_dist.grouped import storage as groups
 from te_dist.nn import rehearsal
@@ -70,8 +70,6 @@ class QuantizedModule(nn.Module):
             self.init_parameter(name, values)
             if not local.is_meta:
                 local.copy_(values)
-                if isinstance(local, ShardedParameter) and local.keep_initial:
-                    local.storage.initial = values.cpu().view(local.storage.shape)
 
     def rehearse(self, dtype: torch.dtype | None) -> None:
         """See `rehearsal.rehearse`."""
@@ -100,7 +98,6 @@ class QuantizedModule(nn.Module):
         if local_metadata.get(ASSIGNS, False):
             quantize_assigned(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        keep_loaded(self, state_dict, prefix)
 
     def _add_linear(self, site: LinearSite, names: tuple[str, str | None], init_method: InitMethod | None) -> None:
         """Registers the parameters of a linear map under `names` (weight, bias)."""

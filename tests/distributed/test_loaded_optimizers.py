@@ -162,3 +162,21 @@ def weights_alone(rank: int, world: int, path: Path) -> list[str]:
 
 def test_exports_hold_weights_without_histories(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2).run(weights_alone, tmp_path)[0] == ["0.weight"]
+
+
+def rates(rank: int, world: int, path: Path) -> list[float]:
+    """Of groups that were made with one tensor, and saved with two."""
+    model, other = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device()) for _ in range(2))
+    made = []
+    for each in (model, other):
+        rate = torch.tensor(0.5, device=device())
+        groups = [{"params": layer.parameters()} for layer in each]
+        made.append(optim.FusedAdam(groups, lr=rate, capturable=True))
+    made[0].param_groups[1]["lr"] = torch.tensor(0.25, device=device())
+    checkpoints.save(path, model=model, optimizer=made[0])
+    checkpoints.load(path, model=other, optimizer=made[1])
+    return [group["lr"].item() for group in made[1].param_groups]
+
+
+def test_groups_that_shared_a_rate_are_loaded_apart(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(1).run(rates, tmp_path / "c") == [[0.5, 0.25]]

@@ -263,7 +263,6 @@ def settle_and_keep(rank: int, world: int) -> None:
             spread = distribute_tensor(values, layer.weight.device_mesh, layer.weight.placements)
             with torch.no_grad():
                 layer.weight.copy_(spread)
-            fsdp2.loading.keep_loaded(layer, {"weight": spread}, "")
             assert local_tensor(layer.weight).storage.unsettled is not None
             _ = layer.unshard() if by_gather else fsdp2.settle(layer)
             layer.reshard()
