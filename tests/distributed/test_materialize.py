@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -194,3 +195,22 @@ def initialize_as_torch_does(rank: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("name", ["float8_tensorwise", "float8_block_2d", "mxfp8_1d", "nvfp4_2d", "high_precision"])
 def test_initialization_as_torch_does_it(name: str) -> None:
     pool(2).run(initialize_as_torch_does, name)
+
+
+def materialized_beside(rank: int, world: int, whole: bool) -> list[tuple[str, str]]:
+    """What is warned of where units do not hold all that is trained, and from where."""
+    model = make("float8_block_2d")
+    model.second.requires_grad_(False)
+    for module in (model.first, model) if whole else (model.first,):
+        fsdp2.fully_shard(module, mesh=mesh((world,), ("dp",)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fsdp2.materialize(model, device="cpu", seed=7)
+    return [(str(each.message), each.filename) for each in caught]
+
+
+def test_parameters_that_no_unit_has_are_told_of() -> None:
+    for ((message, where),) in pool(2).run(materialized_beside, False):
+        assert message.startswith("2 parameters belong to no unit of FSDP2 (norm.weight, norm.bias)")
+        assert where == __file__
+    assert pool(2).run(materialized_beside, True) == [[], []]
