@@ -94,7 +94,7 @@ def _index(where: Path) -> dict[str, str] | None:
     if not path.is_file():
         return None
     try:
-        return {key: str(name) for key, name in json.loads(path.read_text())["weight_map"].items()}
+        return {key: Path(name).name for key, name in json.loads(path.read_text())["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"cannot import {path}: it is no index of safetensors files ({type(error).__name__}: {error}); "

@@ -179,8 +179,13 @@ class FusedAdam(torch.optim.Optimizer):
             self._loaded.add(param)
 
     def install_state(self, param: Tensor, state: dict[str, Any]) -> None:
-        """Puts state that was loaded with the values of its parameter in place, in the types it has here."""
-        self.state[param] = self._as_loaded(param, state)
+        """Puts state that was loaded with the values of its parameter in place, in the types it has here; tensors of
+        these types as they are, so that a captured graph finds them where they were."""
+        wanted = self.precision.dtypes(param)
+        self.check_state(param, {name: getattr(value, "dtype", None) for name, value in state.items()})
+        self.state[param] = {
+            name: value.to(wanted[name]) if isinstance(value, Tensor) else value for name, value in state.items()
+        }
         self.take_over(param)
 
     def check_state(self, param: Tensor, dtypes: Mapping[str, torch.dtype | None]) -> None:

@@ -106,7 +106,10 @@ def of_other_types(rank: int, world: int, path: Path, saved: torch.dtype, here: 
     checkpoints.save(path, model=model, optimizer=optimizer)
     if used:
         step(resumed, another, 2)
+    before = {param: dict(state) for param, state in another.state.items()}
     checkpoints.load(path, model=resumed, optimizer=another)
+    if saved == here:  # where a captured graph reads it
+        assert all(another.state[param][key] is value for param, own in before.items() for key, value in own.items())
     for (name, got), want in zip(resumed.named_parameters(), model.parameters(), strict=True):
         for key, value in optimizer.state[want].items():
             wanted: Tensor = value if key == "step" else value.to(here)
@@ -115,7 +118,9 @@ def of_other_types(rank: int, world: int, path: Path, saved: torch.dtype, here: 
 
 @pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
 @pytest.mark.parametrize(
-    ("saved", "here"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=["wider", "narrower"]
+    ("saved", "here"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float32, torch.float32)],
+    ids=["wider", "narrower", "equal"],
 )
 def test_state_keeps_the_types_of_the_optimizer(ranks: Ranks, tmp_path: Path, saved, here, used: bool) -> None:
     ranks(2).run(of_other_types, tmp_path / "c", saved, here, used)
