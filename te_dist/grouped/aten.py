@@ -193,8 +193,9 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
     given = dict(zip(names, args, strict=False)) | kwargs
     aten_values.warn_of_sum(func, *given.values())
     plain = tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, given)
-    func(**plain)
     written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    plain |= {name: tree_map_only(QuantizedTensor, aten_values.written, given[name]) for name in written}
+    func(**plain)
     for name in written:
         tree_map_only(QuantizedTensor, check_writable, given[name])
         _write_back(given[name], plain[name])
@@ -206,6 +207,6 @@ def _write_back(target: Any, value: Any) -> None:
         for each, values in zip(target, value, strict=True):
             _write_back(each, values)
     elif isinstance(target, QuantizedTensor):
-        target.quantize_(value)
+        aten_values.write_back(target, value)
     elif target is not value:
         target.copy_(value)

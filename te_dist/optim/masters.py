@@ -20,7 +20,7 @@ from te_dist._torch_private import copy_each, sharded_like
 from te_dist.formats import Partition
 from te_dist.ops.multi_tensor import Batch
 from te_dist.scaling.agreement import Part, PartsQuantization, parts_of
-from te_dist.tensor import QuantizedStorage, QuantizedTensor, placement
+from te_dist.tensor import QuantizedStorage, QuantizedTensor, placement, writes
 from te_dist.tensor.parts import before_writing
 from te_dist.tensor.placement import local_tensor
 
@@ -67,6 +67,9 @@ class Ledger:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        for param, (write, master) in self._known.items():
+            if write == local_tensor(param).storage.mastered:
+                self.begin(param, master)
         _LEDGERS.add(self)
 
     def begin(self, param: Tensor, master: Tensor) -> None:
@@ -74,6 +77,7 @@ class Ledger:
         local = local_tensor(param)
         if isinstance(local, QuantizedTensor):
             self._known[param] = local.storage.mastered, master
+            writes.note_master(local.storage, local_tensor(master))
 
     def expect(self, param: Tensor) -> None:
         """Keeps what another optimizer's master has of a parameter until a master is made of it: whether that optimizer
@@ -105,7 +109,7 @@ class Ledger:
 
     def _warn_of_rounding(self, param: Tensor, master: Tensor, written: Tensor) -> None:
         """Once, where a master that was in step is to take values that are nearly its own: what it knew beyond codes is
-        lost, and with a write like this after every step, whatever steps add up to."""
+        lost, and with a copy like this after every step, whatever steps add up to."""
         was_in_step = self._known.get(param, (0, master))[0] != 0
         is_copy = local_tensor(param).storage.mastered != 0  # of what another master was quantized to
         captured = written.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -114,11 +118,11 @@ class Ledger:
         if _are_near(written, local_tensor(master)):
             self._has_warned = True
             warnings.warn(
-                f"a quantized weight of shape {tuple(param.shape)} was written between steps (clamped, decayed, "
-                "swapped for a plain copy of itself), and its master begins anew from values that are rounded: steps "
+                f"a quantized weight of shape {tuple(param.shape)} was given values between steps that are nearly its "
+                "own, as a plain copy of itself is, and its master begins anew from values that are rounded: steps "
                 "smaller than the distance of two codes are lost each time. Keep what is to be swapped back as "
-                f"param.detach().clone(), clamp and decay state[param]['{MASTER}'] of the optimizer instead; nothing "
-                "is wrong where values were loaded",
+                "param.detach().clone(), and change weights in place (clamp_, mul_); nothing is wrong where values "
+                "were loaded",
                 stacklevel=5,
             )
 
@@ -137,8 +141,9 @@ class Ledger:
         if not isinstance(local, QuantizedTensor):
             return True
         known, write = self._known.get(param), local.storage.mastered
-        has_its_values = known[0] == write if known is not None else local.storage.follows_master and not was_loaded
-        return bool(write) and has_its_values
+        if known is None:
+            return local.storage.follows_master and not was_loaded
+        return write != 0 and (known[0] == write or writes.master_of(local.storage) is local_tensor(known[1]))
 
     def forget(self, param: Tensor) -> None:
         """Of a parameter that the optimizer no longer has, or whose master was loaded."""
@@ -155,9 +160,11 @@ _LEDGERS: weakref.WeakSet[Ledger] = weakref.WeakSet()
 
 def _latest_master(param: Tensor) -> Tensor | None:
     """This rank's part of the master whose values a quantized parameter has, if its optimizer is still there."""
-    write = local_tensor(param).storage.mastered
-    if not write:
+    storage = local_tensor(param).storage
+    if (write := storage.mastered) == 0:
         return None
+    if (latest := writes.master_of(storage)) is not None:
+        return latest
     found = (ledger.master_of(param, write) for ledger in list(_LEDGERS))
     return next((local_tensor(master) for master in found if master is not None), None)
 

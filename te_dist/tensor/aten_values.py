@@ -17,6 +17,7 @@ from torch import Tensor
 from te_dist._torch_private import tree_leaves, tree_map_only
 from te_dist.tensor.parts import check_writable
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
+from te_dist.tensor.writes import master_of, note_master
 
 aten = torch.ops.aten
 
@@ -97,12 +98,29 @@ def _fresh(func: Any, args: Any, kwargs: Any) -> Tensor:
     return func(like, *args[1:], **kwargs)
 
 
+def written(target: QuantizedTensor) -> Tensor:
+    """What an op that changes values of a quantized tensor writes into: a copy of the master that has them, in fp32, or
+    else decoded ones."""
+    master = master_of(target.storage)
+    return target.dequantize() if master is None else master.to(torch.float32, copy=True).view(target.shape)
+
+
+def write_back(target: QuantizedTensor, values: Tensor) -> None:
+    """What became of `written`: quantized into place, and the master's values too."""
+    master = master_of(target.storage)
+    target.quantize_(values)
+    if master is not None:
+        master.copy_(values.view(master.shape))
+        target.storage.note_master()
+        note_master(target.storage, master)
+
+
 def warn_of_sum(func: Any, target: Any, *others: Any) -> None:
-    """Before tensors are added into quantized ones: once for each line of code that does."""
+    """Before tensors are added into quantized ones without a master: once for each line of code that does."""
     if func not in _ADDING or not any(isinstance(other, Tensor) and other.dim() for other in tree_leaves(others)):
         return  # NOTE: a number comes as a tensor without dimensions
     targets = target if isinstance(target, list | tuple) else [target]
-    if any(isinstance(each, QuantizedTensor) for each in targets):
+    if any(isinstance(each, QuantizedTensor) and master_of(each.storage) is None for each in targets):
         warnings.warn(  # without the shape: texts that differ are printed again
             f"{func} rounds its result to the codes of a quantized tensor: a sum over many steps (an average, an "
             "optimizer of one's own) loses those smaller than the distance of two codes and stands still. Sum in plain "
@@ -116,9 +134,12 @@ def _write(func: Any, args: Any, kwargs: Any) -> Tensor:
     """In high precision, the result quantized back into place."""
     check_writable(args[0])
     warn_of_sum(func, *args)
-    target, values = args[0], _plain(args[0])
+    target, values = args[0], tree_map_only(QuantizedTensor, written, args[0])
     func(values, *_plain(args[1:]), **_plain(kwargs))
-    return target.quantize_(values) if isinstance(target, QuantizedTensor) else target.copy_(values)
+    if not isinstance(target, QuantizedTensor):
+        return target.copy_(values)
+    write_back(target, values)
+    return target
 
 
 @OPS.implements(*overloads(WRITING_LISTS))
@@ -127,11 +148,11 @@ def _write_lists(func: Any, args: Any, kwargs: Any) -> None:
     for target in args[0]:
         check_writable(target)
     warn_of_sum(func, *args)
-    values = _plain(args[0])
+    values = tree_map_only(QuantizedTensor, written, args[0])
     func(values, *_plain(args[1:]), **_plain(kwargs))
     for target, value in zip(args[0], values, strict=True):
         if isinstance(target, QuantizedTensor):
-            target.quantize_(value)
+            write_back(target, value)
 
 
 @OPS.implements(*overloads(AVERAGING))

@@ -33,9 +33,9 @@ def sharded(world: int, *, seed: int, keeps: bool = False) -> nn.Sequential:
     return model
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, *, made_by: recipe.Recipe = ONE_SCALE) -> None:
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).to(device())
-    with te.autocast(recipe=ONE_SCALE):
+    with te.autocast(recipe=made_by):
         model(x).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -69,6 +69,40 @@ def clamps_between_step_and_save(rank: int, world: int, path: Path, kind: str) -
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_checkpoints_hold_what_was_written_since_the_step(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     ranks(2).run(clamps_between_step_and_save, tmp_path / "c", kind)
+
+
+RECIPES = {"one scale": ONE_SCALE, "blocks": recipe.Float8BlockScaling(), "mxfp8": recipe.MXFP8BlockScaling()}
+
+
+def decays_by_hand(rank: int, world: int, kind: str, name: str) -> None:
+    """By less than the distance of two codes, between steps; sharded as whole."""
+    jobs = []
+    for over in (world, None):
+        with te.quantized_model_init(recipe=RECIPES[name]), torch.device("meta"):
+            model = nn.Sequential(te.Linear(WIDTH, 3 * WIDTH, bias=False), te.Linear(3 * WIDTH, WIDTH, bias=False))
+        for module in (*model, model) if over else ():
+            fsdp2.fully_shard(module, mesh=mesh((over,), ("dp",)))
+        fsdp2.materialize(model, device=device(), seed=0)
+        jobs.append((model, OPTIMIZERS[kind](model)))
+    for seed in range(3):
+        for model, optimizer in jobs:
+            step(model, optimizer, seed, made_by=RECIPES[name])
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(1 - 2**-12).clamp_(-0.125, 0.125)
+    (model, optimizer), (whole, its) = jobs
+    fsdp2.settle(model)
+    states = optimizer.state_dict()["state"]
+    for number, (got, want) in enumerate(zip(model.parameters(), whole.parameters(), strict=True)):
+        assert_bitwise(got.full_tensor().dequantize(), want.dequantize(), f"weight {number}")
+        master = states[number]["master_param"].full_tensor()
+        assert_bitwise(master, its.state[want]["master_param"], f"master {number}")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_ops_in_place_change_masters_of_shards(ranks: Ranks, kind: str, name: str) -> None:
+    ranks(2).run(decays_by_hand, kind, name)
 
 
 def saved_before_the_first_step(rank: int, world: int, path: Path, kind: str) -> None:

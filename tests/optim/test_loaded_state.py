@@ -15,6 +15,7 @@ from torch import Tensor
 
 from te_dist import optim
 from te_dist.optim.masters import initial_master
+from te_dist.tensor import quantize
 from te_dist.testing import assert_bitwise
 from tests.optim.test_fused_adam import parameters, step
 from tests.tensor.samples import signed
@@ -64,7 +65,7 @@ def test_state_holds_what_was_written_since_the_step(make: Make) -> None:
     optimizer = make([weight])
     step(optimizer, 0)
     with torch.no_grad():
-        weight.clamp_(-0.25, 0.25)
+        weight.copy_(weight.detach().clamp(-0.25, 0.25))
     written = weight.dequantize(dtype=torch.float32)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.param_groups[0]["lr"] = 0.0
@@ -127,14 +128,7 @@ def test_masters_of_an_optimizer_that_goes_are_taken_over() -> None:
     assert_bitwise(second.state[weight]["master_param"], master, "master")
 
 
-WRITES: dict[str, Callable[[Tensor], object]] = {
-    "clamped": lambda weight: weight.clamp_(-100.0, 100.0),
-    "a plain copy": lambda weight: weight.copy_(weight.detach() * 1.0),
-}
-
-
-@pytest.mark.parametrize("write", WRITES)
-def test_masters_that_begin_anew_from_rounded_values_are_told_of_once(make: Make, write: str) -> None:
+def test_masters_that_begin_anew_from_rounded_values_are_told_of_once(make: Make) -> None:
     weight, _ = parameters()
     optimizer = make([weight])
     step(optimizer, 0)
@@ -142,9 +136,60 @@ def test_masters_that_begin_anew_from_rounded_values_are_told_of_once(make: Make
         warnings.simplefilter("always")
         for seed in (1, 2):
             with torch.no_grad():
-                WRITES[write](weight)
+                weight.copy_(weight.detach() * 1.0)
             step(optimizer, seed)
     assert ["begins anew from values that are rounded" in str(each.message) for each in caught] == [True]
+
+
+IN_PLACE: dict[str, Callable[[Tensor], object]] = {
+    "clamp_": lambda weight: weight.clamp_(-0.25, 0.25),
+    "mul_": lambda weight: weight.mul_(1 - 2**-12),
+    "add_": lambda weight: weight.add_(torch.full_like(weight, 2**-12)),
+    "_foreach_mul_": lambda weight: torch._foreach_mul_([weight], 1 - 2**-12),
+}
+
+
+@pytest.mark.parametrize("op", IN_PLACE)
+def test_ops_in_place_change_masters(make: Make, op: str) -> None:
+    """By less than the distance of two codes, too: weights are what their masters are quantized to."""
+    weight, _ = parameters()
+    optimizer = make([weight])
+    step(optimizer, 0)
+    wanted = optimizer.state[weight]["master_param"].clone()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            IN_PLACE[op](weight)
+            IN_PLACE[op](wanted)
+        codes = quantize(wanted, weight.format)
+        assert_bitwise(weight.dequantize(dtype=torch.float32), codes.dequantize(), "weight")
+        assert_bitwise(optimizer.state_dict()["state"][0]["master_param"], wanted, "what is saved")
+        optimizer.param_groups[0]["lr"] = 0.0
+        step(optimizer, 1)
+    assert_bitwise(optimizer.state[weight]["master_param"], wanted, "master")
+
+
+def test_ops_that_change_nothing_leave_training_alone(make: Make) -> None:
+    (weight, _), (other, _) = parameters(), parameters()
+    optimizer, another = make([weight]), make([other])
+    for seed in range(4):
+        step(optimizer, seed), step(another, seed)
+        with torch.no_grad():
+            weight.clamp_(-100.0, 100.0).nan_to_num_().mul_(1.0)
+    assert_bitwise(weight, other, "weight")
+    assert_bitwise(optimizer.state[weight]["master_param"], another.state[other]["master_param"], "master")
+
+
+def test_copies_of_weights_have_no_masters(make: Make) -> None:
+    """An average that began as a copy is its own."""
+    weight, _ = parameters()
+    optimizer = make([weight])
+    step(optimizer, 0)
+    master, average = optimizer.state[weight]["master_param"].clone(), weight.detach().clone()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        average.mul_(0.5).add_(weight)
+    assert_bitwise(optimizer.state[weight]["master_param"], master, "master")
 
 
 @pytest.mark.parametrize("write", ["nothing", "its own", "another's", "far"])
