@@ -43,6 +43,7 @@ def note_master(storage: QuantizedStorage, master: Tensor) -> None:
 
 
 def master_of(storage: QuantizedStorage) -> Tensor | None:
-    """The master whose values a storage has, if it is still there and nothing else was written since."""
-    write, master = _masters.get(storage, (0, None))
-    return master() if master is not None and write == storage.mastered != 0 else None
+    """The master whose values a storage has, if it is still there, beside it, and nothing else was written since."""
+    write, found = _masters.get(storage, (0, None))
+    master = found() if found is not None and write == storage.mastered != 0 else None
+    return master if master is not None and master.device == storage.device else None
