@@ -28,30 +28,32 @@ MASTER = "master_param"  # high-precision values of a parameter, as te_dist.opti
 Named = dict[str, Tensor]
 
 
-def begin_masters(optimizer: Optimizer, named: Named, ranks: Ranks) -> None:
-    """Has masters begin where weights know what they were quantized from: their codes alone do not tell. Collective."""
-    if not hasattr(optimizer, "initialize_state"):
-        return
-    begun = ranks.together(lambda: _to_begin(optimizer, named))
-    missing = set().union(*ranks.gather({name for name, values in begun.items() if values is None}))
-    for name in begun.keys() - missing:
-        optimizer.initialize_state(named[name])
-        local_tensor(named[name]).storage.initial = begun[name]  # until the step that a master is made for otherwise
+def masters_to_begin(optimizer: Optimizer, named: Named, ranks: Ranks) -> Named:
+    """By name, masters that te_dist's optimizers have yet to make, of weights that know what they were quantized from:
+    their codes alone do not tell. Collective; the optimizer is left as it is."""
+    if not hasattr(optimizer, "current_state"):
+        return {}
+    found = ranks.together(lambda: _to_begin(optimizer, named))
+    missing = set().union(*ranks.gather({name for name, values in found.items() if values is None}))
+    return {name: values for name, values in found.items() if values is not None and name not in missing}
 
 
 def _to_begin(optimizer: Optimizer, named: Named) -> dict[str, Tensor | None]:
-    """By name, the values of each trained weight without state before it was quantized; None where these are not known,
-    on this rank."""
-    found = {}
+    """Of each trained weight without state; None where its values are not known, on this rank."""
+    found: dict[str, Tensor | None] = {}
     for name, _, param in _params(optimizer, named):
         local = local_tensor(param)
         if isinstance(local, QuantizedTensor) and param.requires_grad and not optimizer.state.get(param):
-            found[name] = local.storage.initial
+            initial = local.storage.initial
+            values = None if initial is None else initial.to(local.device, torch.float32).view(local.shape)
+            found[name] = sharded_like(param, values) if values is not None and isinstance(param, DTensor) else values
     return found
 
 
-def describe(optimizer: Optimizer, named: Named) -> dict[str, Any]:
+def describe(optimizer: Optimizer, named: Named, begun: Named) -> dict[str, Any]:
     """What a manifest says of an optimizer: its class, its groups, and each parameter's group and state.
+
+    `begun`: of `masters_to_begin`.
 
     Raises:
         CheckpointError: a parameter is none of the model, or its state cannot be saved.
@@ -59,7 +61,7 @@ def describe(optimizer: Optimizer, named: Named) -> dict[str, Any]:
     groups = [{k: _value(v, k) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     params = {}
     for name, index, param in _params(optimizer, named):
-        state = _state(optimizer, param)
+        state = {MASTER: begun[name]} if name in begun else _state(optimizer, param)
         params[name] = {"group": index, "state": {k: _describe(v, f"{name}: {k}", param) for k, v in state.items()}}
     return {"class": _class_name(optimizer), "groups": groups, "params": params}
 
@@ -206,7 +208,7 @@ def _initialize(optimizer: Optimizer, param: Tensor, saved: dict[str, Any]) -> N
 
 def _state_mismatches(optimizer: Optimizer, name: str, param: Tensor, saved: dict[str, Any]) -> list[str]:
     here = optimizer.state.get(param, {})
-    if here and saved and set(here) != set(saved) and set(saved) != {MASTER}:
+    if here and saved and set(here) != set(saved) and {MASTER} not in (set(saved), set(here)):
         return [f"{name} has optimizer state {sorted(saved)}, wanted {sorted(here)}; use the same options"]
     if saved and hasattr(optimizer, "check_state"):
         try:

@@ -80,9 +80,8 @@ def _snapshot(
     model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, ranks: Ranks
 ) -> _Snapshot:
     named = ranks.together(lambda: _checked(model, extra))
-    if optimizer is not None:
-        optimizer_state.begin_masters(optimizer, named, ranks)
-    return ranks.together(lambda: _contribution(named, optimizer, extra, ranks.rank))
+    begun = {} if optimizer is None else optimizer_state.masters_to_begin(optimizer, named, ranks)
+    return ranks.together(lambda: _contribution(named, optimizer, extra, begun=begun, rank=ranks.rank))
 
 
 def _checked(model: nn.Module, extra: Mapping[str, Any] | None) -> dict[str, Tensor]:
@@ -98,19 +97,25 @@ def _checked(model: nn.Module, extra: Mapping[str, Any] | None) -> dict[str, Ten
 
 
 def _contribution(
-    named: dict[str, Tensor], optimizer: Optimizer | None, extra: Mapping[str, Any] | None, rank: int
+    named: dict[str, Tensor],
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    *,
+    begun: dict[str, Tensor],
+    rank: int,
 ) -> _Snapshot:
     tree, held = extras.split(extra or {})
+    state = {} if optimizer is None else optimizer_state.tensors(optimizer, named)
     tensors = store.tree(
         model=model_state.all_parts(named),
-        state={} if optimizer is None else optimizer_state.tensors(optimizer, named),
+        state=state | {name: {optimizer_state.MASTER: master} for name, master in begun.items()},
         extra=held if rank == 0 else {},
     )
     return _Snapshot(
         tensors,
         Manifest(
             model={name: model_state.describe(tensor) for name, tensor in named.items()},
-            optimizer=None if optimizer is None else optimizer_state.describe(optimizer, named),
+            optimizer=None if optimizer is None else optimizer_state.describe(optimizer, named, begun),
             extra=tree,
         ),
     )
@@ -154,10 +159,20 @@ def _merged(manifest: Manifest, ranks: Ranks) -> Manifest:
         all_of = ranks.gather(own)
         model = _union([theirs for theirs, _ in all_of], "the model")
         optimizers = [theirs for _, theirs in all_of if theirs is not None]
+        _check_groups(optimizers)
         if optimizers:
             optimizer = optimizers[0] | {"params": _union([o["params"] for o in optimizers], "the optimizer")}
     (first, *_) = ranks.gather(manifest.extra if ranks.rank == 0 else None)
     return Manifest(model, optimizer, first, versions=versions(), world_size=ranks.size)
+
+
+def _check_groups(optimizers: list[dict[str, Any]]) -> None:
+    for each in optimizers:
+        if (each["class"], each["groups"]) != (optimizers[0]["class"], optimizers[0]["groups"]):
+            raise CheckpointError(
+                "optimizers of ranks differ in their class, or in number or hyperparameters of their groups, of which "
+                "a checkpoint holds one list; make the same groups in the same order on every rank (some may be empty)"
+            )
 
 
 def _union(described: list[dict[str, Any]], what: str) -> dict[str, Any]:

@@ -63,7 +63,8 @@ class Wrap:
             raise RuntimeError(
                 "this unit now keeps its parameters between passes, but its gather buffers were sized for one "
                 "direction a pass at the first gather, and FSDP2 cannot size them again; call "
-                "set_reshard_after_forward(False) or set_reshard_after_backward(False) before the first forward"
+                "set_reshard_after_forward(False) or set_reshard_after_backward(False) before the first forward "
+                "(pipelines do the latter by themselves, but later)"
             )
         return self.policy
 

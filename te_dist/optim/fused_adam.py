@@ -24,7 +24,7 @@ from te_dist.formats import Partition
 from te_dist.kernels.multi_adam import CompactPlace
 from te_dist.ops.multi_adam import AdamRule, AdamSignals, Adapted, MultiAdam
 from te_dist.optim import masters
-from te_dist.optim.loading import last_pre_hook, with_states
+from te_dist.optim.loading import first_post_hook, last_pre_hook
 from te_dist.optim.masters import MASTER, Held, Ledger, Places
 from te_dist.optim.precision import MOMENTS, Precision, as_loaded, check_convertible, check_kernels_take
 from te_dist.scaling.agreement import PartsQuantization, settle_parts
@@ -113,7 +113,6 @@ class FusedAdam(torch.optim.Optimizer):
         try:
             for param in group["params"]:
                 self.precision.check(param)
-                self._ledger.expect(param)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -158,7 +157,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch, of `current_state`."""
-        return with_states(self, super().state_dict(), self.current_state)
+        with first_post_hook(self, self.current_state):
+            return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, but state keeps the types it has here: torch would round it to the dtype of its parameter."""
@@ -180,18 +180,18 @@ class FusedAdam(torch.optim.Optimizer):
 
     def install_state(self, param: Tensor, state: dict[str, Any]) -> None:
         """Puts state that was loaded with the values of its parameter in place, in the types it has here; tensors of
-        these types as they are, so that a captured graph finds them where they were."""
-        wanted = self.precision.dtypes(param)
+        these types as they are, so that a captured graph finds them where they were. A master alone is that of before
+        the first step."""
         self.check_state(param, {name: getattr(value, "dtype", None) for name, value in state.items()})
-        self.state[param] = {
-            name: value.to(wanted[name]) if isinstance(value, Tensor) else value for name, value in state.items()
-        }
+        wanted = self.precision.dtypes(param)
+        here = {name: value.to(wanted[name]) if isinstance(value, Tensor) else value for name, value in state.items()}
+        self.state[param] = here if here.keys() == wanted.keys() else self.precision.initial_state(param) | here
         self.take_over(param)
 
     def check_state(self, param: Tensor, dtypes: Mapping[str, torch.dtype | None]) -> None:
         """Raises ValueError where saved state of a parameter, by the types of its tensors, cannot be its state here."""
         wanted = self.precision.dtypes(param)
-        if dtypes.keys() != wanted.keys():
+        if dtypes.keys() != wanted.keys() and not (dtypes.keys() == {MASTER} and MASTER in wanted):
             raise ValueError(
                 f"state of a parameter of shape {tuple(param.shape)}: got {sorted(dtypes)}, wanted {sorted(wanted)}; "
                 "make the optimizer with the options it was saved with"
@@ -243,6 +243,7 @@ class FusedAdam(torch.optim.Optimizer):
                 if masters.is_quantized(param):
                     self._ledger.follow(param, self.state[param][MASTER], was_loaded=param in self._loaded)
             numbers = {id(p): n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
+            self._ledger.keep(p for group in self.param_groups for p in group["params"])
             held = [Held.of(param, self.state[param]) for param, _ in pairs]
             adapted = [_adapted(each, self.precision.place(each, numbers[id(each.param)])) for each in held]
             plan = _Plan(held, adapted, list(map(len, shape)), grads, left)

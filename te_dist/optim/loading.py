@@ -20,8 +20,20 @@ def last_pre_hook(optimizer: Optimizer, read: Callable[[Optimizer, dict[str, Any
         handle.remove()
 
 
-def with_states(optimizer: Optimizer, state_dict: dict[str, Any], state_of: Callable[[Tensor], Any]) -> dict[str, Any]:
-    """A state dictionary of `optimizer` with what `state_of` says of each parameter that has state."""
-    params = dict.fromkeys(param for group in optimizer.param_groups for param in group["params"])
-    saved = state_dict["state"]
-    return state_dict | {"state": saved | {n: state_of(param) for n, param in enumerate(params) if saved.get(n)}}
+@contextmanager
+def first_post_hook(optimizer: Optimizer, state_of: Callable[[Tensor], Any]) -> Iterator[None]:
+    """Inside the context `state_dict` begins with what `state_of` says of each parameter that has state; other hooks
+    change that."""
+
+    def current(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        states = dict(saved["state"])
+        for group, packed in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+            found = zip(group["params"], packed["params"], strict=True)
+            states |= {number: state_of(param) for param, number in found if states.get(number)}
+        return saved | {"state": states}
+
+    handle = optimizer.register_state_dict_post_hook(current, prepend=True)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from te_dist._torch_private import copy_each
 from te_dist.optim import masters
-from te_dist.optim.loading import last_pre_hook, with_states
+from te_dist.optim.loading import first_post_hook, last_pre_hook
 from te_dist.optim.masters import MASTER, Held, Ledger, WriteBack
 from te_dist.tensor.placement import local_tensor
 
@@ -161,13 +161,6 @@ class MasterWeights(torch.optim.Optimizer):
                 self._make_master(param)
                 self._stepped.discard(param)
 
-    def initialize_state(self, param: Tensor) -> None:
-        """Shows the master of `param`, if it has one, before the first step: the wrapped optimizer makes the rest."""
-        master = self._masters[param]
-        if master is not param and param not in self._without and not self.state.get(param):
-            self._refresh(param, master)
-            self.state[param] = {MASTER: master}
-
     @torch.no_grad()
     def current_state(self, param: Tensor) -> dict[str, Any]:
         """State of a parameter as the next step would find it: a master that has fallen behind what was written into a
@@ -180,7 +173,8 @@ class MasterWeights(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch, of `current_state`."""
-        return with_states(self, super().state_dict(), self.current_state)
+        with first_post_hook(self, self.current_state):
+            return super().state_dict()
 
     def take_over(self, param: Tensor) -> None:
         """Notes that the values which `param` has now are those of the master in its state."""
@@ -236,6 +230,7 @@ class MasterWeights(torch.optim.Optimizer):
         loaded = self.state.get(param, {}).get(MASTER, master)
         if loaded is not master:
             local_tensor(master).copy_(local_tensor(loaded))
+            self.state[param][MASTER] = master
         if masters.is_quantized(param):
             self._ledger.follow(param, master, was_loaded=loaded is not master or param in self._loaded)
             self._loaded.discard(param)

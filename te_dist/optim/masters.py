@@ -6,6 +6,7 @@ as the bytes of the whole matrix of masters quantized at once.
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -79,12 +80,6 @@ class Ledger:
             self._known[param] = local.storage.mastered, master
             writes.note_master(local.storage, local_tensor(master))
 
-    def expect(self, param: Tensor) -> None:
-        """Keeps what another optimizer's master has of a parameter until a master is made of it: whether that optimizer
-        is still there then would be for the garbage collection of each rank to say."""
-        if is_quantized(param) and (latest := _latest_master(param)) is not None:
-            self.begin(param, latest)
-
     def take_over(self, param: Tensor, master: Tensor) -> None:
         """Notes that the values a quantized parameter has now are those of this master."""
         local = local_tensor(param)
@@ -123,7 +118,7 @@ class Ledger:
                 "smaller than the distance of two codes are lost each time. Keep what is to be swapped back as "
                 "param.detach().clone(), and change weights in place (clamp_, mul_); nothing is wrong where values "
                 "were loaded",
-                stacklevel=5,
+                stacklevel=_level_of_caller(),
             )
 
     def current(self, param: Tensor, master: Tensor, *, was_loaded: bool = False) -> Tensor:
@@ -149,6 +144,11 @@ class Ledger:
         """Of a parameter that the optimizer no longer has, or whose master was loaded."""
         self._known.pop(param, None)
 
+    def keep(self, params: Iterable[Tensor]) -> None:
+        """Of these parameters only: others are the optimizer's no longer."""
+        for stale in self._known.keys() - set(params):
+            self.forget(stale)
+
     def master_of(self, param: Tensor, write: int) -> Tensor | None:
         """The master by which this write was made, if it was."""
         known = self._known.get(param)
@@ -167,6 +167,14 @@ def _latest_master(param: Tensor) -> Tensor | None:
         return latest
     found = (ledger.master_of(param, write) for ledger in list(_LEDGERS))
     return next((local_tensor(master) for master in found if master is not None), None)
+
+
+def _level_of_caller() -> int:
+    """For a warning: where a step was called, past te_dist's optimizers and torch's wrappers."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("te_dist.optim", "torch.")):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _are_near(values: Tensor, others: Tensor) -> bool:

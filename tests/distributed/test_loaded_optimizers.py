@@ -110,6 +110,7 @@ def saved_before_the_first_step(rank: int, world: int, path: Path, kind: str) ->
     model, resumed = (sharded(world, seed=seed, keeps=True) for seed in range(2))
     optimizer, another = OPTIMIZERS[kind](model), OPTIMIZERS[kind](resumed)
     checkpoints.save(path, model=model, optimizer=optimizer)
+    assert not optimizer.state  # of which torch's helpers would take a part for all
     assert all(local_tensor(param).storage.initial is not None for param in model.parameters())
     checkpoints.load(path, model=resumed, optimizer=another)
     untouched = sharded(world, seed=0, keeps=True)
@@ -219,3 +220,17 @@ def rates(rank: int, world: int, path: Path) -> list[float]:
 
 def test_groups_that_shared_a_rate_are_loaded_apart(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(1).run(rates, tmp_path / "c") == [[0.5, 0.25]]
+
+
+def stages_apart(rank: int, world: int, path: Path, rate: float) -> str:
+    """Other parameters on each rank, and another rate."""
+    stage = nn.ModuleDict({str(rank): nn.Linear(4, 4)}).to(device())
+    optimizer = optim.FusedAdam(stage.parameters(), lr=rate * (rank + 1))
+    with pytest.raises(checkpoints.CheckpointError) as caught:
+        checkpoints.save(path, model=stage, optimizer=optimizer)
+    return str(caught.value)
+
+
+def test_rates_that_ranks_do_not_share_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for message in ranks(2).run(stages_apart, tmp_path / "c", 0.125):
+        assert "make the same groups in the same order on every rank" in message

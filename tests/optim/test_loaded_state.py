@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -116,16 +117,48 @@ def test_copies_know_which_masters_have_fallen_behind(way: str) -> None:
     assert_bitwise(own, weight, "weight")
 
 
-def test_masters_of_an_optimizer_that_goes_are_taken_over() -> None:
+def test_a_weight_that_is_rolled_back_stays_there() -> None:
+    """Whatever another optimizer that was made meanwhile has seen."""
     weight, _ = parameters()
     first = optim.FusedAdam([weight], lr=0.1)
     step(first, 0)
-    master = first.state[weight]["master_param"].clone()
-    second = optim.FusedAdam([weight], lr=0.0)
-    del first
+    second, best = optim.FusedAdam([weight], lr=0.0), weight.detach().clone()
+    step(first, 1)
+    with torch.no_grad():
+        weight.copy_(best)
+    step(second, 2)
+    assert_bitwise(weight.dequantize(), best.dequantize(), "weight")
+
+
+def test_tied_weights_are_numbered_as_torch_numbers_them(make: Make) -> None:
+    (first, _), (second, _) = parameters(), parameters("mxfp8_1d")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of a parameter that is there twice
+        optimizer = make([first, first, second])
+    step(optimizer, 0)
+    saved = optimizer.state_dict()
+    for number, param in zip(saved["param_groups"][0]["params"], (first, first, second), strict=True):
+        assert saved["state"][number]["exp_avg"] is optimizer.state[param]["exp_avg"]
+
+
+def test_hooks_decide_what_is_saved(make: Make) -> None:
+    weight, _ = parameters()
+    optimizer = make([weight])
+    step(optimizer, 0)
+    optimizer.register_state_dict_post_hook(lambda _, saved: saved | {"state": {0: {"only": 1}}})
+    assert optimizer.state_dict()["state"] == {0: {"only": 1}}
+
+
+def test_masters_of_removed_parameters_are_let_go() -> None:
+    weights = [parameters()[0] for _ in range(2)]
+    optimizer = optim.FusedAdam(weights, lr=0.1)
+    step(optimizer, 0)
+    master = weakref.ref(optimizer.state[weights[1]]["master_param"])
+    del optimizer.state[weights[1]], optimizer.param_groups[0]["params"][1]
+    for seed in (1, 2):
+        step(optimizer, seed)
     gc.collect()
-    step(second, 1)
-    assert_bitwise(second.state[weight]["master_param"], master, "master")
+    assert master() is None or len(optimizer._ledger._known) == 1
 
 
 def test_masters_that_begin_anew_from_rounded_values_are_told_of_once(make: Make) -> None:
