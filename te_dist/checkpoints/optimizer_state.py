@@ -132,8 +132,9 @@ def install(optimizer: Optimizer, states: dict[Tensor, dict[str, Any]], saved: d
 
 def _install(optimizer: Optimizer, param: Tensor, state: dict[str, Any]) -> None:
     """The state of a parameter that was loaded with it: its master, if there is one, has its values."""
-    if hasattr(optimizer, "install_state"):
-        return optimizer.install_state(param, state)
+    own = getattr(optimizer, "install_state", None)
+    if own is not None:
+        return own(param, state)
     optimizer.state[param] = state
     local = local_tensor(param)
     if isinstance(local, QuantizedTensor) and MASTER in state:
@@ -210,9 +211,10 @@ def _state_mismatches(optimizer: Optimizer, name: str, param: Tensor, saved: dic
     here = optimizer.state.get(param, {})
     if here and saved and set(here) != set(saved) and {MASTER} not in (set(saved), set(here)):
         return [f"{name} has optimizer state {sorted(saved)}, wanted {sorted(here)}; use the same options"]
-    if saved and hasattr(optimizer, "check_state"):
+    check = getattr(optimizer, "check_state", None)
+    if saved and check is not None:
         try:
-            optimizer.check_state(param, {key: _dtype(described) for key, described in saved.items()})
+            check(param, {key: _dtype(described) for key, described in saved.items()})
         except ValueError as error:
             return [f"{name}: {error}"]
     return [

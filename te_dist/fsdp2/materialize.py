@@ -11,6 +11,7 @@ import hashlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ def materialize(model: nn.Module, *, device: torch.device | str, seed: int) -> N
     Raises:
         ValueError: a module has parameters or buffers and no way to initialize them.
     """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         unit.reshard()  # what a pass left gathered is no parameter
     if units:
@@ -52,7 +53,7 @@ def materialize(model: nn.Module, *, device: torch.device | str, seed: int) -> N
             _initialize(module, given_name(prefix), own, seed)
 
 
-def _warn_of_others(model: nn.Module, units: list[FSDPModule]) -> None:
+def _warn_of_others(model: nn.Module, units: list[Any]) -> None:
     """Where parts of a model are sharded and others were forgotten, as embeddings around the blocks."""
     covered = {id(param) for unit in units for param in unit.parameters()}
     names = [

@@ -136,7 +136,7 @@ class MasterWeights(torch.optim.Optimizer):
         Raises:
             ValueError: a parameter that needs a master has none in its state.
         """
-        given: dict[str, Any] = {}
+        given: dict[Tensor, dict[str, Any]] = {}
         params = [param for group in self.param_groups for param in group["params"]]
 
         def read(_: Any, found: dict[str, Any]) -> None:

@@ -119,8 +119,7 @@ def warn_of_sum(func: Any, target: Any, *others: Any) -> None:
     """Before tensors are added into quantized ones without a master: once for each line of code that does."""
     if func not in _ADDING or not any(isinstance(other, Tensor) and other.dim() for other in tree_leaves(others)):
         return  # NOTE: a number comes as a tensor without dimensions
-    targets = target if isinstance(target, list | tuple) else [target]
-    if any(isinstance(each, QuantizedTensor) and master_of(each.storage) is None for each in targets):
+    if any(isinstance(each, QuantizedTensor) and master_of(each.storage) is None for each in tree_leaves(target)):
         warnings.warn(  # without the shape: texts that differ are printed again
             f"{func} rounds its result to the codes of a quantized tensor: a sum over many steps (an average, an "
             "optimizer of one's own) loses those smaller than the distance of two codes and stands still. Sum in plain "

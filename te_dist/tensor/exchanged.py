@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
@@ -19,15 +19,15 @@ class Exchange(NamedTuple):
 
     name: str
     by: str
-    old_gradient: TensorWeakRef | None
+    old_gradient: Any
 
 
-_exchanges = WeakTensorKeyDictionary()  # by weight, as long as it lives
+_exchanges: Any = WeakTensorKeyDictionary()  # by weight, as long as it lives
 
 
-def note_exchanged(weight: Tensor, name: str, by: str) -> None:
+def note_exchanged(weight: Any, name: str, by: str) -> None:
     """Says that a model has another weight of this name instead."""
-    old = weight.grad
+    old: Any = weight.grad
     _exchanges[weight] = Exchange(name, by, None if old is None else TensorWeakRef(old))
     if old is not None and weight.requires_grad:
         weight.register_post_accumulate_grad_hook(_forget_old_gradient)
@@ -40,11 +40,12 @@ def exchange_of(weight: Tensor) -> Exchange | None:
 
 def is_trained_elsewhere(weight: Tensor) -> bool:
     """Whether a weight that was exchanged has got a gradient since: of another model, which still has it."""
-    old = _exchanges[weight].old_gradient
+    old: Any = _exchanges[weight].old_gradient
     return weight.grad is not None and (old is None or weight.grad is not old())
 
 
 def _forget_old_gradient(weight: Tensor) -> None:
     """Called by autograd, which adds to the gradient in place: the object alone does not tell."""
     # NOTE: the hook stays: FSDP2 goes through the hooks of a shard while it calls them.
-    _exchanges[weight] = _exchanges[weight]._replace(old_gradient=None)
+    its: Exchange = _exchanges[weight]
+    _exchanges[weight] = its._replace(old_gradient=None)
