@@ -67,7 +67,7 @@ def export_safetensors(
         directory: of the files; made where it is not there. Files of an earlier export, `model.safetensors` and
             numbered ones, are replaced or removed.
         optimizer: takes values from its masters, where it has them; otherwise quantized weights are dequantized.
-            Masters of weights that were written otherwise since its last step take over what these hold.
+            Weights that were written otherwise since its last step are taken as they are.
         dtype: of floating-point tensors in the files; their own by default.
         convention: store the bytes of quantized weights by it (`te_dist.conventions.FP8_BLOCK`) instead of values; of
             groups of matrices one by one, `weight` as `weight0`, `weight1` and so on.

@@ -214,7 +214,7 @@ def _state_mismatches(optimizer: Optimizer, name: str, param: Tensor, saved: dic
     check = getattr(optimizer, "check_state", None)
     if saved and check is not None:
         try:
-            check(param, {key: _dtype(described) for key, described in saved.items()})
+            check(param, {key: _dtype(described) for key, described in saved.items()}, may_begin=True)
         except ValueError as error:
             return [f"{name}: {error}"]
     return [

@@ -182,16 +182,20 @@ class FusedAdam(torch.optim.Optimizer):
         """Puts state that was loaded with the values of its parameter in place, in the types it has here; tensors of
         these types as they are, so that a captured graph finds them where they were. A master alone is that of before
         the first step."""
-        self.check_state(param, {name: getattr(value, "dtype", None) for name, value in state.items()})
+        own = self.precision.initial_state(param) | state if state.keys() == {MASTER} else state
+        self.check_state(param, _dtypes(own))
         wanted = self.precision.dtypes(param)
-        here = {name: value.to(wanted[name]) if isinstance(value, Tensor) else value for name, value in state.items()}
-        self.state[param] = here if here.keys() == wanted.keys() else self.precision.initial_state(param) | here
+        self.state[param] = {name: v.to(wanted[name]) if isinstance(v, Tensor) else v for name, v in own.items()}
         self.take_over(param)
 
-    def check_state(self, param: Tensor, dtypes: Mapping[str, torch.dtype | None]) -> None:
-        """Raises ValueError where saved state of a parameter, by the types of its tensors, cannot be its state here."""
+    def check_state(self, param: Tensor, dtypes: Mapping[str, torch.dtype | None], *, may_begin: bool = False) -> None:
+        """Raises ValueError where saved state of a parameter, by the types of its tensors, cannot be its state here.
+
+        `may_begin`: whether it may be a master alone, see `install_state`.
+        """
         wanted = self.precision.dtypes(param)
-        if dtypes.keys() != wanted.keys() and not (dtypes.keys() == {MASTER} and MASTER in wanted):
+        begins = may_begin and dtypes.keys() == {MASTER} <= wanted.keys()
+        if dtypes.keys() != wanted.keys() and not begins:
             raise ValueError(
                 f"state of a parameter of shape {tuple(param.shape)}: got {sorted(dtypes)}, wanted {sorted(wanted)}; "
                 "make the optimizer with the options it was saved with"
@@ -203,7 +207,7 @@ class FusedAdam(torch.optim.Optimizer):
     def _as_loaded(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         if not state:
             return {}
-        self.check_state(param, {name: getattr(value, "dtype", None) for name, value in state.items()})
+        self.check_state(param, _dtypes(state))
         wanted = self.precision.dtypes(param)
         return {name: as_loaded(value, wanted[name], param, name=name) for name, value in state.items()}
 
@@ -288,6 +292,11 @@ class FusedAdam(torch.optim.Optimizer):
             self.bias_correction,
         )
         return rule, lr if is_on_device else None
+
+
+def _dtypes(state: Mapping[str, Any]) -> dict[str, torch.dtype | None]:
+    """Of the tensors among some state; None of plain values."""
+    return {name: value.dtype if isinstance(value, Tensor) else None for name, value in state.items()}
 
 
 def _on_device(lr: float | Tensor, device: torch.device | str) -> Tensor:

@@ -209,7 +209,7 @@ def warn_of_no_gradients(optimizer: torch.optim.Optimizer) -> None:
         warnings.warn(
             f"{type(optimizer).__name__}.step: no parameter has a gradient, at the first step. fully_shard puts others "
             "in the place of a module's parameters: make the optimizer after it",
-            stacklevel=5,  # where step() is called, past torch's wrappers
+            stacklevel=_level_of_caller(),
         )
 
 

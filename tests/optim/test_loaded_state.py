@@ -241,3 +241,14 @@ def test_masters_that_lose_nothing_are_not_told_of(make: Make, write: str) -> No
                 weight.copy_(signed(seed=7))
         step(optimizer, 3)
     assert not caught
+
+
+def test_a_master_alone_is_no_state_to_load() -> None:
+    """Beside checkpoints, which hold it of before the first step."""
+    weight, _ = parameters()
+    optimizer = optim.FusedAdam([weight], lr=0.1)
+    step(optimizer, 0)
+    saved = optimizer.state_dict()
+    alone = saved | {"state": {0: {"master_param": saved["state"][0]["master_param"]}}}
+    with pytest.raises(ValueError, match="make the optimizer with the options it was saved with"):
+        optimizer.load_state_dict(alone)
