@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from te_dist.checkpoints import conversion, model_state, optimizer_state, weight_files
+from te_dist.checkpoints import conversion, model_state, optimizer_state, replicas, weight_files
 from te_dist.checkpoints.errors import CheckpointError, Ranks, listed
 from te_dist.checkpoints.part import Part
 from te_dist.conventions import Convention, names_a_scale
@@ -77,7 +77,7 @@ def export_safetensors(
     """
     ranks, where = Ranks.all(), Path(directory)
     entries = ranks.together(lambda: list(_entries(model, optimizer, dtype, convention)))
-    _check_alike(entries, ranks, f"export to {where}")
+    _check_alike(model, entries, ranks, f"export to {where}")
     files = _files(entries)
     ranks.together(lambda: where.mkdir(parents=True, exist_ok=True))
     for name, members in files.items():
@@ -104,7 +104,7 @@ def high_precision_state_dict(
     """
     ranks = Ranks.all()
     entries = ranks.together(lambda: list(_entries(model, optimizer, dtype, None)))
-    _check_alike(entries, ranks, "give a whole state")
+    _check_alike(model, entries, ranks, "give a whole state")
     wholes = {entry.key: _whole(entry, ranks) for entry in entries}
     if ranks.rank:
         return {}
@@ -113,9 +113,10 @@ def high_precision_state_dict(
     return {name: wholes[first[id(tensor)]] for name, tensor in named.items()}
 
 
-def _check_alike(entries: list[_Entry], ranks: Ranks, what: str) -> None:
+def _check_alike(model: nn.Module, entries: list[_Entry], ranks: Ranks, what: str) -> None:
     if len(set(ranks.gather(tuple(entry.key for entry in entries)))) > 1:
         raise CheckpointError(f"cannot {what}: ranks hold different parameters; every rank must have them all")
+    replicas.check(model_state.named_tensors(model), ranks)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from te_dist.checkpoints import extra as extras
-from te_dist.checkpoints import folder, model_state, optimizer_state, store
+from te_dist.checkpoints import folder, model_state, optimizer_state, replicas, store
 from te_dist.checkpoints.errors import CheckpointError, Ranks
 from te_dist.checkpoints.manifest import Manifest, checksum, versions
 from te_dist.checkpoints.part import Part
@@ -80,6 +80,7 @@ def _snapshot(
     model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, ranks: Ranks
 ) -> _Snapshot:
     named = ranks.together(lambda: _checked(model, extra))
+    replicas.check(named, ranks)
     begun = {} if optimizer is None else optimizer_state.masters_to_begin(optimizer, named, ranks)
     return ranks.together(lambda: _contribution(named, optimizer, extra, begun=begun, rank=ranks.rank))
 
