@@ -165,6 +165,8 @@ def finish_reading(named: dict[str, Tensor]) -> None:
     """Rebuilds what is derived from the bytes that were read, and forgets the values these replace."""
     for _, storage in _storages(named):
         storage.copy_(storage.select(*storage.format.canonical.directions))
+    # NOTE: torch reads into what it detached, and counts no write into the parameter.
+    torch.autograd.graph.increment_version(local_tensor(tensor) for tensor in named.values())
 
 
 def _storages(named: dict[str, Tensor]) -> Iterable[tuple[str, QuantizedStorage]]:

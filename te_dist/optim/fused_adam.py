@@ -139,7 +139,7 @@ class FusedAdam(torch.optim.Optimizer):
                     device = grad.device
                     if device not in by_device:
                         by_device[device] = [[] for _ in self.param_groups]
-                    by_device[device][number].append((param, local_tensor(grad).contiguous()))
+                    by_device[device][number].append((param, _dense(local_tensor(grad), param)))
         if not by_device:
             masters.warn_of_no_gradients(self)
         for device, groups in by_device.items():
@@ -149,7 +149,7 @@ class FusedAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def current_state(self, param: Tensor) -> dict[str, Any]:
         """State of a parameter as the next step would find it: a master that has fallen behind what was written into
-        its weight has these values. What is kept here stays as it is: the weight may be given back its own."""
+        that has these values. What is kept here stays as it is: the weight may be given back its own."""
         state = self.state.get(param, {})
         if MASTER not in state:
             return state
@@ -185,8 +185,13 @@ class FusedAdam(torch.optim.Optimizer):
         own = self.precision.initial_state(param) | state if state.keys() == {MASTER} else state
         self.check_state(param, _dtypes(own))
         wanted = self.precision.dtypes(param)
-        self.state[param] = {name: v.to(wanted[name]) if isinstance(v, Tensor) else v for name, v in own.items()}
-        self.take_over(param)
+        own = {name: v.to(wanted[name]) if isinstance(v, Tensor) else v for name, v in own.items()}
+        self.precision.check_state(param, own)
+        self.state[param] = own
+        if masters.is_quantized(param):
+            self.take_over(param)
+        else:
+            self._ledger.forget(param)
 
     def check_state(self, param: Tensor, dtypes: Mapping[str, torch.dtype | None], *, may_begin: bool = False) -> None:
         """Raises ValueError where saved state of a parameter, by the types of its tensors, cannot be its state here.
@@ -209,7 +214,9 @@ class FusedAdam(torch.optim.Optimizer):
             return {}
         self.check_state(param, _dtypes(state))
         wanted = self.precision.dtypes(param)
-        return {name: as_loaded(value, wanted[name], param, name=name) for name, value in state.items()}
+        own = {name: as_loaded(value, wanted[name], param, name=name) for name, value in state.items()}
+        self.precision.check_state(param, own)
+        return own
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled."""
@@ -242,9 +249,10 @@ class FusedAdam(torch.optim.Optimizer):
         left = frozenset().union(*map(masters.left_alone, self.param_groups))
         plan = self._plans.get((device, shape, left))
         if plan is None or plan.kinds != kinds or not plan.holds(self.state):
-            for param, _ in pairs:
+            for param, grad in pairs:
                 self.initialize_state(param)
-                if masters.is_quantized(param):
+                self.precision.check_state(param, self.state[param], grad=grad)
+                if MASTER in self.state[param]:
                     self._ledger.follow(param, self.state[param][MASTER], was_loaded=param in self._loaded)
             numbers = {id(p): n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
             self._ledger.keep(p for group in self.param_groups for p in group["params"])
@@ -254,7 +262,7 @@ class FusedAdam(torch.optim.Optimizer):
             self._keep((device, shape, left), plan)
             plan.kinds, plan.states = kinds, [id(state) for state in self.state.values()]
         else:
-            for each in plan.quantized:
+            for each in plan.mastered:
                 self._ledger.follow(each.param, each.state[MASTER], was_loaded=each.param in self._loaded)
         self._loaded.difference_update(param for param, _ in pairs)
         plan.settle(unsettled)
@@ -268,7 +276,9 @@ class FusedAdam(torch.optim.Optimizer):
         torch.autograd.graph.increment_version(plan.written)  # kernels write memory, which autograd does not see
         for each in plan.requantized:
             each.storage.unsettled = None
-            self._ledger.take_over(each.param, each.state[MASTER])
+        for each in plan.mastered:
+            if each.param not in left:
+                self._ledger.take_over(each.param, each.state[MASTER])
 
     def _keep(self, key: Any, plan: _Plan) -> None:
         """For later steps of the same parameters, and the last few others: some have no gradient at times."""
@@ -294,6 +304,16 @@ class FusedAdam(torch.optim.Optimizer):
         return rule, lr if is_on_device else None
 
 
+def _dense(grad: Tensor, param: Tensor) -> Tensor:
+    """A gradient as kernels read it."""
+    if grad.layout != torch.strided:
+        raise ValueError(
+            f"gradient of a parameter of shape {tuple(param.shape)}: got {grad.layout}, wanted a dense one; pass "
+            "sparse=False to nn.Embedding, or put the parameter into a torch.optim.SparseAdam"
+        )
+    return grad.contiguous()
+
+
 def _dtypes(state: Mapping[str, Any]) -> dict[str, torch.dtype | None]:
     """Of the tensors among some state; None of plain values."""
     return {name: value.dtype if isinstance(value, Tensor) else None for name, value in state.items()}
@@ -310,7 +330,8 @@ class _Plan:
     Attributes:
         kinds: type and alignment of every gradient.
         states: ids of the states of all parameters of the optimizer.
-        quantized: of the quantized parameters.
+        mastered: of the parameters with masters.
+        quantized: of the quantized ones.
         requantized: of those that are written.
         written: all parameters, and what they hold here.
     """
@@ -333,6 +354,7 @@ class _Plan:
         left: quantized parameters that keep their bytes.
         """
         self._places = Places(held)
+        self.mastered = [each for each in held if MASTER in each.state]
         self.quantized = [each for each in held if each.storage is not None]
         self.requantized = [each for each in self.quantized if each.param not in left]
         self.written = [tensor for each in held for tensor in {each.param, each.local}]

@@ -35,9 +35,9 @@ class MasterWeights(torch.optim.Optimizer):
     Masters are DTensors where parameters are; gradients are cast to fp32 for the time of a step. After it all quantized
     parameters are quantized together: one reduction for each process group whose ranks share scales.
 
-    Until the first step masters follow whatever is written into parameters; from then on those of quantized parameters
-    do (loaded, clamped, averaged), and those of 16-bit parameters are the optimizer's alone. Frozen parameters have
-    none until they are to be updated.
+    Masters follow whatever is written into parameters (loaded, clamped, averaged). From the first step on they do not
+    see what torch does not count as a write into a 16-bit parameter, as by way of `.data`. Frozen parameters have no
+    master until they are to be updated.
 
     Args:
         params: parameters, (name, parameter) pairs or groups of them; sharded, replicated or whole.
@@ -163,8 +163,8 @@ class MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def current_state(self, param: Tensor) -> dict[str, Any]:
-        """State of a parameter as the next step would find it: a master that has fallen behind what was written into a
-        quantized weight has these values. What is kept here stays as it is."""
+        """State of a parameter as the next step would find it: a master that has fallen behind what was written into
+        that has these values. What is kept here stays as it is."""
         state = self.state.get(param, {})
         if MASTER not in state:
             return state
@@ -177,7 +177,7 @@ class MasterWeights(torch.optim.Optimizer):
             return super().state_dict()
 
     def take_over(self, param: Tensor) -> None:
-        """Notes that the values which `param` has now are those of the master in its state."""
+        """Notes that the values which `param`, quantized, has now are those of the master in its state."""
         self._ledger.take_over(param, self.state[param][MASTER])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -225,18 +225,15 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _refresh(self, param: Tensor, master: Tensor) -> None:
         """Takes over what was written into the state or into the parameter."""
-        if param in self._without:
+        if param in self._without or master is param:
             return
+        was_loaded = param in self._loaded or not (masters.is_quantized(param) or param in self._stepped)
         loaded = self.state.get(param, {}).get(MASTER, master)
         if loaded is not master:
             local_tensor(master).copy_(local_tensor(loaded))
-            self.state[param][MASTER] = master
-        if masters.is_quantized(param):
-            self._ledger.follow(param, master, was_loaded=loaded is not master or param in self._loaded)
-            self._loaded.discard(param)
-        elif loaded is master and param not in self._stepped and master is not param:
-            value, kept = local_tensor(param), local_tensor(master)
-            kept.copy_(torch.where(kept.to(value.dtype) == value, kept, value.float()))
+            self.state[param][MASTER], was_loaded = master, True
+        self._ledger.follow(param, master, was_loaded=was_loaded)
+        self._loaded.discard(param)
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """The same with masters."""
@@ -250,6 +247,12 @@ class MasterWeights(torch.optim.Optimizer):
                 f"state of a parameter of shape {tuple(param.shape)} and dtype {param.dtype}: got {sorted(own)}, "
                 f"wanted {MASTER} too: without it training would go on from values that were rounded. Load the state "
                 "of a MasterWeights; or pass begin_masters=True, where masters are to begin with what parameters hold"
+            )
+        shape = own[MASTER].shape if MASTER in own else param.shape
+        if shape != param.shape:
+            raise ValueError(
+                f"{MASTER} of a parameter of shape {tuple(param.shape)}: got shape {tuple(shape)}, wanted that of the "
+                "parameter; load the state of the same model"
             )
 
     def _check_wrapped(self) -> None:

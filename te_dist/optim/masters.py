@@ -54,42 +54,47 @@ def initial_master(param: Tensor) -> Tensor:
 
 
 class Ledger:
-    """Of one optimizer: by which write into a quantized parameter each of its masters has the values of that.
+    """Of one optimizer: by which write into a parameter each of its masters has the values of that.
 
     Several optimizers may take turns at a parameter. A master falls behind when another one is written, and takes the
-    values of that over. Copies, and what is pickled, know what the original knew: writes have numbers that parameters
-    keep when they are copied.
+    values of that over. Copies, and what is pickled, know what the original knew: writes into quantized parameters have
+    numbers that they keep when they are copied. Writes into plain ones are counted by torch; what it does not count
+    (`.data`, collectives into local tensors) is not seen.
     """
 
     def __init__(self) -> None:
         self._known: dict[Tensor, tuple[int, Tensor]] = {}
+        self._counted: dict[Tensor, tuple[int, int]] = {}  # of plain parameters
         self._has_warned = False
         _LEDGERS.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._counted = {}  # torch counts anew in copies
         for param, (write, master) in self._known.items():
             if write == local_tensor(param).storage.mastered:
                 self.begin(param, master)
         _LEDGERS.add(self)
 
     def begin(self, param: Tensor, master: Tensor) -> None:
-        """Notes a master that was made of what its parameter, if that is quantized, holds now."""
+        """Notes a master that was made of what its parameter holds now."""
         local = local_tensor(param)
         if isinstance(local, QuantizedTensor):
             self._known[param] = local.storage.mastered, master
             writes.note_master(local.storage, local_tensor(master))
+        else:
+            self._counted[param] = param._version, local._version
 
     def take_over(self, param: Tensor, master: Tensor) -> None:
-        """Notes that the values a quantized parameter has now are those of this master."""
+        """Notes that the values a parameter has now are those of this master."""
         local = local_tensor(param)
         if isinstance(local, QuantizedTensor):
             local.storage.note_master()
-            self.begin(param, master)
+        self.begin(param, master)
 
     def follow(self, param: Tensor, master: Tensor, *, was_loaded: bool = False) -> None:
-        """Has the master of a quantized parameter take what else was written into that: loaded, clamped, updated by
-        another optimizer.
+        """Has the master of a parameter take what else was written into that: loaded, clamped, updated by another
+        optimizer.
 
         Args:
             was_loaded: whether the master was loaded since the last step. It stays then if the parameter holds its
@@ -98,7 +103,8 @@ class Ledger:
         if not self._is_in_step(param, was_loaded=was_loaded):
             current = self.current(param, master, was_loaded=was_loaded)
             if current is not master:
-                self._warn_of_rounding(param, master, local_tensor(current))
+                if is_quantized(param):
+                    self._warn_of_rounding(param, master, local_tensor(current))
                 local_tensor(master).copy_(local_tensor(current))
             self.take_over(param, master)
 
@@ -125,16 +131,18 @@ class Ledger:
         """What `follow` would make of a master, or that itself where it would stay: nothing is changed."""
         if self._is_in_step(param, was_loaded=was_loaded):
             return master
+        if not is_quantized(param):
+            return shaped_like(param, _where_written(local_tensor(param), local_tensor(master)))
         written = initial_master(param).to(master.dtype)
         if was_loaded and _are_near(written, local_tensor(master)):
             return master
         return shaped_like(param, written)
 
     def _is_in_step(self, param: Tensor, *, was_loaded: bool) -> bool:
-        """Whether a master has, as far as is known, the values of its parameter; or is that of a plain one."""
+        """Whether a master has, as far as is known, the values of its parameter."""
         local = local_tensor(param)
         if not isinstance(local, QuantizedTensor):
-            return True
+            return not was_loaded and self._counted.get(param) == (param._version, local._version)
         known, write = self._known.get(param), local.storage.mastered
         if known is None:
             return local.storage.follows_master and not was_loaded
@@ -143,10 +151,11 @@ class Ledger:
     def forget(self, param: Tensor) -> None:
         """Of a parameter that the optimizer no longer has, or whose master was loaded."""
         self._known.pop(param, None)
+        self._counted.pop(param, None)
 
     def keep(self, params: Iterable[Tensor]) -> None:
         """Of these parameters only: others are the optimizer's no longer."""
-        for stale in self._known.keys() - set(params):
+        for stale in (self._known.keys() | self._counted.keys()) - set(params):
             self.forget(stale)
 
     def master_of(self, param: Tensor, write: int) -> Tensor | None:
@@ -175,6 +184,11 @@ def _level_of_caller() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("te_dist.optim", "torch.")):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def _where_written(values: Tensor, master: Tensor) -> Tensor:
+    """A master with the values of its plain parameter, where these are others than its own as that rounds them."""
+    return torch.where(master.to(values.dtype) == values, master, values.to(master.dtype))
 
 
 def _are_near(values: Tensor, others: Tensor) -> bool:
@@ -297,7 +311,7 @@ class WriteBack:
 
     def __init__(self, held: Sequence[Held]) -> None:
         self._places = Places(held)
-        self._quantized = [each for each in held if each.storage is not None]
+        self._held = held
         masters = [local_tensor(each.state[MASTER]) for each in held]
         plain = [(each.local, master) for each, master in zip(held, masters, strict=True) if each.storage is None]
         self._targets, self._sources = zip(*plain, strict=True) if plain else ((), ())
@@ -315,14 +329,16 @@ class WriteBack:
 
     def run(self, ledger: Ledger) -> None:
         """Collective where shards share scales. `ledger`: where it is noted."""
-        for each in self._quantized:
-            before_writing(each.storage)
+        for each in self._held:
+            if each.storage is not None:
+                before_writing(each.storage)
         if self._targets:
             copy_each([target.detach() for target in self._targets], self._sources)
         for quantization, readers in self._quantizations:
             quantization.begin()
             readers.run()
             quantization.finish()
-        for each in self._quantized:
-            each.storage.unsettled = None
+        for each in self._held:
+            if each.storage is not None:
+                each.storage.unsettled = None
             ledger.take_over(each.param, each.state[MASTER])

@@ -14,8 +14,9 @@ never becomes 0, because steps are divided by it.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -136,6 +137,31 @@ class Precision:
                 state[name] = masters.shaped_like(param, zeros, shape=shape)
         return state
 
+    def check_state(self, param: Tensor, state: Mapping[str, Any], *, grad: Tensor | None = None) -> None:
+        """Raises ValueError where state of a parameter is not of the types, shapes and cuts of `initial_state`, on its
+        device, or its gradient is not of its shape: kernels trust addresses.
+
+        Args:
+            grad: of this rank's part.
+        """
+        local = local_tensor(param)
+        for name, dtype in self.dtypes(param).items():
+            is_step, value = name == "step", state.get(name)
+            whole, own = (torch.Size(() if is_step else _state_shape(name, each.shape)) for each in (param, local))
+            wanted = _Made(dtype, whole, own, param.device, None if is_step else _cut(param))
+            got = _Made.of(value) if isinstance(value, Tensor) else type(value).__name__
+            if got != wanted:
+                raise ValueError(
+                    f"{name} of a parameter of shape {tuple(param.shape)}: got {got}, wanted {wanted}; load the state "
+                    "of this parameter as it is cut here (te_dist.checkpoints and torch.distributed.checkpoint cut it "
+                    "anew), or begin anew by optimizer.state.pop(parameter)"
+                )
+        if grad is not None and grad.shape != local.shape:
+            raise ValueError(
+                f"gradient of a parameter of shape {tuple(param.shape)}: got {tuple(grad.shape)} on this rank, wanted "
+                f"{tuple(local.shape)}; set it to None after the parameter was resized"
+            )
+
     def place(self, held: Held, number: int) -> CompactPlace | None:
         """Of parameter number `number`: None where all is fp32, or rounded to nearest as a parameter may be."""
         state = {name: local_tensor(tensor) for name, tensor in held.state.items()}
@@ -158,6 +184,45 @@ class Precision:
         """Of a moment: that of a vector, which cuts go through anywhere, has no blocks."""
         dtype = getattr(self, name)
         return _F32 if dtype == _BYTES and param.dim() < 2 else dtype
+
+
+class _Made(NamedTuple):
+    """What a tensor of state is: `shape` of the whole, `own` of this rank's part, `cut` of a DTensor."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    own: torch.Size
+    device: torch.device
+    cut: _Cut | None
+
+    @staticmethod
+    def of(tensor: Tensor) -> _Made:
+        return _Made(tensor.dtype, tensor.shape, local_tensor(tensor).shape, tensor.device, _cut(tensor))
+
+    def __str__(self) -> str:
+        text = f"{self.dtype} of shape {tuple(self.shape)} on {self.device}"
+        return text if self.cut is None else f"{text}, {tuple(self.own)} of it here, cut {self.cut}"
+
+
+class _Cut:
+    """How a DTensor is spread over which ranks."""
+
+    def __init__(self, tensor: DTensor) -> None:
+        self._placements, self._mesh = tensor.placements, tensor.device_mesh
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Cut) or self._placements != other._placements:
+            return False
+        return self._mesh is other._mesh or torch.equal(self._mesh.mesh, other._mesh.mesh)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        return f"{self._placements} over ranks {self._mesh.mesh.tolist()}"
+
+
+def _cut(tensor: Tensor) -> _Cut | None:
+    return _Cut(tensor) if isinstance(tensor, DTensor) else None
 
 
 def check_kernels_take(values: Tensor) -> None:
@@ -220,4 +285,5 @@ def as_loaded(value: Any, wanted: torch.dtype, param: Tensor, *, name: str) -> A
         return value
     # NOTE: a count that two optimizers shared would be raised twice, and masters are weights; torch's helpers hand out
     # what they were given.
-    return value.to(param.device, wanted, copy=not value.dim() or name in (MASTER, REMAINDER))
+    value = value.to(param.device, wanted, copy=not value.dim() or name in (MASTER, REMAINDER))
+    return value.contiguous()

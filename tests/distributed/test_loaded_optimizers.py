@@ -71,6 +71,55 @@ def test_checkpoints_hold_what_was_written_since_the_step(ranks: Ranks, tmp_path
     ranks(2).run(clamps_between_step_and_save, tmp_path / "c", kind)
 
 
+def half_loaded(rank: int, world: int, path: Path, kind: str) -> None:
+    """Weights go back to a checkpoint, without the optimizer that goes on: those in 16 bits too."""
+    model = nn.Sequential(te.LayerNormLinear(WIDTH, WIDTH, params_dtype=torch.bfloat16, device=device()))
+    fsdp2.fully_shard(model, mesh=mesh((world,), ("dp",)))
+    before = [local_tensor(param).detach().clone() for param in model.parameters()]
+    checkpoints.save(path, model=model)
+    optimizer = OPTIMIZERS[kind](model)
+    for seed in range(2):
+        step(model, optimizer, seed)
+    checkpoints.load(path, model=model)
+    exported = checkpoints.high_precision_state_dict(model, optimizer=optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    step(model, optimizer, 2)
+    for (name, param), want in zip(model.named_parameters(), before, strict=True):
+        assert torch.equal(local_tensor(param), want), name
+        whole = param.full_tensor().dequantize().cpu()
+        assert rank or torch.equal(exported[name], whole), f"{name} as exported"
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_weights_in_16_bits_that_are_loaded_alone_stay(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    ranks(2).run(half_loaded, tmp_path / "c", kind)
+
+
+def of_another_mesh(rank: int, world: int) -> str:
+    """State that was saved by fewer ranks, each its own part."""
+    models = [nn.Linear(WIDTH, WIDTH, device=device()) for _ in range(2)]
+    fsdp2.fully_shard(models[0], mesh=mesh((world,), ("dp",)))
+    fsdp2.fully_shard(models[1], mesh=mesh((world // 2, 2), ("replicas", "dp"))["dp"])
+    states = []
+    for model in models:
+        optimizer = OPTIMIZERS["fused"](model)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        states.append(optimizer.state_dict())
+    with pytest.raises(ValueError, match="exp_avg of a parameter of shape") as caught:
+        OPTIMIZERS["fused"](models[0]).load_state_dict(states[1])
+    return str(caught.value)
+
+
+def test_state_of_another_mesh_is_refused(ranks: Ranks) -> None:
+    for rank, message in enumerate(ranks(4).run(of_another_mesh)):
+        own = [0, 1] if rank < 2 else [2, 3]
+        assert f"(32, {WIDTH}) of it here, cut (Shard(dim=0),) over ranks {own}" in message, message
+        assert f"(16, {WIDTH}) of it here, cut (Shard(dim=0),) over ranks [0, 1, 2, 3]" in message, message
+
+
 RECIPES = {"one scale": ONE_SCALE, "blocks": recipe.Float8BlockScaling(), "mxfp8": recipe.MXFP8BlockScaling()}
 
 

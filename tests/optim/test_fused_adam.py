@@ -28,7 +28,7 @@ def parameters(name: str = "float8_block_2d") -> list[nn.Parameter]:
 
 def step(optimizer: optim.FusedAdam, seed: int) -> None:
     for param in optimizer.param_groups[0]["params"]:
-        param.grad = signed(*param.shape, seed=seed)
+        param.grad = signed(*param.shape, seed=seed).to(param.dtype)
     optimizer.step()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 import warnings
 import weakref
 from collections.abc import Callable
@@ -252,3 +253,108 @@ def test_a_master_alone_is_no_state_to_load() -> None:
     alone = saved | {"state": {0: {"master_param": saved["state"][0]["master_param"]}}}
     with pytest.raises(ValueError, match="make the optimizer with the options it was saved with"):
         optimizer.load_state_dict(alone)
+
+
+# -- parameters in 16 bits --------------------------------------------------------------------------------------------
+
+
+def half(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch.nn.Parameter:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    return torch.nn.Parameter(values.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_masters_of_plain_parameters_follow_what_is_written(make: Make, dtype: torch.dtype) -> None:
+    param = half((33, 7), dtype)
+    optimizer = make([param])
+    step(optimizer, 0)
+    before = optimizer.state[param]["master_param"].clone()
+    with torch.no_grad():
+        param[:11] = 0.125
+    wanted = torch.cat([torch.full((11, 7), 0.125), before[11:]])  # what was not written keeps all its bits
+    assert_bitwise(optimizer.state_dict()["state"][0]["master_param"], wanted, "master that is saved")
+    assert_bitwise(optimizer.state[param]["master_param"], before, "master here")
+    optimizer.param_groups[0]["lr"] = 0.0
+    step(optimizer, 1)
+    assert_bitwise(optimizer.state[param]["master_param"], wanted, "master after a step")
+
+
+def test_several_optimizers_take_turns_at_a_plain_parameter(make: Make) -> None:
+    param = half((33, 7))
+    first, second = make([param]), make([param])
+    for optimizer in (first, second, first):
+        before = param.detach().clone()
+        optimizer.param_groups[0]["lr"] = 0.0
+        step(optimizer, 0)
+        assert torch.equal(param, before), "a step without a rate moved it"
+        optimizer.param_groups[0]["lr"] = 0.1
+        step(optimizer, 1)
+
+
+# -- state that cannot be that of a parameter -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"exp_avg_dtype": torch.uint8}, {"store_param_remainders": True}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("saved", "here"), [((64, 48), (96, 48)), ((96, 48), (64, 48)), ((48, 64), (64, 48))], ids=str)
+def test_state_of_another_shape_is_refused(saved, here, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    other, param = half(saved, dtype), half(here, dtype)
+    optimizer, its = (optim.FusedAdam([each], lr=0.1, **options) for each in (param, other))
+    step(its, 0)
+    before = param.detach().clone()
+    with pytest.raises(
+        ValueError, match=rf"of a parameter of shape {re.escape(str(here))}: got .* of shape .*, wanted"
+    ):
+        optimizer.load_state_dict(its.state_dict())
+    assert not optimizer.state
+    assert torch.equal(param, before)
+
+
+@pytest.mark.parametrize("how", ["shape", "dtype", "missing", "resized"])
+def test_state_that_was_changed_by_hand_is_checked_before_it_is_used(how: str) -> None:
+    param = half((64, 48))
+    optimizer = optim.FusedAdam([param], lr=0.1)
+    step(optimizer, 0)
+    state = optimizer.state[param]
+    match how:
+        case "shape":
+            state["exp_avg"] = state["exp_avg"][:32].clone()
+        case "dtype":
+            state["exp_avg"] = state["exp_avg"].double()
+        case "missing":
+            del state["exp_avg"]
+        case "resized":
+            param.data = param.data[:32].clone()
+    with pytest.raises(ValueError, match="exp_avg of a parameter of shape"):
+        step(optimizer, 1)
+
+
+def test_state_in_another_order_is_loaded() -> None:
+    params = [half((64, 48)), half((64, 48))]
+    optimizers = [optim.FusedAdam([param], lr=0.1) for param in params]
+    step(optimizers[0], 0)
+    saved = copy.deepcopy(optimizers[0].state_dict())
+    saved["state"][0] = {k: v.t().contiguous().t() if v.dim() else v for k, v in saved["state"][0].items()}
+    with torch.no_grad():
+        params[1].copy_(params[0])
+    optimizers[1].load_state_dict(saved)
+    for optimizer in optimizers:
+        step(optimizer, 1)
+    assert_bitwise(params[1].detach(), params[0].detach(), "parameter")
+
+
+def test_sparse_gradients_are_refused() -> None:
+    table = torch.nn.Embedding(8, 4, sparse=True)
+    table(torch.tensor([1, 3])).sum().backward()
+    with pytest.raises(ValueError, match="got torch.sparse_coo, wanted a dense one; pass sparse=False"):
+        optim.FusedAdam(table.parameters()).step()
+
+
+def test_masters_of_another_shape_are_refused() -> None:
+    weight, _ = parameters()
+    its = optim.MasterWeights([weight], torch.optim.SGD)
+    step(its, 0)
+    other = half((3, 5))
+    optimizer = optim.MasterWeights([other], torch.optim.SGD)
+    with pytest.raises(ValueError, match=r"master_param of a parameter of shape \(3, 5\): got shape"):
+        optimizer.load_state_dict(its.state_dict())

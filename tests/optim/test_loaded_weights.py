@@ -20,6 +20,7 @@ from te_dist.testing import assert_bitwise
 from tests.tensor.samples import signed
 
 RECIPES = {
+    "plain": None,  # bf16
     "current": recipe.Float8CurrentScaling(),
     "block": recipe.Float8BlockScaling(),
     "nvfp4": recipe.NVFP4BlockScaling(),
@@ -35,7 +36,7 @@ every_pair = pytest.mark.parametrize(
 
 def model(name: str, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    with te.quantized_model_init(recipe=RECIPES[name]):
+    with te.quantized_model_init(enabled=RECIPES[name] is not None, recipe=RECIPES[name]):
         return nn.Sequential(*(te.Linear(64, 64, bias=False, params_dtype=torch.bfloat16) for _ in range(2)))
 
 
@@ -48,7 +49,8 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> No
 
 
 def values(module: nn.Module) -> Iterator[Tensor]:
-    return (param.dequantize().clone() for param in module.parameters())
+    params = (param.detach() for param in module.parameters())
+    return (param.dequantize() if isinstance(param, te.QuantizedTensor) else param.clone() for param in params)
 
 
 def assert_step_without_rate_keeps(module: nn.Module, optimizer: torch.optim.Optimizer, wanted: list[Tensor]) -> None:
