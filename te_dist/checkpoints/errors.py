@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -47,6 +49,11 @@ class Ranks:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def differ(self, value: Any) -> bool:
+        """Whether ranks have different values, which JSON can say. Collective; a digest is sent."""
+        digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+        return len(set(self.gather(digest))) > 1
 
     def together(self, step: Callable[[], T]) -> T:
         """Runs `step`, which must not be collective, on every rank; what one rank raises, all raise. Collective.

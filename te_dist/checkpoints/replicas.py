@@ -7,7 +7,6 @@ copies: a checkpoint has one place for a name, and would hold parts of one and o
 from __future__ import annotations
 
 import hashlib
-import json
 import warnings
 import zlib
 from collections.abc import Mapping
@@ -66,7 +65,8 @@ def check(named: Mapping[str, Tensor], ranks: Ranks) -> None:
     held = {name: named[name] for name in untied if name in named and local_tensor(named[name]).numel()}
     if not untied:
         return
-    pairs = _pairs(ranks.gather(ranks.together(lambda: {n: (_place(t), _checksum(n, t)) for n, t in held.items()})))
+    own = ranks.together(lambda: {name: (_place(tensor), _checksum(name, tensor)) for name, tensor in held.items()})
+    pairs = _pairs(ranks.gather(own)) if ranks.differ(own) else []
     if not pairs:
         return
     of_ranks = ranks.gather(ranks.together(lambda: {p.name: _values(held[p.name]) for p in pairs if p.name in held}))
@@ -90,8 +90,7 @@ def check(named: Mapping[str, Tensor], ranks: Ranks) -> None:
 def _untied(params: Mapping[str, Tensor], ranks: Ranks) -> list[str]:
     """Names of plain parameters, and of DTensors that ranks have on meshes of other ranks. Collective."""
     own = {name: _mesh(tensor) for name, tensor in params.items()}
-    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
-    if len(set(ranks.gather(digest))) == 1:
+    if not ranks.differ(own):
         return [name for name, mesh in own.items() if mesh is None]
     found: dict[str, set[str | None]] = {}
     for theirs in ranks.gather(own):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -154,9 +152,8 @@ def _checksums(where: Path, rank: int) -> dict[str, list[int]]:
 def _merged(manifest: Manifest, ranks: Ranks) -> Manifest:
     """The manifest of all ranks, which hold different parameters under pipeline parallelism. Collective."""
     own = (manifest.model, manifest.optimizer)
-    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
     model, optimizer = own
-    if len(set(ranks.gather(digest))) > 1:
+    if ranks.differ(own):
         all_of = ranks.gather(own)
         model = _union([theirs for theirs, _ in all_of], "the model")
         optimizers = [theirs for _, theirs in all_of if theirs is not None]
