@@ -212,6 +212,14 @@ def managed_parameters(unit: nn.Module, *, inside: bool = False) -> list[Managed
     return found
 
 
+def all_managed() -> Iterator[tuple[nn.Module, str]]:
+    """Where every parameter is that FSDP2 has sharded in this process: its module, and its name there."""
+    for unit in list(_composable_state._module_state_mapping):
+        if isinstance(unit, FSDPModule):
+            for group in _parameter_groups(unit):
+                yield from map(_place, group.fsdp_params)
+
+
 def prefetched_units(unit: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """Units that were named to be gathered ahead when `unit` runs in forward, and in backward."""
     state = unit._get_fsdp_state()

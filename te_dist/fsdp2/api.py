@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from te_dist import _torch_private
 from te_dist.fsdp2.ahead import Shards, prepare_kernels
-from te_dist.fsdp2.check import check, check_first_passes
+from te_dist.fsdp2.check import check_first_passes, check_quantized
 from te_dist.fsdp2.footprint import parameters_between_steps
 from te_dist.fsdp2.loading import watch
 from te_dist.fsdp2.parameter import GroupedParameter, ShardedParameter, Wrap
@@ -71,10 +71,11 @@ def fully_shard(
     modules = module if isinstance(module, list) else [module]
     ignored = {id(param) for param in kwargs.get("ignored_params") or ()}
     for each in modules:
-        check(each)
+        check_quantized(each)
     _check_autograd(modules, ignored)
     given = [(n, p) for each in modules for n, p in _own(each) if id(p) not in ignored]
     _check_ties(given)
+    _check_untaken(given)
     placed = kwargs.get("shard_placement_fn") or (lambda param: None)
     results = {id(param): placed(param) for _, param in given}
     if kwargs.get("dp_mesh_dims") is None:
@@ -169,6 +170,18 @@ def _check_ties(params: list[tuple[str, Any]]) -> None:
                 f"{name} is tied to {exchange.name} of a unit that was wrapped before: FSDP2 would shard and update "
                 "each on its own; wrap the modules that share it as one unit (fully_shard([first, second]), or the "
                 "module around both)"
+            )
+
+
+def _check_untaken(params: list[tuple[str, Any]]) -> None:
+    """A unit takes what no other has: FSDP2 cannot shard its own shards."""
+    taken = {id(getattr(module, name)) for module, name in _torch_private.all_managed()}
+    for name, param in params:
+        if id(param) in taken:
+            raise ValueError(
+                f"{name} is sharded by fully_shard already, of the same module or one around it, got it to shard once "
+                "more, wanted what no unit has; call fully_shard once for each module: for the blocks first, then for "
+                "the module around them"
             )
 
 

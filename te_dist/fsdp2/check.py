@@ -1,12 +1,14 @@
-"""Whether weights that were made quantized still are: no path may leave one in high precision in silence."""
+"""Whether weights that were made quantized still are, and units have all that is trained: nothing goes in silence."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from te_dist import _torch_private
@@ -25,14 +27,24 @@ _PASSES = 2  # forward passes of a unit that are preceded by a check: the first 
 
 
 def check(model: nn.Module) -> None:
-    """Raises where a weight that a module of te_dist was given quantized is no longer so.
+    """Raises where a weight that a module of te_dist was given quantized is no longer so; warns of trained parameters
+    that no unit has, where others do.
 
-    `fsdp2.fully_shard` calls it, and has it called before the first two forward passes of what it wraps: after
-    materializing or loading, and after the first step of an optimizer. Later passes cost nothing.
+    For the weights, `fsdp2.fully_shard` looks at what it wraps too: then, and before the first two forward passes,
+    after materializing or loading and after the first step of an optimizer. Later passes cost nothing.
+
+    Args:
+        model: all of it; what lies around a unit cannot be seen from there.
 
     Raises:
         RuntimeError: names every such weight, and what it is now.
     """
+    check_quantized(model)
+    warn_of_others(model, stacklevel=3)
+
+
+def check_quantized(model: nn.Module) -> None:
+    """The part of `check` that raises, for what is or will be a unit."""
     found = [f"{name}: {problem}" for name, problem in _problems(model)]
     if found:
         raise RuntimeError(
@@ -42,13 +54,33 @@ def check(model: nn.Module) -> None:
         )
 
 
+def warn_of_others(model: nn.Module, *, stacklevel: int) -> None:
+    """Where parts of a model are sharded and others were forgotten, as embeddings around the blocks.
+
+    `stacklevel`: as of `warnings.warn`, counted from here.
+    """
+    covered = {id(param) for unit in model.modules() if isinstance(unit, FSDPModule) for param in unit.parameters()}
+    names = [
+        name
+        for name, param in model.named_parameters()
+        if param.requires_grad and id(param) not in covered and not isinstance(param, DTensor)
+    ]
+    if covered and names:
+        first = ", ".join(names[:4]) + (", ..." if names[4:] else "")
+        warnings.warn(
+            f"{len(names)} parameters belong to no unit of FSDP2 ({first}): nothing sums their gradients "
+            "over ranks, which would train them apart; call fully_shard(model) for the model around its units too",
+            stacklevel=stacklevel,
+        )
+
+
 def check_first_passes(unit: nn.Module) -> None:
-    """Has `check` called before the first passes of `unit`."""
+    """Has `check_quantized` called before the first passes of `unit`."""
     left = [_PASSES]
 
     @torch.compiler.disable(reason=_OUTSIDE)
     def before(module: nn.Module, args: Any) -> None:
-        check(module)
+        check_quantized(module)
         left[0] -= 1
         if not left[0]:
             handle.remove()

@@ -8,17 +8,15 @@ value. On one kind of device the result is bit for bit the same for every mesh a
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from te_dist._torch_private import given_name
+from te_dist.fsdp2.check import warn_of_others
 from te_dist.grouped import place_whole
 
 
@@ -38,11 +36,10 @@ def materialize(model: nn.Module, *, device: torch.device | str, seed: int) -> N
     Raises:
         ValueError: a module has parameters or buffers and no way to initialize them.
     """
-    units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for unit in units:
-        unit.reshard()  # what a pass left gathered is no parameter
-    if units:
-        _warn_of_others(model, units)
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()  # what a pass left gathered is no parameter
+    warn_of_others(model, stacklevel=4)  # where this is called, past torch's decorator
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         _allocate(model, device)
     done: set[int] = set()
@@ -51,23 +48,6 @@ def materialize(model: nn.Module, *, device: torch.device | str, seed: int) -> N
         done |= {id(p) for p in own.values()}
         if own or any(True for _ in module.buffers(recurse=False)):
             _initialize(module, given_name(prefix), own, seed)
-
-
-def _warn_of_others(model: nn.Module, units: list[Any]) -> None:
-    """Where parts of a model are sharded and others were forgotten, as embeddings around the blocks."""
-    covered = {id(param) for unit in units for param in unit.parameters()}
-    names = [
-        name
-        for name, param in model.named_parameters()
-        if param.requires_grad and id(param) not in covered and not isinstance(param, DTensor)
-    ]
-    if names:
-        first = ", ".join(names[:4]) + (", ..." if names[4:] else "")
-        warnings.warn(
-            f"{len(names)} parameters belong to no unit of FSDP2 ({first}): nothing sums their gradients "
-            "over ranks, which would train them apart; call fully_shard(model) for the model around its units too",
-            stacklevel=4,  # where materialize is called, past torch's decorator
-        )
 
 
 def _allocate(model: nn.Module, device: torch.device | str) -> None:

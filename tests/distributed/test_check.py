@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -87,6 +88,28 @@ def refuse_each(rank: int, world: int) -> list[str]:
         net(x).sum().backward()
     assert len(net._forward_pre_hooks) == with_check - 1 > hooks
     return messages
+
+
+def wrap_some(rank: int, world: int, whole: bool) -> list[tuple[str, str]]:
+    """What is warned of, and from where, with a model that has its values: while it is wrapped, used and checked."""
+    over, net = testing.mesh((world,), ("dp",)), model()
+    net[2].requires_grad_(False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for unit in (net[0], net) if whole else (net[0],):
+            fsdp2.fully_shard(unit, mesh=over)
+        net(torch.randn(4, 128)).sum().backward()
+        fsdp2.check(net)
+        fsdp2.check(net[0])
+    return [(str(each.message), each.filename) for each in caught]
+
+
+def test_trained_parameters_that_no_unit_has_are_told_of() -> None:
+    for ((message, where),) in testing.pool(2).run(wrap_some, False):
+        assert message.startswith("6 parameters belong to no unit of FSDP2 (1.")
+        assert message.endswith("call fully_shard(model) for the model around its units too")
+        assert where == __file__
+    assert testing.pool(2).run(wrap_some, True) == [[], []]
 
 
 def shard_over_all(rank: int, world: int) -> None:

@@ -274,6 +274,26 @@ def test_ranks_that_hold_other_parts_are_not_sharded_over() -> None:
     assert first == second
 
 
+def wrap_again(rank: int, world: int) -> list[str]:
+    """A module twice, or what is inside of it after it; with parameters that are shards, or gathered."""
+    over, messages = mesh((world,), ("dp",)), []
+    for run, again in ((False, None), (False, "0"), (True, None), (True, "0")):
+        model = nn.Sequential(Layer(FORMATS["mxfp8_1d"], random_matrix(96, COLS, 0)), nn.Linear(96, 8))
+        fsdp2.fully_shard(model, mesh=over, reshard_after_forward=not run)
+        if run:
+            model(torch.ones(4, COLS))
+        said = "weight is sharded by fully_shard already.*for the blocks first"
+        with pytest.raises(ValueError, match=said) as error:
+            fsdp2.fully_shard(model if again is None else model.get_submodule(again), mesh=over)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_modules_are_wrapped_once_and_from_within() -> None:
+    first, second = pool(2).run(wrap_again)
+    assert first == second
+
+
 def wrap_tied(rank: int, world: int, is_quantized: bool) -> str:
     """In two units both would be sharded, and updated each by its own gradient."""
     over = mesh((world,), ("dp",))
