@@ -37,19 +37,6 @@ def compare(named: dict[str, Tensor], manifest: Manifest) -> tuple[dict[str, str
     return sources, problems
 
 
-def without_masters(converted: dict[str, str], named: dict[str, Tensor], manifest: Manifest) -> list[str]:
-    """Why the optimizer cannot go on with weights that become quantized: its state has no master of them."""
-    states = _states(manifest)
-    return [
-        f"{name} becomes quantized, and its saved optimizer state has no {optimizer_state.MASTER}; load without "
-        "optimizer= and let a new one make masters"
-        for name in converted
-        if isinstance(local_tensor(named[name]), QuantizedTensor)
-        and states.get(name)
-        and optimizer_state.MASTER not in states[name]
-    ]
-
-
 def convert(where: Path, named: dict[str, Tensor], sources: dict[str, str], *, packing: Packing) -> None:
     """Fills tensors from the whole of their high-precision values, one tensor at a time; not collective.
 

@@ -104,8 +104,7 @@ def _plan(path: Path, model: nn.Module, optimizer: Optimizer | None) -> _Plan:
     model_state.check_quantized(named)
     converted, problems = conversion.compare(named, manifest)
     if optimizer is not None:
-        problems += optimizer_state.mismatches(optimizer, named, manifest.optimizer)
-        problems += conversion.without_masters(converted, named, manifest)
+        problems += optimizer_state.mismatches(optimizer, named, manifest, converted=converted)
     if problems:
         remedy = "load it into the model that was saved, or choose another checkpoint"
         if not named.keys() <= manifest.model.keys():

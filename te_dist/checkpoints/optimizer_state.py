@@ -9,7 +9,7 @@ tensors and plain values for each parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from te_dist._torch_private import sharded_like
-from te_dist.checkpoints import extra
+from te_dist.checkpoints import extra, model_state
 from te_dist.checkpoints.errors import CheckpointError, Ranks
+from te_dist.checkpoints.manifest import Manifest
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
@@ -75,21 +76,35 @@ def tensors(optimizer: Optimizer, named: Named) -> dict[str, dict[str, Tensor]]:
     return {name: state for name, state in found.items() if state}
 
 
-def mismatches(optimizer: Optimizer, named: Named, saved: dict[str, Any] | None) -> list[str]:
-    """Why a saved optimizer cannot be read into this one; empty where it can."""
+def mismatches(optimizer: Optimizer, named: Named, manifest: Manifest, *, converted: Container[str]) -> list[str]:
+    """Why a saved optimizer cannot be read into this one; empty where it can.
+
+    Of parameters that are not saved, or in another shape, nothing is said: that is told of themselves.
+
+    Args:
+        converted: names of parameters that are read into another format.
+    """
+    saved = manifest.optimizer
     if saved is None:
         return ["it holds no optimizer state; load without optimizer=, or save with it"]
     if saved["class"] != _class_name(optimizer):
-        return [f"it holds state of {saved['class']}, wanted {_class_name(optimizer)}; use the same optimizer"]
+        return [
+            f"it holds state of {saved['class']}, wanted {_class_name(optimizer)}; use the same optimizer, or load "
+            "without optimizer=: its state begins anew"
+        ]
     if len(saved["groups"]) != len(optimizer.param_groups):
         return [f"it holds {len(saved['groups'])} parameter groups, wanted {len(optimizer.param_groups)}"]
     problems = []
     for name, index, param in _params(optimizer, named):
         entry = saved["params"].get(name)
+        if manifest.model.get(name, {}).get("shape") != list(param.shape):
+            continue
         if entry is None:
             problems.append(f"{name} is not in the saved optimizer")
         elif entry["group"] != index:
             problems.append(f"{name} is in group {entry['group']} of the saved optimizer, in group {index} of this one")
+        elif name in converted:
+            problems += _conversion_mismatches(optimizer, name, param, manifest)
         else:
             _initialize(optimizer, param, entry["state"])
             problems += _state_mismatches(optimizer, name, param, entry["state"])
@@ -205,6 +220,20 @@ def _initialize(optimizer: Optimizer, param: Tensor, saved: dict[str, Any]) -> N
     others = [each["shape"] for each in saved.values() if each.get("shape") and each["shape"] != list(param.shape)]
     if others and not optimizer.state.get(param) and hasattr(optimizer, "initialize_state"):
         optimizer.initialize_state(param)
+
+
+def _conversion_mismatches(optimizer: Optimizer, name: str, param: Tensor, manifest: Manifest) -> list[str]:
+    """As `_state_mismatches`, where a parameter is read into another format: masters, say, are kept of some only."""
+    saved = manifest.optimizer["params"][name]["state"] if manifest.optimizer else {}
+    _initialize(optimizer, param, saved)
+    lacks_master = isinstance(local_tensor(param), QuantizedTensor) and saved and MASTER not in saved
+    if not lacks_master and not _state_mismatches(optimizer, name, param, saved):
+        return []
+    here, there = (model_state.format_name(each) for each in (model_state.describe(param), manifest.model[name]))
+    return [
+        f"{name} is saved as {there}, wanted {here}, and its saved optimizer state, {sorted(saved)}, is none of that "
+        "format; load without optimizer= and make a new one, whose moments begin anew"
+    ]
 
 
 def _state_mismatches(optimizer: Optimizer, name: str, param: Tensor, saved: dict[str, Any]) -> list[str]:

@@ -389,24 +389,47 @@ def test_plain_weights_and_quantized_ones_become_each_other(ranks, tmp_path: Pat
     ranks(3).run(load_one, tmp_path / "quantized", None, whole)
 
 
-def load_with_optimizer(rank: int, world: int, path: Path) -> str:
-    model = one(2, world, "mxfp8_2d")
+def save_stepped(rank: int, world: int, path: Path, name: str | None) -> torch.Tensor:
+    """The best values of the weight: its master, or itself where it is plain fp32."""
+    model = one(1, world, name)
+    optimizer = optim.FusedAdam(model.parameters())
+    optimizer.initialize_state(model.weight)
+    assert ("master_param" in optimizer.state[model.weight]) == (name is not None)
+    checkpoints.save(path, model=model, optimizer=optimizer)
+    return optimizer.state[model.weight].get("master_param", model.weight).full_tensor().detach().cpu()
+
+
+def load_other_format(rank: int, world: int, path: Path, name: str | None, whole: torch.Tensor) -> str:
+    """What is said with an optimizer; what the message says to do instead works."""
+    model = one(2, world, name)
     with pytest.raises(checkpoints.CheckpointError) as error:
         checkpoints.load(path, model=model, optimizer=optim.FusedAdam(model.parameters()))
-    checkpoints.load(path, model=model)
+    load_one(rank, world, path, name, whole)
     return str(error.value)
 
 
-def save_without_master(rank: int, world: int, path: Path) -> None:
-    model = one(1, world, None)
-    optimizer = optim.FusedAdam(model.parameters())
-    optimizer.initialize_state(model.weight)
-    assert "master_param" not in optimizer.state[model.weight]  # an fp32 parameter is its own
-    checkpoints.save(path, model=model, optimizer=optimizer)
-
-
-def test_optimizer_state_without_a_master_does_not_serve_a_quantized_weight(ranks, tmp_path: Path) -> None:
-    ranks(2).run(save_without_master, tmp_path / "c")
-    first, second = ranks(2).run(load_with_optimizer, tmp_path / "c")
+@pytest.mark.parametrize(("saved", "wanted"), [(None, "mxfp8_2d"), ("mxfp8_2d", None)])
+def test_optimizer_state_serves_no_format_that_keeps_other_state(
+    ranks, tmp_path: Path, saved: str | None, wanted: str | None
+) -> None:
+    whole = ranks(2).run(save_stepped, tmp_path / "c", saved)[0]
+    first, second = ranks(2).run(load_other_format, tmp_path / "c", wanted, whole)
     assert first == second
-    assert "has no master_param" in first
+    assert first.count("its saved optimizer state") == 1
+    assert "load without optimizer= and make a new one" in first
+    assert "the options it was saved with" not in first
+
+
+def load_into_other_size(rank: int, world: int, path: Path) -> str:
+    weight = random_matrix(ROWS + 8, COLS, 2).to(device())
+    model = fsdp2.fully_shard(One(weight, "mxfp8_2d"), mesh=data_parallel(world).mesh())
+    with pytest.raises(checkpoints.CheckpointError) as error:
+        checkpoints.load(path, model=model, optimizer=optim.FusedAdam(model.parameters()))
+    return str(error.value)
+
+
+def test_of_a_weight_of_another_size_nothing_else_is_told(ranks, tmp_path: Path) -> None:
+    ranks(2).run(save_stepped, tmp_path / "c", "mxfp8_2d")
+    first, second = ranks(2).run(load_into_other_size, tmp_path / "c")
+    assert first == second
+    assert f"weight has shape [{ROWS}, {COLS}] in it, wanted [{ROWS + 8}, {COLS}]; load it into the model" in first
