@@ -66,8 +66,9 @@ def export_safetensors(
         model: sharded or not; every rank holds a part of every parameter.
         directory: of the files; made where it is not there. Files of an earlier export, `model.safetensors` and
             numbered ones, are replaced or removed.
-        optimizer: takes values from its masters, where it has them; otherwise quantized weights are dequantized.
-            Weights that were written otherwise since its last step are taken as they are.
+        optimizer: takes values from its masters, where it has them; otherwise from what quantized weights keep of the
+            values that were quantized (`preserve_high_precision_init_val`); others are dequantized. Weights that were
+            written otherwise since its last step are taken as they are.
         dtype: of floating-point tensors in the files; their own by default.
         convention: store the bytes of quantized weights by it (`te_dist.conventions.FP8_BLOCK`) instead of values; of
             groups of matrices one by one, `weight` as `weight0`, `weight1` and so on.
@@ -76,7 +77,8 @@ def export_safetensors(
         CheckpointError: something cannot be exported so; on every rank alike.
     """
     ranks, where = Ranks.all(), Path(directory)
-    entries = ranks.together(lambda: list(_entries(model, optimizer, dtype, convention)))
+    kept = _kept(model, ranks)
+    entries = ranks.together(lambda: list(_entries(model, optimizer, dtype, convention, kept)))
     _check_alike(model, entries, ranks, f"export to {where}")
     files = _files(entries)
     ranks.together(lambda: where.mkdir(parents=True, exist_ok=True))
@@ -103,7 +105,8 @@ def high_precision_state_dict(
         CheckpointError: something cannot be given so; on every rank alike.
     """
     ranks = Ranks.all()
-    entries = ranks.together(lambda: list(_entries(model, optimizer, dtype, None)))
+    kept = _kept(model, ranks)
+    entries = ranks.together(lambda: list(_entries(model, optimizer, dtype, None, kept)))
     _check_alike(model, entries, ranks, "give a whole state")
     wholes = {entry.key: _whole(entry, ranks) for entry in entries}
     if ranks.rank:
@@ -139,14 +142,36 @@ def import_safetensors(model: nn.Module, directory: str | os.PathLike[str]) -> N
             conversion.fill(named[name], file.get_tensor(name))
 
 
+def _kept(model: nn.Module, ranks: Ranks) -> set[str]:
+    """Names of quantized weights of which every rank knows what its part was quantized from: codes alone do not tell.
+    Collective."""
+    found = ranks.together(lambda: {name: _keeps(tensor) for name, tensor in model_state.named_tensors(model).items()})
+    missing = set().union(*ranks.gather({name for name, keeps in found.items() if not keeps}))
+    return found.keys() - missing
+
+
+def _keeps(tensor: Tensor) -> bool:
+    local = local_tensor(tensor)
+    return isinstance(local, QuantizedTensor) and (local.storage.initial is not None or not local.numel())
+
+
 def _entries(
-    model: nn.Module, optimizer: Optimizer | None, dtype: torch.dtype | None, convention: Convention | None
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    dtype: torch.dtype | None,
+    convention: Convention | None,
+    kept: set[str],
 ) -> Iterator[_Entry]:
     if convention is not None and not isinstance(convention, Convention):
         raise CheckpointError(f"convention: got {convention!r}, wanted a Convention of te_dist.conventions")
     named = _untied(_values(model, model_state.named_tensors(model)))
     model_state.check_quantized(named)
     model_state.check_settled(named)
+    if convention is not None and not any(isinstance(local_tensor(t), QuantizedTensor) for t in named.values()):
+        raise CheckpointError(
+            "convention: got a model without quantized weights, wanted some to store by it; make them so "
+            "(te_dist.convert, te_dist.quantized_model_init), or leave out convention= to export values"
+        )
     masters = {} if optimizer is None else _masters(optimizer, named)
     for name, tensor in named.items():
         local, master = local_tensor(tensor), masters.get(name)
@@ -155,7 +180,8 @@ def _entries(
             continue
         values = tensor.detach() if master is None else master
         wanted = tensor.dtype if dtype is None or not tensor.dtype.is_floating_point else dtype
-        yield _Entry(name, wanted, tensor.numel() * wanted.itemsize, functools.partial(_placed, values), cast=True)
+        held = functools.partial(_placed, values, keeps=master is None and name in kept)
+        yield _Entry(name, wanted, tensor.numel() * wanted.itemsize, held, cast=True)
 
 
 def _values(model: nn.Module, named: Named) -> Named:
@@ -201,10 +227,17 @@ def _member(tensor: Tensor, index: int, field: Field, storage: GroupedStorage, w
     return Part(tuple(members.shape[1:]), held, offset=members.offset[1:], skipped=(0,) * held.dim())
 
 
-def _placed(tensor: Tensor) -> Tensor:
-    """What this rank holds, in high precision: a Part of a sharded tensor, or all of one that is not."""
+def _placed(tensor: Tensor, *, keeps: bool) -> Tensor:
+    """What this rank holds, in high precision: a Part of a sharded tensor, or all of one that is not.
+
+    `keeps`: whether all ranks know what their parts were quantized from, which is taken then.
+    """
     local = local_tensor(tensor)
-    values = local.dequantize() if isinstance(local, QuantizedTensor) else local
+    values = local
+    if isinstance(local, QuantizedTensor):
+        initial = local.storage.initial if keeps else None
+        dtype = torch.float32 if keeps else None  # alike on all ranks, also on those without rows
+        values = local.dequantize(dtype=dtype) if initial is None else initial.to(local.device, dtype).view(local.shape)
     if not isinstance(tensor, DTensor):
         return values
     (chunk,) = tensor.__create_chunk_list__()

@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from te_dist import checkpoints, optim
+import te_dist as te
+from te_dist import checkpoints, fsdp2, optim
 from te_dist.checkpoints import exchange
 from te_dist.conventions import FP8_BLOCK
 from te_dist.formats import geometry
+from te_dist.recipe import MXFP8BlockScaling
 from te_dist.tensor import storage as storages
 from te_dist.tensor.placement import local_part, local_tensor
 from te_dist.testing import assert_bitwise, device
@@ -118,6 +120,45 @@ def test_masters_are_exported_where_there_are_any(ranks, tmp_path: Path) -> None
         if name.startswith(("weights", "head")):
             assert tensor.dtype == torch.bfloat16
             assert (tensor == 0.75).all(), name
+
+
+def keeping(world: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Weights that keep what they were quantized from, a group of them and one of few rows too; and those values."""
+    with (
+        torch.random.fork_rng(),
+        te.quantized_model_init(recipe=MXFP8BlockScaling(), preserve_high_precision_init_val=True),
+    ):
+        torch.manual_seed(3)
+        model = nn.Sequential(
+            te.Linear(COLS, 96), te.Linear(96, 2), te.GroupedLinear(2, 128, 64, single_grouped_weight=True)
+        )
+    values = {f"{i}.weight": m.weight.get_high_precision_init_val().clone() for i, m in enumerate(model)}
+    if world > 1:
+        fsdp2.fully_shard(model.to(device()), mesh=data_parallel(world).mesh())
+    return model, values
+
+
+def export_kept(rank: int, world: int, path: Path) -> None:
+    """Values as they were quantized, whether an optimizer is yet to begin or there is none."""
+    model, values = keeping(world)
+    stored = {name: local_tensor(param).dequantize() for name, param in model.named_parameters() if name in values}
+    checkpoints.export_safetensors(model, path)
+    given = checkpoints.high_precision_state_dict(model, optimizer=optim.FusedAdam(model.parameters()))
+    for name, value in values.items() if rank == 0 else ():
+        assert not torch.equal(stored[name].cpu(), value[: len(stored[name])])
+        assert_bitwise(files_of(path)[name], value, name)
+        assert_bitwise(given[name], value, name)
+    if rank == world - 1:  # one rank knows no more than codes
+        local_tensor(model[0].weight).clear_high_precision_init_val()
+    given = checkpoints.high_precision_state_dict(model)
+    if rank == 0:
+        assert_bitwise(given["0.weight"][: len(stored["0.weight"])], stored["0.weight"].cpu(), "0.weight")
+        assert_bitwise(given["2.weight"], values["2.weight"], "2.weight")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_values_that_weights_keep_are_exported(ranks, tmp_path: Path, world: int) -> None:
+    ranks(world).run(export_kept, tmp_path)
 
 
 def load_values(rank: int, world: int, path: Path, layout: Layout) -> None:
@@ -361,3 +402,15 @@ def test_a_weight_of_another_format_is_not_made_to_fit(ranks, tmp_path: Path) ->
     first, second = ranks(2).run(export_fp8, tmp_path, ("mxfp8_1d",))
     assert first == second
     assert "MxFp8(" in first
+
+
+def export_plain(rank: int, world: int, path: Path) -> str:
+    with pytest.raises(checkpoints.CheckpointError, match="without quantized weights, wanted some") as error:
+        checkpoints.export_safetensors(zoo(1, data_parallel(world), ()), path, convention=FP8_BLOCK)
+    return str(error.value)
+
+
+def test_a_model_without_quantized_weights_is_no_export_of_them(ranks, tmp_path: Path) -> None:
+    first, second = ranks(2).run(export_plain, tmp_path / "e")
+    assert first == second
+    assert not (tmp_path / "e").exists()
