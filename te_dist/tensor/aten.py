@@ -219,7 +219,12 @@ def _unbind(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
 
 
 def _check_members(tensor: QuantizedTensor, op: str, dim: int) -> None:
-    if tensor.dim() < 3 or dim % tensor.dim() != 0:
+    if tensor.dim() < 3:
+        raise NotImplementedError(
+            f"{op} of a quantized tensor of {tuple(tensor.shape)}: got a row, column or element alone, which shares "
+            "scales with others, wanted a slice of rows, or members of a stack; call .dequantize() first"
+        )
+    if dim % tensor.dim() != 0:
         raise NotImplementedError(
             f"{op} takes members of a stacked quantized tensor (dim 0 of three or more), got dim {dim} of "
             f"{tuple(tensor.shape)}; call .dequantize() first"

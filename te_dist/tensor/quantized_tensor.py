@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -139,6 +139,20 @@ class QuantizedTensor(torch.Tensor):
     def dequantize(self, *, dtype: torch.dtype | None = None, direction: Direction | None = None) -> Tensor:
         """Plain tensor of the same shape in `dtype` (default: the nominal one). Not differentiable."""
         return self.storage.dequantize(dtype, direction).view(self.shape)
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Raises: numpy has no such arrays. Values are asked for by `dequantize`."""
+        raise self._no_array("numpy")
+
+    def tolist(self) -> NoReturn:
+        """Raises, as `numpy`."""
+        raise self._no_array("tolist")
+
+    def _no_array(self, op: str) -> RuntimeError:
+        return RuntimeError(
+            f"{op} of a quantized tensor of {tuple(self.shape)}: got codes and scales in several buffers, wanted "
+            f"values in one; call .dequantize().{op}(), or take the buffers (.storage.buffers)"
+        )
 
     def share_memory_(self) -> QuantizedTensor:
         """Moves the buffers of a tensor on the CPU into memory that processes share, as torch has it."""

@@ -6,6 +6,7 @@ import copy
 import io
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -94,6 +95,18 @@ def test_parameters_are_told_apart_by_address(name: str) -> None:
     assert first.weight.data_ptr() == first.weight.detach().data_ptr() != second.weight.data_ptr() != 0
     with pytest.raises(RuntimeError, match="high_precision_state_dict"):
         first.weight.storage()
+
+
+@every_format
+def test_what_is_no_quantized_tensor_says_how_to_get_values(name: str) -> None:
+    weight = quantize(signed(dtype=torch.float32), FORMATS[name])
+    for call, op in ((weight.numpy, "numpy"), (lambda: np.asarray(weight), "numpy"), (weight.tolist, "tolist")):
+        with pytest.raises(RuntimeError, match=rf"{op} of a quantized tensor.*call \.dequantize\(\)\.{op}\(\)"):
+            call()
+    for part in (lambda: weight[0], lambda: weight[0, 0], lambda: weight[:, 0], lambda: list(weight)):
+        with pytest.raises(NotImplementedError, match=r"of \(\d+, \d+\): got a row, .*; call \.dequantize\(\) first"):
+            part()
+    assert weight.dequantize().numpy().shape == SHAPE
 
 
 @every_format
