@@ -330,7 +330,7 @@ def _plain_rows(a: Rows, b: Members, result: Result) -> None:
         member = right[group].to(dtype)
         product = left[rows].to(dtype) @ (member.t() if b.sums_over == 1 else member)
         if bias is not None:
-            product += bias[group]
+            product = product + bias[group]  # not in place: selective checkpointing may hold what `mm` gave
         (out[rows].add_ if accumulate else out[rows].copy_)(product)
 
 

@@ -1,4 +1,10 @@
-"""Registration of the ops: schema, kernels, fake implementation."""
+"""Registration of the ops: schema, kernels, fake implementation.
+
+[Note: Ops under selective checkpointing]
+torch's selective checkpointing keeps what an op returned and leaves the op out when forward runs again. An op that
+writes into its arguments returns nothing: its outputs would stay memory that nobody wrote. So all of them are among the
+ops that no policy is asked about, which run in both passes.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from te_dist.kernels.runtime import is_recording
 
@@ -15,11 +22,21 @@ LIBRARY = torch.library.Library("te_dist", "DEF")
 
 def register(schema: str, cpu: Callable[..., None] | None, cuda: Callable[..., None]) -> None:
     """Defines an op that writes into its arguments and returns nothing. Without `cpu` it raises on CPU tensors."""
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema)
+    name = define_writing(schema)
     LIBRARY.impl(name, cpu or _refuse_on_cpu(name), "CPU")
     LIBRARY.impl(name, _on_one_device(schema, cuda), "CUDA")
     torch.library.register_fake(f"te_dist::{name}", _rehearsed(name, cuda), lib=LIBRARY)
+
+
+def define_writing(schema: str) -> str:
+    """Defines an op that returns nothing, still without kernels; its name.
+
+    See [Note: Ops under selective checkpointing].
+    """
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    SAC_IGNORED_OPS.add(getattr(torch.ops.te_dist, name).default)
+    return name
 
 
 def _on_one_device(schema: str, cuda: Callable[..., None]) -> Callable[..., None]:

@@ -29,7 +29,7 @@ from te_dist.fsdp2.check import not_gathered
 from te_dist.nn.moe import routing as rules
 from te_dist.nn.moe.routing import Routing
 from te_dist.nn.site import without_values
-from te_dist.ops._library import LIBRARY
+from te_dist.ops._library import LIBRARY, define_writing
 from te_dist.tensor import placement
 
 INIT_STD = 0.02
@@ -40,7 +40,7 @@ def _add_choices(total: Tensor, counts: Tensor) -> None:
         total.add_(counts)
 
 
-LIBRARY.define("add_choices(Tensor(a!) total, Tensor counts) -> ()")
+define_writing("add_choices(Tensor(a!) total, Tensor counts) -> ()")
 for _device in ("CPU", "CUDA"):
     LIBRARY.impl("add_choices", _add_choices, _device)
 torch.library.register_fake("te_dist::add_choices", lambda total, counts: None, lib=LIBRARY)

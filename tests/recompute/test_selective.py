@@ -1,0 +1,120 @@
+"""Selective checkpointing: whatever a policy saves, te_dist's ops run again, and no bit changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import te_dist as te
+from te_dist.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
+from te_dist.testing import assert_bitwise
+
+ROWS, WIDTH = 32, 128
+RECIPES: dict[str, Recipe] = {
+    "current": Float8CurrentScaling(),
+    "delayed": DelayedScaling(amax_history_len=3),
+    "block": Float8BlockScaling(),
+    "mx": MXFP8BlockScaling(),
+    "nv": NVFP4BlockScaling(),
+}
+
+
+class Grouped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = te.GroupedLinear(2, WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.map(x, [ROWS // 2, ROWS // 2])
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: te.LayerNormMLP(WIDTH, 2 * WIDTH),
+    "swiglu": lambda: te.LayerNormMLP(WIDTH, 2 * WIDTH, activation="swiglu"),
+    "grouped": Grouped,
+}
+TRAINED = [(m, r) for m in MODULES for r in RECIPES if (m, r) != ("grouped", "delayed")]
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """Memory that nobody wrote is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def train(module: nn.Module, recipe: Recipe | None, saved: str = "") -> tuple[list[Any], set[str]]:
+    """(Output and gradients, ops that a policy was asked about); `saved` begins the names of those that it saves."""
+    asked: set[str] = set()
+
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        asked.add(str(op))
+        return CheckpointPolicy.MUST_SAVE if str(op).startswith(saved) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def run(x: Tensor) -> Tensor:
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            return module(x).sin()
+
+    torch.manual_seed(1)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    y = run(x) if not saved else checkpoint(run, x, use_reentrant=False, context_fn=contexts)
+    y.square().mean().backward()
+    return [y.detach(), x.grad, *(param.grad for param in module.parameters())], asked
+
+
+def made(kind: str, recipe: Recipe | None) -> nn.Module:
+    torch.manual_seed(0)
+    with te.quantized_model_init(enabled=recipe is not None, recipe=recipe):
+        return MODULES[kind]()
+
+
+def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
+    for index, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert_bitwise(a, b, f"result {index}")
+        assert a.isfinite().all()
+
+
+@pytest.mark.parametrize("saved", ["te_dist.quantize", "te_dist.", "aten.gelu"])
+@pytest.mark.parametrize(("kind", "recipe"), TRAINED)
+def test_what_a_policy_saves_changes_no_bit(kind: str, recipe: str, saved: str) -> None:
+    want, _ = train(made(kind, RECIPES[recipe]), RECIPES[recipe])
+    got, asked = train(made(kind, RECIPES[recipe]), RECIPES[recipe], saved)
+    assert_same(got, want)
+    assert asked and not [op for op in asked if op.startswith("te_dist.")]
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_products_of_torch_are_saved(kind: str) -> None:
+    want, _ = train(made(kind, None), None)
+    got, asked = train(made(kind, None), None, "aten.mm.default" if kind == "grouped" else "aten.addmm.default")
+    assert_same(got, want)
+    assert asked & {"aten.mm.default", "aten.addmm.default"}
+
+
+def test_every_op_that_returns_nothing_runs_again() -> None:
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("te_dist::")]
+    ops = [getattr(torch.ops.te_dist, name.partition("::")[2]).default for name in names]
+    writing = {op for op in ops if not op._schema.returns}
+    assert len(writing) > 30
+    assert writing <= SAC_IGNORED_OPS
+    assert not {op for op in ops if op._schema.returns} & SAC_IGNORED_OPS
