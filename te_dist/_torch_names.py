@@ -102,6 +102,11 @@ ATTRIBUTES = (
         "whether an autograd Function is applied inside of torch.func; the public `apply` asks it in the same way",
     ),
     Private(
+        "torch._C._FunctionBase._raw_saved_tensors",
+        "which hook gives back what an autograd Function saved, asked for the text of an error; the public tensors do "
+        "not say where they come from, and torch before `SavedTensor.unpack_hook` does not either",
+    ),
+    Private(
         "torch._C._is_any_autocast_enabled",
         "whether autocast is on at all, asked on every pass; the public question needs the type of a device",
     ),

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
@@ -70,6 +71,7 @@ __all__ = [
     "return_and_correct_aliasing",
     "tree_leaves",
     "tree_map_only",
+    "unpacks_by_checkpoint",
     "watched_collectives",
 ]
 
@@ -122,6 +124,14 @@ def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)
+
+
+def unpacks_by_checkpoint(ctx: Any) -> bool | None:
+    """Whether what an autograd Function saved is made by torch's checkpoint; None where torch does not say."""
+    hooks = [getattr(each, "unpack_hook", NotImplemented) for each in getattr(ctx, "_raw_saved_tensors", ())]
+    if not hooks or NotImplemented in hooks:
+        return None
+    return any(getattr(hook, "__module__", None) == checkpoint.__name__ for hook in hooks)
 
 
 def is_autocast_anywhere() -> bool:

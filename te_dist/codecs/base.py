@@ -19,6 +19,10 @@ from te_dist.formats.region import Pair
 from te_dist.ops import tile_amax
 from te_dist.ops.source import Source, unsummed
 
+MOVE_SAVED = (  # ends errors of values that hooks on saved tensors ask for
+    "What autograd saves is moved as it is by te_dist.offload.activations() or save_on_cpu(pin_memory=False); torch's "
+    "save_on_cpu(pin_memory=True) and offload_wrapper copy its values"
+)
 Amax = tuple[Tensor, ...]  # one fp32 grid per entry of `Codec.amax_tiles`
 
 
@@ -128,3 +132,12 @@ def find_amax(x: Tensor | Source, region: Region, tile: Pair) -> Tensor:
     out = torch.empty((len(rows), len(cols)), dtype=torch.float32, device=x.device)
     tile_amax(x, phase=region.phase(tile), tile=tile, out=out)
     return out
+
+
+def check_is_one(value: Tensor) -> None:
+    """Raises ValueError for the scales or amaxes (G,) of rows in groups, of which one matrix has one."""
+    if value.dim() == 1 and value.numel() != 1:
+        raise ValueError(
+            f"rows in groups, as a GroupedLinear saves them, have a scale for each group, got {value.numel()}, and "
+            f"cannot be dequantized as one matrix. {MOVE_SAVED}"
+        )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from te_dist import ops
-from te_dist.codecs.base import Amax, Plane, find_amax, logical_view
+from te_dist.codecs.base import MOVE_SAVED, Amax, Plane, check_is_one, find_amax, logical_view
 from te_dist.codecs.tiled import TiledCodec, group_arguments, plane_arguments, side
 from te_dist.formats import WHOLE, Field, Region
 from te_dist.formats.region import Pair
@@ -121,6 +121,7 @@ class NvFp4(TiledCodec):
 
     def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, *, out: Tensor) -> None:
         data, scale, amax = stored
+        check_is_one(amax)
         grain = fields[1].grain
         ops.dequantize_nvfp4(
             data,
@@ -137,7 +138,7 @@ class NvFp4(TiledCodec):
             return self.operand(stored, fields, region, out=out)
         raise ValueError(
             "values quantized after a Hadamard transform cannot be dequantized one by one: a GEMM undoes it by "
-            "transforming its other operand alike; dequantize the rowwise direction instead"
+            f"transforming its other operand alike; dequantize the rowwise direction instead. {MOVE_SAVED}"
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from te_dist import ops
-from te_dist.codecs.base import Codec, Plane, logical_view
+from te_dist.codecs.base import Codec, Plane, check_is_one, logical_view
 from te_dist.formats import WHOLE, Field, Region
 from te_dist.formats.region import Pair
 from te_dist.ops.quantize_float8_current import WORKSPACE
@@ -73,6 +73,7 @@ class Tensorwise(Codec):
         ops.grouped_quantize_float8_tensor(x, scale, table=table, fp8=self.fp8, amax=recorded, **_outputs(planes))
 
     def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, *, out: Tensor) -> None:
+        check_is_one(stored[1])
         data = logical_view(fields[0], stored[0], region)
         ops.dequantize_float8(data, stored[1], tile=(WHOLE, WHOLE), phase=(0, 0), fp8=self.fp8, out=out)
 

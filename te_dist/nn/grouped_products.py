@@ -22,6 +22,7 @@ from te_dist.kernels.tape import Tapes
 from te_dist.nn.grouped_weights import MainGrads, as_one, members_of, shape_of, stacked, together
 from te_dist.nn.once import once_differentiable
 from te_dist.nn.products import Plan, Saved, taken_apart
+from te_dist.nn.saved import save, saved
 from te_dist.ops.evaluate import values
 from te_dist.ops.panel_sums import column_sums
 from te_dist.ops.source import Source, SwiGlu, SwiGluGradient, row_sums_shape
@@ -225,32 +226,27 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, given: Given, counts: Counts, *tensors: Tensor) -> Tensor:
         weights, biases, beside = counts.split(tensors)
-        (out, *buffers), saved = taped_forward(x, (as_one(weights), as_one(biases), beside), counts, given=given)
+        (out, *buffers), kind = taped_forward(x, (as_one(weights), as_one(biases), beside), counts, given=given)
         wants_input = ctx.needs_input_grad[0] or any(counts.split(ctx.needs_input_grad[3:])[2])
         ctx.given = given if given.out is None else given._replace(out=None)
         ctx.counts, ctx.shape = counts, shape_of(weights)
         ctx.dtypes = x.dtype, weights[0].dtype, biases[0].dtype if biases else None
         ctx.is_one = weights[0].dim() == 3, bool(biases) and biases[0].dim() == 2
         ctx.parameters = weights if counts.saves_input and (given.plan.fuses_wgrad or given.later) else ()
-        inputs = None if saved is None else QuantizedTensor(saved.storage(buffers))
-        keeps_x = (counts.saves_input and saved is None) or (given.front is not None and wants_input)
+        inputs = None if kind is None else QuantizedTensor(kind.storage(buffers))
+        keeps_x = (counts.saves_input and kind is None) or (given.front is not None and wants_input)
         held = tuple(weights) if wants_input and given.cached is None else ()
         ctx.num_held = len(held)
-        ctx.save_for_backward(given.table, inputs, x if keeps_x else None, *held, *(beside if keeps_x else ()))
+        save(ctx, given.table, inputs, x if keeps_x else None, *held, *(beside if keeps_x else ()), inputs=1)
         return out.detach() if out is given.out else out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        table, inputs, x, *rest = ctx.saved_tensors
+        table, inputs, x, *rest = saved(ctx)
         wants, given = ctx.needs_input_grad, ctx.given
         given = given if table is given.table else given._replace(table=table)  # hooks hand out another one
         of_weights, of_biases, of_beside = ctx.counts.split(wants[3:])
-        if any(of_weights) and inputs is None and x is None:
-            raise RuntimeError(
-                "a forward pass that ran inside of autocast ran again outside of it, after another pass had: torch's "
-                "checkpoint needs context_fn=te_dist.recompute.context_fn then; or use te_dist.checkpoint"
-            )
         wanted = (wants[0] or any(of_beside), any(of_weights), any(of_biases))
         weights, beside = rest[: ctx.num_held], rest[ctx.num_held :]
         of = Backward(grad.contiguous(), inputs, x, beside, as_one(weights), None, wanted, ctx.shape, ctx.dtypes)

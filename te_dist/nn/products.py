@@ -25,6 +25,7 @@ from te_dist.codecs.gemm import READS_ANY_ORDER, Operand, multiply
 from te_dist.formats import Direction, Format, Region
 from te_dist.kernels.tape import Tapes
 from te_dist.nn.once import once_differentiable
+from te_dist.nn.saved import save, saved
 from te_dist.ops.evaluate import values
 from te_dist.ops.panel_sums import column_sums, panel_sums
 from te_dist.ops.source import Source, SwiGlu, SwiGluGradient, sums_shape
@@ -94,25 +95,20 @@ class _Linear(torch.autograd.Function):
     def forward(  # noqa: PLR0913  (what autograd hands over)
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, saves_input: bool, front: str
     ) -> Tensor:
-        (out, *buffers), saved = forward(x, weight, bias, plan, saves_input, front)
+        (out, *buffers), kind = forward(x, weight, bias, plan, saves_input, front)
         ctx.plan, ctx.shape, ctx.front = plan, x.shape, front
         ctx.parameter = weight if plan.fuses_wgrad and saves_input else None
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        inputs = None if saved is None else QuantizedTensor(saved.storage(buffers))
+        inputs = None if kind is None else QuantizedTensor(kind.storage(buffers))
         wants_input = ctx.needs_input_grad[0]
-        ctx.save_for_backward(inputs, weight if wants_input else None, x if front and wants_input else None)
+        save(ctx, inputs, weight if wants_input else None, x if front and wants_input else None, inputs=0)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, weight, behind = ctx.saved_tensors
+        inputs, weight, behind = saved(ctx)
         plan, wants = ctx.plan, ctx.needs_input_grad[:3]
-        if wants[1] and not isinstance(inputs, QuantizedTensor):
-            raise RuntimeError(
-                "a forward pass that ran inside of autocast ran again outside of it, after another pass had: torch's "
-                "checkpoint needs context_fn=te_dist.recompute.context_fn then; or use te_dist.checkpoint"
-            )
         main_grad = main_grad_of(ctx.parameter) if wants[1] and plan.fuses_wgrad else None
         of = Backward(grad, inputs, weight, main_grad, wants, ctx.shape, ctx.dtypes, behind, ctx.front)
         grads = iter(backward(of, plan))

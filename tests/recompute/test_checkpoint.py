@@ -181,16 +181,20 @@ def test_arguments_that_have_no_meaning_say_where_to_go(name):
     te.checkpoint(torch.sin, torch.ones(1), **{name: None})
 
 
-def test_an_evaluation_between_forward_and_a_second_forward_is_told():
-    recipe, x = RECIPES["block"], torch.randn(ROWS, WIDTH, requires_grad=True)
-    block = te.Linear(WIDTH, WIDTH)  # square: torch does not tell what it saves from what a plain map saves
-    for way in ("torch", "torch_with_context"):
-        with te.autocast(recipe=recipe):
-            y = WAYS[way](block, x)
-        with torch.no_grad():
-            block(x)
-        if way == "torch":
-            with pytest.raises(RuntimeError, match=r"context_fn=te_dist.recompute.context_fn"):
-                y.sum().backward()
-        else:
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("other", [None, "current"])
+@pytest.mark.parametrize("way", ["torch", "torch_with_context"])
+def test_a_pass_of_another_kind_between_forward_and_a_second_forward_is_told(way, other, quantized):
+    recipe, x = RECIPES["block"], torch.randn(2 * WIDTH, 2 * WIDTH, requires_grad=True)
+    with te.quantized_model_init(enabled=quantized, recipe=recipe):
+        # Square, and of whole tiles: torch does not tell what it saves from what a plain map saves.
+        block = te.Linear(2 * WIDTH, 2 * WIDTH)
+    with te.autocast(recipe=recipe):
+        y = WAYS[way](block, x)
+    with torch.no_grad(), te.autocast(enabled=other is not None, recipe=other and RECIPES[other]):
+        block(x)
+    if way == "torch":
+        with pytest.raises(RuntimeError, match=r"^a forward pass .* context_fn=te_dist.recompute.context_fn"):
             y.sum().backward()
+    else:
+        y.sum().backward()
