@@ -175,7 +175,7 @@ def _check_ties(params: list[tuple[str, Any]]) -> None:
 
 def _check_untaken(params: list[tuple[str, Any]]) -> None:
     """A unit takes what no other has: FSDP2 cannot shard its own shards."""
-    taken = {id(getattr(module, name)) for module, name in _torch_private.all_managed()}
+    taken = {id(getattr(module, name, None)) for module, name in _torch_private.all_managed()}
     for name, param in params:
         if id(param) in taken:
             raise ValueError(

@@ -294,6 +294,17 @@ def test_modules_are_wrapped_once_and_from_within() -> None:
     assert first == second
 
 
+def wrap_after_deletion(rank: int, world: int) -> None:
+    units = [nn.Linear(8, 8) for _ in range(2)]
+    fsdp2.fully_shard(units[0], mesh=mesh((world,), ("dp",)))
+    del units[0].bias
+    fsdp2.fully_shard(units[1], mesh=mesh((world,), ("dp",)))
+
+
+def test_units_may_have_lost_parameters_when_others_are_wrapped() -> None:
+    pool(2).run(wrap_after_deletion)
+
+
 def wrap_tied(rank: int, world: int, is_quantized: bool) -> str:
     """In two units both would be sharded, and updated each by its own gradient."""
     over = mesh((world,), ("dp",))
