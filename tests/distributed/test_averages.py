@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from te_dist import fsdp2
+from te_dist import checkpoints, fsdp2, optim
 from te_dist.tensor import QuantizedTensor, quantize
 from te_dist.tensor.placement import local_part, local_tensor
 from te_dist.tensor_parallel.cutting import cut_parameter
@@ -110,3 +112,46 @@ def average_models(rank: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("name", ["float8_tensorwise", "float8_block_2d", "mxfp8_1d", "nvfp4_2d", "high_precision"])
 def test_a_model_of_averages(name: str, ranks) -> None:
     ranks(2).run(average_models, name)
+
+
+def master_of(optimizer: optim.FusedAdam) -> torch.Tensor:
+    (weight,) = optimizer.param_groups[0]["params"]
+    return optimizer.state[weight]["master_param"].full_tensor()
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    local = local_tensor(tensor)
+    return local.dequantize() if isinstance(local, QuantizedTensor) else local
+
+
+def save_averages(rank: int, world: int, path: Path) -> None:
+    """One checkpoint of both, and an export of the average, as docs/checkpoints.md has it."""
+    names, made = ("model", "average"), []
+    for seed in (0, 1):
+        module = fsdp2.fully_shard(layer("float8_block_2d", seed), mesh=mesh((world,), ("dp",)))
+        average = AveragedModel(Plain(module), multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+        optimizer = optim.FusedAdam(module.parameters(), lr=1e-2)
+        made.append((nn.ModuleDict(dict(zip(names, (module, average), strict=True))), optimizer))
+    (both, optimizer), (others, other_optimizer) = made
+    for seed in (2, 3):
+        both["model"](random_matrix(4, COLS, seed).to(device())).square().mean().backward()
+        optimizer.step()
+        both["average"].update_parameters(both["model"])
+    checkpoints.save(path / "c", model=both, optimizer=optimizer)
+    checkpoints.load(path / "c", model=others, optimizer=other_optimizer)
+    for (name, want), got in zip(both.state_dict().items(), others.state_dict().values(), strict=True):
+        assert_bitwise(values_of(got), values_of(want), name)
+    assert_bitwise(master_of(other_optimizer), master_of(optimizer), "master")
+    average = both["average"].module.weight.detach()
+    both["model"].load_state_dict({"weight": average})
+    with pytest.raises(checkpoints.CheckpointError, match=r"call fsdp2.settle\(model\)"):
+        checkpoints.high_precision_state_dict(both["model"], optimizer=optimizer)
+    fsdp2.settle(both["model"])
+    given = checkpoints.high_precision_state_dict(both["model"], optimizer=optimizer)
+    want = quantize(average.full_tensor(), FORMATS["float8_block_2d"]).dequantize()
+    if rank == 0:
+        assert_bitwise(given["weight"], want.cpu(), "exported average")
+
+
+def test_an_average_is_saved_beside_its_model(ranks, tmp_path: Path) -> None:
+    ranks(2).run(save_averages, tmp_path)
