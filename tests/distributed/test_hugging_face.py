@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,8 +35,8 @@ LAYER, NUM_STEPS, SAVED_AT, BATCH = "LlamaDecoderLayer", 4, 2, 4
 DATA = [{"input_ids": torch.arange(32) * k % 128, "labels": torch.arange(32) * k % 128} for k in range(1, 33)]
 
 
-def llama(name: str, *, seed: int = 0) -> nn.Module:
-    """Two layers of random weights, their projections quantized."""
+def llama(name: str, *, seed: int = 0, keeps: bool = False) -> nn.Module:
+    """Two layers of random weights, their projections quantized; `keeps`: they know of what."""
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=128,
@@ -47,12 +48,12 @@ def llama(name: str, *, seed: int = 0) -> nn.Module:
         max_position_embeddings=64,
     )
     model = transformers.LlamaForCausalLM(config)
-    te.convert(model, {"lm_head": None, "model.layers.*": RECIPES[name]})
+    te.convert(model, {"lm_head": None, "model.layers.*": RECIPES[name]}, preserve_high_precision_init_val=keeps)
     return model
 
 
-def sharded_llama(name: str, *, seed: int = 0) -> nn.Module:
-    model, over = llama(name, seed=seed), mesh((dist.get_world_size(),), ("dp",))
+def sharded_llama(name: str, *, seed: int = 0, keeps: bool = False) -> nn.Module:
+    model, over = llama(name, seed=seed, keeps=keeps), mesh((dist.get_world_size(),), ("dp",))
     for layer in model.model.layers:
         fsdp2.fully_shard(layer, mesh=over)
     return fsdp2.fully_shard(model, mesh=over)
@@ -263,3 +264,27 @@ def steps(accelerator: Any, model: nn.Module, optimizer: Any, name: str) -> list
 def test_accelerate_prepares_saves_and_loads(name: str, from_first: bool, tmp_path: Path) -> None:
     for second, third in pool(2).run(loop, name, str(tmp_path), from_first, timeout=120):
         assert second == third
+
+
+def begin_on_meta(rank: int, world: int, where: str) -> None:
+    """The order of docs/recipes.md: initialized by the library's own rule, then filled with weights that it saved."""
+    whole = llama("block", seed=1, keeps=True)
+    checkpoints.export_safetensors(whole, where)
+    with torch.device("meta"):
+        model = sharded_llama("block", keeps=True)
+    for module in model.modules():
+        if not hasattr(module, "reset_parameters") and not hasattr(module, "init_parameter"):
+            module.reset_parameters = functools.partial(model._init_weights, module)
+    fsdp2.materialize(model, device="cpu", seed=0)
+    assert (model.model.norm.weight.full_tensor() == 1).all()
+    for (name, got), want in zip(model.named_buffers(), whole.buffers(), strict=True):
+        assert_bitwise(got, want, name)
+    checkpoints.import_safetensors(model, where)
+    tokens = torch.stack([each["input_ids"] for each in DATA[:2]])
+    with te.autocast(recipe=RECIPES["block"]):
+        got, want = (each(input_ids=tokens).logits for each in (model, whole))
+    assert_bitwise(got, want, "logits")
+
+
+def test_a_model_may_begin_on_meta(tmp_path: Path) -> None:
+    pool(2).run(begin_on_meta, str(tmp_path))

@@ -214,3 +214,25 @@ def test_parameters_that_no_unit_has_are_told_of() -> None:
         assert message.startswith("2 parameters belong to no unit of FSDP2 (norm.weight, norm.bias)")
         assert where == __file__
     assert pool(2).run(materialized_beside, True) == [[], []]
+
+
+class Rotary(nn.Module):
+    """Somebody else's: a buffer that only its constructor computes, and no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", self.compute(), persistent=False)
+
+    @staticmethod
+    def compute() -> Tensor:
+        return 10000.0 ** -(torch.arange(0, 32, 2, dtype=torch.float32) / 32)
+
+
+def test_buffers_of_others_are_computed_by_what_is_assigned() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), Rotary())
+    with pytest.raises(ValueError, match=r"1 \(Rotary\) has buffers .*assigned to the module.*on a device"):
+        fsdp2.materialize(model, device="cpu", seed=0)
+    model[1].reset_parameters = lambda: model[1].inv_freq.copy_(Rotary.compute())
+    fsdp2.materialize(model, device="cpu", seed=0)
+    assert_bitwise(model[1].inv_freq, Rotary.compute(), "inv_freq")
