@@ -24,6 +24,9 @@ from te_dist.tensor.placement import local_start, local_tensor
 
 SAMPLES = 20  # of a dimension, at least, where it is as long
 NEAR = 0.5  # of their norm: copies that drifted apart are nearer to each other, other weights farther away
+DRIFT = (
+    1e-4  # root of the mean square: what began as 0 may have drifted so far, and then is as far apart as it is large
+)
 
 
 class _Place(NamedTuple):
@@ -61,7 +64,7 @@ def check(named: Mapping[str, Tensor], ranks: Ranks) -> None:
     """
     if ranks.size == 1:
         return
-    untied = _untied({n: t for n, t in named.items() if isinstance(t, nn.Parameter)}, ranks)
+    untied = _untied({n: t for n, t in named.items() if isinstance(t, nn.Parameter) and _has_values(t)}, ranks)
     held = {name: named[name] for name in untied if name in named and local_tensor(named[name]).numel()}
     if not untied:
         return
@@ -71,20 +74,26 @@ def check(named: Mapping[str, Tensor], ranks: Ranks) -> None:
         return
     of_ranks = ranks.gather(ranks.together(lambda: {p.name: _values(held[p.name]) for p in pairs if p.name in held}))
     apart = {pair: 1.0 if pair.crosses else _distance(*(of_ranks[r][pair.name] for r in pair.ranks)) for pair in pairs}
+    pairs = [pair for pair in pairs if apart[pair]]  # zeros may have signs
     others = [f"{pair.name} (ranks {pair.ranks[0]} and {pair.ranks[1]})" for pair in pairs if apart[pair] > NEAR]
     if others:
         raise CheckpointError(
             "ranks hold other values under one name, and no DTensor says that these are parts or copies of one tensor: "
-            f"{listed(others)}; number layers over all stages of a pipeline, and make experts DTensors or give those "
-            "of each rank names of their own"
+            f"{listed(others)}; number layers over all stages of a pipeline, make experts DTensors or give those of "
+            "each rank names of their own, and have FSDP2 or DistributedDataParallel keep copies equal"
         )
-    if ranks.rank == 0:
+    if pairs and ranks.rank == 0:
         pair = max(pairs, key=apart.__getitem__)
         warnings.warn(
             f"ranks {pair.ranks[0]} and {pair.ranks[1]} should have copies of {pair.name}, which are apart by "
             f"{apart[pair]:.1e} of their norm ({len(pairs)} parameters differ); what one rank has is written",
             stacklevel=2,
         )
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether it is a weight: whole numbers may be what a rank knows of itself."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _untied(params: Mapping[str, Tensor], ranks: Ranks) -> list[str]:
@@ -123,12 +132,13 @@ def _checksum(name: str, tensor: Tensor) -> int:
 def _values(tensor: Tensor) -> Tensor:
     """Samples, decoded."""
     local = local_tensor(tensor)
-    return _sample(local.dequantize() if isinstance(local, QuantizedTensor) else local.detach()).float()
+    values = local.dequantize() if isinstance(local, QuantizedTensor) else local.detach()
+    return _sample(torch.view_as_real(values) if values.is_complex() else values).float()
 
 
 def _sample(tensor: Tensor) -> Tensor:
     """Elements spread evenly over every dimension, in a row on the CPU."""
-    chosen = tensor[tuple(slice(None, None, max(1, n // SAMPLES)) for n in tensor.shape)]
+    chosen = tensor[tuple(slice(None, None, max(1, n // SAMPLES) | 1) for n in tensor.shape)]
     return chosen.to("cpu", copy=True).reshape(-1).contiguous()
 
 
@@ -150,6 +160,9 @@ def _pairs(of_ranks: list[dict[str, tuple[_Place, int]]]) -> list[_Pair]:
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """In parts of the larger norm."""
+    """In parts of the larger norm, of what is finite; no more than `NEAR` where all is as small as `DRIFT`."""
+    is_finite = one.isfinite() & other.isfinite()
+    one, other = one[is_finite], other[is_finite]
     norm = max(float(one.norm()), float(other.norm()))
-    return float((one - other).norm()) / norm if norm else 0.0
+    distance = float((one - other).norm()) / norm if norm else 0.0
+    return min(distance, NEAR) if norm <= DRIFT * one.numel() ** 0.5 else distance

@@ -225,8 +225,11 @@ class FusedAdam(torch.optim.Optimizer):
         return super().__getstate__() | own | {"_plans": {}, "_captured": []}
 
     def initialize_state(self, param: Tensor) -> None:
-        """Creates all state of `param`, unless it is there."""
-        state = self.state[param]
+        """Creates all state of `param`, unless it is there; the master of one that was cast to 16 bits since."""
+        state, is_plain = self.state[param], not masters.is_quantized(param)
+        if state and is_plain and MASTER not in state and MASTER in self.precision.dtypes(param):
+            state[MASTER] = masters.shaped_like(param, masters.initial_master(param))
+            self.take_over(param)
         if not state:
             self.precision.check(param)  # it may have been cut since
             state.update(self.precision.initial_state(param))

@@ -20,7 +20,7 @@ from te_dist._torch_private import copy_each
 from te_dist.optim import masters
 from te_dist.optim.loading import first_post_hook, last_pre_hook
 from te_dist.optim.masters import MASTER, Held, Ledger, WriteBack
-from te_dist.tensor.placement import local_tensor
+from te_dist.tensor.placement import local_tensor, spread
 
 _MAX_WRITE_BACKS = 8
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -227,7 +227,9 @@ class MasterWeights(torch.optim.Optimizer):
         """Takes over what was written into the state or into the parameter."""
         if param in self._without or master is param:
             return
-        was_loaded = param in self._loaded or not (masters.is_quantized(param) or param in self._stepped)
+        was_loaded = param in self._loaded
+        if not masters.is_quantized(param) and param not in self._stepped:
+            self._ledger.forget(param)
         loaded = self.state.get(param, {}).get(MASTER, master)
         if loaded is not master:
             local_tensor(master).copy_(local_tensor(loaded))
@@ -248,11 +250,12 @@ class MasterWeights(torch.optim.Optimizer):
                 f"wanted {MASTER} too: without it training would go on from values that were rounded. Load the state "
                 "of a MasterWeights; or pass begin_masters=True, where masters are to begin with what parameters hold"
             )
-        shape = own[MASTER].shape if MASTER in own else param.shape
-        if shape != param.shape:
+        if MASTER in own and not _is_cut_alike(own[MASTER], param):
+            got, wanted = ((tuple(local_tensor(t).shape), spread(t)) for t in (own[MASTER], param))
             raise ValueError(
-                f"{MASTER} of a parameter of shape {tuple(param.shape)}: got shape {tuple(shape)}, wanted that of the "
-                "parameter; load the state of the same model"
+                f"{MASTER} of a parameter of shape {tuple(param.shape)}: got shape {got[0]} on this rank, cut by "
+                f"{got[1]}, wanted {wanted[0]}, cut by {wanted[1]}; load the state of the same model as it is cut here "
+                "(te_dist.checkpoints and torch.distributed.checkpoint cut it anew)"
             )
 
     def _check_wrapped(self) -> None:
@@ -332,6 +335,12 @@ class MasterWeights(torch.optim.Optimizer):
                 if found or param in self._stepped:
                     has_master = master is not param and param not in self._without
                     self.state[param] = {MASTER: master, **found} if has_master else dict(found)
+
+
+def _is_cut_alike(master: Tensor, param: Tensor) -> bool:
+    """Whether a master is of this rank's part of a parameter; it may come without saying of which whole it is one."""
+    is_part = isinstance(param, DTensor) and not isinstance(master, DTensor)
+    return local_tensor(master).shape == local_tensor(param).shape and (is_part or spread(master) == spread(param))
 
 
 def _needs_master(param: Tensor) -> bool:

@@ -26,6 +26,7 @@ from te_dist.tensor.parts import before_writing
 from te_dist.tensor.placement import local_tensor
 
 MASTER = "master_param"  # its key in the state of an optimizer
+_ROUNDING_OF_16_BITS = 2.0**-8  # of a value: bf16, to nearest and back
 _ROUNDING = 0.25  # of the norm of a matrix: more than any format's rounding takes
 
 
@@ -132,7 +133,7 @@ class Ledger:
         if self._is_in_step(param, was_loaded=was_loaded):
             return master
         if not is_quantized(param):
-            return shaped_like(param, _where_written(local_tensor(param), local_tensor(master)))
+            return shaped_like(param, _where_written(local_tensor(param), local_tensor(master), was_loaded=was_loaded))
         written = initial_master(param).to(master.dtype)
         if was_loaded and _are_near(written, local_tensor(master)):
             return master
@@ -186,9 +187,17 @@ def _level_of_caller() -> int:
     return level
 
 
-def _where_written(values: Tensor, master: Tensor) -> Tensor:
-    """A master with the values of its plain parameter, where these are others than its own as that rounds them."""
-    return torch.where(master.to(values.dtype) == values, master, values.to(master.dtype))
+def _where_written(values: Tensor, master: Tensor, *, was_loaded: bool) -> Tensor:
+    """A master with the values of its plain parameter, where these are others than its own as that rounds them.
+
+    One that was loaded keeps its own if all of them are as near as rounding to any 16 bits leaves them: the type may be
+    another than it was saved with.
+    """
+    wide = values.to(master.dtype)
+    is_own = master.to(values.dtype) == values
+    if was_loaded:
+        is_own |= ((wide - master).abs() <= _ROUNDING_OF_16_BITS * master.abs()).all()
+    return torch.where(is_own, master, wide)
 
 
 def _are_near(values: Tensor, others: Tensor) -> bool:
@@ -276,21 +285,24 @@ class Held(NamedTuple):
 
 
 class Places:
-    """Whether tensors stay where they were: what was prepared for them holds as long as they do."""
+    """Whether tensors stay where they were, and as large: what was prepared for them holds as long as they do."""
 
     def __init__(self, held: Sequence[Held]) -> None:
         self._held = held
         self._tensors = [found for each in held for found in each.tensors()]
         self._locals = [local_tensor(tensor) for _, _, tensor in self._tensors]
-        self._addresses = [tensor.data_ptr() for tensor in self._locals]
+        self._before = self._extents()
 
     def hold(self) -> bool:
         """Whether every tensor is still there, and lies where it lay."""
         return (
             all(each.is_held() for each in self._held)
             and all(found.get(name) is tensor for found, name, tensor in self._tensors)
-            and [tensor.data_ptr() for tensor in self._locals] == self._addresses
+            and self._extents() == self._before
         )
+
+    def _extents(self) -> list[tuple[int, int]]:
+        return [(tensor.data_ptr(), tensor.numel()) for tensor in self._locals]
 
 
 def by_groups(held: Iterable[Held]) -> dict[tuple[dist.ProcessGroup, ...], list[int]]:

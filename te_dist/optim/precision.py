@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from te_dist.kernels.multi_adam import MOMENT_BLOCK, CompactPlace
 from te_dist.ops.multi_adam import MOMENT_CODES
@@ -147,14 +147,14 @@ class Precision:
         local = local_tensor(param)
         for name, dtype in self.dtypes(param).items():
             is_step, value = name == "step", state.get(name)
-            whole, own = (torch.Size(() if is_step else _state_shape(name, each.shape)) for each in (param, local))
-            wanted = _Made(dtype, whole, own, param.device, None if is_step else _cut(param))
+            own = torch.Size(()) if is_step else _state_shape(name, local.shape)
+            wanted = _Made(dtype, own, param.device, () if is_step else placement.spread(param), is_contiguous=True)
             got = _Made.of(value) if isinstance(value, Tensor) else type(value).__name__
             if got != wanted:
                 raise ValueError(
-                    f"{name} of a parameter of shape {tuple(param.shape)}: got {got}, wanted {wanted}; load the state "
-                    "of this parameter as it is cut here (te_dist.checkpoints and torch.distributed.checkpoint cut it "
-                    "anew), or begin anew by optimizer.state.pop(parameter)"
+                    f"{name} of a parameter of shape {tuple(param.shape)}: got on this rank {got}, wanted {wanted}; "
+                    "load the state of this parameter as it is cut here (te_dist.checkpoints and "
+                    "torch.distributed.checkpoint cut it anew), or begin anew by optimizer.state.pop(parameter)"
                 )
         if grad is not None and grad.shape != local.shape:
             raise ValueError(
@@ -187,42 +187,24 @@ class Precision:
 
 
 class _Made(NamedTuple):
-    """What a tensor of state is: `shape` of the whole, `own` of this rank's part, `cut` of a DTensor."""
+    """What this rank has of a tensor of state, and of what whole it is a part; see `placement.spread`."""
 
     dtype: torch.dtype
     shape: torch.Size
-    own: torch.Size
     device: torch.device
-    cut: _Cut | None
+    spread: tuple[tuple[Placement, tuple[int, ...]], ...]
+    is_contiguous: bool
 
     @staticmethod
     def of(tensor: Tensor) -> _Made:
-        return _Made(tensor.dtype, tensor.shape, local_tensor(tensor).shape, tensor.device, _cut(tensor))
+        own = local_tensor(tensor)
+        return _Made(tensor.dtype, own.shape, tensor.device, placement.spread(tensor), own.is_contiguous())
 
     def __str__(self) -> str:
-        text = f"{self.dtype} of shape {tuple(self.shape)} on {self.device}"
-        return text if self.cut is None else f"{text}, {tuple(self.own)} of it here, cut {self.cut}"
-
-
-class _Cut:
-    """How a DTensor is spread over which ranks."""
-
-    def __init__(self, tensor: DTensor) -> None:
-        self._placements, self._mesh = tensor.placements, tensor.device_mesh
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Cut) or self._placements != other._placements:
-            return False
-        return self._mesh is other._mesh or torch.equal(self._mesh.mesh, other._mesh.mesh)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __str__(self) -> str:
-        return f"{self._placements} over ranks {self._mesh.mesh.tolist()}"
-
-
-def _cut(tensor: Tensor) -> _Cut | None:
-    return _Cut(tensor) if isinstance(tensor, DTensor) else None
+        order = "" if self.is_contiguous else ", not contiguous"
+        cuts = [f"{cut} over ranks {list(ranks)}" for cut, ranks in self.spread]
+        part = f", a part by {' and '.join(cuts)}" if cuts else ""
+        return f"{self.dtype} of shape {tuple(self.shape)} on {self.device}{order}{part}"
 
 
 def check_kernels_take(values: Tensor) -> None:
@@ -280,10 +262,19 @@ def check_convertible(got: torch.dtype, wanted: torch.dtype, param: Tensor, *, n
 
 
 def as_loaded(value: Any, wanted: torch.dtype, param: Tensor, *, name: str) -> Any:
-    """State that was saved and passed `check_convertible`, in the type it is kept in here."""
+    """State that was saved and passed `check_convertible`, in the type it is kept in here, and as a DTensor where the
+    parameter is one: this rank's part may come alone, copies by any mesh."""
     if not isinstance(value, Tensor):
         return value
     # NOTE: a count that two optimizers shared would be raised twice, and masters are weights; torch's helpers hand out
     # what they were given.
     value = value.to(param.device, wanted, copy=not value.dim() or name in (MASTER, REMAINDER))
-    return value.contiguous()
+    if name == "step":
+        return value.view(()) if value.numel() == 1 else value
+    own = local_tensor(value).contiguous()
+    is_part = isinstance(param, DTensor) and not isinstance(value, DTensor)
+    if own.shape != _state_shape(name, local_tensor(param).shape):
+        return value
+    if not is_part and placement.spread(value) != placement.spread(param):
+        return value
+    return masters.shaped_like(param, own, shape=_state_shape(name, param.shape))

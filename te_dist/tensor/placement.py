@@ -98,3 +98,17 @@ def _cut(region: Region, dim: int, size: int, unit: int, num_dims: int) -> tuple
         )
     flipped = Region(region.cols, region.rows).chunk(size)
     return tuple(Region(part.cols, part.rows) for part in flipped)
+
+
+def spread(tensor: Tensor) -> tuple[tuple[Placement, tuple[int, ...]], ...]:
+    """How a tensor is cut, as far as this rank can tell: of each mesh dimension over which it is, its placement and the
+    ranks that hold the parts beside this one's. Empty for copies and plain tensors."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    ranks, place = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate()
+    found = []
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            index = [slice(None) if dim == mesh_dim else at for dim, at in enumerate(place or [0] * ranks.dim())]
+            found.append((placement, tuple(ranks[tuple(index)].tolist())))
+    return tuple(found)

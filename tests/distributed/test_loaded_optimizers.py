@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import te_dist as te
 from te_dist import checkpoints, fsdp2, optim, recipe
@@ -116,8 +117,69 @@ def of_another_mesh(rank: int, world: int) -> str:
 def test_state_of_another_mesh_is_refused(ranks: Ranks) -> None:
     for rank, message in enumerate(ranks(4).run(of_another_mesh)):
         own = [0, 1] if rank < 2 else [2, 3]
-        assert f"(32, {WIDTH}) of it here, cut (Shard(dim=0),) over ranks {own}" in message, message
-        assert f"(16, {WIDTH}) of it here, cut (Shard(dim=0),) over ranks [0, 1, 2, 3]" in message, message
+        got, wanted = message.split("wanted", 1)
+        assert f"of shape (32, {WIDTH}) on" in got, message
+        assert f"a part by S(0) over ranks {own}" in got, message
+        assert f"of shape (16, {WIDTH}) on" in wanted, message
+        assert "a part by S(0) over ranks [0, 1, 2, 3];" in wanted, message
+
+
+def one_step(param: nn.Parameter) -> torch.optim.Optimizer:
+    optimizer = optim.FusedAdam([param], lr=1e-2)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    return optimizer
+
+
+def of_other_wraps(rank: int, world: int) -> None:
+    """State of the same part, said to be of another whole: alone, a copy by a mesh or none, part of a larger mesh."""
+    grid = mesh((world // 2, 2), ("replicas", "dp"))
+    whole, part = torch.randn(8, 4, device=device()), [Shard(0)]
+    copies = [Replicate(), Shard(0)]
+    made = {
+        "plain": nn.Parameter(whole.clone()),
+        "copied": nn.Parameter(DTensor.from_local(whole.clone(), grid["dp"], [Replicate()])),
+        "cut": nn.Parameter(distribute_tensor(whole, grid["dp"], part)),
+        "copied and cut": nn.Parameter(distribute_tensor(whole, grid, copies)),
+    }
+    ways = [("plain", "copied"), ("copied", "plain"), ("cut", "copied and cut"), ("copied and cut", "cut")]
+    for saved, here in ways:
+        state = one_step(made[saved]).state_dict()
+        state["state"][0] = {key: value.clone() for key, value in state["state"][0].items()}
+        optimizer = optim.FusedAdam([made[here]], lr=1e-2)
+        optimizer.load_state_dict(state)
+        found, want = optimizer.state[made[here]]["exp_avg"], state["state"][0]["exp_avg"]
+        assert_local_bitwise(found, want, f"{saved} for {here}")
+        assert isinstance(found, DTensor) == (here != "plain")
+        one_step(made[here])
+    state = one_step(made["cut"]).state_dict()
+    state["state"][0] = {key: local_tensor(value).clone() for key, value in state["state"][0].items()}
+    state["state"][0]["step"] = state["state"][0]["step"].view(1)
+    optim.FusedAdam([made["cut"]]).load_state_dict(state)
+    for saved, here in (("plain", "cut"), ("cut", "plain"), ("cut", "copied")):
+        with pytest.raises(ValueError, match="exp_avg of a parameter of shape"):
+            optim.FusedAdam([made[here]]).load_state_dict(one_step(made[saved]).state_dict())
+
+
+def test_state_of_the_same_part_is_loaded_whatever_it_is_said_to_be_of(ranks: Ranks) -> None:
+    ranks(4).run(of_other_wraps)
+
+
+def master_of_another_cut(rank: int, world: int) -> None:
+    over, whole = mesh((world,), ("dp",)), torch.randn(world, 8, device=device()).bfloat16()
+    cut, copied = nn.Parameter(distribute_tensor(whole, over, [Shard(0)])), nn.Parameter(whole.clone())
+    states = []
+    for param in (cut, copied):
+        optimizer = optim.MasterWeights([param], torch.optim.SGD)
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        states.append(optimizer.state_dict())
+    with pytest.raises(ValueError, match="master_param of a parameter of shape .*: got shape .* on this rank"):
+        optimizer.load_state_dict(states[0])
+
+
+def test_masters_of_another_cut_are_refused(ranks: Ranks) -> None:
+    ranks(2).run(master_of_another_cut)
 
 
 RECIPES = {"one scale": ONE_SCALE, "blocks": recipe.Float8BlockScaling(), "mxfp8": recipe.MXFP8BlockScaling()}

@@ -107,3 +107,44 @@ def test_stages_of_other_sizes_are_refused(ranks, tmp_path: Path) -> None:
     assert len(set(messages)) == 1
     assert messages[0].startswith(REFUSED), messages[0]
     assert "0.weight (ranks 0 and 2)" in messages[0]
+
+
+def save_changed(rank: int, world: int, path: Path, how: str) -> str:
+    """Copies of a model with parameters of other kinds; ranks change one of them each in its own way."""
+    model = stage(0, quantized=False)
+    model.scale = nn.Parameter(torch.zeros(WIDTH, device=device()))
+    model.place = nn.Parameter(torch.zeros(1, dtype=torch.int64, device=device()), requires_grad=False)
+    own = torch.randn(WIDTH, generator=torch.Generator().manual_seed(rank)).to(device())
+    with torch.no_grad():
+        match how:
+            case "drift from zero":
+                model.scale.copy_(own * 1e-6)
+            case "trained apart from zero":
+                model.scale.copy_(own)
+            case "another sign of zero":
+                model.scale.copy_(torch.zeros_like(own) * (-1) ** rank)
+            case "what a rank knows of itself":
+                model.place.fill_(rank)
+            case "other weights, one of them infinite":
+                model.scale.copy_(own)
+                model.scale[0] = float("nan") if rank else float("inf")
+            case "odd rows":
+                model[0].weight[1::2] = own
+    return outcome(lambda: checkpoints.save(path, model=model))
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("drift from zero", "should have copies of scale"),
+        ("trained apart from zero", REFUSED),
+        ("another sign of zero", ""),
+        ("what a rank knows of itself", ""),
+        ("other weights, one of them infinite", REFUSED),
+        ("odd rows", REFUSED),
+    ],
+)
+def test_what_copies_are_is_told_by_their_values(ranks, tmp_path: Path, how: str, said: str) -> None:
+    message, other = ranks(2).run(save_changed, tmp_path / "c", how)
+    assert said in message if said else message == "", message
+    assert other == (message if said == REFUSED else "")

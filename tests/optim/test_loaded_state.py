@@ -291,6 +291,33 @@ def test_several_optimizers_take_turns_at_a_plain_parameter(make: Make) -> None:
         step(optimizer, 1)
 
 
+def test_loaded_masters_of_plain_parameters_outlive_another_type(make: Make) -> None:
+    narrow, wide = half((33, 7)), half((33, 7), torch.float16)
+    optimizer, another = make([narrow]), make([wide])
+    step(optimizer, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    with torch.no_grad():
+        wide.copy_(narrow)
+    another.load_state_dict(saved)
+    another.param_groups[0]["lr"] = 0.0
+    step(another, 1)
+    assert_bitwise(another.state[wide]["master_param"], saved["state"][0]["master_param"], "master")
+
+
+def test_a_parameter_that_is_cast_to_16_bits_has_a_master_from_then_on() -> None:
+    param = half((33, 7), torch.float32)
+    optimizer = optim.FusedAdam([param], lr=0.1)
+    step(optimizer, 0)
+    moments = optimizer.state[param]["exp_avg"].clone()
+    param.grad = None
+    param.data = param.data.bfloat16()
+    begun = param.detach().float()
+    optimizer.param_groups[0]["lr"] = 0.0
+    step(optimizer, 1)
+    assert_bitwise(optimizer.state[param]["master_param"], begun, "master")
+    assert not torch.equal(optimizer.state[param]["exp_avg"], moments)
+
+
 # -- state that cannot be that of a parameter -------------------------------------------------------------------------
 
 
@@ -310,7 +337,7 @@ def test_state_of_another_shape_is_refused(saved, here, dtype: torch.dtype, opti
     assert torch.equal(param, before)
 
 
-@pytest.mark.parametrize("how", ["shape", "dtype", "missing", "resized"])
+@pytest.mark.parametrize("how", ["shape", "dtype", "missing", "resized", "cut", "state cut", "expanded"])
 def test_state_that_was_changed_by_hand_is_checked_before_it_is_used(how: str) -> None:
     param = half((64, 48))
     optimizer = optim.FusedAdam([param], lr=0.1)
@@ -325,6 +352,12 @@ def test_state_that_was_changed_by_hand_is_checked_before_it_is_used(how: str) -
             del state["exp_avg"]
         case "resized":
             param.data = param.data[:32].clone()
+        case "expanded":
+            state["exp_avg"] = torch.zeros(()).expand(64, 48)
+        case "cut":  # where it lay
+            param.data = param.data[:32]
+        case "state cut":
+            state["exp_avg"].data = state["exp_avg"].data[:32]
     with pytest.raises(ValueError, match="exp_avg of a parameter of shape"):
         step(optimizer, 1)
 
