@@ -125,7 +125,7 @@ def _checksum(name: str, tensor: Tensor) -> int:
     crc = 0
     for part in model_state.parts(name, tensor).values():
         values = part.held if isinstance(part, Part) else local_tensor(part)
-        crc = zlib.crc32(_sample(values).view(torch.uint8).numpy(), crc)
+        crc = zlib.crc32(_sample(values).view(torch.uint8).numpy().tobytes(), crc)
     return crc
 
 

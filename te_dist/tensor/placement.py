@@ -105,10 +105,11 @@ def spread(tensor: Tensor) -> tuple[tuple[Placement, tuple[int, ...]], ...]:
     ranks that hold the parts beside this one's. Empty for copies and plain tensors."""
     if not isinstance(tensor, DTensor):
         return ()
-    ranks, place = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate()
-    found = []
+    mesh, place = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate()
+    found: list[tuple[Placement, tuple[int, ...]]] = []
     for mesh_dim, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
-            index = [slice(None) if dim == mesh_dim else at for dim, at in enumerate(place or [0] * ranks.dim())]
-            found.append((placement, tuple(ranks[tuple(index)].tolist())))
+            index = tuple(slice(None) if dim == mesh_dim else at for dim, at in enumerate(place or [0] * mesh.dim()))
+            ranks: list[int] = mesh[index].tolist()
+            found.append((placement, tuple(ranks)))
     return tuple(found)
