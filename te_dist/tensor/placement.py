@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from te_dist.formats import Partition, Region, Span
@@ -105,11 +107,13 @@ def spread(tensor: Tensor) -> tuple[tuple[Placement, tuple[int, ...]], ...]:
     ranks that hold the parts beside this one's. Empty for copies and plain tensors."""
     if not isinstance(tensor, DTensor):
         return ()
-    mesh, place = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate()
-    found: list[tuple[Placement, tuple[int, ...]]] = []
-    for mesh_dim, placement in enumerate(tensor.placements):
-        if not placement.is_replicate():
-            index = tuple(slice(None) if dim == mesh_dim else at for dim, at in enumerate(place or [0] * mesh.dim()))
-            ranks: list[int] = mesh[index].tolist()
-            found.append((placement, tuple(ranks)))
-    return tuple(found)
+    cut = [(i, placement) for i, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return tuple((placement, _ranks_beside(tensor.device_mesh, mesh_dim)) for mesh_dim, placement in cut)
+
+
+@functools.lru_cache(maxsize=64)
+def _ranks_beside(mesh: DeviceMesh, mesh_dim: int) -> tuple[int, ...]:
+    """Ranks of the line along a mesh dimension that goes through this one; the first line where the mesh has it not."""
+    place = mesh.get_coordinate() or [0] * mesh.ndim
+    ranks: list[int] = mesh.mesh[tuple(slice(None) if dim == mesh_dim else at for dim, at in enumerate(place))].tolist()
+    return tuple(ranks)
