@@ -6,6 +6,7 @@ copies: a checkpoint has one place for a name, and would hold parts of one and o
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import warnings
 import zlib
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from te_dist.checkpoints import model_state
@@ -24,9 +26,7 @@ from te_dist.tensor.placement import local_start, local_tensor
 
 SAMPLES = 20  # of a dimension, at least, where it is as long
 NEAR = 0.5  # of their norm: copies that drifted apart are nearer to each other, other weights farther away
-DRIFT = (
-    1e-4  # root of the mean square: what began as 0 may have drifted so far, and then is as far apart as it is large
-)
+DRIFT = 1e-4  # root of the mean square: values that began as 0 may drift so far, and are as far apart as large then
 
 
 class _Place(NamedTuple):
@@ -110,9 +110,12 @@ def _untied(params: Mapping[str, Tensor], ranks: Ranks) -> list[str]:
 
 def _mesh(tensor: Tensor) -> str | None:
     """The ranks of a DTensor, as a text of one length."""
-    if not isinstance(tensor, DTensor):
-        return None
-    return hashlib.sha256(repr(tensor.device_mesh.mesh.tolist()).encode()).hexdigest()
+    return _text(tensor.device_mesh) if isinstance(tensor, DTensor) else None
+
+
+@functools.lru_cache(maxsize=64)
+def _text(mesh: DeviceMesh) -> str:
+    return hashlib.sha256(repr(mesh.mesh.tolist()).encode()).hexdigest()
 
 
 def _place(tensor: Tensor) -> _Place:

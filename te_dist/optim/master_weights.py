@@ -339,8 +339,10 @@ class MasterWeights(torch.optim.Optimizer):
 
 def _is_cut_alike(master: Tensor, param: Tensor) -> bool:
     """Whether a master is of this rank's part of a parameter; it may come without saying of which whole it is one."""
+    if local_tensor(master).shape != local_tensor(param).shape:
+        return False
     is_part = isinstance(param, DTensor) and not isinstance(master, DTensor)
-    return local_tensor(master).shape == local_tensor(param).shape and (is_part or spread(master) == spread(param))
+    return is_part or (master.shape == param.shape and spread(master) == spread(param))
 
 
 def _needs_master(param: Tensor) -> bool:

@@ -147,8 +147,9 @@ class Precision:
         local = local_tensor(param)
         for name, dtype in self.dtypes(param).items():
             is_step, value = name == "step", state.get(name)
-            own = torch.Size(()) if is_step else _state_shape(name, local.shape)
-            wanted = _Made(dtype, own, param.device, () if is_step else placement.spread(param), is_contiguous=True)
+            whole, own = (torch.Size(()) if is_step else _state_shape(name, each.shape) for each in (param, local))
+            over = () if is_step else placement.spread(param)
+            wanted = _Made(dtype, whole, own, param.device, over, is_contiguous=True)
             got = _Made.of(value) if isinstance(value, Tensor) else type(value).__name__
             if got != wanted:
                 raise ValueError(
@@ -190,6 +191,7 @@ class _Made(NamedTuple):
     """What this rank has of a tensor of state, and of what whole it is a part; see `placement.spread`."""
 
     dtype: torch.dtype
+    whole: torch.Size
     shape: torch.Size
     device: torch.device
     spread: tuple[tuple[Placement, tuple[int, ...]], ...]
@@ -198,12 +200,13 @@ class _Made(NamedTuple):
     @staticmethod
     def of(tensor: Tensor) -> _Made:
         own = local_tensor(tensor)
-        return _Made(tensor.dtype, own.shape, tensor.device, placement.spread(tensor), own.is_contiguous())
+        over = placement.spread(tensor)
+        return _Made(tensor.dtype, tensor.shape, own.shape, tensor.device, over, own.is_contiguous())
 
     def __str__(self) -> str:
         order = "" if self.is_contiguous else ", not contiguous"
         cuts = [f"{cut} over ranks {list(ranks)}" for cut, ranks in self.spread]
-        part = f", a part by {' and '.join(cuts)}" if cuts else ""
+        part = f", a part of {tuple(self.whole)} by {' and '.join(cuts)}" if cuts else ""
         return f"{self.dtype} of shape {tuple(self.shape)} on {self.device}{order}{part}"
 
 
@@ -273,8 +276,6 @@ def as_loaded(value: Any, wanted: torch.dtype, param: Tensor, *, name: str) -> A
         return value.view(()) if value.numel() == 1 else value
     own = local_tensor(value).contiguous()
     is_part = isinstance(param, DTensor) and not isinstance(value, DTensor)
-    if own.shape != _state_shape(name, local_tensor(param).shape):
-        return value
-    if not is_part and placement.spread(value) != placement.spread(param):
-        return value
-    return masters.shaped_like(param, own, shape=_state_shape(name, param.shape))
+    whole, here = (_state_shape(name, each.shape) for each in (param, local_tensor(param)))
+    fits = is_part or (value.shape == whole and placement.spread(value) == placement.spread(param))
+    return masters.shaped_like(param, own, shape=whole) if fits and own.shape == here else value

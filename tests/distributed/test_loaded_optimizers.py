@@ -119,9 +119,9 @@ def test_state_of_another_mesh_is_refused(ranks: Ranks) -> None:
         own = [0, 1] if rank < 2 else [2, 3]
         got, wanted = message.split("wanted", 1)
         assert f"of shape (32, {WIDTH}) on" in got, message
-        assert f"a part by S(0) over ranks {own}" in got, message
+        assert f"a part of ({WIDTH}, {WIDTH}) by S(0) over ranks {own}" in got, message
         assert f"of shape (16, {WIDTH}) on" in wanted, message
-        assert "a part by S(0) over ranks [0, 1, 2, 3];" in wanted, message
+        assert f"a part of ({WIDTH}, {WIDTH}) by S(0) over ranks [0, 1, 2, 3];" in wanted, message
 
 
 def one_step(param: nn.Parameter) -> torch.optim.Optimizer:
@@ -163,6 +163,20 @@ def of_other_wraps(rank: int, world: int) -> None:
 
 def test_state_of_the_same_part_is_loaded_whatever_it_is_said_to_be_of(ranks: Ranks) -> None:
     ranks(4).run(of_other_wraps)
+
+
+def of_another_length(rank: int, world: int) -> None:
+    """Rows of which the first rank has as many: all ranks refuse."""
+    over = mesh((world,), ("dp",))
+    long, short = (
+        nn.Parameter(distribute_tensor(torch.randn(n, 4, device=device()), over, [Shard(0)])) for n in (6, 5)
+    )
+    with pytest.raises(ValueError, match=r"a part of \(6, 4\) by .*wanted .* a part of \(5, 4\) by"):
+        optim.FusedAdam([short]).load_state_dict(one_step(long).state_dict())
+
+
+def test_state_of_another_length_is_refused_by_all(ranks: Ranks) -> None:
+    ranks(2).run(of_another_length)
 
 
 def master_of_another_cut(rank: int, world: int) -> None:
