@@ -185,7 +185,7 @@ class FusedAdam(torch.optim.Optimizer):
         own = self.precision.initial_state(param) | state if state.keys() == {MASTER} else state
         self.check_state(param, _dtypes(own))
         wanted = self.precision.dtypes(param)
-        own = {name: v.to(wanted[name]) if isinstance(v, Tensor) else v for name, v in own.items()}
+        own = {name: v.to(param.device, wanted[name]) if isinstance(v, Tensor) else v for name, v in own.items()}
         self.precision.check_state(param, own)
         self.state[param] = own
         if masters.is_quantized(param):
