@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -54,6 +54,11 @@ class Ranks:
         """Whether ranks have different values, which JSON can say. Collective; a digest is sent."""
         digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
         return len(set(self.gather(digest))) > 1
+
+    def have_all(self, found: Mapping[str, bool]) -> set[str]:
+        """Names that are true on every rank that has them. Collective."""
+        missing = set().union(*self.gather({name for name, is_here in found.items() if not is_here}))
+        return found.keys() - missing
 
     def together(self, step: Callable[[], T]) -> T:
         """Runs `step`, which must not be collective, on every rank; what one rank raises, all raise. Collective.

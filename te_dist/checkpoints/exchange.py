@@ -117,7 +117,7 @@ def high_precision_state_dict(
 
 
 def _check_alike(model: nn.Module, entries: list[_Entry], ranks: Ranks, what: str) -> None:
-    if len(set(ranks.gather(tuple(entry.key for entry in entries)))) > 1:
+    if ranks.differ([entry.key for entry in entries]):
         raise CheckpointError(f"cannot {what}: ranks hold different parameters; every rank must have them all")
     replicas.check(model_state.named_tensors(model), ranks)
 
@@ -145,9 +145,8 @@ def import_safetensors(model: nn.Module, directory: str | os.PathLike[str]) -> N
 def _kept(model: nn.Module, ranks: Ranks) -> set[str]:
     """Names of quantized weights of which every rank knows what its part was quantized from: codes alone do not tell.
     Collective."""
-    found = ranks.together(lambda: {name: _keeps(tensor) for name, tensor in model_state.named_tensors(model).items()})
-    missing = set().union(*ranks.gather({name for name, keeps in found.items() if not keeps}))
-    return found.keys() - missing
+    named = ranks.together(lambda: model_state.named_tensors(model))
+    return ranks.have_all({name: _keeps(tensor) for name, tensor in named.items()})
 
 
 def _keeps(tensor: Tensor) -> bool:
@@ -235,9 +234,9 @@ def _placed(tensor: Tensor, *, keeps: bool) -> Tensor:
     local = local_tensor(tensor)
     values = local
     if isinstance(local, QuantizedTensor):
-        initial = local.storage.initial if keeps else None
+        initial = model_state.initial_values(local) if keeps else None
         dtype = torch.float32 if keeps else None  # alike on all ranks, also on those without rows
-        values = local.dequantize(dtype=dtype) if initial is None else initial.to(local.device, dtype).view(local.shape)
+        values = local.dequantize(dtype=dtype) if initial is None else initial
     if not isinstance(tensor, DTensor):
         return values
     (chunk,) = tensor.__create_chunk_list__()

@@ -35,8 +35,8 @@ def masters_to_begin(optimizer: Optimizer, named: Named, ranks: Ranks) -> Named:
     if not hasattr(optimizer, "current_state"):
         return {}
     found = ranks.together(lambda: _to_begin(optimizer, named))
-    missing = set().union(*ranks.gather({name for name, values in found.items() if values is None}))
-    return {name: values for name, values in found.items() if values is not None and name not in missing}
+    begun = ranks.have_all({name: values is not None for name, values in found.items()})
+    return {name: values for name, values in found.items() if values is not None and name in begun}
 
 
 def _to_begin(optimizer: Optimizer, named: Named) -> dict[str, Tensor | None]:
@@ -45,8 +45,7 @@ def _to_begin(optimizer: Optimizer, named: Named) -> dict[str, Tensor | None]:
     for name, _, param in _params(optimizer, named):
         local = local_tensor(param)
         if isinstance(local, QuantizedTensor) and param.requires_grad and not optimizer.state.get(param):
-            initial = local.storage.initial
-            values = None if initial is None else initial.to(local.device, torch.float32).view(local.shape)
+            values = model_state.initial_values(local)
             found[name] = sharded_like(param, values) if values is not None and isinstance(param, DTensor) else values
     return found
 

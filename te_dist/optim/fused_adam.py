@@ -226,13 +226,13 @@ class FusedAdam(torch.optim.Optimizer):
 
     def initialize_state(self, param: Tensor) -> None:
         """Creates all state of `param`, unless it is there; the master of one that was cast to 16 bits since."""
-        state, is_plain = self.state[param], not masters.is_quantized(param)
-        if state and is_plain and MASTER not in state and MASTER in self.precision.dtypes(param):
-            state[MASTER] = masters.shaped_like(param, masters.initial_master(param))
-            self.take_over(param)
+        state = self.state[param]
         if not state:
             self.precision.check(param)  # it may have been cut since
             state.update(self.precision.initial_state(param))
+            self.take_over(param)
+        elif not masters.is_quantized(param) and MASTER in self.precision.dtypes(param).keys() - state.keys():
+            state[MASTER] = masters.shaped_like(param, masters.initial_master(param))
             self.take_over(param)
 
     def take_over(self, param: Tensor) -> None:

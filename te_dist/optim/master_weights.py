@@ -20,7 +20,7 @@ from te_dist._torch_private import copy_each
 from te_dist.optim import masters
 from te_dist.optim.loading import first_post_hook, last_pre_hook
 from te_dist.optim.masters import MASTER, Held, Ledger, WriteBack
-from te_dist.tensor.placement import local_tensor, spread
+from te_dist.tensor.placement import is_same_part, local_tensor, spread
 
 _MAX_WRITE_BACKS = 8
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -250,7 +250,8 @@ class MasterWeights(torch.optim.Optimizer):
                 f"wanted {MASTER} too: without it training would go on from values that were rounded. Load the state "
                 "of a MasterWeights; or pass begin_masters=True, where masters are to begin with what parameters hold"
             )
-        if MASTER in own and not _is_cut_alike(own[MASTER], param):
+        shapes = {"whole": param.shape, "own": local_tensor(param).shape}
+        if MASTER in own and not is_same_part(own[MASTER], param, **shapes):
             got, wanted = ((tuple(local_tensor(t).shape), spread(t)) for t in (own[MASTER], param))
             raise ValueError(
                 f"{MASTER} of a parameter of shape {tuple(param.shape)}: got shape {got[0]} on this rank, cut by "
@@ -335,14 +336,6 @@ class MasterWeights(torch.optim.Optimizer):
                 if found or param in self._stepped:
                     has_master = master is not param and param not in self._without
                     self.state[param] = {MASTER: master, **found} if has_master else dict(found)
-
-
-def _is_cut_alike(master: Tensor, param: Tensor) -> bool:
-    """Whether a master is of this rank's part of a parameter; it may come without saying of which whole it is one."""
-    if local_tensor(master).shape != local_tensor(param).shape:
-        return False
-    is_part = isinstance(param, DTensor) and not isinstance(master, DTensor)
-    return is_part or (master.shape == param.shape and spread(master) == spread(param))
 
 
 def _needs_master(param: Tensor) -> bool:

@@ -274,8 +274,7 @@ def as_loaded(value: Any, wanted: torch.dtype, param: Tensor, *, name: str) -> A
     value = value.to(param.device, wanted, copy=not value.dim() or name in (MASTER, REMAINDER))
     if name == "step":
         return value.view(()) if value.numel() == 1 else value
-    own = local_tensor(value).contiguous()
-    is_part = isinstance(param, DTensor) and not isinstance(value, DTensor)
-    whole, here = (_state_shape(name, each.shape) for each in (param, local_tensor(param)))
-    fits = is_part or (value.shape == whole and placement.spread(value) == placement.spread(param))
-    return masters.shaped_like(param, own, shape=whole) if fits and own.shape == here else value
+    whole, own = (_state_shape(name, each.shape) for each in (param, local_tensor(param)))
+    if not placement.is_same_part(value, param, whole=whole, own=own):
+        return value
+    return masters.shaped_like(param, local_tensor(value).contiguous(), shape=whole)

@@ -111,6 +111,17 @@ def spread(tensor: Tensor) -> tuple[tuple[Placement, tuple[int, ...]], ...]:
     return tuple((placement, _ranks_beside(tensor.device_mesh, mesh_dim)) for mesh_dim, placement in cut)
 
 
+def is_same_part(tensor: Tensor, param: Tensor, *, whole: torch.Size, own: torch.Size) -> bool:
+    """Whether a tensor has this rank's part of what is cut as `param` is; it may come without saying of which whole.
+
+    `whole`, `own`: shapes of all of it and of the part here.
+    """
+    if local_tensor(tensor).shape != own:
+        return False
+    is_part = isinstance(param, DTensor) and not isinstance(tensor, DTensor)
+    return is_part or (tensor.shape == whole and spread(tensor) == spread(param))
+
+
 @functools.lru_cache(maxsize=64)
 def _ranks_beside(mesh: DeviceMesh, mesh_dim: int) -> tuple[int, ...]:
     """Ranks of the line along a mesh dimension that goes through this one; the first line where the mesh has it not."""

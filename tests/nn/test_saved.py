@@ -13,25 +13,12 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import te_dist as te
 from te_dist.nn import saved
-from te_dist.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Recipe,
-)
+from te_dist.recipe import Recipe
 from te_dist.testing import assert_bitwise
+from tests.nn.recipes import CASES
 
 ROWS, WIDTH = 32, 128
-RECIPES: dict[str, Recipe] = {
-    "current": Float8CurrentScaling(),
-    "delayed": DelayedScaling(amax_history_len=3),
-    "block": Float8BlockScaling(),
-    "mx": MXFP8BlockScaling(),
-    "nv": NVFP4BlockScaling(disable_stochastic_rounding=True),
-    "nv_1d": NVFP4BlockScaling(disable_stochastic_rounding=True, disable_rht=True, disable_2d_quantization=True),
-}
+RECIPES = {name: CASES[name].recipe for name in ("current", "delayed", "block", "mxfp8", "nvfp4", "nvfp4_plain")}
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 

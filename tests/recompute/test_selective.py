@@ -17,24 +17,13 @@ from torch.utils.checkpoint import (
 )
 
 import te_dist as te
-from te_dist.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Recipe,
-)
+from te_dist.recipe import NVFP4BlockScaling, Recipe
 from te_dist.testing import assert_bitwise
+from tests.nn.recipes import CASES
 
 ROWS, WIDTH = 32, 128
-RECIPES: dict[str, Recipe] = {
-    "current": Float8CurrentScaling(),
-    "delayed": DelayedScaling(amax_history_len=3),
-    "block": Float8BlockScaling(),
-    "mx": MXFP8BlockScaling(),
-    "nv": NVFP4BlockScaling(),
-}
+RECIPES = {name: CASES[name].recipe for name in ("current", "delayed", "block", "mxfp8")}
+RECIPES["nvfp4"] = NVFP4BlockScaling()  # rounds by chance
 
 
 class Grouped(nn.Module):
