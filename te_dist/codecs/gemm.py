@@ -28,6 +28,7 @@ from te_dist.formats import Encoding, Region
 from te_dist.formats.region import Pair
 from te_dist.kernels.gemm import fits_map
 from te_dist.kernels.gemm_tensor import SCALE_ALIGNMENT
+from te_dist.kernels.runtime import ARCHES, target_of
 
 
 class Operand(NamedTuple):
@@ -96,7 +97,7 @@ class Entry(NamedTuple):
 QUANTIZED = (Block, MxFp8, NvFp4, Tensorwise)
 _RUN, _SQUARE = (1, LARGEST_TILE[1]), LARGEST_TILE
 READS_ANY_ORDER = ("cpu",)  # types of devices whose functions read either direction of equal values alike
-_TABLE: dict[tuple[type[Codec], type[Codec], str], Entry] = {}
+_TABLE: dict[tuple[type[Codec], type[Codec], str], Entry] = {}  # by codecs and target, see `target_of`
 
 
 def multiply(
@@ -122,14 +123,15 @@ def multiply(
         ValueError: the operands were not transformed alike, do not sum over the same extent, or have extents that the
             function does not take.
     """
-    entry = find(a.encoding.codec, b.encoding.codec, a.device.type)
+    target = target_of(a.device)
+    entry = find(a.encoding.codec, b.encoding.codec, target)
     (rows, summed), (cols, also_summed) = a.extents, b.extents
     if summed != also_summed:
         raise ValueError(f"a product sums over {summed} values of one operand and {also_summed} of the other")
     if summed % entry.multiple or cols % entry.multiple:
         raise ValueError(
             f"a product of {rows} x {summed} by {summed} x {cols} does not fit {type(a.encoding.codec).__name__} on "
-            f"{a.device.type}, which takes multiples of {entry.multiple} but for the first; pad with zeros"
+            f"{target}, which takes multiples of {entry.multiple} but for the first; pad with zeros"
         )
     if out is None:
         out = torch.empty((rows, cols), dtype=dtype, device=a.device)
@@ -137,15 +139,14 @@ def multiply(
     return out
 
 
-def find(a: Codec, b: Codec, device: str) -> Entry:
-    """What multiplies encodings of `a` and `b` on devices of this type; raises as `multiply` does."""
-    device = "cuda" if device == "meta" else device  # where kernels are rehearsed, see [Note: Kernels ahead of time]
-    entry = _TABLE.get((type(a), type(b), device))
+def find(a: Codec, b: Codec, target: str) -> Entry:
+    """What multiplies encodings of `a` and `b` on a target, see `target_of`; raises as `multiply` does."""
+    entry = _TABLE.get((type(a), type(b), target))
     if entry is None:
-        known = sorted({kind for *_, kind in _TABLE})
+        known = sorted(where for *pair, where in _TABLE if pair == [type(a), type(b)])
         raise NotImplementedError(
-            f"no GEMM of {type(a).__name__} by {type(b).__name__} on {device}; there are GEMMs on {known}. "
-            f"Choose a recipe whose pairs exist on {device}, or move the module"
+            f"no GEMM of {type(a).__name__} by {type(b).__name__} on {target}; there is one on {', '.join(known)}. "
+            f"Choose a recipe whose pairs exist on {target}, or move the module"
         )
     check_transforms(a, b)
     return entry
@@ -161,11 +162,11 @@ def check_transforms(a: Codec, b: Codec) -> None:
         )
 
 
-def implements(pairs: Iterable[tuple[type[Codec], type[Codec]]], *devices: str, multiple: int = 1) -> Callable:
-    """Decorator: enters a function for `pairs` of codec types on `devices`; a pair can have one only."""
+def implements(pairs: Iterable[tuple[type[Codec], type[Codec]]], *targets: str, multiple: int = 1) -> Callable:
+    """Decorator: enters a function for `pairs` of codec types on `targets`; a pair can have one only on each."""
 
     def register(gemm: Callable[[Operand, Operand, Result], None]) -> Callable[[Operand, Operand, Result], None]:
-        for key in ((*pair, device) for pair in pairs for device in devices):
+        for key in ((*pair, target) for pair in pairs for target in targets):
             if key in _TABLE:
                 raise ValueError(f"{key} is implemented twice; remove one function")
             _TABLE[key] = Entry(gemm, multiple)
@@ -194,7 +195,7 @@ def _by_values(a: Operand, b: Operand, result: Result) -> None:
     (result.out.add_ if result.accumulate else result.out.copy_)(product)
 
 
-@implements(_ALL - {_BLOCK, _TENSORWISE, _HIGH_PRECISION}, "cuda")
+@implements(_ALL - {_BLOCK, _TENSORWISE, _HIGH_PRECISION}, "sm_90a")
 def _by_decoding(a: Operand, b: Operand, result: Result) -> None:
     """Codes are decoded on their way to tensor cores. Beside fp32 values, which those would round, by values."""
     if any(
@@ -205,7 +206,7 @@ def _by_decoding(a: Operand, b: Operand, result: Result) -> None:
     ops.gemm_decoded(coded(a), coded(b), out=result.out, bias=result.bias, accumulate=result.accumulate)
 
 
-@implements([_BLOCK], "cuda", multiple=16)
+@implements([_BLOCK], "sm_90a", multiple=16)
 def _by_blocks(a: Operand, b: Operand, result: Result) -> None:
     """Runs along the sum times runs, or squares, that begin where the operands do; others by decoding."""
     (a_tile, a_phase), (b_tile, b_phase) = (_tile_of(operand) for operand in (a, b))
@@ -223,7 +224,7 @@ def _tile_of(operand: Operand) -> tuple[Pair, Pair]:
     return (tile, phase) if operand.sums_over == 1 else (tile[::-1], phase[::-1])
 
 
-@implements([_TENSORWISE], "cuda", multiple=16)
+@implements([_TENSORWISE], *ARCHES, multiple=16)
 def _by_cublaslt(a: Operand, b: Operand, result: Result) -> None:
     """cuBLASLt reads both operands with the summed dimension contiguous, and adds a bias of the type of the output.
 
@@ -257,7 +258,7 @@ def _readable(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale if scale.data_ptr() % SCALE_ALIGNMENT == 0 else scale.clone()
 
 
-@implements([_HIGH_PRECISION], "cuda")
+@implements([_HIGH_PRECISION], *ARCHES)
 def _by_torch(a: Operand, b: Operand, result: Result) -> None:
     """torch's own matrix product in the type of the operands, the wider where they differ."""
     out, bias, accumulate = result

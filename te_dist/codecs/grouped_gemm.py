@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import product
-from math import lcm
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +35,7 @@ from te_dist.codecs.tensorwise import Tensorwise
 from te_dist.formats import Encoding, Field, Region
 from te_dist.formats.region import Pair
 from te_dist.kernels.gemm_staged import STEP
+from te_dist.kernels.runtime import target_of
 from te_dist.ops.gemm_decoded import Coded
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -115,7 +115,8 @@ class Entry(NamedTuple):
     multiple: int
 
 
-_TABLE: dict[tuple[type[Codec], type[Codec], str], Entry] = {}
+_TARGETS = "cpu", "sm_90a"
+_TABLE: dict[tuple[type[Codec], type[Codec], str], Entry] = {}  # by codecs and target, see `target_of`
 
 
 def multiply_rows(a: Rows, b: Members, result: Result) -> Tensor:
@@ -125,7 +126,7 @@ def multiply_rows(a: Rows, b: Members, result: Result) -> Tensor:
         NotImplementedError: no function multiplies these two encodings on this device.
         ValueError: operands that do not fit each other, or extents that the function does not take.
     """
-    entry = find(a.encoding, b.encoding, result.out.device.type)
+    entry = find(a.encoding, b.encoding, target_of(result.out.device))
     summed, (kept, also_summed) = a.region.shape[1], b.extents
     if summed != also_summed:
         raise ValueError(f"rows of {summed} values meet matrices that sum over {also_summed}")
@@ -141,7 +142,7 @@ def multiply_rows(a: Rows, b: Members, result: Result) -> Tensor:
 
 def multiply_sums(a: Rows, b: Rows, result: SumsResult) -> Tensor:
     """Writes a[rows of g]^T b[rows of g] for every group g; returns `result.out`. Raises as `multiply_rows` does."""
-    sums = find_sums(a.encoding, b.encoding, result.out.device.type).sums
+    sums = find_sums(a.encoding, b.encoding, target_of(result.out.device)).sums
     assert sums is not None
     with _as_given(result.out.device.type):
         sums(a, b, result)
@@ -155,25 +156,24 @@ def _as_given(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False)
 
 
-def find(a: Encoding, b: Encoding, device: str) -> Entry:
-    """What multiplies rows of `a` with members of `b` on devices of this type; raises as `multiply_rows` does."""
-    return _find(a.codec, b.codec, device, sums=False)
+def find(a: Encoding, b: Encoding, target: str) -> Entry:
+    """What multiplies rows of `a` with members of `b` on a target, see `target_of`; raises as `multiply_rows` does."""
+    return _find(a.codec, b.codec, target, sums=False)
 
 
-def find_sums(a: Encoding, b: Encoding, device: str) -> Entry:
+def find_sums(a: Encoding, b: Encoding, target: str) -> Entry:
     """What sums products of `a` and `b` over rows; raises as `multiply_sums` does."""
-    return _find(a.codec, b.codec, device, sums=True)
+    return _find(a.codec, b.codec, target, sums=True)
 
 
 @lru_cache(maxsize=1024)
-def _find(a: Codec, b: Codec, device: str, *, sums: bool) -> Entry:
+def _find(a: Codec, b: Codec, target: str, *, sums: bool) -> Entry:
     """`sums`: whether both are rows in groups, not the first alone."""
-    device = "cuda" if device == "meta" else device  # where kernels are rehearsed, see [Note: Kernels ahead of time]
-    entry = _TABLE.get((type(a), type(b), device))
+    entry = _TABLE.get((type(a), type(b), target))
     if entry is None or (sums and entry.sums is None):
         raise NotImplementedError(
-            f"no {'sums' if sums else 'products'} in groups of {type(a).__name__} by {type(b).__name__} on {device}; "
-            f"there are those of {_known(device, sums=sums)}. Choose a recipe "
+            f"no {'sums' if sums else 'products'} in groups of {type(a).__name__} by {type(b).__name__} on {target}; "
+            f"there are those of {_known(target, sums=sums)}. Choose a recipe "
             "whose pairs are among them, or multiply each group alone (te_dist.Linear)"
         )
     check_transforms(a, b)
@@ -190,17 +190,17 @@ def _find(a: Codec, b: Codec, device: str, *, sums: bool) -> Entry:
     return entry
 
 
-def _known(device: str, *, sums: bool) -> list[str]:
+def _known(target: str, *, sums: bool) -> list[str]:
     """Pairs that there are functions for."""
     entries = ((*key, entry) for key, entry in _TABLE.items())
     return sorted(
-        f"{a.__name__} by {b.__name__}" for a, b, kind, e in entries if kind == device and (e.sums or not sums)
+        f"{a.__name__} by {b.__name__}" for a, b, where, e in entries if where == target and (e.sums or not sums)
     )
 
 
 def implements(pairs: Iterable[tuple[type[Codec], type[Codec]]], entry: Entry) -> None:
     """Enters functions for `pairs` of codec types, on CPU and GPU alike; a pair can have one only."""
-    for key in ((*pair, device) for pair in pairs for device in ("cpu", "cuda")):
+    for key in ((*pair, target) for pair in pairs for target in _TARGETS):
         if key in _TABLE:
             raise ValueError(f"{key} is implemented twice; remove one")
         _TABLE[key] = entry
@@ -365,11 +365,6 @@ def _groups(table: Tensor) -> list[tuple[int, slice]]:
         )
     begins = table[0].tolist()
     return [(group, slice(*begins[group : group + 2])) for group in range(len(begins) - 1)]
-
-
-def multiple_of(device_type: str, *pairs: tuple[Encoding, Encoding]) -> int:
-    """What the extents of members have to be multiples of for products of these pairs of rows and members."""
-    return lcm(*(find(a, b, device_type).multiple for a, b in pairs))
 
 
 _DECODED = (MxFp8, NvFp4)

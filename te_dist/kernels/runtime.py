@@ -83,6 +83,19 @@ def arch_of(device: int) -> str:
     return UNMEASURED[capability]
 
 
+def target_of(device: torch.device) -> str:
+    """By what functions for tensors on `device` are chosen: the architecture of a GPU, else the type of the device.
+
+    Tensors without values are those of the current GPU, for which kernels are rehearsed; where there is none, of the
+    first architecture that te_dist has run on.
+    """
+    if device.type == "meta" and not torch.cuda.is_available():
+        return next(iter(MEASURED.values()))
+    if device.type not in ("cuda", "meta"):
+        return device.type
+    return arch_of(torch.cuda.current_device() if device.index is None else device.index)
+
+
 @cache
 def multiprocessors(device: int) -> int:
     """Of a device."""

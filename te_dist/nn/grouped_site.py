@@ -17,6 +17,7 @@ from te_dist.codecs import grouped_gemm
 from te_dist.context import current_autocast, recipe_named
 from te_dist.formats import Direction, Format
 from te_dist.fsdp2.check import check_gathered
+from te_dist.kernels.runtime import target_of
 from te_dist.nn import grouped_traced
 from te_dist.nn.grouped_cache import WeightCache
 from te_dist.nn.grouped_products import Given, grouped_linear
@@ -95,7 +96,7 @@ class GroupedSite(LinearSite):
         is_plain = not isinstance(x, QuantizedTensor) and front in grouped_traced.FRONTS
         plan = None
         if is_plain and not self.fuses_wgrad and all([value is None for value in asked]):
-            plan = _traced_plan(current_autocast().name, self.place, x.dtype, weights[0].device.type)
+            plan = _traced_plan(current_autocast().name, self.place, x.dtype, weights[0].device)
         if plan is None:
             return self._outside_of_graphs(x, weights, given=given, biases=biases, beside=beside)
         differentiates = torch.is_grad_enabled()
@@ -163,8 +164,8 @@ class GroupedSite(LinearSite):
                 f"{self._label}: {type(recipe).__name__} asks for histories of {', '.join(delayed)}; {NO_HISTORIES}"
             )
 
-    def check(self, recipe: Recipe, device: str) -> None:
-        _check(recipe, (self.name, self.in_features, self.out_features), device)
+    def check(self, recipe: Recipe, target: str) -> None:
+        _check(recipe, (self.name, self.in_features, self.out_features), target)
         answer = answers_of(recipe, self.name, self.module_type)["input"]
         if self.saves_original and isinstance(answer, DelayedScalingRequest):
             raise ValueError(
@@ -172,7 +173,7 @@ class GroupedSite(LinearSite):
                 "scaling may have moved its scale; leave save_original_input out, or take another recipe"
             )
 
-    def row_multiple(self, recipe: Recipe, dtype: torch.dtype, device: str) -> int:
+    def row_multiple(self, recipe: Recipe, dtype: torch.dtype, target: str) -> int:
         return 1  # quantizers pad groups, not rows
 
     @property
@@ -228,17 +229,17 @@ def _codecs_of(format: Format) -> str:
 
 
 @torch.compiler.assume_constant_result
-def _traced_plan(name: str, place: str, dtype: torch.dtype, device: str) -> str | None:
+def _traced_plan(name: str, place: str, dtype: torch.dtype, device: torch.device) -> str | None:
     """Name of the plan of a map of this `place` by the recipe `name`; None where it needs more than tensors."""
     recipe = recipe_named(name)
     if recipe is None:
         return grouped_traced.name_of(_plain_plan(dtype, fuses_wgrad=False), f"plain {dtype}")
     site, *features = literal_eval(place)
-    answers = answers_of(recipe, site, GroupedSite.module_type)
-    _check(recipe, (site, *features), device)
+    answers, target = answers_of(recipe, site, GroupedSite.module_type), target_of(device)
+    _check(recipe, (site, *features), target)
     if any(not isinstance(answer, Quantizer) for answer in answers.values()):
         return None
-    return grouped_traced.name_of(Plan(**answers), described(name, site, dtype, device=device))
+    return grouped_traced.name_of(Plan(**answers), described(name, site, dtype, target=target))
 
 
 def _plain_plan(dtype: torch.dtype, *, fuses_wgrad: bool) -> Plan:
@@ -246,19 +247,19 @@ def _plain_plan(dtype: torch.dtype, *, fuses_wgrad: bool) -> Plan:
 
 
 @lru_cache(maxsize=4096)
-def _check(recipe: Recipe, place: tuple[str, int, int], device: str) -> None:
-    """Raises where a map of `place` (name, K, N) cannot be computed by `recipe` on this type of device."""
+def _check(recipe: Recipe, place: tuple[str, int, int], target: str) -> None:
+    """Raises where a map of `place` (name, K, N) cannot be computed by `recipe` on a target, see `target_of`."""
     name, in_features, out_features = place
     answers = answers_of(recipe, name, GroupedSite.module_type)
     quantizers = {kind: quantizer_of(answer) for kind, answer in answers.items()}
     for quantizer in quantizers.values():
         _check_columnwise_source(quantizer)
-    multiple = _multiple_of(quantizers, device)
+    multiple = _multiple_of(quantizers, target)
     features, label = (in_features, out_features), name or "GroupedLinear"
     check_features(quantizers, features, multiple, recipe=recipe, label=label, where="for products in groups")
 
 
-def _multiple_of(quantizers: dict[str, Quantizer], device: str) -> int:
+def _multiple_of(quantizers: dict[str, Quantizer], target: str) -> int:
     """What the features have to be multiples of; raises where there is no function for one of the products."""
     formats = {kind: quantizer.declare(torch.bfloat16) for kind, quantizer in quantizers.items()}
     multiple = 1
@@ -274,7 +275,7 @@ def _multiple_of(quantizers: dict[str, Quantizer], device: str) -> int:
                     "need; choose another quantizer for it"
                 )
         encodings = [formats[kind][direction] for kind, direction in zip((a, b), directions, strict=True)]
-        multiple = lcm(multiple, find(*encodings, device).multiple)
+        multiple = lcm(multiple, find(*encodings, target).multiple)
     return multiple
 
 

@@ -23,7 +23,7 @@ from te_dist.context import Autocast, current_autocast, recipe_named
 from te_dist.formats import Direction, Format
 from te_dist.fsdp2.ahead import prepare_kernels
 from te_dist.fsdp2.check import check_gathered, not_gathered
-from te_dist.kernels.runtime import is_recording
+from te_dist.kernels.runtime import is_recording, target_of
 from te_dist.nn import activations, rehearsal, traced
 from te_dist.nn.products import FRONTS, Plan, linear
 from te_dist.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, Quantizer
@@ -182,7 +182,7 @@ class LinearSite(nn.Module):
             x, front = activations.find(front)(x), ""
         if not name and not is_quantized:
             return _plain(x, weight, bias)
-        plan = _traced_plan(name, self.place, x.dtype, weight.device.type)
+        plan = _traced_plan(name, self.place, x.dtype, weight.device)
         if plan is None:
             return self._outside_of_graphs(x, weight, bias, front)
         return traced.linear(x, weight, bias, plan=plan, front=front)
@@ -217,17 +217,17 @@ class LinearSite(nn.Module):
         """Makes what this map keeps under `recipe` and checks that `device` can compute it; the answers by role."""
         answers = answers_of(recipe, self.name, self.module_type)
         if device.type != "meta":
-            self.check(recipe, device.type)
+            self.check(recipe, target_of(device))
         self._histories(_requests(answers), device)
         return answers
 
-    def check(self, recipe: Recipe, device: str) -> None:
-        """Raises where this map cannot be computed by `recipe` on this type of device."""
-        _check(recipe, (self.name, self.in_features, self.out_features), device)
+    def check(self, recipe: Recipe, target: str) -> None:
+        """Raises where this map cannot be computed by `recipe` on a target, see `target_of`."""
+        _check(recipe, (self.name, self.in_features, self.out_features), target)
 
-    def row_multiple(self, recipe: Recipe, dtype: torch.dtype, device: str) -> int:
+    def row_multiple(self, recipe: Recipe, dtype: torch.dtype, target: str) -> int:
         """See `Plan.row_multiple`."""
-        return _row_multiple(recipe, self.name, dtype, device)
+        return _row_multiple(recipe, self.name, dtype, target)
 
     def weight_format(self, recipe: Recipe, weight: Tensor) -> Format:
         """The format of a parameter with the values of `weight`.
@@ -263,7 +263,7 @@ class LinearSite(nn.Module):
         quantizers = {kind: None if kind in requests else answer for kind, answer in answers.items()}
         if placed is not None:
             quantizers |= {kind: placed(kind, found) for kind, found in quantizers.items() if found is not None}
-        multiple = self.row_multiple(state.recipe, dtype, device.type)
+        multiple = self.row_multiple(state.recipe, dtype, target_of(device))
         return _Pass(state, key, Plan(**quantizers, row_multiple=multiple, fuses_wgrad=fuses), requests, {})
 
     def _with_histories(self, current: _Pass, x: Tensor, weight: Tensor) -> Plan:
@@ -351,23 +351,23 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @torch.compiler.assume_constant_result
-def _traced_plan(name: str, place: str, dtype: torch.dtype, device: str) -> str | None:
+def _traced_plan(name: str, place: str, dtype: torch.dtype, device: torch.device) -> str | None:
     """Name of the plan of a map of this `place` by the recipe `name`; None where it needs more than tensors."""
     recipe = recipe_named(name)
     if recipe is None:
         return traced.name_of(_WEIGHT_ONLY, "weight only")
     site, *features = literal_eval(place)
-    answers = answers_of(recipe, site, LinearSite.module_type)
-    _check(recipe, (site, *features), device)
+    answers, target = answers_of(recipe, site, LinearSite.module_type), target_of(device)
+    _check(recipe, (site, *features), target)
     if _requests(answers):
         return None
-    plan = Plan(**answers, row_multiple=_row_multiple(recipe, site, dtype, device))
-    return traced.name_of(plan, described(name, site, dtype, device=device))
+    plan = Plan(**answers, row_multiple=_row_multiple(recipe, site, dtype, target))
+    return traced.name_of(plan, described(name, site, dtype, target=target))
 
 
-def described(recipe: str, name: str, dtype: torch.dtype, *, device: str) -> str:
+def described(recipe: str, name: str, dtype: torch.dtype, *, target: str) -> str:
     """The text that the plan of a map of this name, by the recipe of that, is known by in graphs."""
-    text = f"{recipe} {name!r} {dtype} {device}"
+    text = f"{recipe} {name!r} {dtype} {target}"
     # Of a function there is an address only, which means nothing to the caches of compilers.
     return text + _PROCESS if " at 0x" in text else text
 
@@ -388,7 +388,7 @@ def _requests(answers: Answers) -> dict[str, DelayedScalingRequest]:
 
 
 @lru_cache(maxsize=1024)
-def _row_multiple(recipe: Recipe, name: str, dtype: torch.dtype, device: str) -> int:
+def _row_multiple(recipe: Recipe, name: str, dtype: torch.dtype, target: str) -> int:
     """See `Plan.row_multiple`."""
     quantizers = {
         kind: quantizer_of(answer) for kind, answer in answers_of(recipe, name, LinearSite.module_type).items()
@@ -397,20 +397,20 @@ def _row_multiple(recipe: Recipe, name: str, dtype: torch.dtype, device: str) ->
     multiples = [quantizer.multiple(0, dtype) for quantizer in pair]
     formats = [quantizer.declare(dtype) for quantizer in pair]
     if all(COLUMNWISE in format for format in formats):
-        multiples.append(gemm.find(*(format[COLUMNWISE].codec for format in formats), device).multiple)
+        multiples.append(gemm.find(*(format[COLUMNWISE].codec for format in formats), target).multiple)
     return lcm(*multiples)
 
 
 @lru_cache(maxsize=4096)
-def _check(recipe: Recipe, place: tuple[str, int, int], device: str) -> None:
-    """Raises where a map of `place` (name, K, N) cannot be computed by `recipe` on this type of device."""
+def _check(recipe: Recipe, place: tuple[str, int, int], target: str) -> None:
+    """Raises where a map of `place` (name, K, N) cannot be computed by `recipe` on a target."""
     name, in_features, out_features = place
     quantizers = {
         kind: quantizer_of(answer) for kind, answer in answers_of(recipe, name, LinearSite.module_type).items()
     }
-    multiple = _gemm_multiple(quantizers, device)
+    multiple = _gemm_multiple(quantizers, target)
     features = in_features, out_features
-    check_features(quantizers, features, multiple, recipe=recipe, label=name or "Linear", where=f"on {device}")
+    check_features(quantizers, features, multiple, recipe=recipe, label=name or "Linear", where=f"on {target}")
 
 
 def check_features(
@@ -444,7 +444,7 @@ def check_features(
             )
 
 
-def _gemm_multiple(quantizers: Mapping[str, Quantizer], device: str) -> int:
+def _gemm_multiple(quantizers: Mapping[str, Quantizer], target: str) -> int:
     """What the features have to be multiples of for the three products; raises where there is no function for one."""
     formats = {kind: quantizer.declare(torch.bfloat16) for kind, quantizer in quantizers.items()}
     multiple = 1
@@ -455,7 +455,7 @@ def _gemm_multiple(quantizers: Mapping[str, Quantizer], device: str) -> int:
     ):
         pair = [(formats[kind], direction) for kind, direction in zip((a, b), directions, strict=True)]
         if all(direction in format for format, direction in pair):
-            entry = gemm.find(*(format[direction].codec for format, direction in pair), device)
+            entry = gemm.find(*(format[direction].codec for format, direction in pair), target)
             multiple = lcm(multiple, entry.multiple)
     return multiple
 

@@ -11,12 +11,15 @@ from torch import Tensor
 
 from te_dist import ops
 from te_dist.catalog import FORMATS, float8_block, float8_tensorwise, high_precision
-from te_dist.codecs import Block, MxFp8, NvFp4, gemm
+from te_dist.codecs import Block, MxFp8, NvFp4, gemm, grouped_gemm
+from te_dist.codecs.base import Codec
 from te_dist.codecs.nvfp4 import SIGN_MASK
 from te_dist.formats import Direction, Format
+from te_dist.kernels import runtime
 from te_dist.nn.products import operand
 from te_dist.tensor import quantize
 
+GPUS = [torch.device("cuda", index) for index in (0, 1)]  # named, not used
 HAS_COLUMNS = [name for name, format in FORMATS.items() if format.columnwise]
 
 
@@ -52,9 +55,38 @@ def test_the_bias_is_added_before_rounding() -> None:
     assert got.dtype == torch.bfloat16
 
 
-def test_a_missing_pair_names_both_and_the_device() -> None:
-    with pytest.raises(NotImplementedError, match="no GEMM of Block by MxFp8 on npu"):
-        gemm.find(Block((1, 128)), MxFp8((1, 32)), "npu")
+@pytest.mark.parametrize(
+    ("pair", "target", "others"),
+    [
+        ((Block((1, 128)), MxFp8((1, 32))), "npu", "cpu, sm_90a"),
+        ((Block((1, 128)), Block((1, 128))), "sm_100a", "cpu, sm_90a"),
+    ],
+)
+def test_a_missing_pair_names_both_and_where_there_is_one(pair: tuple[Codec, Codec], target: str, others: str) -> None:
+    names = " by ".join(type(codec).__name__ for codec in pair)
+    with pytest.raises(NotImplementedError, match=f"no GEMM of {names} on {target}; there is one on {others}. "):
+        gemm.find(*pair, target)
+
+
+def test_groups_name_what_is_multiplied_in_them() -> None:
+    block, plain = (FORMATS[name][Direction.ROWWISE] for name in ("float8_block_1d", "high_precision"))
+    with pytest.raises(NotImplementedError, match="no products in groups of Block by HighPrecision on sm_90a; .*Block"):
+        grouped_gemm.find(block, plain, "sm_90a")
+    with pytest.raises(NotImplementedError, match="no products in groups of Block by Block on sm_100a"):
+        grouped_gemm.find(block, block, "sm_100a")
+
+
+def test_functions_are_chosen_by_the_architecture_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    capabilities = {0: (9, 0), 1: (10, 0)}
+    monkeypatch.setattr(runtime, "arch_of", runtime.arch_of.__wrapped__)
+    monkeypatch.setattr(runtime._C.cuda, "compute_capability", capabilities.get)
+    monkeypatch.setenv("TE_DIST_UNMEASURED_KERNELS", "1")
+    assert runtime.target_of(torch.device("cpu")) == "cpu"
+    assert [runtime.target_of(device) for device in GPUS] == ["sm_90a", "sm_100a"]
+    for available, arch in ((False, "sm_90a"), (True, "sm_100a")):  # kernels are rehearsed for the current GPU
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+        assert runtime.target_of(torch.device("meta")) == arch
 
 
 def test_different_transforms_are_refused() -> None:
