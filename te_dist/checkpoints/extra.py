@@ -36,6 +36,12 @@ def _split(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return [_split(v, f"{path}[{i}]", tensors) for i, v in enumerate(value)]
     if isinstance(value, Mapping) and all(isinstance(k, str) and k not in (_TENSOR, _TUPLE) for k in value):
         return {k: _split(v, f"{path}.{k}", tensors) for k, v in value.items()}
+    if isinstance(value, Tensor):
+        raise CheckpointError(
+            f"{path}: got {type(value).__name__}, wanted plain tensors: extra is that of rank 0 alone, so that its "
+            "part of a sharded tensor would be everybody's; keep sharded and quantized values in a module that is "
+            "saved beside the model, or save them by torch.distributed.checkpoint"
+        )
     raise CheckpointError(
         f"{path}: got {type(value).__name__}, wanted None, numbers, text, plain tensors, or lists, tuples and "
         "dictionaries (by text) of them; convert it"

@@ -90,9 +90,12 @@ def fully_shard(
         policy = kwargs.get("mp_policy")
         for each in modules:
             prepare_kernels(each, shards=shards, dtype=None if policy is None else policy.param_dtype)
+    exchanged = [
+        (f"{n} of {type(each).__name__}", p) for each in modules for n, p in _own(each) if id(p) not in ignored
+    ]
     torch_fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **kwargs)
-    for name, param in given:
-        note_exchanged(param, name, _BY)
+    for place, param in exchanged:
+        note_exchanged(param, place, _BY)
     wrap = Wrap(weakref.ref(modules[0]), recompute)
     for each in modules:
         for _, param in _own_quantized(each):

@@ -22,11 +22,13 @@ class Progress:
         step: optimizer steps done.
         position: sequences that all ranks together have seen.
         text: digest of the corpus they were taken from.
+        recipe: by which they were trained; "" where a checkpoint does not say.
     """
 
     step: int
     position: int
     text: str
+    recipe: str = ""
 
 
 def folder(config: Config) -> Path:

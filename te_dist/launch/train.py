@@ -70,8 +70,7 @@ def run(world: World, config: Config) -> None:
     with Journal(folder, config.train.steps, writes=world.rank == 0) as journal:
         trainer = world.agree(lambda: Trainer(config, plan, world, device=device, corpus=text))
         if start:
-            trainer.restore(Path(start))
-            journal.note(f"resumed from {start}")
+            journal.note(trainer.restore(Path(start)))
         if trainer.progress.step >= config.train.steps:
             journal.note(
                 f"no steps are left of {config.train.steps}, the model is evaluated alone; raise train.steps, or train "

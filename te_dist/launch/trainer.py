@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +98,7 @@ class Trainer:
             mixture.router.aux_loss_scale = 1 / layout.accumulate
         self.optimizer = parallelize.build_optimizer(self.model, config.optimizer)
         self.precision = parallelize.Precision(config)
-        self.progress = Progress(step=0, position=0, text=corpus.digest)
+        self.progress = Progress(step=0, position=0, text=corpus.digest, recipe=config.recipe)
         self.validation_loss = math.nan
         self.gathered_bytes = None
 
@@ -113,9 +114,13 @@ class Trainer:
                 remedy="change [model], mesh or recipe",
             ) from error
 
-    def restore(self, path: Path) -> None:
-        """Goes on from a checkpoint."""
-        self.progress = progress.load(path, self.config, self.progress.text, model=self.model, optimizer=self.optimizer)
+    def restore(self, path: Path) -> str:
+        """Goes on from a checkpoint; what to say of it."""
+        found = progress.load(path, self.config, self.progress.text, model=self.model, optimizer=self.optimizer)
+        self.progress = replace(found, recipe=self.config.recipe)
+        converted = found.recipe not in ("", self.config.recipe)
+        change = f", which {found.recipe} saved and {self.config.recipe} goes on with" if converted else ""
+        return f"resumed from {path}{change}"
 
     def run(self, journal: Journal) -> None:
         """Trains up to the last step. A run that came that far before is evaluated only.
@@ -166,7 +171,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         update_expert_biases(self.model, mesh=self.data_mesh)
-        self.progress = Progress(now.step + 1, now.position + config.train.batch, now.text)
+        self.progress = replace(now, step=now.step + 1, position=now.position + config.train.batch)
         return torch.stack(losses).sum(), norm
 
     def _loss(self, batch: Tensor) -> Tensor:

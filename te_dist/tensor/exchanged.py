@@ -12,7 +12,7 @@ class Exchange(NamedTuple):
     """What became of a weight.
 
     Attributes:
-        name: of the weight in its model.
+        name: of the weight in its model, or in a module that the text names.
         by: what put another there.
         old_gradient: the gradient that the weight had then, until another was added to it; None if there was none.
     """

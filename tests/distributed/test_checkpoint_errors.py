@@ -187,6 +187,8 @@ def save_refused(rank: int, world: int, path: Path, how: str) -> str:
         local_tensor(model.weights["mxfp8_1d"].weight).storage.unsettled = torch.zeros(1)
     if how == "extra" and rank == 0:
         extra = {"a": [1, {"b": object()}]}
+    elif how == "shards":
+        extra = {"average": {name: value.detach() * 1.0 for name, value in model.state_dict().items()}}
     if how == "no dictionary" and rank == 0:
         extra = object()
     if how == "stranger":
@@ -208,6 +210,7 @@ def save_refused(rank: int, world: int, path: Path, how: str) -> str:
     [
         ("unsettled", "rank 1: weights.mxfp8_1d.weight"),
         ("extra", "rank 0: extra.a[1].b: got object"),
+        ("shards", "got DTensor, wanted plain tensors: extra is that of rank 0 alone"),
         ("no dictionary", "rank 0: extra: got object, wanted a dictionary"),
         ("stranger", "none of the model"),
         ("local state", "history is a plain tensor"),

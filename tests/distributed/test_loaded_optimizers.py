@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import te_dist as te
@@ -359,3 +368,49 @@ def stages_apart(rank: int, world: int, path: Path, rate: float) -> str:
 def test_rates_that_ranks_do_not_share_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     for message in ranks(2).run(stages_apart, tmp_path / "c", 0.125):
         assert "make the same groups in the same order on every rank" in message
+
+
+def goes_on_from_plain_torch(rank: int, world: int, path: Path, kind: str) -> None:
+    """As docs/checkpoints.md has it: weights of a run in plain torch, its moments, and masters that are its weights."""
+    over = mesh((world,), ("dp",))
+    torch.manual_seed(0)
+    plain, model = (nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))).to(device()) for _ in "12")
+    for module in (*plain, plain):
+        torch_fully_shard(module, mesh=over)
+    adam = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for seed in (1, 2):
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).to(device())
+        plain(x).square().mean().backward()
+        adam.step()
+        adam.zero_grad()
+    weights, moments = get_state_dict(plain, adam)
+    dcp.save({"model": weights, "optim": moments}, checkpoint_id=path)
+
+    te.convert(model, {"*": ONE_SCALE}, preserve_high_precision_init_val=True)
+    for module in (*model, model):
+        fsdp2.fully_shard(module, mesh=over)
+    values = {name: value.detach() * 1.0 for name, value in get_model_state_dict(model).items()}
+    dcp.load({"model": values}, checkpoint_id=path)
+    set_model_state_dict(model, values)
+    fsdp2.settle(model)
+    optimizer = OPTIMIZERS[kind](model)
+    state = get_optimizer_state_dict(model, optimizer)
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load({"optim": state}, checkpoint_id=path, planner=planner)
+    set_optimizer_state_dict(model, optimizer, state)
+
+    found = get_optimizer_state_dict(model, optimizer)["state"]
+    for name, value in get_model_state_dict(plain).items():
+        assert_local_bitwise(found[name]["master_param"], value, f"master of {name}")
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert_local_bitwise(found[name][moment], moments["state"][name][moment], f"{moment} of {name}")
+    before = {name: local_tensor(entry["master_param"]).clone() for name, entry in found.items()}
+    step(model, optimizer, 3)
+    after = get_optimizer_state_dict(model, optimizer)["state"]
+    moved = [(local_tensor(after[name]["master_param"]) - before[name]).abs().max() for name in before]
+    assert all(0 < float(distance) < 3e-2 for distance in moved), moved  # by the lr of the checkpoint
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_run_in_plain_torch_goes_on_quantized(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    ranks(2).run(goes_on_from_plain_torch, tmp_path / "c", kind)

@@ -84,6 +84,19 @@ def test_a_finished_job_is_evaluated_and_not_trained_again(finished, capsys: pyt
     assert "unigram model" in capsys.readouterr().out
 
 
+def test_a_run_that_goes_on_in_another_format_says_so(tiny_job: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    job = tiny_job("float8_block")
+    said = []
+    for steps, recipe in (("2", "float8_block"), ("4", "float8_block"), ("6", "mxfp8")):
+        capsys.readouterr()
+        run(job, "--train.steps", steps, "--recipe", recipe)
+        said.append(" ".join(capsys.readouterr().out.split()))
+    assert "resumed from" not in said[0]
+    assert "resumed from" in said[1]
+    assert "goes on with" not in said[1]
+    assert "step_00000004, which float8_block saved and mxfp8 goes on with" in said[2]
+
+
 def test_a_line_that_a_killed_run_left_unfinished_is_dropped(tiny_job: Callable) -> None:
     job = tiny_job()
     run(job, "--train.steps", "2")
