@@ -165,6 +165,12 @@ ATTRIBUTES = (
         ),
     ),
     Private(
+        "torch.distributed.tensor._collective_utils.mesh_broadcast",
+        "whether DTensor copies a tensor that every rank has; to the op, which is told nothing else, a broadcast of "
+        "what the first rank alone has looks alike",
+        parameters=("tensor", "mesh", "mesh_dim"),
+    ),
+    Private(
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_all_gather",
         "hands all parameters of a unit to a collective in one buffer; the custom collectives that FSDP2 takes see the "
         "buffer only, and bytes are counted by parameter",

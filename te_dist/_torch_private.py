@@ -23,7 +23,7 @@ from torch._C import _disabled_torch_function_impl as disabled_torch_function
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserved_versions
 from torch.distributed import _composable_state, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _collective_utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
@@ -59,6 +59,7 @@ __all__ = [
     "is_first_of_unit",
     "is_gathered",
     "is_mutable",
+    "is_placing",
     "is_traceable_wrapper_subclass",
     "managed_parameters",
     "preserved_versions",
@@ -76,6 +77,7 @@ __all__ = [
 ]
 
 TESTED = ("2.11", "2.13")
+_MESH_BROADCAST = inspect.unwrap(_collective_utils.mesh_broadcast).__code__
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch.compile and checkpoint_wrapper put into names
 
 
@@ -137,6 +139,14 @@ def unpacks_by_checkpoint(ctx: Any) -> bool | None:
 def is_autocast_anywhere() -> bool:
     """Whether torch's autocast is on in this thread, for any type of device."""
     return torch._C._is_any_autocast_enabled()
+
+
+def is_placing() -> bool:
+    """Whether this is called where DTensor sends copies of a tensor along a mesh, as `distribute_tensor` does."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not _MESH_BROADCAST:
+        frame = frame.f_back
+    return frame is not None
 
 
 def is_mutable(op: Any) -> bool:

@@ -11,12 +11,12 @@ import torch.distributed.tensor  # noqa: F401  (defines the ops below)
 from torch import Tensor
 from torch.nn import functional
 
-from te_dist._torch_private import process_group
+from te_dist._torch_private import is_placing, process_group
 from te_dist.formats import Field, Group, Region, Span, geometry
 from te_dist.tensor import collectives
-from te_dist.tensor.parts import note_broadcast, was_broadcast
+from te_dist.tensor.parts import before_writing, note_broadcast, was_broadcast
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
-from te_dist.tensor.storage import QuantizedStorage
+from te_dist.tensor.storage import Cut, QuantizedStorage
 
 WAITS = [torch.ops._c10d_functional.wait_tensor.default]
 if hasattr(torch.ops._c10d_functional, "_wrap_tensor_autograd"):  # later than torch 2.11
@@ -39,9 +39,10 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
             "columns of a quantized tensor are not gathered through DTensor: a weight that tensor parallelism cuts by "
             "columns is had whole from te_dist.checkpoints.save, or in high precision from export_safetensors"
         )
-    whole, parts = _cut(own, group.rank(), world)
+    cut = _undone_cut(own)
+    whole, parts = _regions(own, cut, group.rank(), world)
     storage = QuantizedStorage(own.format, {}, whole, dtype=own.dtype)
-    storage.cut_dims = frozenset({0}) if own.cut is not None and own.cut.of_part else frozenset()
+    storage.cut_dims = frozenset({0}) if cut is not None and cut.of_part else frozenset()
     for field in own.format.canonical.fields:
         buffer = own.buffers[field.name]
         if field.is_shared(0):
@@ -51,10 +52,19 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     return tensor.like(storage, (world * tensor.shape[0], *tensor.shape[1:]))
 
 
-def _cut(own: QuantizedStorage, rank: int, world: int) -> tuple[Region, tuple[Region, ...]]:
+def _undone_cut(own: QuantizedStorage) -> Cut | None:
+    """The cut that a gather undoes: the last one; None for that of tensor parallelism, which is not noted.
+
+    Where FSDP2 cut a part of a matrix over one rank, which left it whole, DTensor has nothing to gather over that rank.
+    """
+    cut = own.cut
+    return None if cut is not None and cut.of_part and cut.leaves_all(own.region) else cut
+
+
+def _regions(own: QuantizedStorage, cut: Cut | None, rank: int, world: int) -> tuple[Region, tuple[Region, ...]]:
     """The region that `world` ranks hold together, and that of every rank: as it was cut, else equal parts."""
-    if own.cut is not None:
-        whole, parts = own.cut.region, own.cut.parts(world)
+    if cut is not None:
+        whole, parts = cut.region, cut.parts(world)
     else:
         rows = own.region.rows
         whole = Region(Span(max(rows.start - rank * len(rows), 0), world * len(rows)), own.region.cols)
@@ -127,9 +137,14 @@ def _flat(field: Field, storage: QuantizedStorage, size: int) -> Tensor:
 
 @OPS.implements(torch.ops.c10d.broadcast_.default)
 def _broadcast(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
-    """Values in the nominal dtype, since other ranks may hold plain tensors; quantized ones there quantize them."""
+    """Values in the nominal dtype, since other ranks may hold plain tensors; quantized ones there quantize them.
+
+    Bytes where DTensor makes copies, as it does of what all ranks hold alike.
+    """
     tensors, group, root, index, *rest = args
     is_source = dist.ProcessGroup.unbox(group).rank() == root
+    if is_placing() and not any(was_broadcast(tensor.storage) for tensor in tensors):
+        return tensors, _broadcast_bytes(tensors[0].storage, func, args[1:])
     plain = [_values(tensor, known=is_source) for tensor in tensors]
     for tensor in tensors:
         if isinstance(tensor, QuantizedTensor):
@@ -140,6 +155,27 @@ def _broadcast(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
         if tensor is not values and not is_source:
             tensor.quantize_(values)
     return tensors, work
+
+
+def _broadcast_bytes(own: QuantizedStorage, func: Any, rest: Sequence[Any]) -> Any:
+    """The canonical bytes of `own`, from the rank that has them; where they are its own a storage is left as it is."""
+    group, root, index, _, *others = rest
+    canonical, region = own.format.canonical.fields, _region(own.place)
+    fields = canonical if all(field.name in own.buffers for field in canonical) else own.fields
+    buffers, is_new, work = {field.name: own.buffers[field.name].clone() for field in fields}, False, None
+    for field in fields:
+        stored = geometry.compact(field, buffers[field.name], region)
+        before = stored.contiguous().view(-1).view(torch.uint8)
+        sent = before.clone()
+        _, work = func([sent], group, root, index, True, *others)
+        dist.Work.unbox(work).wait()
+        if not torch.equal(sent, before):
+            stored.copy_(sent.view(field.dtype).view(stored.shape))
+            is_new = True
+    if is_new:
+        before_writing(own)
+        own.copy_(own.holding(buffers))
+    return work
 
 
 def _values(tensor: Tensor, *, known: bool) -> Tensor:

@@ -58,6 +58,10 @@ class Cut:
         """Region of every shard, in rank order."""
         return self.region.chunk(num_shards, self.unit)
 
+    def leaves_all(self, shard: Region) -> bool:
+        """Whether the cut was over one rank, so that `shard` is all there was."""
+        return shard == self.region and self.is_of_several
+
 
 class QuantizedStorage:
     """A quantized matrix.
@@ -234,8 +238,7 @@ class QuantizedStorage:
     def select(self, *directions: Direction) -> QuantizedStorage:
         """The same buffers, seen as a format of `directions` only."""
         part = self.format.select(*directions)
-        buffers = {name: self.buffers[name] for d in directions for name in part[d].names}
-        return self.holding(buffers, part)
+        return self.holding({name: self.buffers[name] for d in directions for name in part[d].names}, part)
 
     # -- values -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,90 @@
+"""Whole quantized weights, had from shards and loaded into them: bytes on every rank, copies and columns included."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor.parallel import parallelize_module
+
+from te_dist import fsdp2, testing
+from te_dist.tensor import QuantizedTensor
+from te_dist.tensor.placement import local_tensor
+from te_dist.tensor_parallel import ColumnParallel, RowParallel
+from te_dist.testing import assert_bitwise
+from tests.distributed.probe import FORMATS, Layer, random_matrix
+from tests.distributed.test_grouped_fsdp2 import Experts, random_group
+from tests.distributed.test_loading import COLS, bytes_of
+from tests.distributed.test_tensor_parallel import RECIPES, make_layer
+
+replicate = importlib.import_module("torch.distributed._composable.replicate_with_fsdp").replicate
+REPLICAS = {
+    "replicate": lambda layer, world: replicate(layer, mesh=testing.mesh((world,), ("dp",))),
+    "hsdp": lambda layer, world: fsdp2.fully_shard(layer, mesh=testing.mesh((2, world // 2), ("copies", "dp"))),
+}
+
+
+def check_whole_state_of_replicas(rank: int, world: int, how: str) -> None:
+    """What every rank has quantized keeps its bytes on each, though torch sends copies as values."""
+    for name, format in FORMATS.items():
+        layers = [Layer(format, random_matrix(288, COLS, seed)) for seed in (1, 2)]
+        groups = [Experts(format, random_group(seed, members=4)) for seed in (1, 2)]
+        for source, layer in (layers, groups):
+            for each in (source, layer):
+                REPLICAS[how](each.to(testing.device()), world)
+            want, options = bytes_of(source), StateDictOptions(full_state_dict=True)
+            set_model_state_dict(layer, get_model_state_dict(source, options=options), options=options)
+            for field, buffer in bytes_of(layer).items():
+                assert_bitwise(buffer, want[field], f"{name}: {field} of rank {rank}")
+            for field, buffer in bytes_of(source).items():
+                assert_bitwise(buffer, want[field], f"{name}: {field} of the source, rank {rank}")
+            for each in (source, layer):
+                assert local_tensor(each.weight).storage.unsettled is None
+
+
+@pytest.mark.parametrize(("how", "world"), [("replicate", 2), ("hsdp", 2), ("hsdp", 4)])
+def test_a_whole_state_of_quantized_tensors_is_loaded_into_replicas(ranks, how: str, world: int) -> None:
+    ranks(world).run(check_whole_state_of_replicas, how)
+
+
+def check_whole_weights(rank: int, world: int, recipe: str) -> None:
+    """FSDP2 over one rank leaves parts of tensor parallelism as they are: their ranks alone have the whole."""
+    grid = testing.mesh((1, world), ("dp", "tp"))
+    want, got = (make_layer(RECIPES[recipe], quantized=True).to(testing.device()) for _ in range(2))
+    parallelize_module(got, grid["tp"], {"gate": ColumnParallel()})
+    fsdp2.fully_shard(got, mesh=grid["dp"])
+    whole = got.gate.weight.full_tensor()
+    assert isinstance(whole, QuantizedTensor)
+    for name, buffer in whole.storage.buffers.items():
+        assert_bitwise(buffer, want.gate.weight.storage.buffers[name], name)
+    assert not whole.storage.may_share_scales()
+
+
+@pytest.mark.parametrize("recipe", ["current", "block", "mx", "nv"])
+def test_a_whole_weight_is_had_where_fsdp_cuts_over_one_rank(ranks, recipe: str) -> None:
+    ranks(2).run(check_whole_weights, recipe)
+
+
+def check_columns(rank: int, world: int, recipe: str) -> None:
+    grid = testing.mesh((world // 2, 2), ("dp", "tp"))
+    source, layer = (make_layer(RECIPES[recipe], quantized=True).to(testing.device()) for _ in range(2))
+    with torch.no_grad():
+        layer.down.weight.zero_()
+    parallelize_module(layer, grid["tp"], {"down": RowParallel()})
+    fsdp2.fully_shard(layer, mesh=grid["dp"])
+    state = {"down.weight": source.down.weight.detach()}
+    set_model_state_dict(layer, state, options=StateDictOptions(full_state_dict=True, strict=False))
+    local = local_tensor(layer.down.weight)
+    (rows, cols), (row, col) = local.shape, grid.get_coordinate()
+    want = source.down.weight.detach()[row * rows : (row + 1) * rows][:, col * cols : (col + 1) * cols]
+    assert local.storage.unsettled is None
+    for field in local.storage.format.canonical.fields:
+        assert_bitwise(local.storage.buffers[field.name], want.storage.buffers[field.name], field.name)
+
+
+@pytest.mark.parametrize("recipe", ["current", "block", "mx", "nv"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_columns_of_a_whole_weight_are_loaded_in_bytes(ranks, world: int, recipe: str) -> None:
+    ranks(world).run(check_columns, recipe)
