@@ -170,7 +170,7 @@ def _check_ties(params: list[tuple[str, Any]]) -> None:
         exchange = exchange_of(param)
         if exchange is not None and exchange.by == _BY:
             raise ValueError(
-                f"{name} is tied to {exchange.name} of a unit that was wrapped before: FSDP2 would shard and update "
+                f"{name} is tied to {exchange.name}, a unit that was wrapped before: FSDP2 would shard and update "
                 "each on its own; wrap the modules that share it as one unit (fully_shard([first, second]), or the "
                 "module around both)"
             )

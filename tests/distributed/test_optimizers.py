@@ -159,7 +159,10 @@ def step_with_what_was_sharded(rank: int, world: int) -> None:
     for unit in (layers[1], layers):
         fsdp2.fully_shard(unit, mesh=mesh((world,), ("dp",)))
     layers(random_matrix(4, COLS, 1)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"FusedAdam holds 2 weights that fully_shard .*, weight, bias, and would"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"FusedAdam holds 2 weights that fully_shard .*, weight of Linear, bias of Linear, and would",
+    ):
         optimizer.step()
     optim.FusedAdam(layers.parameters(), lr=0.1).step()
 
