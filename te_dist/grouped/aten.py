@@ -13,7 +13,7 @@ from te_dist.formats.group import MEMBERS, ROWS
 from te_dist.grouped.grouped_tensor import OPS, GroupedTensor
 from te_dist.grouped.storage import GroupCut, GroupedStorage, empty
 from te_dist.tensor import OPS as OF_MATRICES
-from te_dist.tensor import QuantizedTensor, aten_values
+from te_dist.tensor import QuantizedTensor, aten_values, rectangles
 from te_dist.tensor.filling import fill
 from te_dist.tensor.parts import check_writable, note, note_broadcast, was_broadcast
 
@@ -25,7 +25,7 @@ OPS.adopt(
     *(aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default),
     *(aten._reshape_alias.default, aten.as_strided.default, aten.clone.default, aten._pin_memory.default),
     *(aten._to_copy.default, aten.record_stream.default, aten.is_pinned.default),
-    *(aten.expand.default, aten.narrow.default, *aten_values.overloads(aten_values.READING)),
+    *(aten.expand.default, aten.narrow.default, aten.chunk.default, *aten_values.overloads(aten_values.READING)),
     *aten_values.overloads(aten_values.FRESH),
     *aten_values.overloads(aten_values.AVERAGING),
 )
@@ -124,6 +124,8 @@ def _split(func: Any, args: Any, kwargs: Any) -> list[GroupedTensor]:
     """Parts with buffers of their own; those along members and rows know what they were cut from."""
     tensor, sizes, dim = (*args, 0)[:3]
     dim = kwargs.get("dim", dim) % tensor.dim()
+    if (rows := rectangles.taken_apart(tensor)) is not None:
+        return rows
     total = tensor.shape[dim]
     if isinstance(sizes, int):
         sizes = [min(sizes, total - at) for at in range(0, total, sizes)] or [0]

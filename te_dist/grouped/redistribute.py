@@ -1,4 +1,4 @@
-"""DTensor's `Shard(0)` to `Replicate()` of groups: bytes of whole members are gathered, nothing is dequantized."""
+"""DTensor's gather of groups, along members or along rows: bytes are gathered, nothing is dequantized."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from te_dist._torch_private import process_group
-from te_dist.formats import Group, Span
-from te_dist.formats.group import MEMBERS
+from te_dist.formats import Group, Span, geometry
+from te_dist.formats.group import MEMBERS, ROWS
 from te_dist.grouped.grouped_tensor import OPS, GroupedTensor
-from te_dist.grouped.storage import GroupedStorage
+from te_dist.grouped.storage import GroupCut, GroupedStorage
 from te_dist.tensor import OPS as OF_MATRICES
 from te_dist.tensor import collectives
+from te_dist.tensor.rectangles import gathered_wires, note_in_parts
 from te_dist.tensor.redistribute import WAITS
 
 OPS.adopt(OF_MATRICES, torch.ops.aten.constant_pad_nd.default, *WAITS)
@@ -24,14 +25,16 @@ OPS.adopt(OF_MATRICES, torch.ops.c10d.scatter_.default, torch.ops.c10d.broadcast
 
 @OPS.implements(torch.ops._c10d_functional.all_gather_into_tensor.default)
 def _all_gather(func: Any, args: Any, kwargs: Any) -> GroupedTensor:
-    """Members of all ranks, put together from their canonical bytes; members of padding stay in name only."""
+    """Members, or rows, of all ranks, put together from their canonical bytes; what is padding stays in name only."""
     tensor, world, name = args
     process, own = process_group(name), tensor.storage
-    if own.unsettled is not None or (own.cut is not None and own.cut.dim != MEMBERS):
-        raise NotImplementedError(
-            "rows of a group of quantized matrices are not gathered through DTensor: weights that are cut along rows "
-            "are had whole from te_dist.checkpoints.save, or in high precision from export_safetensors"
+    if own.unsettled is not None:
+        raise RuntimeError(
+            "high-precision values were written into parts, each by its own scales, which are none of the whole; call "
+            "te_dist.fsdp2.settle(model) before gathering them"
         )
+    if own.cut is not None and own.cut.dim != MEMBERS:
+        return _rows_of_all(tensor, own.cut, process)
     whole, longest = _whole(tensor, process)
     storage = GroupedStorage(own.format, {}, whole, dtype=own.dtype)
     storage.cut_dims = own.cut_dims
@@ -42,6 +45,25 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> GroupedTensor:
         gathered = collectives.all_gather(sent, process)[: len(whole.members)]
         storage.buffers[field.name] = gathered.view(field.dtype).view(whole.allocated(field))
     return tensor.like(storage, (world * tensor.shape[0], *tensor.shape[1:]))
+
+
+def _rows_of_all(tensor: GroupedTensor, cut: GroupCut, process: ProcessGroup) -> GroupedTensor:
+    """Rows of every member, see [Note: What is gathered along another dimension]."""
+    own, rank = tensor.storage, process.rank()
+    whole, parts = cut.place, cut.parts(process.size())
+    if parts[rank] != own.place:
+        raise ValueError(
+            f"rank {rank} has {own.place} of a group, no part {rank} of {len(parts)}, which is {parts[rank]}: rows "
+            "were cut over other ranks than these"
+        )
+    storage = GroupedStorage(own.format, {}, whole, dtype=own.dtype)
+    storage.cut_dims = own.cut_dims - {ROWS - 1}
+    regions = [part.region for part in parts]
+    for field in own.format.canonical.fields:
+        wires = gathered_wires(field, own.buffers[field.name], regions, group=process)
+        storage.buffers[field.name] = geometry.assemble(field, wires, regions, whole.region)
+    note_in_parts(storage, len(parts))
+    return tensor.like(storage, (len(parts) * tensor.shape[0], *tensor.shape[1:]))
 
 
 def _whole(tensor: GroupedTensor, process: ProcessGroup) -> tuple[Group, int]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from te_dist._torch_private import tree_map_only
 from te_dist.formats import geometry
+from te_dist.tensor import rectangles
 from te_dist.tensor.filling import fill
 from te_dist.tensor.parts import check_writable, note, note_broadcast, was_broadcast
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
@@ -177,6 +178,8 @@ def _split(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
     """Parts with buffers of their own; row parts know what they were cut from."""
     tensor, sizes, dim = (*args, 0)[:3]
     dim = kwargs.get("dim", dim) % tensor.dim()
+    if (columns := rectangles.taken_apart(tensor)) is not None:
+        return columns
     total = tensor.shape[dim]
     if isinstance(sizes, int):
         sizes = [min(sizes, total - at) for at in range(0, total, sizes)]
@@ -188,6 +191,13 @@ def _split(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
         parts.append(tensor.like(storage, shape))
         start += length
     return parts
+
+
+@OPS.implements(aten.chunk.default)
+def _chunk(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
+    """As split: below autograd torch does not take it apart."""
+    tensor, number, dim = (*args, kwargs.get("dim", 0))[:3]
+    return aten.split.Tensor(tensor, -(-tensor.shape[dim] // number), dim)
 
 
 @OPS.implements(aten.constant_pad_nd.default)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from te_dist._torch_private import tree_leaves, tree_map_only
+from te_dist.tensor import rectangles
 from te_dist.tensor.parts import check_writable
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
 from te_dist.tensor.writes import master_of, note_master
@@ -85,10 +86,18 @@ def _plain(tree: Any) -> Any:
     return tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, tree)
 
 
-@OPS.implements(*overloads(READING))
+@OPS.implements(*(op for op in overloads(READING) if op is not aten.cat.default))
 def _read(func: Any, args: Any, kwargs: Any) -> Any:
     """On the dequantized values; the result is a plain tensor."""
     return func(*_plain(args), **_plain(kwargs))
+
+
+@OPS.implements(aten.cat.default)
+def _cat(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """On the dequantized values; of all columns that DTensor has gathered, the whole in bytes."""
+    tensors, dim = (*args, kwargs.get("dim", 0))[:2]
+    whole = rectangles.whole_of(tensors, dim)
+    return _read(func, args, kwargs) if whole is None else whole
 
 
 @OPS.implements(*overloads(FRESH))

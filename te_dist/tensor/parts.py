@@ -51,6 +51,12 @@ def note(part: QuantizedStorage, whole: QuantizedStorage) -> QuantizedStorage:
     return part
 
 
+def taken_from(part: QuantizedStorage) -> QuantizedStorage | None:
+    """What `part` was taken out of, as long as that is there; None for what is no part."""
+    origin = _ORIGINS.get(part)
+    return None if origin is None else origin.whole()
+
+
 def note_filled(part: QuantizedStorage, whole: QuantizedStorage, name: str) -> QuantizedStorage:
     """Has what is copied into `part`, or into parts of it, written into `whole`; gives it back. `name`: of what."""
     _ORIGINS[part] = _Origin(weakref.ref(whole), name)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from te_dist._torch_private import is_placing, process_group
 from te_dist.formats import Field, Group, Region, Span, geometry
-from te_dist.tensor import collectives
+from te_dist.tensor import rectangles
 from te_dist.tensor.parts import before_writing, note_broadcast, was_broadcast
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
 from te_dist.tensor.storage import Cut, QuantizedStorage
@@ -35,10 +35,7 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
             "te_dist.fsdp2.settle(model) before gathering them"
         )
     if 1 in own.cut_dims:
-        raise NotImplementedError(
-            "columns of a quantized tensor are not gathered through DTensor: a weight that tensor parallelism cuts by "
-            "columns is had whole from te_dist.checkpoints.save, or in high precision from export_safetensors"
-        )
+        return rectangles.gather(tensor, group)
     cut = _undone_cut(own)
     whole, parts = _regions(own, cut, group.rank(), world)
     storage = QuantizedStorage(own.format, {}, whole, dtype=own.dtype)
@@ -48,7 +45,9 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
         if field.is_shared(0):
             storage.buffers[field.name] = buffer.clone()
         else:
-            storage.buffers[field.name] = geometry.assemble(field, _wires(field, buffer, parts, group), parts, whole)
+            storage.buffers[field.name] = geometry.assemble(
+                field, rectangles.gathered_wires(field, buffer, parts, group=group), parts, whole
+            )
     return tensor.like(storage, (world * tensor.shape[0], *tensor.shape[1:]))
 
 
@@ -188,15 +187,3 @@ def _values(tensor: Tensor, *, known: bool) -> Tensor:
 def _wait(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     """Nothing: what was gathered is there."""
     return args[0]
-
-
-def _wires(field: Field, buffer: Tensor, parts: Sequence[Region], group: Any) -> list[Tensor]:
-    """The wire of `field` of every part, sent as bytes; shorter ones are filled up to the longest."""
-    own = geometry.compact(field, buffer, parts[group.rank()]).contiguous().view(-1).view(torch.uint8)
-    sizes = [field.compact_bytes(part) for part in parts]
-    sent = functional.pad(own, (0, max(sizes) - own.numel()))
-    rows = collectives.all_gather(sent, group).view(group.size(), -1).unbind()
-    return [
-        row[:size].view(field.dtype).view(field.compact_shape(part))
-        for row, size, part in zip(rows, sizes, parts, strict=True)
-    ]

@@ -7,6 +7,7 @@ import importlib
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from te_dist import fsdp2, testing
@@ -68,6 +69,7 @@ def test_a_whole_weight_is_had_where_fsdp_cuts_over_one_rank(ranks, recipe: str)
 
 
 def check_columns(rank: int, world: int, recipe: str) -> None:
+    """Loaded into a part that is cut along both dimensions, and had whole from there."""
     grid = testing.mesh((world // 2, 2), ("dp", "tp"))
     source, layer = (make_layer(RECIPES[recipe], quantized=True).to(testing.device()) for _ in range(2))
     with torch.no_grad():
@@ -82,9 +84,33 @@ def check_columns(rank: int, world: int, recipe: str) -> None:
     assert local.storage.unsettled is None
     for field in local.storage.format.canonical.fields:
         assert_bitwise(local.storage.buffers[field.name], want.storage.buffers[field.name], field.name)
+    state = get_model_state_dict(layer, options=StateDictOptions(full_state_dict=True))
+    for whole in (layer.down.weight.full_tensor(), state["down.weight"]):
+        assert isinstance(whole, QuantizedTensor)
+        assert not whole.storage.may_share_scales()
+        for name, buffer in whole.storage.buffers.items():
+            assert_bitwise(buffer, source.down.weight.storage.buffers[name], name)
+    assert type(torch.cat(source.down.weight.detach().chunk(2, 1), 1)) is torch.Tensor  # values, as ever
 
 
 @pytest.mark.parametrize("recipe", ["current", "block", "mx", "nv"])
 @pytest.mark.parametrize("world", [2, 4])
-def test_columns_of_a_whole_weight_are_loaded_in_bytes(ranks, world: int, recipe: str) -> None:
+def test_columns_of_a_whole_weight_are_kept_in_bytes(ranks, world: int, recipe: str) -> None:
     ranks(world).run(check_columns, recipe)
+
+
+def check_rows_of_members(rank: int, world: int) -> None:
+    for name, format in FORMATS.items():
+        layer, source = (Experts(format, random_group(1, members=3)).to(testing.device()) for _ in range(2))
+        over = testing.mesh((world,), ("dp",))
+        fsdp2.fully_shard(layer, mesh=over, shard_placement_fn=lambda param: Shard(1))
+        options = StateDictOptions(full_state_dict=True)
+        for whole in (layer.weight.full_tensor(), get_model_state_dict(layer, options=options)["weight"]):
+            assert isinstance(whole, fsdp2.GroupedParameter), name
+            for field, buffer in whole.storage.buffers.items():
+                assert_bitwise(buffer, source.weight.storage.buffers[field], f"{name}: {field}")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_whole_group_is_had_where_rows_of_its_members_are_cut(ranks, world: int) -> None:
+    ranks(world).run(check_rows_of_members)

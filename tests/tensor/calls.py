@@ -16,6 +16,7 @@ WRITTEN_OUT: dict[str, Any] = {
     "_softmax.default": lambda t: (0, False),
     "as_strided.default": lambda t: (list(t.shape), list(t.stride())),
     "bernoulli_.float": lambda t: (0.5,),
+    "chunk.default": lambda t: (2, 0),
     "clamp.default": lambda t: (0.2, 1.0),
     "clamp_.default": lambda t: (0.2, 1.0),
     "constant_pad_nd.default": lambda t: ((0, 0, 0, 2),),

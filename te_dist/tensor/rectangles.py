@@ -1,0 +1,121 @@
+"""Parts that were cut along columns, perhaps along rows as well, put together by DTensor's gather: bytes, as of rows.
+
+[Note: What is gathered along another dimension]
+DTensor gathers every dimension along the first, takes the result apart again, and joins the parts where they belong.
+What is gathered of columns (of rows of a group) is the whole at once, under the nominal shape of its parts one after
+the other: `split` takes those out, and `cat` of all of them gives the whole back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+
+from te_dist.formats import Field, Region, Span, geometry
+from te_dist.tensor import collectives
+from te_dist.tensor.parts import note, taken_from
+from te_dist.tensor.quantized_tensor import QuantizedTensor
+from te_dist.tensor.storage import Cut, QuantizedStorage
+
+ROWS, COLS = 0, 1
+_SECOND = 1  # nominal dimension along which parts are taken out: columns of a matrix, rows of a group
+_IN_PARTS: weakref.WeakKeyDictionary[QuantizedStorage, int] = weakref.WeakKeyDictionary()  # how many
+
+
+def gather(tensor: QuantizedTensor, group: ProcessGroup) -> QuantizedTensor:
+    """The parts that the ranks of `group` hold, joined along the dimension along which these are not alike."""
+    own, parts = tensor.storage, _regions(tensor.storage, group)
+    along_rows = all(part.cols == parts[0].cols for part in parts)
+    whole = _joined(parts, ROWS if along_rows else COLS)
+    storage = QuantizedStorage(own.format, {}, whole, dtype=own.dtype)
+    for field in own.format.canonical.fields:
+        wires = gathered_wires(field, own.buffers[field.name], parts, group=group)
+        storage.buffers[field.name] = geometry.assemble(field, wires, parts, whole)
+    if along_rows:
+        storage.cut_dims = own.cut_dims - {ROWS}
+    else:
+        storage.cut_dims, storage.cut = own.cut_dims - {COLS}, _widened(own, whole.cols)
+        note_in_parts(storage, len(parts))
+    return tensor.like(storage, (len(parts) * tensor.shape[0], *tensor.shape[1:]))
+
+
+def _regions(own: QuantizedStorage, group: ProcessGroup) -> list[Region]:
+    """Of every rank's part. A part does not say over which dimension of a mesh it was cut how."""
+    rows, cols = own.region.rows, own.region.cols
+    mine = torch.tensor([[rows.start, len(rows), cols.start, len(cols)]], device=own.device)
+    spans: Any = collectives.all_gather(mine, group).tolist()
+    return [Region(Span(*each[:2]), Span(*each[2:])) for each in spans]
+
+
+def _joined(parts: Sequence[Region], dim: int) -> Region:
+    """The region of parts that follow each other along `dim`; raises ValueError where they do not."""
+    first, place = parts[0], parts[0].origin[dim]
+    for part in parts:
+        if part.shape[dim] and (part.origin[dim] != place or part.origin[1 - dim] != first.origin[1 - dim]):
+            raise ValueError(
+                f"the ranks have {list(parts)} of a matrix, which do not follow each other: they were quantized alone, "
+                "or cut over other ranks; te_dist.tensor_parallel.gather quantizes parts as the whole"
+            )
+        place += part.shape[dim]
+    span = Span(first.origin[dim], place - first.origin[dim])
+    return Region(span, first.cols) if dim == ROWS else Region(first.rows, span)
+
+
+def _widened(own: QuantizedStorage, cols: Span) -> Cut | None:
+    """How rows were cut of what is no part once columns are joined; None where they were not, or over one rank."""
+    cut = own.cut
+    if cut is None or cut.leaves_all(own.region):
+        return None
+    return Cut(Region(cut.region.rows, cols), torch.Size((*cut.shape[:-1], len(cols))))
+
+
+def gathered_wires(field: Field, buffer: Tensor, parts: Sequence[Region], *, group: ProcessGroup) -> list[Tensor]:
+    """The wire of `field` of every part, sent as bytes; shorter ones are filled up to the longest.
+
+    Of a group: of equally many members everywhere, whose regions are `parts`.
+    """
+    leading = buffer.shape[:-2]
+    own = geometry.compact(field, buffer, parts[group.rank()]).contiguous().view(-1).view(torch.uint8)
+    sizes = [leading.numel() * field.compact_bytes(part) for part in parts]
+    sent = functional.pad(own, (0, max(sizes) - own.numel()))
+    rows = collectives.all_gather(sent, group).view(group.size(), -1).unbind()
+    return [
+        row[:size].view(field.dtype).view(*leading, *field.compact_shape(part))
+        for row, size, part in zip(rows, sizes, parts, strict=True)
+    ]
+
+
+def note_in_parts(whole: QuantizedStorage, number: int) -> None:
+    """Remembers that `whole` goes about as so many equal parts, one after the other."""
+    _IN_PARTS[whole] = number
+
+
+def taken_apart(tensor: Any) -> list[QuantizedTensor] | None:
+    """The parts that were gathered as `tensor`; None where it is something else."""
+    number = _IN_PARTS.get(tensor.storage)
+    if number is None:
+        return None
+    whole, length = tensor.storage, tensor.storage.shape[_SECOND] // number
+    parts = (note(whole.narrow(_SECOND, place * length, length), whole) for place in range(number))
+    return [tensor.like(part, part.shape) for part in parts]
+
+
+def whole_of(tensors: Sequence[Any], dim: int) -> QuantizedTensor | None:
+    """What was taken apart into just these; None where they are something else."""
+    parts = [tensor for tensor in tensors if isinstance(tensor, QuantizedTensor)]
+    if not parts or len(parts) < len(tensors) or dim % parts[0].dim() != _SECOND:
+        return None
+    wholes = [taken_from(part.storage) for part in parts]
+    whole = wholes[0]
+    if whole is None or _IN_PARTS.get(whole) != len(parts) or any(each is not whole for each in wholes):
+        return None
+    gathered = parts[0].like(whole, whole.shape)
+    if [part.storage.place for part in parts] != [part.storage.place for part in taken_apart(gathered) or ()]:
+        return None
+    return parts[0].like(whole.map(Tensor.clone), whole.shape)
