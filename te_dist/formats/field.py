@@ -8,6 +8,7 @@ to two GEMM directions. Every direction is an `Encoding`: an opaque codec and th
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -216,6 +217,12 @@ class Format:
     def canonical(self) -> Format:
         """The smallest format from which this one can be rebuilt: what is sharded, sent and saved."""
         return self.select(Direction.ROWWISE) if self.columnwise_is_derivable else self
+
+    def sufficient(self, present: Container[str]) -> tuple[Field, ...]:
+        """The canonical fields, if all of them are among those `present`; else all that are."""
+        canonical = self.canonical.fields
+        is_whole = all(field.name in present for field in canonical)
+        return canonical if is_whole else tuple(field for field in self.fields if field.name in present)
 
     def alignment(self, dim: int) -> int:
         """Logical `dim` may be cut at multiples of this only: 1 for most formats, as parts hold canonical fields."""

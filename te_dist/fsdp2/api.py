@@ -73,7 +73,9 @@ def fully_shard(
     for each in modules:
         check_quantized(each)
     _check_autograd(modules, ignored)
-    given = [(n, p) for each in modules for n, p in _own(each) if id(p) not in ignored]
+    # Of which module is said now: torch puts a class of its own in the place of each.
+    owned = [(n, p, type(each).__name__) for each in modules for n, p in _own(each) if id(p) not in ignored]
+    given = [(n, p) for n, p, _ in owned]
     _check_ties(given)
     _check_untaken(given)
     placed = kwargs.get("shard_placement_fn") or (lambda param: None)
@@ -90,12 +92,9 @@ def fully_shard(
         policy = kwargs.get("mp_policy")
         for each in modules:
             prepare_kernels(each, shards=shards, dtype=None if policy is None else policy.param_dtype)
-    exchanged = [
-        (f"{n} of {type(each).__name__}", p) for each in modules for n, p in _own(each) if id(p) not in ignored
-    ]
     torch_fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **kwargs)
-    for place, param in exchanged:
-        note_exchanged(param, place, _BY)
+    for name, param, unit in owned:
+        note_exchanged(param, f"{name} of {unit}", _BY)
     wrap = Wrap(weakref.ref(modules[0]), recompute)
     for each in modules:
         for _, param in _own_quantized(each):

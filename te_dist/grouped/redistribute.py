@@ -17,7 +17,7 @@ from te_dist.grouped.storage import GroupCut, GroupedStorage
 from te_dist.tensor import OPS as OF_MATRICES
 from te_dist.tensor import collectives
 from te_dist.tensor.rectangles import gathered_wires, note_in_parts
-from te_dist.tensor.redistribute import WAITS
+from te_dist.tensor.redistribute import WAITS, check_settled
 
 OPS.adopt(OF_MATRICES, torch.ops.aten.constant_pad_nd.default, *WAITS)
 OPS.adopt(OF_MATRICES, torch.ops.c10d.scatter_.default, torch.ops.c10d.broadcast_.default)
@@ -28,11 +28,7 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> GroupedTensor:
     """Members, or rows, of all ranks, put together from their canonical bytes; what is padding stays in name only."""
     tensor, world, name = args
     process, own = process_group(name), tensor.storage
-    if own.unsettled is not None:
-        raise RuntimeError(
-            "high-precision values were written into parts, each by its own scales, which are none of the whole; call "
-            "te_dist.fsdp2.settle(model) before gathering them"
-        )
+    check_settled(own)
     if own.cut is not None and own.cut.dim != MEMBERS:
         return _rows_of_all(tensor, own.cut, process)
     whole, longest = _whole(tensor, process)

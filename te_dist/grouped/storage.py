@@ -297,8 +297,7 @@ class GroupedStorage(QuantizedStorage):
     def narrow(self, dim: int, start: int, length: int) -> GroupedStorage:
         """A storage of its own for `length` members (dim 0), rows (1) or columns (2): canonical fields only."""
         group = self.uniform.narrow(dim, start, length)
-        canonical = self.format.canonical.fields
-        fields = canonical if all(f.name in self.buffers for f in canonical) else self.fields
+        fields = self.format.sufficient(self.buffers)
         if dim == MEMBERS:
             buffers = {f.name: self.buffers[f.name].narrow(0, start, length).clone() for f in fields}
         else:

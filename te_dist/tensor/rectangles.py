@@ -96,13 +96,18 @@ def note_in_parts(whole: QuantizedStorage, number: int) -> None:
     _IN_PARTS[whole] = number
 
 
+def _spans(whole: QuantizedStorage) -> list[tuple[int, int]]:
+    """(start, length) of each of the parts that `whole` goes about as."""
+    length = whole.shape[_SECOND] // _IN_PARTS[whole]
+    return [(number * length, length) for number in range(_IN_PARTS[whole])]
+
+
 def taken_apart(tensor: Any) -> list[QuantizedTensor] | None:
     """The parts that were gathered as `tensor`; None where it is something else."""
-    number = _IN_PARTS.get(tensor.storage)
-    if number is None:
+    whole = tensor.storage
+    if whole not in _IN_PARTS:
         return None
-    whole, length = tensor.storage, tensor.storage.shape[_SECOND] // number
-    parts = (note(whole.narrow(_SECOND, place * length, length), whole) for place in range(number))
+    parts = (note(whole.narrow(_SECOND, *span), whole) for span in _spans(whole))
     return [tensor.like(part, part.shape) for part in parts]
 
 
@@ -113,9 +118,8 @@ def whole_of(tensors: Sequence[Any], dim: int) -> QuantizedTensor | None:
         return None
     wholes = [taken_from(part.storage) for part in parts]
     whole = wholes[0]
-    if whole is None or _IN_PARTS.get(whole) != len(parts) or any(each is not whole for each in wholes):
+    if whole is None or whole not in _IN_PARTS or any(each is not whole for each in wholes):
         return None
-    gathered = parts[0].like(whole, whole.shape)
-    if [part.storage.place for part in parts] != [part.storage.place for part in taken_apart(gathered) or ()]:
+    if [part.storage.place for part in parts] != [whole.place.narrow(_SECOND, *span) for span in _spans(whole)]:
         return None
     return parts[0].like(whole.map(Tensor.clone), whole.shape)

@@ -29,11 +29,7 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     tensor, world, name = args
     group = process_group(name)
     own = tensor.storage
-    if own.unsettled is not None:
-        raise RuntimeError(
-            "high-precision values were written into parts, each by its own scales, which are none of the whole; call "
-            "te_dist.fsdp2.settle(model) before gathering them"
-        )
+    check_settled(own)
     if 1 in own.cut_dims:
         return rectangles.gather(tensor, group)
     cut = _undone_cut(own)
@@ -49,6 +45,15 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
                 field, rectangles.gathered_wires(field, buffer, parts, group=group), parts, whole
             )
     return tensor.like(storage, (world * tensor.shape[0], *tensor.shape[1:]))
+
+
+def check_settled(part: QuantizedStorage) -> None:
+    """Raises where a part has scales of its own, as after high-precision values were written into it."""
+    if part.unsettled is not None:
+        raise RuntimeError(
+            "high-precision values were written into parts, each by its own scales, which are none of the whole; call "
+            "te_dist.fsdp2.settle(model) before gathering them"
+        )
 
 
 def _undone_cut(own: QuantizedStorage) -> Cut | None:
@@ -142,7 +147,7 @@ def _broadcast(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
     """
     tensors, group, root, index, *rest = args
     is_source = dist.ProcessGroup.unbox(group).rank() == root
-    if is_placing() and not any(was_broadcast(tensor.storage) for tensor in tensors):
+    if is_placing() and not was_broadcast(tensors[0].storage):
         return tensors, _broadcast_bytes(tensors[0].storage, func, args[1:])
     plain = [_values(tensor, known=is_source) for tensor in tensors]
     for tensor in tensors:
@@ -159,8 +164,7 @@ def _broadcast(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
 def _broadcast_bytes(own: QuantizedStorage, func: Any, rest: Sequence[Any]) -> Any:
     """The canonical bytes of `own`, from the rank that has them; where they are its own a storage is left as it is."""
     group, root, index, _, *others = rest
-    canonical, region = own.format.canonical.fields, _region(own.place)
-    fields = canonical if all(field.name in own.buffers for field in canonical) else own.fields
+    fields, region = own.format.sufficient(own.buffers), _region(own.place)
     buffers, is_new, work = {field.name: own.buffers[field.name].clone() for field in fields}, False, None
     for field in fields:
         stored = geometry.compact(field, buffers[field.name], region)

@@ -238,7 +238,8 @@ class QuantizedStorage:
     def select(self, *directions: Direction) -> QuantizedStorage:
         """The same buffers, seen as a format of `directions` only."""
         part = self.format.select(*directions)
-        return self.holding({name: self.buffers[name] for d in directions for name in part[d].names}, part)
+        buffers = {name: self.buffers[name] for d in directions for name in part[d].names}
+        return self.holding(buffers, part)
 
     # -- values -------------------------------------------------------------------------------------------------
 
@@ -360,8 +361,7 @@ class QuantizedStorage:
     def narrow(self, dim: int, start: int, length: int) -> QuantizedStorage:
         """A storage of its own for `length` rows (dim 0) or columns (dim 1) from `start`: canonical fields only."""
         part = self.region.narrow(dim, start, length)
-        canonical = self.format.canonical.fields
-        fields = canonical if all(f.name in self.buffers for f in canonical) else self.fields
+        fields = self.format.sufficient(self.buffers)
         buffers = {f.name: geometry.narrow(f, self.buffers[f.name], self.region, part) for f in fields}
         narrowed = QuantizedStorage(self.format, buffers, part, dtype=self.dtype)
         narrowed.cut_dims = self.cut_dims | ({dim} if part != self.region else set())
