@@ -171,6 +171,11 @@ ATTRIBUTES = (
         parameters=("tensor", "mesh", "mesh_dim"),
     ),
     Private(
+        "torch.distributed.tensor.placement_types._StridedShard._split_tensor",
+        "where DTensor joins parts that do not lie side by side, which elsewhere become values; no op says what for",
+        parameters=("self", "tensor", "num_chunks"),
+    ),
+    Private(
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_all_gather",
         "hands all parameters of a unit to a collective in one buffer; the custom collectives that FSDP2 takes see the "
         "buffer only, and bytes are counted by parameter",

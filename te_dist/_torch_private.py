@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.distributed import _composable_state, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, _collective_utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import (
@@ -58,6 +60,7 @@ __all__ = [
     "is_dispatch_watched",
     "is_first_of_unit",
     "is_gathered",
+    "is_joining_pieces",
     "is_mutable",
     "is_placing",
     "is_traceable_wrapper_subclass",
@@ -78,6 +81,7 @@ __all__ = [
 
 TESTED = ("2.11", "2.13")
 _MESH_BROADCAST = inspect.unwrap(_collective_utils.mesh_broadcast).__code__
+_STRIDED_SPLIT = inspect.unwrap(_StridedShard._split_tensor).__code__
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch.compile and checkpoint_wrapper put into names
 
 
@@ -143,8 +147,18 @@ def is_autocast_anywhere() -> bool:
 
 def is_placing() -> bool:
     """Whether this is called where DTensor sends copies of a tensor along a mesh, as `distribute_tensor` does."""
+    return _is_inside(_MESH_BROADCAST)
+
+
+def is_joining_pieces() -> bool:
+    """Whether this is called where DTensor splits a tensor for a dimension that another one of a mesh cuts as well."""
+    return _is_inside(_STRIDED_SPLIT)
+
+
+def _is_inside(code: CodeType) -> bool:
+    """Whether this thread is inside of a call of the function that has this code."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not _MESH_BROADCAST:
+    while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame is not None
 

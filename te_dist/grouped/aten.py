@@ -15,7 +15,7 @@ from te_dist.grouped.storage import GroupCut, GroupedStorage, empty
 from te_dist.tensor import OPS as OF_MATRICES
 from te_dist.tensor import QuantizedTensor, aten_values, rectangles
 from te_dist.tensor.filling import fill
-from te_dist.tensor.parts import check_writable, note, note_broadcast, was_broadcast
+from te_dist.tensor.parts import check_writable, note, note_alike
 
 aten = torch.ops.aten
 
@@ -62,8 +62,7 @@ def _empty_like(func: Any, args: Any, kwargs: Any) -> GroupedTensor:
     device, dtype = kwargs.get("device") or tensor.device, kwargs.get("dtype") or tensor.dtype
     storage = empty(old.format, old.group, dtype=dtype, device=device, fields=old.fields)
     storage.cut, storage.cut_dims = old.cut, old.cut_dims
-    if was_broadcast(old):
-        note_broadcast(storage)
+    note_alike(storage, old)
     return tensor.like(storage, tensor.shape)
 
 

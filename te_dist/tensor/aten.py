@@ -14,7 +14,7 @@ from te_dist._torch_private import tree_map_only
 from te_dist.formats import geometry
 from te_dist.tensor import rectangles
 from te_dist.tensor.filling import fill
-from te_dist.tensor.parts import check_writable, note, note_broadcast, was_broadcast
+from te_dist.tensor.parts import check_writable, note, note_alike, was_broadcast
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
 from te_dist.tensor.storage import Cut, QuantizedStorage, empty
 
@@ -107,8 +107,7 @@ def _empty_like(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     device, dtype = kwargs.get("device") or tensor.device, kwargs.get("dtype") or tensor.dtype
     storage = empty(old.format, old.region, dtype=dtype, device=device, fields=old.fields)
     storage.cut, storage.cut_dims = old.cut, old.cut_dims
-    if was_broadcast(old):
-        note_broadcast(storage)
+    note_alike(storage, old)
     return tensor.like(storage, tensor.shape)
 
 

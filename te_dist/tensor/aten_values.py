@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from te_dist._torch_private import tree_leaves, tree_map_only
-from te_dist.tensor import rectangles
+from te_dist.tensor import pieces, rectangles
 from te_dist.tensor.parts import check_writable
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
 from te_dist.tensor.writes import master_of, note_master
@@ -94,10 +94,12 @@ def _read(func: Any, args: Any, kwargs: Any) -> Any:
 
 @OPS.implements(aten.cat.default)
 def _cat(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """On the dequantized values; of all columns that DTensor has gathered, the whole in bytes."""
+    """On the dequantized values; what DTensor joins on its way to other ranks or from them stays bytes."""
     tensors, dim = (*args, kwargs.get("dim", 0))[:2]
-    whole = rectangles.whole_of(tensors, dim)
-    return _read(func, args, kwargs) if whole is None else whole
+    for joined in (rectangles.whole_of, pieces.joined):
+        if (found := joined(tensors, dim)) is not None:
+            return found
+    return _read(func, args, kwargs)
 
 
 @OPS.implements(*overloads(FRESH))

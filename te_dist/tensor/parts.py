@@ -13,6 +13,7 @@ takes a copy: its other bytes belong to the scale of before, and those of the sh
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,6 +43,7 @@ class Reader(Protocol):
 _READERS: weakref.WeakKeyDictionary[Any, weakref.ref[Reader]] = weakref.WeakKeyDictionary()
 _BROADCAST: weakref.WeakSet[QuantizedStorage] = weakref.WeakSet()
 _ORIGINS: weakref.WeakKeyDictionary[QuantizedStorage, _Origin] = weakref.WeakKeyDictionary()
+_BESIDE: weakref.WeakKeyDictionary[QuantizedStorage, list[tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 
 
 def note(part: QuantizedStorage, whole: QuantizedStorage) -> QuantizedStorage:
@@ -98,6 +100,25 @@ def was_broadcast(part: QuantizedStorage) -> bool:
     """Whether that holds for a storage, or for what it was taken out of."""
     origin = _ORIGINS.get(part)
     return part in _BROADCAST or (origin is not None and origin.whole() in _BROADCAST)
+
+
+def note_beside(parts: Sequence[QuantizedStorage]) -> None:
+    """Remembers where parts that ranks are going to hold side by side lie: no cut of one whole says so."""
+    places = [(part.place, part.cut) for part in parts]
+    _BESIDE.update((part, places) for part in parts)
+
+
+def lying_beside(part: QuantizedStorage) -> list[tuple[Any, Any]] | None:
+    """(place, cut) of the part of every rank, in order, as `note_beside` was told; None for other parts."""
+    return _BESIDE.get(part)
+
+
+def note_alike(blank: QuantizedStorage, like: QuantizedStorage) -> None:
+    """Remembers of what will hold another rank's values what is known of `like`, which is here in their place."""
+    if was_broadcast(like):
+        note_broadcast(blank)
+    if like in _BESIDE:
+        _BESIDE[blank] = _BESIDE[like]
 
 
 def check_writable(tensor: Any) -> None:

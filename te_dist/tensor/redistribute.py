@@ -14,7 +14,7 @@ from torch.nn import functional
 from te_dist._torch_private import is_placing, process_group
 from te_dist.formats import Field, Group, Region, Span, geometry
 from te_dist.tensor import rectangles
-from te_dist.tensor.parts import before_writing, note_broadcast, was_broadcast
+from te_dist.tensor.parts import before_writing, lying_beside, note_broadcast, was_broadcast
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
 from te_dist.tensor.storage import Cut, QuantizedStorage
 
@@ -90,8 +90,10 @@ def _scatter(func: Any, args: Any, kwargs: Any) -> tuple[list[QuantizedTensor], 
     outputs, inputs, boxed, root, *rest = args
     own, group, work = outputs[0].storage, dist.ProcessGroup.unbox(boxed), None
     parts = _parts_from(own, group.size())
-    if own.place != parts[group.rank()]:
-        own.become(parts[group.rank()])  # DTensor asks on every rank for what the first one gets
+    place, cut = parts[group.rank()]
+    if own.place != place:
+        own.become(place)  # DTensor asks on every rank for what the first one gets
+    own.cut = cut
     if was_broadcast(own):
         values = torch.empty(outputs[0].shape, dtype=outputs[0].dtype, device=own.device)
         padded = [[_padded(tensor) for tensor in inputs[0]]] if inputs else []
@@ -100,7 +102,7 @@ def _scatter(func: Any, args: Any, kwargs: Any) -> tuple[list[QuantizedTensor], 
         own.quantize_(values.view(-1)[: torch.Size(own.shape).numel()].view(own.shape))
         return outputs, work
     for field in own.fields:
-        widest = max(_nbytes(field, part) for part in parts)
+        widest = max(_nbytes(field, each) for each, _ in parts)
         received = torch.empty(widest, dtype=torch.uint8, device=own.device)
         sent = [[_flat(field, tensor.storage, widest) for tensor in inputs[0]]] if inputs else []
         _, work = func([received], sent, boxed, root, True, *rest[1:])
@@ -110,13 +112,15 @@ def _scatter(func: Any, args: Any, kwargs: Any) -> tuple[list[QuantizedTensor], 
     return outputs, work
 
 
-def _parts_from(first: QuantizedStorage, world: int) -> Sequence[Any]:
-    """Places of all ranks' parts; of columns, which do not know what they were cut from, `first` is the first."""
+def _parts_from(first: QuantizedStorage, world: int) -> Sequence[tuple[Any, Any]]:
+    """(place, cut) of all ranks' parts; of columns, which do not know what they were cut from, `first` is the first."""
+    if (beside := lying_beside(first)) is not None:
+        return beside
     if first.cut is not None:
-        return first.cut.parts(world)
+        return [(place, first.cut) for place in first.cut.parts(world)]
     place, cols = first.place, _region(first.place).cols
     regions = [Region(_region(place).rows, Span(cols.start + i * len(cols), len(cols))) for i in range(world)]
-    return [Group(place.members, region) if isinstance(place, Group) else region for region in regions]
+    return [(Group(place.members, region) if isinstance(place, Group) else region, None) for region in regions]
 
 
 def _padded(tensor: QuantizedTensor) -> Tensor:

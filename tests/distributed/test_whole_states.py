@@ -9,8 +9,11 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
+import te_dist as te
 from te_dist import fsdp2, testing
+from te_dist.nn.moe import ExpertParallel, MoE, Routing
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 from te_dist.tensor_parallel import ColumnParallel, RowParallel
@@ -114,3 +117,50 @@ def check_rows_of_members(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_whole_group_is_had_where_rows_of_its_members_are_cut(ranks, world: int) -> None:
     ranks(world).run(check_rows_of_members)
+
+
+def check_cut_twice(rank: int, world: int, recipe: str, ep: int) -> None:
+    """FSDP2 cuts the rows, and the experts, that other ranks have parts of already: a rank's parts lie apart."""
+    grid, options = testing.mesh((world // ep, ep), ("dp", "tp")), StateDictOptions(full_state_dict=True)
+    with te.quantized_model_init(recipe=RECIPES[recipe]):
+        cases = (
+            (lambda: make_layer(RECIPES[recipe], quantized=True), {"gate": ColumnParallel(), "up": ColumnParallel()}),
+            (lambda: MoE(64, 64, Routing(num_experts=8, top_k=1)), ExpertParallel()),
+        )
+        for build, plan in cases:
+            source, layer = (build().to(testing.device()) for _ in range(2))
+            with torch.no_grad():
+                for param in layer.parameters():
+                    param.fill_(1.0)
+            parallelize_module(layer, grid["tp"], plan)
+            fsdp2.fully_shard(getattr(layer, "experts", layer), mesh=grid["dp"])
+            set_model_state_dict(layer, dict(source.state_dict()), options=options)
+            got, want = get_model_state_dict(layer, options=options), source.state_dict()
+            assert got.keys() == want.keys()
+            for name, param in layer.named_parameters():
+                assert not is_quantized(param) or local_tensor(param).storage.unsettled is None, name
+                assert_same_bytes(got[name], want[name], name)
+            cut_twice = [param for param in layer.parameters() if is_quantized(param) and is_cut_twice(param)]
+            assert len(cut_twice) == 2  # noqa: PLR2004
+
+
+def is_cut_twice(param: torch.Tensor) -> bool:
+    return any(isinstance(placement, _StridedShard) for placement in param.placements)
+
+
+def is_quantized(param: torch.Tensor) -> bool:
+    return isinstance(local_tensor(param), QuantizedTensor)
+
+
+def assert_same_bytes(got: torch.Tensor, want: torch.Tensor, name: str) -> None:
+    if not isinstance(want, QuantizedTensor):
+        return assert_bitwise(got, want, name)
+    assert isinstance(got, QuantizedTensor), name
+    for field, buffer in got.storage.buffers.items():
+        assert_bitwise(buffer, want.storage.buffers[field], f"{name}.{field}")
+
+
+@pytest.mark.parametrize("recipe", ["current", "block", "mx", "nv", "hybrid"])
+@pytest.mark.parametrize(("world", "ep"), [(2, 2), (4, 2), (4, 4)])
+def test_a_whole_state_is_loaded_where_a_dimension_is_cut_twice(ranks, world: int, ep: int, recipe: str) -> None:
+    ranks(world).run(check_cut_twice, recipe, ep)

@@ -74,14 +74,24 @@ def materialize_hybrid(formats: Formats) -> None:
     materialize_after(formats, over(2, 2, names=("rep", "shard")))
 
 
-@situation("wrapped on meta, then `materialize`: with tensor parallelism", STARTS, world=4)
-def materialize_parallel(formats: Formats) -> None:
-    mesh, model = over(2, 2, names=("dp", "tp")), on_meta(formats)
+def in_parallel(model: Net, mesh: DeviceMesh) -> Net:
+    """Maps over the ranks of `tp`, units over those of `dp`."""
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColumnParallel(), "down": RowParallel()})
-    wrap(model, mesh["dp"])
+    return wrap(model, mesh["dp"])
+
+
+def follow_in_parallel(sharded: Net, alone: Net, mesh: DeviceMesh) -> None:
+    fsdp2.check(sharded)
+    Beside(sharded, alone, mesh["dp"].size(), mesh.get_local_rank("dp"), is_exact=False).follow(1)
+
+
+@situation("wrapped on meta, then `materialize`: with tensor parallelism", STARTS, world=4)
+def materialize_parallel(formats: Formats) -> None:
+    mesh = over(2, 2, names=("dp", "tp"))
+    model = in_parallel(on_meta(formats), mesh)
     fsdp2.materialize(model, device=testing.device(), seed=SEED)
-    Beside(model, materialized(formats), 2, mesh.get_local_rank("dp"), is_exact=False).follow(1)
+    follow_in_parallel(model, materialized(formats), mesh)
 
 
 @situation("made on the CPU, then wrapped", STARTS)
@@ -172,6 +182,14 @@ def set_whole_bytes(formats: Formats) -> None:
     options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(model, get_model_state_dict(source, options=options), options=options)
     follow(model, net(formats))
+
+
+@situation("whole state dicts of quantized tensors: with tensor parallelism", STARTS, world=4)
+def set_whole_bytes_parallel(formats: Formats) -> None:
+    mesh, options = over(2, 2, names=("dp", "tp")), StateDictOptions(full_state_dict=True)
+    source, model = in_parallel(net(formats), mesh), in_parallel(materialized(formats), mesh)
+    set_model_state_dict(model, get_model_state_dict(source, options=options), options=options)
+    follow_in_parallel(model, net(formats), mesh)
 
 
 @situation("`preserve_high_precision_init_val`", STARTS)
