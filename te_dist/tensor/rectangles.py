@@ -28,11 +28,10 @@ _SECOND = 1  # nominal dimension along which parts are taken out: columns of a m
 _IN_PARTS: weakref.WeakKeyDictionary[QuantizedStorage, int] = weakref.WeakKeyDictionary()  # how many
 
 
-def gather(tensor: QuantizedTensor, group: ProcessGroup) -> QuantizedTensor:
-    """The parts that the ranks of `group` hold, joined along the dimension along which these are not alike."""
-    own, parts = tensor.storage, _regions(tensor.storage, group)
-    along_rows = all(part.cols == parts[0].cols for part in parts)
-    whole = _joined(parts, ROWS if along_rows else COLS)
+def gather(tensor: QuantizedTensor, parts: Sequence[Region], group: ProcessGroup) -> QuantizedTensor:
+    """The `parts` that the ranks of `group` hold, joined along the dimension along which these are not alike."""
+    own, along_rows = tensor.storage, all(part.cols == parts[0].cols for part in parts)
+    whole = joined(parts, ROWS if along_rows else COLS)
     storage = QuantizedStorage(own.format, {}, whole, dtype=own.dtype)
     for field in own.format.canonical.fields:
         wires = gathered_wires(field, own.buffers[field.name], parts, group=group)
@@ -45,7 +44,7 @@ def gather(tensor: QuantizedTensor, group: ProcessGroup) -> QuantizedTensor:
     return tensor.like(storage, (len(parts) * tensor.shape[0], *tensor.shape[1:]))
 
 
-def _regions(own: QuantizedStorage, group: ProcessGroup) -> list[Region]:
+def regions(own: QuantizedStorage, group: ProcessGroup) -> list[Region]:
     """Of every rank's part. A part does not say over which dimension of a mesh it was cut how."""
     rows, cols = own.region.rows, own.region.cols
     mine = torch.tensor([[rows.start, len(rows), cols.start, len(cols)]], device=own.device)
@@ -53,7 +52,7 @@ def _regions(own: QuantizedStorage, group: ProcessGroup) -> list[Region]:
     return [Region(Span(*each[:2]), Span(*each[2:])) for each in spans]
 
 
-def _joined(parts: Sequence[Region], dim: int) -> Region:
+def joined(parts: Sequence[Region], dim: int) -> Region:
     """The region of parts that follow each other along `dim`; raises ValueError where they do not."""
     first, place = parts[0], parts[0].origin[dim]
     for part in parts:

@@ -30,10 +30,10 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     group = process_group(name)
     own = tensor.storage
     check_settled(own)
-    if 1 in own.cut_dims:
-        return rectangles.gather(tensor, group)
-    cut = _undone_cut(own)
-    whole, parts = _regions(own, cut, group.rank(), world)
+    parts = rectangles.regions(own, group)
+    if 1 in own.cut_dims or any(part.cols != parts[0].cols for part in parts):
+        return rectangles.gather(tensor, parts, group)
+    whole, cut = rectangles.joined(parts, rectangles.ROWS), _undone_cut(own)
     storage = QuantizedStorage(own.format, {}, whole, dtype=own.dtype)
     storage.cut_dims = frozenset({0}) if cut is not None and cut.of_part else frozenset()
     for field in own.format.canonical.fields:
@@ -63,22 +63,6 @@ def _undone_cut(own: QuantizedStorage) -> Cut | None:
     """
     cut = own.cut
     return None if cut is not None and cut.of_part and cut.leaves_all(own.region) else cut
-
-
-def _regions(own: QuantizedStorage, cut: Cut | None, rank: int, world: int) -> tuple[Region, tuple[Region, ...]]:
-    """The region that `world` ranks hold together, and that of every rank: as it was cut, else equal parts."""
-    if cut is not None:
-        whole, parts = cut.region, cut.parts(world)
-    else:
-        rows = own.region.rows
-        whole = Region(Span(max(rows.start - rank * len(rows), 0), world * len(rows)), own.region.cols)
-        parts = whole.chunk(world)
-    if parts[rank] != own.region:
-        raise ValueError(
-            f"rank {rank} has {own.region} of a whole, no part {rank} of {world}, which is {parts[rank]}: it was "
-            "quantized alone, or cut over other ranks; te_dist.tensor_parallel.gather quantizes parts as the whole"
-        )
-    return whole, parts
 
 
 @OPS.implements(torch.ops.c10d.scatter_.default)

@@ -7,14 +7,14 @@ import importlib
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import te_dist as te
 from te_dist import fsdp2, testing
 from te_dist.nn.moe import ExpertParallel, MoE, Routing
-from te_dist.tensor import QuantizedTensor
+from te_dist.tensor import QuantizedTensor, quantize
 from te_dist.tensor.placement import local_tensor
 from te_dist.tensor_parallel import ColumnParallel, RowParallel
 from te_dist.testing import assert_bitwise
@@ -164,3 +164,45 @@ def assert_same_bytes(got: torch.Tensor, want: torch.Tensor, name: str) -> None:
 @pytest.mark.parametrize(("world", "ep"), [(2, 2), (4, 2), (4, 4)])
 def test_a_whole_state_is_loaded_where_a_dimension_is_cut_twice(ranks, world: int, ep: int, recipe: str) -> None:
     ranks(world).run(check_cut_twice, recipe, ep)
+
+
+CUTS = {
+    "strided": (_StridedShard(0, split_factor=2), Shard(0)),
+    "rows": (Shard(0), Shard(0)),
+    "columns": (Shard(1), Shard(1)),
+    "rows, columns": (Shard(0), Shard(1)),
+    "columns, rows": (Shard(1), Shard(0)),
+}
+
+
+def check_distributed(rank: int, world: int, cut: str) -> None:
+    """From the first rank, out of what every rank has, and out of copies: the part is that of the whole."""
+    grid, placements = testing.mesh((2, 2), ("dp", "tp")), CUTS[cut]
+    rows, cols = (part_along(dim, placements, *grid.get_coordinate()) for dim in (0, 1))
+    for name, format in FORMATS.items():
+        whole = quantize(random_matrix(256, 256, 1).to(testing.device()), format)
+        want = whole[rows][:, cols]
+        copies = DTensor.from_local(whole, grid, [Replicate(), Replicate()])
+        for placed in (
+            distribute_tensor(whole, grid, placements),
+            distribute_tensor(whole, grid, placements, src_data_rank=None),
+            copies.redistribute(placements=placements),
+        ):
+            assert local_tensor(placed).storage.region == want.storage.region, name
+            assert_same_bytes(local_tensor(placed), want, f"{name}, rank {rank}")
+            assert_same_bytes(placed.full_tensor(), whole, f"{name}, whole")
+
+
+def part_along(dim: int, placements, dp: int, tp: int) -> slice:
+    """Of 256, what the rank at this place of a 2 x 2 mesh has."""
+    by_dp, by_tp = (placement.dim == dim for placement in placements)
+    if by_dp and by_tp:
+        at = 2 * tp + dp if isinstance(placements[0], _StridedShard) else 2 * dp + tp
+        return slice(64 * at, 64 * at + 64)
+    at = dp if by_dp else tp
+    return slice(128 * at, 128 * at + 128) if by_dp or by_tp else slice(0, 256)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_whole_tensor_is_placed_and_gathered_in_bytes(ranks, cut: str) -> None:
+    ranks(4).run(check_distributed, cut)
