@@ -15,7 +15,7 @@ from te_dist.grouped.storage import GroupCut, GroupedStorage, empty
 from te_dist.tensor import OPS as OF_MATRICES
 from te_dist.tensor import QuantizedTensor, aten_values, rectangles
 from te_dist.tensor.filling import fill
-from te_dist.tensor.parts import check_writable, note, note_alike
+from te_dist.tensor.parts import check_writable, is_same_part, note, note_alike
 
 aten = torch.ops.aten
 
@@ -167,7 +167,7 @@ def _holds_bytes_of(src: GroupedStorage, dst: GroupedStorage) -> bool:
     if src.shape != dst.shape:
         return False
     if dst.may_share_scales():
-        return src.region == dst.region and src.cut == dst.cut and src.cut_dims == dst.cut_dims
+        return is_same_part(src, dst)
     return all(src.region.phase(f.tile) == dst.region.phase(f.tile) for f in src.format.fields)
 
 

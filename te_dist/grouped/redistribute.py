@@ -16,8 +16,8 @@ from te_dist.grouped.grouped_tensor import OPS, GroupedTensor
 from te_dist.grouped.storage import GroupCut, GroupedStorage
 from te_dist.tensor import OPS as OF_MATRICES
 from te_dist.tensor import collectives
-from te_dist.tensor.rectangles import gathered_wires, note_in_parts
-from te_dist.tensor.redistribute import WAITS, check_settled
+from te_dist.tensor.rectangles import gathered_wires, note_in_parts, of_all, regions
+from te_dist.tensor.redistribute import WAITS
 
 OPS.adopt(OF_MATRICES, torch.ops.aten.constant_pad_nd.default, *WAITS)
 OPS.adopt(OF_MATRICES, torch.ops.c10d.scatter_.default, torch.ops.c10d.broadcast_.default)
@@ -28,7 +28,6 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> GroupedTensor:
     """Members, or rows, of all ranks, put together from their canonical bytes; what is padding stays in name only."""
     tensor, world, name = args
     process, own = process_group(name), tensor.storage
-    check_settled(own)
     if own.cut is not None and own.cut.dim != MEMBERS:
         return _rows_of_all(tensor, own.cut, process)
     whole, longest = _whole(tensor, process)
@@ -45,19 +44,18 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> GroupedTensor:
 
 def _rows_of_all(tensor: GroupedTensor, cut: GroupCut, process: ProcessGroup) -> GroupedTensor:
     """Rows of every member, see [Note: What is gathered along another dimension]."""
-    own, rank = tensor.storage, process.rank()
-    whole, parts = cut.place, cut.parts(process.size())
-    if parts[rank] != own.place:
+    own, found = tensor.storage, regions(tensor.storage, process)
+    whole, parts = cut.place, [part.region for part in cut.parts(process.size())]
+    if found != parts:
         raise ValueError(
-            f"rank {rank} has {own.place} of a group, no part {rank} of {len(parts)}, which is {parts[rank]}: rows "
-            "were cut over other ranks than these"
+            f"the ranks have {found} of the members of a group, wanted {parts}: rows were cut over other ranks than "
+            "these"
         )
     storage = GroupedStorage(own.format, {}, whole, dtype=own.dtype)
     storage.cut_dims = own.cut_dims - {ROWS - 1}
-    regions = [part.region for part in parts]
     for field in own.format.canonical.fields:
-        wires = gathered_wires(field, own.buffers[field.name], regions, group=process)
-        storage.buffers[field.name] = geometry.assemble(field, wires, regions, whole.region)
+        wires = gathered_wires(field, own.buffers[field.name], parts, group=process)
+        storage.buffers[field.name] = geometry.assemble(field, wires, parts, whole.region)
     note_in_parts(storage, len(parts))
     return tensor.like(storage, (len(parts) * tensor.shape[0], *tensor.shape[1:]))
 
@@ -70,12 +68,11 @@ def _whole(tensor: GroupedTensor, process: ProcessGroup) -> tuple[Group, int]:
     """
     own = tensor.storage
     mine = own.uniform.members
-    spans = torch.tensor([[mine.start, len(mine)]], device=tensor.device)
-    (start, *_), lengths = collectives.all_gather(spans, process).T.tolist()
+    (start, *_), lengths = zip(*of_all(own, (mine.start, len(mine)), process), strict=True)
     longest, total = max(lengths), sum(lengths)
-    if lengths != [min(longest, max(total - rank * longest, 0)) for rank in range(len(lengths))]:
+    if list(lengths) != [min(longest, max(total - rank * longest, 0)) for rank in range(len(lengths))]:
         raise ValueError(
-            f"the ranks have {lengths} members of a group, wanted as many on each as on the first, until there are no "
-            "more; cut the whole group over them"
+            f"the ranks have {list(lengths)} members of a group, wanted as many on each as on the first, until there "
+            "are no more; cut the whole group over them"
         )
     return Group(Span(start, total), own.region), longest

@@ -56,6 +56,10 @@ class GroupCut:
         """Every shard, in rank order."""
         return self.group.chunk(self.dim, num_shards)
 
+    def leaves_all(self, shard: Group) -> bool:
+        """Whether the cut was over one rank, so that `shard` is all there was."""
+        return shard == self.group and self.is_of_several
+
 
 class GroupedStorage(QuantizedStorage):
     """Quantized matrices of one format.

@@ -1,9 +1,10 @@
 """Quantized tensors: storages that own bytes, and tensors that stand for their values."""
 
 from te_dist.tensor import aten, aten_values, redistribute  # noqa: F401  (they fill the op table)
+from te_dist.tensor.cut import Cut
 from te_dist.tensor.grouped_rows import GroupedRows, empty_rows
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor, quantize
-from te_dist.tensor.storage import Amaxes, Cut, QuantizedStorage, as_matrix, empty, find_amaxes
+from te_dist.tensor.storage import Amaxes, QuantizedStorage, as_matrix, empty, find_amaxes
 
 __all__ = [
     "OPS",

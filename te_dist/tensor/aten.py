@@ -13,10 +13,11 @@ from torch import Tensor
 from te_dist._torch_private import tree_map_only
 from te_dist.formats import geometry
 from te_dist.tensor import rectangles
+from te_dist.tensor.cut import Cut
 from te_dist.tensor.filling import fill
-from te_dist.tensor.parts import check_writable, note, note_alike, was_broadcast
+from te_dist.tensor.parts import check_writable, is_same_part, note, note_alike
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
-from te_dist.tensor.storage import Cut, QuantizedStorage, empty
+from te_dist.tensor.storage import QuantizedStorage, empty
 
 aten = torch.ops.aten
 
@@ -267,22 +268,12 @@ def _holds_bytes_of(src: QuantizedStorage, dst: QuantizedStorage) -> bool:
     """Whether the bytes of `src` can be those of `dst`, of the same format; the same answer on all ranks.
 
     Both regions have to meet their tiles alike. A part that shares scales with others takes the bytes of the same part
-    only: those of a matrix that was quantized alone would leave every rank with a scale of its own. (Columns that are
-    cut out of a row shard keep no cut; those of what was broadcast are values on other ranks.)
+    only: those of a matrix that was quantized alone would leave every rank with a scale of its own.
     """
     if dst.may_share_scales():
-        is_same_cut = src.cut == dst.cut and src.cut_dims == dst.cut_dims
-        is_column_part = 1 in src.cut_dims and _dims_cut(src) == _dims_cut(dst) and not was_broadcast(src)
-        return src.region == dst.region and (is_same_cut or is_column_part)
+        return is_same_part(src, dst)
     same_tiles = all(src.region.phase(f.tile) == dst.region.phase(f.tile) for f in src.format.fields)
     return src.shape == dst.shape and same_tiles
-
-
-def _dims_cut(storage: QuantizedStorage) -> frozenset[int]:
-    """Dimensions along which it is a part of a larger matrix."""
-    cut = storage.cut
-    is_row_shard = isinstance(cut, Cut) and not cut.leaves_all(storage.region)
-    return storage.cut_dims | {0} if is_row_shard else storage.cut_dims
 
 
 @OPS.implements(aten.equal.default)

@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor
 
 from te_dist.formats import Field, Group, Region, geometry
 from te_dist.tensor import placement
+from te_dist.tensor.cut import Cut
 from te_dist.tensor.parts import before_writing, check_writable, filled_as, filled_by, note_filled
-from te_dist.tensor.storage import Cut, QuantizedStorage, empty
+from te_dist.tensor.storage import QuantizedStorage, empty
 
 
 @dataclass

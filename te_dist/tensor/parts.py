@@ -102,6 +102,21 @@ def was_broadcast(part: QuantizedStorage) -> bool:
     return part in _BROADCAST or (origin is not None and origin.whole() in _BROADCAST)
 
 
+def is_same_part(a: QuantizedStorage, b: QuantizedStorage) -> bool:
+    """Whether both hold the same part of a matrix, or of each member of a group, or all of it; the same on all ranks.
+
+    It does not matter by which ways of cutting they came to it. A part of what was broadcast is values on other ranks.
+    """
+    return a.region == b.region and _dims_cut(a) == _dims_cut(b) and not was_broadcast(a)
+
+
+def _dims_cut(storage: QuantizedStorage) -> frozenset[int]:
+    """Dimensions (0: rows, 1: columns) along which other parts of the matrices lie elsewhere."""
+    cut = storage.cut
+    is_row_shard = cut is not None and cut.dim == storage.matrix_dim and not cut.leaves_all(storage.place)
+    return storage.cut_dims | {0} if is_row_shard else storage.cut_dims
+
+
 def note_beside(parts: Sequence[QuantizedStorage]) -> None:
     """Remembers where parts that ranks are going to hold side by side lie: no cut of one whole says so."""
     places = [(part.place, part.cut) for part in parts]

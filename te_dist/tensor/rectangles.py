@@ -19,9 +19,10 @@ from torch.nn import functional
 
 from te_dist.formats import Field, Region, Span, geometry
 from te_dist.tensor import collectives
+from te_dist.tensor.cut import Cut
 from te_dist.tensor.parts import note, taken_from
 from te_dist.tensor.quantized_tensor import QuantizedTensor
-from te_dist.tensor.storage import Cut, QuantizedStorage
+from te_dist.tensor.storage import QuantizedStorage
 
 ROWS, COLS = 0, 1
 _SECOND = 1  # nominal dimension along which parts are taken out: columns of a matrix, rows of a group
@@ -45,11 +46,28 @@ def gather(tensor: QuantizedTensor, parts: Sequence[Region], group: ProcessGroup
 
 
 def regions(own: QuantizedStorage, group: ProcessGroup) -> list[Region]:
-    """Of every rank's part. A part does not say over which dimension of a mesh it was cut how."""
+    """Of every rank's part. A part does not say over which dimension of a mesh it was cut how. Raises as `of_all`."""
     rows, cols = own.region.rows, own.region.cols
-    mine = torch.tensor([[rows.start, len(rows), cols.start, len(cols)]], device=own.device)
-    spans: Any = collectives.all_gather(mine, group).tolist()
+    spans = of_all(own, (rows.start, len(rows), cols.start, len(cols)), group)
     return [Region(Span(*each[:2]), Span(*each[2:])) for each in spans]
+
+
+def of_all(own: QuantizedStorage, numbers: Sequence[int], group: ProcessGroup) -> list[list[int]]:
+    """`numbers` of every rank, before parts are gathered.
+
+    Raises:
+        RuntimeError: on all ranks, where a part has scales of its own, as after high-precision values were written into
+            it.
+    """
+    mine = torch.tensor([[*numbers, own.unsettled is not None]], device=own.device)
+    everyones: Any = collectives.all_gather(mine, group).tolist()
+    unsettled = [rank for rank, (*_, is_unsettled) in enumerate(everyones) if is_unsettled]
+    if unsettled:
+        raise RuntimeError(
+            f"high-precision values were written into the parts of ranks {unsettled} of {group.size()}, each by its "
+            "own scales, which are none of the whole; call te_dist.fsdp2.settle(model) before gathering them"
+        )
+    return [each for *each, _ in everyones]
 
 
 def joined(parts: Sequence[Region], dim: int) -> Region:

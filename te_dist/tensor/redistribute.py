@@ -14,9 +14,10 @@ from torch.nn import functional
 from te_dist._torch_private import is_placing, process_group
 from te_dist.formats import Field, Group, Region, Span, geometry
 from te_dist.tensor import rectangles
+from te_dist.tensor.cut import Cut
 from te_dist.tensor.parts import before_writing, lying_beside, note_broadcast, was_broadcast
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
-from te_dist.tensor.storage import Cut, QuantizedStorage
+from te_dist.tensor.storage import QuantizedStorage
 
 WAITS = [torch.ops._c10d_functional.wait_tensor.default]
 if hasattr(torch.ops._c10d_functional, "_wrap_tensor_autograd"):  # later than torch 2.11
@@ -29,7 +30,6 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     tensor, world, name = args
     group = process_group(name)
     own = tensor.storage
-    check_settled(own)
     parts = rectangles.regions(own, group)
     if 1 in own.cut_dims or any(part.cols != parts[0].cols for part in parts):
         return rectangles.gather(tensor, parts, group)
@@ -45,15 +45,6 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
                 field, rectangles.gathered_wires(field, buffer, parts, group=group), parts, whole
             )
     return tensor.like(storage, (world * tensor.shape[0], *tensor.shape[1:]))
-
-
-def check_settled(part: QuantizedStorage) -> None:
-    """Raises where a part has scales of its own, as after high-precision values were written into it."""
-    if part.unsettled is not None:
-        raise RuntimeError(
-            "high-precision values were written into parts, each by its own scales, which are none of the whole; call "
-            "te_dist.fsdp2.settle(model) before gathering them"
-        )
 
 
 def _undone_cut(own: QuantizedStorage) -> Cut | None:

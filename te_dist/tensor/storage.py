@@ -7,7 +7,6 @@ bytes is written here once and derived from the format.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
@@ -18,49 +17,12 @@ from te_dist.codecs import Amax, Codec
 from te_dist.formats import Direction, Field, Format, Region, geometry
 from te_dist.ops.evaluate import values
 from te_dist.ops.source import Source
+from te_dist.tensor.cut import Cut
 from te_dist.tensor.writes import next_write
 
 Amaxes = Mapping[Codec, Amax]
 How = Literal["decode", "operand"]
 _NO_DIMS: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class Cut:
-    """What a row shard was cut from: enough to say where every other shard lies.
-
-    Attributes:
-        region: rows and columns of the tensor before the cut.
-        shape: its nominal shape; its first dimension was cut.
-        of_part: whether that tensor was itself a part of a larger matrix (tensor parallelism).
-    """
-
-    region: Region
-    shape: torch.Size
-    of_part: bool = False
-
-    @property
-    def unit(self) -> int:
-        """Matrix rows behind one index of the first dimension (more than one for stacked weights)."""
-        return len(self.region.rows) // self.shape[0] if self.shape[0] else 1
-
-    @property
-    def place(self) -> Region:
-        """Of the tensor before the cut."""
-        return self.region
-
-    @property
-    def is_of_several(self) -> bool:
-        """Whether there is more than one index along what was cut."""
-        return self.shape[0] > 1
-
-    def parts(self, num_shards: int) -> tuple[Region, ...]:
-        """Region of every shard, in rank order."""
-        return self.region.chunk(num_shards, self.unit)
-
-    def leaves_all(self, shard: Region) -> bool:
-        """Whether the cut was over one rank, so that `shard` is all there was."""
-        return shard == self.region and self.is_of_several
 
 
 class QuantizedStorage:

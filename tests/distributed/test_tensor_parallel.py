@@ -151,7 +151,7 @@ def check_redistribute(rank: int, world: int) -> None:
         assert isinstance(got, QuantizedTensor)
         assert_canonical(got.storage, whole.storage, name)
         fields = [f for f in format.canonical.fields if not f.is_shared(0)]
-        place = 4 * 8  # where a part lies, which all ranks compare first
+        place = 5 * 8  # where a part lies and whether it is settled, which all ranks compare first
         assert traffic.nbytes() == place + sum(f.compact_bytes(part.storage.region) for f in fields)
         assert_canonical(spread.full_tensor().storage, whole.storage, name)
 

@@ -53,6 +53,27 @@ def test_a_whole_state_of_quantized_tensors_is_loaded_into_replicas(ranks, how: 
     ranks(world).run(check_whole_state_of_replicas, how)
 
 
+def check_others_into_replicas(rank: int, world: int, how: str) -> None:
+    """From a model that is whole, and from one whose rows FSDP2 sharded over the same ranks."""
+    options = StateDictOptions(full_state_dict=True)
+    for name, format in FORMATS.items():
+        layer, source, sharded = (Layer(format, random_matrix(256, COLS, 1)).to(testing.device()) for _ in range(3))
+        fsdp2.fully_shard(sharded, mesh=testing.mesh((world,), ("dp",)))
+        REPLICAS[how](layer, world)
+        for state in (dict(source.state_dict()), get_model_state_dict(sharded, options=options)):
+            with torch.no_grad():
+                layer.weight.zero_()
+            set_model_state_dict(layer, state, options=options)
+            assert local_tensor(layer.weight).storage.unsettled is None, name
+            got = get_model_state_dict(layer, options=options)["weight"]
+            assert_same_bytes(got, source.weight.detach(), f"{name}, rank {rank}")
+
+
+@pytest.mark.parametrize(("how", "world"), [("replicate", 2), ("hsdp", 2), ("hsdp", 4)])
+def test_replicas_take_bytes_of_models_that_are_cut_otherwise(ranks, how: str, world: int) -> None:
+    ranks(world).run(check_others_into_replicas, how)
+
+
 def check_whole_weights(rank: int, world: int, recipe: str) -> None:
     """FSDP2 over one rank leaves parts of tensor parallelism as they are: their ranks alone have the whole."""
     grid = testing.mesh((1, world), ("dp", "tp"))
@@ -119,6 +140,24 @@ def test_a_whole_group_is_had_where_rows_of_its_members_are_cut(ranks, world: in
     ranks(world).run(check_rows_of_members)
 
 
+def check_written_by_one(rank: int, world: int) -> None:
+    """What only one rank has written all of them are told of, before anything is gathered."""
+    format = FORMATS["float8_tensorwise"]
+    layer, group = Layer(format, random_matrix(256, COLS, 1)), Experts(format, random_group(1, members=3))
+    rows = {"shard_placement_fn": lambda param: Shard(1)}
+    for module, how in ((layer, {}), (group, rows)):
+        fsdp2.fully_shard(module.to(testing.device()), mesh=testing.mesh((world,), ("dp",)), **how)
+        if rank == 1:
+            local = local_tensor(module.weight)
+            local.copy_(local.dequantize())
+        with pytest.raises(RuntimeError, match=r"parts of ranks \[1\] of 2.*settle"):
+            module.weight.full_tensor()
+
+
+def test_a_part_that_one_rank_has_written_is_refused_on_all(ranks) -> None:
+    ranks(2).run(check_written_by_one)
+
+
 def check_cut_twice(rank: int, world: int, recipe: str, ep: int) -> None:
     """FSDP2 cuts the rows, and the experts, that other ranks have parts of already: a rank's parts lie apart."""
     grid, options = testing.mesh((world // ep, ep), ("dp", "tp")), StateDictOptions(full_state_dict=True)
@@ -142,6 +181,37 @@ def check_cut_twice(rank: int, world: int, recipe: str, ep: int) -> None:
                 assert_same_bytes(got[name], want[name], name)
             cut_twice = [param for param in layer.parameters() if is_quantized(param) and is_cut_twice(param)]
             assert len(cut_twice) == 2  # noqa: PLR2004
+
+
+def check_without_fsdp(rank: int, world: int, recipe: str) -> None:
+    """Ranks of tensor and expert parallelism alone: nothing but `distribute_tensor` cuts what they load."""
+    over, options = testing.mesh((world,), ("tp",)), StateDictOptions(full_state_dict=True)
+    with te.quantized_model_init(recipe=RECIPES[recipe]):
+        cases = (
+            (
+                lambda: make_layer(RECIPES[recipe], quantized=True),
+                {"gate": ColumnParallel(), "up": ColumnParallel(), "down": RowParallel()},
+            ),
+            (lambda: MoE(64, 64, Routing(num_experts=8, top_k=1)), ExpertParallel()),
+        )
+        for build, plan in cases:
+            source, layer = (build().to(testing.device()) for _ in range(2))
+            with torch.no_grad():
+                for param in layer.parameters():
+                    param.fill_(1.0)
+            parallelize_module(layer, over, plan)
+            set_model_state_dict(layer, dict(source.state_dict()), options=options)
+            for name, param in layer.named_parameters():
+                assert not is_quantized(param) or local_tensor(param).storage.unsettled is None, name
+            got = get_model_state_dict(layer, options=options)
+            for name, want in source.state_dict().items():
+                assert_same_bytes(got[name], want, name)
+
+
+@pytest.mark.parametrize("recipe", ["current", "block", "mx", "nv", "hybrid"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_whole_state_is_loaded_where_nothing_but_a_layer_is_cut(ranks, world: int, recipe: str) -> None:
+    ranks(world).run(check_without_fsdp, recipe)
 
 
 def is_cut_twice(param: torch.Tensor) -> bool:
