@@ -24,7 +24,6 @@ from te_dist.checkpoints.part import Part
 from te_dist.conventions import Convention, names_a_scale
 from te_dist.formats import Field, Region
 from te_dist.grouped import GroupedStorage, first_member
-from te_dist.scaling.delayed import DelayedScalingState
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
@@ -69,7 +68,7 @@ def export_safetensors(
         optimizer: takes values from its masters, where it has them; otherwise from what quantized weights keep of the
             values that were quantized (`preserve_high_precision_init_val`); others are dequantized. Weights that were
             written otherwise since its last step are taken as they are.
-        dtype: of floating-point tensors in the files; their own by default.
+        dtype: of floating-point tensors in the files, float64, float32, bfloat16 or float16; their own by default.
         convention: store the bytes of quantized weights by it (`te_dist.conventions.FP8_BLOCK`) instead of values; of
             groups of matrices one by one, `weight` as `weight0`, `weight1` and so on.
 
@@ -163,6 +162,11 @@ def _entries(
 ) -> Iterator[_Entry]:
     if convention is not None and not isinstance(convention, Convention):
         raise CheckpointError(f"convention: got {convention!r}, wanted a Convention of te_dist.conventions")
+    if dtype is not None and dtype not in model_state.HIGH_PRECISION:
+        raise CheckpointError(
+            f"dtype: got {dtype}, wanted one of {model_state.dtype_names(model_state.HIGH_PRECISION)}, since codes of "
+            "others would have no scales; export_safetensors(convention=...) writes quantized weights with theirs"
+        )
     named = _untied(_values(model, model_state.named_tensors(model)))
     model_state.check_quantized(named)
     model_state.check_settled(named)
@@ -185,7 +189,7 @@ def _entries(
 
 def _values(model: nn.Module, named: Named) -> Named:
     """Without histories of delayed scaling, which no other program knows and the first steps make anew."""
-    histories = {id(b) for m in model.modules() if isinstance(m, DelayedScalingState) for b in m.buffers()}
+    histories = model_state.histories(model)
     return {name: tensor for name, tensor in named.items() if id(tensor) not in histories}
 
 

@@ -107,7 +107,8 @@ def _plan(path: Path, model: nn.Module, optimizer: Optimizer | None) -> _Plan:
         problems += optimizer_state.mismatches(optimizer, named, manifest, converted=converted)
     if problems:
         remedy = "load it into the model that was saved, or choose another checkpoint"
-        if not named.keys() <= manifest.model.keys():
+        histories = model_state.histories(model)
+        if any(id(tensor) in histories for name, tensor in named.items() if name not in manifest.model):
             remedy += "; where it has no histories of delayed scaling, te_dist.prepare makes them after loading"
         raise CheckpointError(f"cannot load {path}: {listed(problems)}; {remedy}")
     plan = _Plan(where, manifest, named, converted, packing, extra=extras.allocate(manifest.extra))

@@ -15,10 +15,11 @@ from te_dist.checkpoints.errors import CheckpointError, listed
 from te_dist.checkpoints.part import Part
 from te_dist.formats import Format, Region
 from te_dist.grouped import GroupedStorage, GroupedTensor, first_member
+from te_dist.scaling.delayed import DelayedScalingState
 from te_dist.tensor import QuantizedStorage, QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
-_HIGH_PRECISION = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+HIGH_PRECISION = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -92,10 +93,19 @@ def dtype_problems(name: str, dtype: torch.dtype, tensor: Tensor) -> list[str]:
     """
     is_quantized = isinstance(local_tensor(tensor), QuantizedTensor)
     takes_values = is_quantized or tensor.dtype.is_floating_point
-    if not takes_values or dtype in _HIGH_PRECISION or (dtype == tensor.dtype and not is_quantized):
+    if not takes_values or dtype in HIGH_PRECISION or (dtype == tensor.dtype and not is_quantized):
         return []
-    wanted = ", ".join(str(each)[6:] for each in _HIGH_PRECISION)
-    return [f"{name} has dtype {str(dtype)[6:]}, wanted one of {wanted}"]
+    return [f"{name} has dtype {str(dtype)[6:]}, wanted one of {dtype_names(HIGH_PRECISION)}"]
+
+
+def dtype_names(dtypes: Iterable[torch.dtype]) -> str:
+    """In a message."""
+    return ", ".join(str(each)[6:] for each in dtypes)
+
+
+def histories(model: nn.Module) -> set[int]:
+    """`id` of the buffers that are histories of delayed scaling."""
+    return {id(b) for m in model.modules() if isinstance(m, DelayedScalingState) for b in m.buffers()}
 
 
 def parts(name: str, tensor: Tensor) -> dict[str, Tensor]:

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from te_dist.fsdp2.check import not_gathered
 from te_dist.nn.module import QuantizedModule
 from te_dist.nn.options import InitMethod
+from te_dist.tensor import placement
 
 Kind = Literal["LayerNorm", "RMSNorm"]
 
@@ -29,9 +31,16 @@ def normalize(x: Tensor, kind: Kind, *, weight: Tensor, bias: Tensor | None, eps
     return F.layer_norm(wide, weight.shape, weight, None if bias is None else bias.to(dtype), eps).to(x.dtype)
 
 
-def _as_multiplied(weight: Tensor, *, zero_centered: bool) -> Tensor:
-    """The weight of a norm as it multiplies; one that is stored less one is raised in fp32."""
-    weight = weight.to_local() if isinstance(weight, DTensor) else weight
+def _as_multiplied(weight: Tensor, label: str, *, zero_centered: bool) -> Tensor:
+    """The weight of a norm as it multiplies; one that is stored less one is raised in fp32.
+
+    Raises:
+        RuntimeError: it is a shard that FSDP2 has not gathered; alike on all ranks.
+    """
+    if isinstance(weight, DTensor):
+        if placement.cuts(weight.placements) and not weight.is_meta:
+            raise not_gathered(label, weight)
+        weight = weight.to_local()
     return weight.float() + 1.0 if zero_centered else weight
 
 
@@ -71,7 +80,7 @@ class _Norm(nn.Module):
 
     def forward(self, inp: Tensor) -> Tensor:
         """(..., normalized_shape) -> the same."""
-        weight = _as_multiplied(self.weight, zero_centered=self.zero_centered_gamma)
+        weight = _as_multiplied(self.weight, self.kind, zero_centered=self.zero_centered_gamma)
         bias = self.bias.to_local() if isinstance(self.bias, DTensor) else self.bias
         return normalize(inp, self.kind, weight=weight, bias=bias, eps=self.eps)
 
@@ -118,7 +127,8 @@ class NormedModule(QuantizedModule):
             self.register_parameter("layer_norm_bias", None)
 
     def _normalize(self, inp: Tensor) -> Tensor:
-        weight = _as_multiplied(self.layer_norm_weight, zero_centered=self.zero_centered_gamma)
+        label = self.name or type(self).__name__
+        weight = _as_multiplied(self.layer_norm_weight, label, zero_centered=self.zero_centered_gamma)
         bias = self.layer_norm_bias
         bias = bias.to_local() if isinstance(bias, DTensor) else bias
         return normalize(inp, self.normalization, weight=weight, bias=bias, eps=self.eps)

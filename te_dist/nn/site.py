@@ -133,6 +133,8 @@ class LinearSite(nn.Module):
                 compute this map.
             RuntimeError: the weight is a shard that FSDP2 has not gathered.
         """
+        if torch.compiler.is_compiling() and self._keeps_state(x):
+            return self._outside_of_graphs(x, weight, bias, front)
         if isinstance(weight, DTensor):
             self._check_gathered(weight)
             weight = weight.to_local()
@@ -173,11 +175,13 @@ class LinearSite(nn.Module):
             return linear(x, weight, bias, plan=_WEIGHT_ONLY)
         return _plain(x, weight, bias)
 
+    def _keeps_state(self, x: Tensor) -> bool:
+        """Whether this map is none of a graph. Asked of parameters as they are: no graph may give their parts back."""
+        return isinstance(x, QuantizedTensor) or self.placed is not None or self.fuses_wgrad
+
     def _in_graph(self, x: Tensor, weight: Tensor, bias: Tensor | None, front: str) -> Tensor:
         """As `_at_once`, see [Note: Compiled linear maps]."""
         name, is_quantized = current_autocast().name, isinstance(weight, QuantizedTensor)
-        if isinstance(x, QuantizedTensor) or self.placed is not None or self.fuses_wgrad:
-            return self._outside_of_graphs(x, weight, bias, front)
         if not name and front:
             x, front = activations.find(front)(x), ""
         if not name and not is_quantized:
@@ -192,7 +196,7 @@ class LinearSite(nn.Module):
         "quantized input. Take Float8CurrentScaling or another recipe without histories, or leave out fullgraph=True"
     )
     def _outside_of_graphs(self, x: Tensor, weight: Tensor, bias: Tensor | None, front: str) -> Tensor:
-        return self._at_once(x, weight, bias, front)
+        return LinearSite.forward(self, x, weight, bias, front=front)
 
     def plan(self, x: Tensor, weight: Tensor) -> Plan | None:
         """How the products of `x` and `weight` are computed at this moment; None outside of `autocast`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ class _Torch(threading.local):
 
 
 _TORCH = _Torch()
+_PROCESS = uuid4().hex
 
 
 class QuantizedTensor(torch.Tensor):
@@ -180,6 +182,11 @@ class QuantizedTensor(torch.Tensor):
     ) -> QuantizedTensor:
         cls, format, region, dtype, cut = context
         return cls(QuantizedStorage(format, dict(inner), region, dtype=dtype, cut=cut), outer_size)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What torch's caches of compiled graphs know this tensor by: in this process only, whose plans graphs name."""
+        parts = [(name, tuple(b.shape), b.stride(), b.dtype, b.device) for name, b in self.storage.buffers.items()]
+        return repr((_PROCESS, self.__tensor_flatten__()[1], self.shape, self.requires_grad, parts))
 
     # -- the protocol of torch.distributed.checkpoint: see `tensor.filling` ----------------------------------------
 

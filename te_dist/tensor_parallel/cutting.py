@@ -23,7 +23,9 @@ def cut_parameter(param: nn.Parameter, mesh: DeviceMesh, *, dim: int, name: str)
         ValueError: it is a DTensor already, or a cut would go through a stored byte; alike on all ranks.
     """
     if isinstance(param, DTensor):
-        raise ValueError(f"{name} is cut already, as {param.placements}: apply tensor parallelism before fully_shard")
+        raise ValueError(
+            f"{name} is cut already, as {param.placements}: apply tensor parallelism once, and before fully_shard"
+        )
     if not isinstance(param, QuantizedTensor):
         cut = distribute_tensor(param.data, mesh, [Shard(dim)], src_data_rank=None)
         return nn.Parameter(cut, requires_grad=param.requires_grad)

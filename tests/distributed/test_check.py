@@ -174,6 +174,8 @@ class Head(nn.Module):
         super().__init__()
         with te.quantized_model_init(quantized, recipe=Float8BlockScaling()):
             self.head = te.Linear(128, 2, bias=False, name="head")  # of three ranks, the last one has no rows
+            self.normed = te.LayerNormLinear(128, 128, name="normed")
+        self.norm = te.RMSNorm(128)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -191,6 +193,10 @@ def use_shards(rank: int, world: int, quantized: bool) -> list[str]:
         for call in (net.head, net.logits):
             with pytest.raises(RuntimeError, match=r"head: the weight of \(2, 128\) is a shard") as error:
                 call(net(x))
+            messages.append(str(error.value))
+        for norm, name in ((net.norm, "RMSNorm"), (net.normed, "normed")):
+            with pytest.raises(RuntimeError, match=rf"{name}: the weight of \(128,\) is a shard") as error:
+                norm(net(x))
             messages.append(str(error.value))
         register_fsdp_forward_method(net, "logits")
         assert torch.equal(net.logits(net(x)), want)

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from te_dist import checkpoints, optim
+import te_dist as te
+from te_dist import checkpoints, optim, recipe
 from te_dist.checkpoints import folder, store
 from te_dist.tensor.placement import local_tensor
 from te_dist.testing import device
@@ -44,6 +45,11 @@ def refused(rank: int, world: int, path: Path, how: str) -> str:
         model.register_buffer("seen", torch.zeros(2, device=device()))
     if how == "another format":
         model.weights["float8_block_2d"] = zoo(2, data_parallel(world), ("float8_block_1d",)).weights["float8_block_1d"]
+    if how == "histories":
+        layer = te.Linear(128, 128, device=device())
+        with te.autocast(recipe=recipe.DelayedScaling()):
+            layer(torch.ones(2, 128, device=device()))
+        model.histories = layer.gemm.scaling
     if how == "on meta":
         model.seen = model.seen.to("meta")
     optimizer = optimizer_of(model, how)
@@ -80,7 +86,8 @@ def message_of(ranks: Callable, path: Path, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("another model", ["weights.mxfp8_2d.weight is not in it", "te_dist.prepare makes them after loading"]),
+        ("another model", ["weights.mxfp8_2d.weight is not in it", "choose another checkpoint@"]),
+        ("histories", ["histories.scale is not in it", "te_dist.prepare makes them after loading@"]),
         ("another shape", ["seen has shape [1] in it, wanted [2]"]),
         ("another format", ["Block(tile=(128, 128)", "Block(tile=(1, 128)", "te_dist.optim.FusedAdam"]),
         ("on meta", ["meta device: seen", "to_empty"]),
@@ -92,7 +99,7 @@ def message_of(ranks: Callable, path: Path, how: str) -> str:
 def test_what_does_not_fit_is_named(ranks, tmp_path: Path, how: str, said: list[str]) -> None:
     ranks(2).run(save, tmp_path / "c")
     message = message_of(ranks, tmp_path / "c", how)
-    assert all(part in message for part in said), message
+    assert all(part in message + "@" for part in said), message  # "@" for the end
 
 
 def save_more(rank: int, world: int, path: Path) -> None:

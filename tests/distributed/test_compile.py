@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
 
 import te_dist as te
 from te_dist import fsdp2, recipe
 from te_dist.recipe import Recipe
+from te_dist.tensor.placement import local_tensor
+from te_dist.tensor_parallel import ColumnParallel, RowParallel
 from te_dist.testing import assert_bitwise, mesh, pool
 
 WIDTH, HIDDEN = 192, 160  # 96 and 80 rows on each of two ranks, cuts through a tile
@@ -63,6 +67,48 @@ def test_compiled_units_compute_the_bits_of_eager_ones(name: str, quantized: boo
     if quantized and reshards and name == "mxfp8":
         pytest.skip("each pass gathers its own direction: refused, see below")
     pool(2).run(compare, name, quantized, reshards)
+
+
+def compare_tensor_parallel(rank: int, world: int, name: str) -> None:
+    """Maps that keep a process group stay outside of graphs, which get no weight: its gradient is none of theirs."""
+    found: list[list[Tensor]] = []
+    for compiled in (False, True):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        with te.quantized_model_init(recipe=RECIPES[name]):
+            blocks = [
+                nn.ModuleDict({"up": te.Linear(WIDTH, 256), "down": te.Linear(256, WIDTH)}),
+                nn.ModuleDict({"up": te.LayerNormLinear(WIDTH, 256), "down": te.Linear(256, WIDTH)}),
+            ]
+        units = [Block(**block) for block in blocks]
+        for unit in units:
+            parallelize_module(unit, mesh((world,), ("tp",)), {"up": ColumnParallel(), "down": RowParallel()})
+            if compiled:
+                unit.compile(backend="aot_eager")
+        model = nn.Sequential(*units)
+        for seed in range(2):
+            x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+            model.zero_grad()
+            with te.autocast(recipe=RECIPES[name]):
+                out = model(x)
+            out.square().sum().backward()
+        found.append([out.detach(), x.grad, *(local_tensor(param.grad) for param in model.parameters())])
+    for index, (want, got) in enumerate(zip(*found, strict=True)):
+        assert_bitwise(got, want, f"{index} of {name}")
+
+
+class Block(nn.Module):
+    def __init__(self, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.up(x)))
+
+
+@pytest.mark.parametrize("name", ["block", "mxfp8", "delayed"])
+def test_compiled_blocks_with_tensor_parallelism_compute_the_bits_of_eager_ones(name: str) -> None:
+    pool(2).run(compare_tensor_parallel, name)
 
 
 def compile_sequential(rank: int, world: int) -> None:

@@ -365,6 +365,25 @@ def test_a_convention_is_not_told_by_its_name(tmp_path: Path) -> None:
         checkpoints.export_safetensors(zoo(1), tmp_path, convention="fp8_block")
 
 
+def export_as(rank: int, world: int, path: Path, dtype: torch.dtype) -> list[str]:
+    model, messages = zoo(1, data_parallel(world), ("float8_block_2d",)), []
+    for call in (
+        lambda: checkpoints.export_safetensors(model, path, dtype=dtype),
+        lambda: checkpoints.high_precision_state_dict(model, dtype=dtype),
+    ):
+        with pytest.raises(checkpoints.CheckpointError, match="wanted one of float64, float32.*convention=") as error:
+            call()
+        messages.append(str(error.value))
+    return messages
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.bool], ids=str)
+def test_values_are_exported_in_high_precision(ranks, tmp_path: Path, dtype: torch.dtype) -> None:
+    first, second = ranks(2).run(export_as, tmp_path / "e", dtype)
+    assert first == second
+    assert not (tmp_path / "e").exists()
+
+
 def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
