@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from te_dist.checkpoints import model_state, optimizer_state
+from te_dist.checkpoints.initial import SAVED
 from te_dist.checkpoints.manifest import Manifest
 from te_dist.checkpoints.packing import Packing
 from te_dist.checkpoints.store import WholeReader
@@ -72,6 +73,8 @@ def _source(name: str, manifest: Manifest) -> str | None:
     if optimizer_state.MASTER in _states(manifest).get(name, {}):
         return f"optimizer.state.{name}.{optimizer_state.MASTER}"
     saved = manifest.model[name]
+    if saved.get(SAVED):
+        return f"{SAVED}.{name}"
     is_plain = "format" not in saved and getattr(torch, saved["dtype"]).is_floating_point
     return f"model.{name}" if is_plain else None
 

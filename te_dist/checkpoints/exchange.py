@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from te_dist.checkpoints import conversion, model_state, optimizer_state, replicas, weight_files
+from te_dist.checkpoints import conversion, initial, model_state, optimizer_state, replicas, weight_files
 from te_dist.checkpoints.errors import CheckpointError, Ranks, listed
 from te_dist.checkpoints.part import Part
 from te_dist.conventions import Convention, names_a_scale
@@ -145,12 +145,7 @@ def _kept(model: nn.Module, ranks: Ranks) -> set[str]:
     """Names of quantized weights of which every rank knows what its part was quantized from: codes alone do not tell.
     Collective."""
     named = ranks.together(lambda: model_state.named_tensors(model))
-    return ranks.have_all({name: _keeps(tensor) for name, tensor in named.items()})
-
-
-def _keeps(tensor: Tensor) -> bool:
-    local = local_tensor(tensor)
-    return isinstance(local, QuantizedTensor) and (local.storage.initial is not None or not local.numel())
+    return ranks.have_all({name: initial.keeps(tensor) for name, tensor in named.items()})
 
 
 def _entries(
@@ -238,9 +233,9 @@ def _placed(tensor: Tensor, *, keeps: bool) -> Tensor:
     local = local_tensor(tensor)
     values = local
     if isinstance(local, QuantizedTensor):
-        initial = model_state.initial_values(local) if keeps else None
+        known = initial.values(local) if keeps else None
         dtype = torch.float32 if keeps else None  # alike on all ranks, also on those without rows
-        values = local.dequantize(dtype=dtype) if initial is None else initial
+        values = local.dequantize(dtype=dtype) if known is None else known
     if not isinstance(tensor, DTensor):
         return values
     (chunk,) = tensor.__create_chunk_list__()

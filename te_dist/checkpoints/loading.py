@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from te_dist.checkpoints import conversion, folder, model_state, optimizer_state, store
+from te_dist.checkpoints import conversion, folder, initial, model_state, optimizer_state, store
 from te_dist.checkpoints import extra as extras
 from te_dist.checkpoints.errors import CheckpointError, Ranks, listed
 from te_dist.checkpoints.manifest import Manifest
@@ -26,6 +27,7 @@ class _Plan:
         where: directory of the checkpoint.
         named: tensors of the model.
         converted: by name of a tensor whose format is another one, the key of its high-precision values.
+        initial: by name of a weight that keeps it, what it was quantized from, to be filled.
         states: by parameter, the optimizer state to be filled.
         packing: how names of the checkpoint differ from those of the model.
         extra: tensors of the user, to be filled, by reference.
@@ -37,6 +39,7 @@ class _Plan:
     named: dict[str, Tensor]
     converted: dict[str, str]
     packing: Packing
+    initial: dict[str, Tensor] = field(default_factory=dict)
     states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
     extra: dict[str, Tensor] = field(default_factory=dict)
     unexpected: set[str] = field(default_factory=set)
@@ -52,10 +55,16 @@ class _Plan:
         by_suffix = {n: {key.removeprefix(n): part for key, part in own.items()} for n, own in by_name.items()}
         model, _ = self.packing.targets(by_suffix)
         state, copies = self.packing.targets(optimizer_state.state_parts(self.states, self.named))
-        keyed = {name + suffix: part for name, own in model.items() for suffix, part in own.items()}
-        store.read(self.where, store.tree(model=keyed, state=state, extra=self.extra), ranks)
+        kept, _ = self.packing.targets({name: {"": blank} for name, blank in self.initial.items()})
+        tree = store.tree(model=_keyed(model), initial=_keyed(kept), state=state, extra=self.extra)
+        store.read(self.where, tree, ranks)
         for source, target in copies:
             target.copy_(source)
+
+
+def _keyed(found: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """By key, what is found by name and by what belongs to that name."""
+    return {name + suffix: part for name, own in found.items() for suffix, part in own.items()}
 
 
 @torch.no_grad()
@@ -63,9 +72,10 @@ def load(path: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer
     """Reads a checkpoint, written by any number of processes, into model and optimizer. Every rank calls it.
 
     Bytes of quantized parameters are those that were saved. Where the model wants another format than was saved, its
-    bytes are made from saved high-precision values (masters of the optimizer, or a plain parameter), and an error
-    raised where there are none. Tensors of all experts in one (`weight`) are read into one for each (`weight0`,
-    `weight1`, ...), and the other way round, with the state of the optimizer.
+    bytes are made from saved high-precision values (masters of the optimizer, what a weight keeps of the values it was
+    quantized from, or a plain parameter), and an error is raised where there are none. Tensors of all experts in one
+    (`weight`) are read into one for each (`weight0`, `weight1`, ...), and the other way round, with the state of the
+    optimizer.
 
     Args:
         path: a checkpoint, the same on every rank.
@@ -90,6 +100,7 @@ def load(path: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer
     ranks.together(lambda: plan.manifest.verify(plan.where, ranks.rank, ranks.size))
     plan.read(ranks)
     model_state.finish_reading(plan.named)
+    initial.install(plan.named, plan.initial)
     conversion.convert(plan.where, plan.named, plan.converted, packing=plan.packing)
     if optimizer is not None and plan.manifest.optimizer is not None:
         optimizer_state.install(optimizer, plan.states, plan.manifest.optimizer)
@@ -113,6 +124,7 @@ def _plan(path: Path, model: nn.Module, optimizer: Optimizer | None) -> _Plan:
         raise CheckpointError(f"cannot load {path}: {listed(problems)}; {remedy}")
     plan = _Plan(where, manifest, named, converted, packing, extra=extras.allocate(manifest.extra))
     plan.unexpected = set(manifest.model) - set(named)
+    plan.initial = initial.to_fill(named, manifest, converted)
     if optimizer is not None and manifest.optimizer is not None:
         plan.states = optimizer_state.allocate(optimizer, named, manifest.optimizer)
         missing = optimizer_state.unexpected(optimizer, named, manifest.optimizer)

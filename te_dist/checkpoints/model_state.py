@@ -161,12 +161,6 @@ def check_quantized(named: dict[str, Tensor]) -> None:
         raise CheckpointError(listed(problems))
 
 
-def initial_values(local: QuantizedTensor) -> Tensor | None:
-    """fp32, what a quantized tensor keeps of the values it was quantized from; None where it keeps nothing."""
-    initial = local.storage.initial
-    return None if initial is None else initial.to(local.device, torch.float32).view(local.shape)
-
-
 def check_settled(named: dict[str, Tensor]) -> None:
     """Raises CheckpointError where shards of one tensor have not agreed on the scales they share."""
     unsettled = [name for name, storage in _storages(named) if storage.unsettled is not None]

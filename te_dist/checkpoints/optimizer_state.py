@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from te_dist._torch_private import sharded_like
-from te_dist.checkpoints import extra, model_state
+from te_dist.checkpoints import extra, initial, model_state
 from te_dist.checkpoints.errors import CheckpointError, Ranks
 from te_dist.checkpoints.manifest import Manifest
 from te_dist.tensor import QuantizedTensor
@@ -45,7 +45,7 @@ def _to_begin(optimizer: Optimizer, named: Named) -> dict[str, Tensor | None]:
     for name, _, param in _params(optimizer, named):
         local = local_tensor(param)
         if isinstance(local, QuantizedTensor) and param.requires_grad and not optimizer.state.get(param):
-            values = model_state.initial_values(local)
+            values = initial.values(local)
             found[name] = sharded_like(param, values) if values is not None and isinstance(param, DTensor) else values
     return found
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.tensor import DTensor
 
+from te_dist.checkpoints.initial import SAVED
 from te_dist.checkpoints.manifest import Manifest
 from te_dist.checkpoints.part import Part
 
@@ -161,8 +162,10 @@ def _of_one(described: dict[str, Any]) -> dict[str, Any]:
 
 def _of_all(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What is said of all members together; what is said of one where they are not alike, which nothing matches."""
-    first, count = described[0], len(described)
-    if any(each != first for each in described):
+    known = {SAVED: True} if all(each.get(SAVED) for each in described) else {}
+    described = [{key: value for key, value in each.items() if key != SAVED} for each in described]
+    first, count = described[0] | known, len(described)
+    if any(each != described[0] for each in described):
         return first
     return first | {"shape": [count, *first["shape"]]} | ({"members": count} if "format" in first else {})
 

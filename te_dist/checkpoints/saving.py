@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from te_dist.checkpoints import extra as extras
-from te_dist.checkpoints import folder, model_state, optimizer_state, replicas, store
+from te_dist.checkpoints import folder, initial, model_state, optimizer_state, replicas, store
 from te_dist.checkpoints.errors import CheckpointError, Ranks
 from te_dist.checkpoints.manifest import Manifest, checksum, versions
 from te_dist.checkpoints.part import Part
@@ -80,7 +80,8 @@ def _snapshot(
     named = ranks.together(lambda: _checked(model, extra))
     replicas.check(named, ranks)
     begun = {} if optimizer is None else optimizer_state.masters_to_begin(optimizer, named, ranks)
-    return ranks.together(lambda: _contribution(named, optimizer, extra, begun=begun, rank=ranks.rank))
+    kept = initial.kept(named, ranks, besides=begun)
+    return ranks.together(lambda: _contribution(named, optimizer, extra, begun=begun, kept=kept, rank=ranks.rank))
 
 
 def _checked(model: nn.Module, extra: Mapping[str, Any] | None) -> dict[str, Tensor]:
@@ -101,19 +102,24 @@ def _contribution(
     extra: Mapping[str, Any] | None,
     *,
     begun: dict[str, Tensor],
+    kept: dict[str, Tensor],
     rank: int,
 ) -> _Snapshot:
     tree, held = extras.split(extra or {})
     state = {} if optimizer is None else optimizer_state.tensors(optimizer, named)
     tensors = store.tree(
         model=model_state.all_parts(named),
+        initial=kept,
         state=state | {name: {optimizer_state.MASTER: master} for name, master in begun.items()},
         extra=held if rank == 0 else {},
     )
     return _Snapshot(
         tensors,
         Manifest(
-            model={name: model_state.describe(tensor) for name, tensor in named.items()},
+            model={
+                name: model_state.describe(tensor) | ({initial.SAVED: True} if name in kept else {})
+                for name, tensor in named.items()
+            },
             optimizer=None if optimizer is None else optimizer_state.describe(optimizer, named, begun),
             extra=tree,
         ),

@@ -17,13 +17,22 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from te_dist.checkpoints.errors import CheckpointError, Ranks
+from te_dist.checkpoints.initial import SAVED
 
 Tree = dict[str, Any]  # nested dictionaries of tensors; DCP joins keys by dots
 
 
-def tree(*, model: dict[str, Tensor], state: dict[str, dict[str, Tensor]], extra: dict[str, Tensor]) -> Tree:
-    """Where tensors lie in a checkpoint: `model.<name>`, `optimizer.state.<name>.<key>`, `extra.<reference>`."""
-    whole = {"model": model, "optimizer": {"state": state} if state else {}, "extra": extra}
+def tree(
+    *,
+    model: dict[str, Tensor],
+    initial: dict[str, Tensor],
+    state: dict[str, dict[str, Tensor]],
+    extra: dict[str, Tensor],
+) -> Tree:
+    """Where tensors lie in a checkpoint: `model.<name>`, `initial.<name>`, `optimizer.state.<name>.<key>`,
+    `extra.<reference>`."""
+    optimizer = {"state": state} if state else {}
+    whole = {"model": model, SAVED: initial, "optimizer": optimizer, "extra": extra}
     # NOTE: DCP would pickle a dictionary that is empty.
     return {key: part for key, part in whole.items() if part}
 

@@ -18,7 +18,7 @@ from te_dist.context import current_autocast, recipe_named
 from te_dist.formats import Direction, Format
 from te_dist.fsdp2.check import check_gathered
 from te_dist.kernels.runtime import target_of
-from te_dist.nn import grouped_traced
+from te_dist.nn import grouped_traced, traced
 from te_dist.nn.grouped_cache import WeightCache
 from te_dist.nn.grouped_products import Given, grouped_linear
 from te_dist.nn.grouped_weights import OneBuffer
@@ -91,12 +91,15 @@ class GroupedSite(LinearSite):
         self, x: Tensor, weights: Sequence[Tensor], *, given: Given, biases: Sequence[Tensor], beside: Sequence[Tensor]
     ) -> Tensor:
         """As `_eager`, see [Note: Compiled linear maps]."""
+        name = current_autocast().name
+        if traced.loses_recipe(f"{self.num_groups} of {self.place}", name):
+            traced.refuse_in_backward(self._label)
         front = grouped_traced.PLAIN if given.front is None else given.front.name
         asked = given.out, given.dgrad_out, given.later, given.is_first, given.skip
         is_plain = not isinstance(x, QuantizedTensor) and front in grouped_traced.FRONTS
         plan = None
         if is_plain and not self.fuses_wgrad and all([value is None for value in asked]):
-            plan = _traced_plan(current_autocast().name, self.place, x.dtype, weights[0].device)
+            plan = _traced_plan(name, self.place, x.dtype, weights[0].device)
         if plan is None:
             return self._outside_of_graphs(x, weights, given=given, biases=biases, beside=beside)
         differentiates = torch.is_grad_enabled()

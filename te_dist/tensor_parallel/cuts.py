@@ -51,7 +51,9 @@ class SequenceCut:
 
     @cached_property
     def runs(self) -> tuple[tuple[Region, ...], ...]:
-        """By rank, the runs of rows it holds, in the order in which they lie in its part."""
+        """By rank, the runs of rows it holds, in the order in which they lie in its part; one if there are no rows."""
+        if not self.region.rows:
+            return ((self.region,),) * self.num_parts
         lead, unit = math.prod(self.shape[: self.dim]), math.prod(self.shape[self.dim + 1 : -1])
         step = self.shape[self.dim] * unit
         return tuple(

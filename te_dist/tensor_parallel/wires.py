@@ -67,5 +67,6 @@ def _unpack(format: Format, runs: Runs, wire: Tensor) -> Iterator[tuple[Field, T
     for field in sent_fields(format):
         for run in runs:
             size = field.compact_bytes(run)
-            yield field, wire[at : at + size].view(field.dtype).view(field.compact_shape(run))
+            part = wire[at : at + size] if size else wire.new_empty(0)  # torch views nothing at an odd place
+            yield field, part.view(field.dtype).view(field.compact_shape(run))
             at += size

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import te_dist as te
 from te_dist import checkpoints, fsdp2, optim, recipe
 from te_dist.formats import geometry
+from te_dist.tensor.placement import local_tensor
 from te_dist.tensor_parallel import ColumnParallel, RowParallel
 from te_dist.testing import assert_bitwise, device, mesh
 
@@ -108,12 +109,73 @@ def half_frozen(name: str) -> tuple[nn.Sequential, optim.FusedAdam]:
     return model, optim.FusedAdam(model.parameters(), lr=0.01)
 
 
+def check_unfrozen(rank: int, world: int, path: Path, name: str) -> None:
+    """What is trained only after loading begins where it would have begun."""
+    models = [half_frozen(name)[0].to(device()) for _ in range(2)]
+    for model in models:
+        fsdp2.fully_shard(model, mesh=mesh((world,), ("dp",)))
+    first, second = ((model, optim.FusedAdam(model.parameters(), lr=0.01)) for model in models)
+    x = torch.randn(16, 128, generator=torch.Generator().manual_seed(rank)).to(device())
+
+    def step(model: nn.Module, optimizer: optim.FusedAdam) -> torch.Tensor:
+        with te.autocast(recipe=RECIPES[name]):
+            loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step(*first)
+    checkpoints.save(path, model=first[0], optimizer=first[1])
+    checkpoints.load(path, model=second[0], optimizer=second[1])
+    kept = [local_tensor(model[0].weight).storage.initial for model, _ in (first, second)]
+    assert_bitwise(kept[1], kept[0].float(), "kept")
+    for model, _ in (first, second):
+        assert local_tensor(model[1].weight).storage.initial is None
+        model[0].requires_grad_(True)
+    for _ in range(2):
+        assert_bitwise(step(*second), step(*first), "loss")
+
+
+@pytest.mark.parametrize("name", ["block", "mxfp8"])
+def test_what_a_frozen_weight_keeps_is_saved_with_it(ranks, tmp_path: Path, name: str) -> None:
+    ranks(2).run(check_unfrozen, tmp_path / "c", name)
+
+
+def test_what_weights_keep_comes_over_into_another_format_and_into_others_names(tmp_path: Path) -> None:
+    model, _ = half_frozen("block")
+    checkpoints.save(tmp_path / "c", model=model)
+    other, _ = half_frozen("mxfp8")
+    checkpoints.load(tmp_path / "c", model=other)
+    plain = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(2)))
+    checkpoints.load(tmp_path / "c", model=plain)
+    for index in range(2):
+        want = model[index].weight.get_high_precision_init_val()
+        assert_bitwise(other[index].weight.get_high_precision_init_val(), want, "another format")
+        assert_bitwise(plain[index].weight.detach(), want, "plain")
+    for saved_as_one in (True, False):
+        with te.quantized_model_init(recipe=RECIPES["block"], preserve_high_precision_init_val=True):
+            one, each = (te.GroupedLinear(2, 128, 128, bias=False, single_grouped_weight=s) for s in (True, False))
+        saved, wanted = (one, each) if saved_as_one else (each, one)
+        checkpoints.save(tmp_path / str(saved_as_one), model=saved)
+        checkpoints.load(tmp_path / str(saved_as_one), model=wanted)
+        together = one.weight.get_high_precision_init_val()
+        for number, weight in enumerate((each.weight0, each.weight1)):
+            assert_bitwise(weight.get_high_precision_init_val(), together[number], f"expert {number}")
+
+
 def test_a_frozen_weight_of_another_format_is_named_and_comes_over_by_its_values(tmp_path: Path) -> None:
     model, optimizer = half_frozen("block")
     optimizer.initialize_state(model[1].weight)  # as its first step does, to weights that have gradients
     master = optimizer.state[model[1].weight]["master_param"].add_(0.125)
     checkpoints.save(tmp_path / "c", model=model, optimizer=optimizer)
     other, _ = half_frozen("mxfp8")
+    checkpoints.load(tmp_path / "c", model=other)  # by what the frozen one keeps
+    frozen = model[0].weight.get_high_precision_init_val().clone()
+    assert_bitwise(other[0].weight.get_high_precision_init_val(), frozen, "frozen, by what was saved with it")
+    model[0].weight.clear_high_precision_init_val()
+    checkpoints.save(tmp_path / "c", model=model, optimizer=optimizer)
+    model[0].weight.storage.note_initial(frozen)
     with pytest.raises(checkpoints.CheckpointError, match=r"0\.weight is .* no master of it, as of every frozen") as e:
         checkpoints.load(tmp_path / "c", model=other)
     assert "1.weight" not in str(e.value)

@@ -10,7 +10,14 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import te_dist as te
 from te_dist import testing
-from te_dist.recipe import CustomRecipe, Float8CurrentScaling, QuantizerRole, Recipe
+from te_dist.recipe import (
+    CustomRecipe,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    QuantizerRole,
+    Recipe,
+)
 from te_dist.tensor_parallel import ColumnParallel, RowParallel
 from tests.distributed.test_tensor_parallel import assert_near, whole
 
@@ -91,3 +98,23 @@ def check_linear(rank: int, world: int, style: str, frozen: str) -> None:
 @pytest.mark.parametrize("style", STYLES)
 def test_a_parallel_linear_computes_what_a_whole_one_does(ranks, style, frozen):
     ranks(2).run(check_linear, style, frozen)
+
+
+def check_no_rows(rank: int, world: int, shape: tuple[int, ...]) -> None:
+    """A batch that a loader ends with, or a part of a sequence that has no token."""
+    over = testing.mesh((world,), ("tp",))
+    for name, made_by in {**RECIPES, "block": Float8BlockScaling(), "mxfp8": MXFP8BlockScaling()}.items():
+        block = nn.Sequential(te.Linear(WIDTH, 128), te.Linear(128, WIDTH))
+        plan = {"0": ColumnParallel(input_layouts=Shard(1)), "1": RowParallel(output_layouts=Shard(1))}
+        parallelize_module(block, over, plan)
+        x = torch.zeros(shape, requires_grad=True)
+        with te.autocast(recipe=made_by):
+            out = block(x)
+        out.sum().backward()
+        assert out.shape == x.grad.shape == shape, name
+        assert not any(whole(param.grad).any() for param in block.parameters()), name
+
+
+@pytest.mark.parametrize("shape", [(0, 8, WIDTH), (2, 0, WIDTH)], ids=["no sequence", "no token"])
+def test_a_sequence_without_rows_has_an_empty_output_and_no_gradients(ranks, shape: tuple[int, ...]) -> None:
+    ranks(2).run(check_no_rows, shape)

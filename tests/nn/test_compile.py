@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import te_dist as te
 from te_dist import recipe
@@ -180,3 +181,48 @@ def test_functions_of_a_custom_recipe_are_told_apart() -> None:
         want = results(module, module, made_by, x)
         for a, b in zip(results(compiled, module, made_by, x), want, strict=True):
             assert_bitwise(a, b, "custom")
+
+
+def gradients_of_repeated(
+    module: nn.Module, call: Callable[[Tensor], Tensor], made_by: Recipe | None, **how: Any
+) -> Any:
+    """Gradients of a pass that torch's checkpoint runs again in backward, outside of `autocast`."""
+    x = torch.randn(48, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    module.zero_grad()
+    with te.autocast(enabled=made_by is not None, recipe=made_by):
+        out = checkpoint(call, x, **how)
+    out.square().sum().backward()
+    return [x.grad, *(p.grad for p in module.parameters() if p.requires_grad)]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_torchs_checkpoint_runs_again_does_not_lose_its_recipe(
+    reentrant: bool, quantized: bool, frozen: bool
+) -> None:
+    module = Block(block_scaling if quantized else None).requires_grad_(not frozen)
+    compiled = torch.compile(module, backend="aot_eager")
+    with torch.no_grad():
+        compiled(torch.randn(48, WIDTH))  # an evaluation without a recipe is another graph
+    with pytest.raises(RuntimeError, match="run again in backward.*context_fn=te_dist.recompute.context_fn"):
+        gradients_of_repeated(module, compiled, block_scaling, use_reentrant=reentrant)
+    if not reentrant:
+        want = gradients_of_repeated(module, module, block_scaling, use_reentrant=False)
+        how = dict(use_reentrant=False, context_fn=te.recompute.context_fn)
+        for index, pair in enumerate(
+            zip(gradients_of_repeated(module, compiled, block_scaling, **how), want, strict=True)
+        ):
+            assert_bitwise(*pair, str(index))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_has_no_recipe_is_run_again_without_one(reentrant: bool) -> None:
+    first, second = Block(), Block()
+    results(torch.compile(first, backend="aot_eager"), first, block_scaling, torch.randn(48, WIDTH))
+    compiled = torch.compile(second, backend="aot_eager")
+    want = gradients_of_repeated(second, second, None, use_reentrant=reentrant)
+    for index, pair in enumerate(
+        zip(gradients_of_repeated(second, compiled, None, use_reentrant=reentrant), want, strict=True)
+    ):
+        assert_bitwise(*pair, str(index))

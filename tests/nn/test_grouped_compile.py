@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import te_dist as te
 from te_dist import recipe
@@ -106,3 +107,16 @@ def test_what_keeps_state_in_python_stays_outside_of_graphs() -> None:
     compiled = torch.compile(make(None, delay_wgrad_compute=True), backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="keeps state in Python"):
         compiled(normal(ROWS, IN), torch.tensor(SIZES))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_torchs_checkpoint_runs_again_does_not_lose_its_recipe(reentrant: bool) -> None:
+    torch.compiler.reset()
+    made_by = recipe.Float8BlockScaling()
+    module = make(made_by, single_grouped_weight=True, single_grouped_bias=True)
+    compiled = torch.compile(module, backend="aot_eager")
+    x = normal(ROWS, IN).requires_grad_()
+    with te.autocast(recipe=made_by):
+        out = checkpoint(compiled, x, torch.tensor(SIZES), use_reentrant=reentrant)
+    with pytest.raises(RuntimeError, match="run again in backward.*context_fn=te_dist.recompute.context_fn"):
+        out.sum().backward()
