@@ -55,3 +55,12 @@ def test_every_tiling_that_is_chosen_is_one_to_choose_from():
         assert grouped_gemm.rows_tiling(rows, cols, groups, 8, kind) in grouped_gemm.ROWS_RATES[kind]
         if not kind.square:
             assert grouped_gemm.sums_tiling(rows, cols, groups, 8, kind) in grouped_gemm.SUMS_RATES[kind]
+
+
+def test_clusters_that_a_last_round_would_leave_without_a_tile_are_left_out() -> None:
+    assert [gemm.evenly(tiles, 66) for tiles in (512, 896, 1024)] == [64, 64, 64]
+    assert [gemm.evenly(tiles, 66) for tiles in (1, 66, 67, 528)] == [1, 66, 66, 66]  # many are kept
+    for tiles in range(1, 400):
+        clusters = gemm.evenly(tiles, 66)
+        assert 0 < clusters <= min(tiles, 66)
+        assert -(-tiles // clusters) == -(-tiles // 66)
