@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from te_dist._torch_private import sharded_like
 from te_dist.checkpoints.errors import Ranks
 from te_dist.checkpoints.manifest import Manifest
+from te_dist.checkpoints.part import Part
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
@@ -32,19 +32,19 @@ def keeps(tensor: Tensor) -> bool:
 
 
 def kept(named: Named, ranks: Ranks, *, besides: Named) -> Named:
-    """By name, fp32 values of the weights that know theirs on all ranks, as these are placed. Collective.
+    """By name, fp32 values of the weights that know theirs on all ranks, on the CPU. Collective.
 
     `besides`: names of those whose values are saved in another place.
     """
     known = ranks.have_all({name: keeps(tensor) for name, tensor in named.items() if name not in besides})
-    return {name: _like(named[name], values(local_tensor(named[name]))) for name in named if name in known}
+    return {name: _placed(named[name], local_tensor(named[name]).storage.initial) for name in named if name in known}
 
 
 def to_fill(named: Named, manifest: Manifest, converted: dict[str, Any]) -> Named:
     """By name, blanks for what a checkpoint has of weights whose bytes are read from it; see `install`."""
     wanted = {name: tensor for name, tensor in named.items() if manifest.model.get(name, {}).get(SAVED)}
     return {
-        name: _like(tensor, None)
+        name: _placed(tensor, None)
         for name, tensor in wanted.items()
         if name not in converted and isinstance(local_tensor(tensor), QuantizedTensor)
     }
@@ -55,11 +55,14 @@ def install(named: Named, filled: Named) -> None:
     for name, found in filled.items():
         local: Any = local_tensor(named[name])
         if local.numel():
-            local.storage.note_initial(local_tensor(found))
+            local.storage.note_initial(found.held if isinstance(found, Part) else found)
 
 
-def _like(tensor: Tensor, found: Tensor | None) -> Tensor:
-    """`found`, or a blank, placed as `tensor` is."""
-    local = local_tensor(tensor)
-    part = torch.empty(local.shape, dtype=torch.float32, device=local.device) if found is None else found
-    return sharded_like(tensor, part) if isinstance(tensor, DTensor) else part
+def _placed(tensor: Tensor, initial: Tensor | None) -> Tensor:
+    """What is kept, or a blank, on the CPU, where it is kept: a Part of what is sharded, or all of what is not."""
+    shape = local_tensor(tensor).shape
+    held = torch.empty(shape, dtype=torch.float32) if initial is None else initial.to("cpu", torch.float32).view(shape)
+    if not isinstance(tensor, DTensor):
+        return held
+    (chunk,) = tensor.__create_chunk_list__()
+    return Part(tuple(tensor.shape), held, offset=tuple(chunk.offsets), skipped=(0,) * tensor.dim())
