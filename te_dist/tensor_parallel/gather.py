@@ -28,6 +28,9 @@ from te_dist.tensor_parallel.spread import (
 )
 from te_dist.tensor_parallel.wires import gather_rows
 
+# NOTE: torch 2.11 leaves sums over ranks out of the graphs of gradients. Maps in between are outside of graphs anyway.
+outside_of_graphs = torch.compiler.disable(reason="tensor parallelism keeps process groups; leave out fullgraph=True")
+
 
 @dataclass(frozen=True)
 class Quantization:
@@ -73,11 +76,13 @@ def gather(
     return gather_by(how, x, group=group, cut=_cut_of(x, dim, size, group))
 
 
+@outside_of_graphs
 def gather_by(how: Quantization, x: Tensor, *, group: dist.ProcessGroup, cut: SequenceCut) -> QuantizedTensor:
     """`gather` by a quantizer."""
     return _Gather.apply(x, how, group, cut)
 
 
+@outside_of_graphs
 def gather_values(
     x: Tensor,
     group: dist.ProcessGroup,
@@ -94,6 +99,7 @@ def gather_values(
     return _GatherValues.apply(x, group, _cut_of(x, dim, size, group), gradient)
 
 
+@outside_of_graphs
 def reduce_scatter(
     x: Tensor, group: dist.ProcessGroup, *, dim: int = 0, gradients: Quantization | None = None
 ) -> Tensor:
@@ -104,11 +110,13 @@ def reduce_scatter(
     return _ReduceScatter.apply(x, group, dim % x.dim(), gradients)
 
 
+@outside_of_graphs
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of all ranks' `x`, whose gradient every rank has: it passes through."""
     return _AllReduce.apply(x, group)
 
 
+@outside_of_graphs
 def replicate(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`x`, which all ranks have, for uses that differ by rank: its gradient is summed over them."""
     return _Replicate.apply(x, group)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import te_dist as te
@@ -69,7 +70,7 @@ def test_compiled_units_compute_the_bits_of_eager_ones(name: str, quantized: boo
     pool(2).run(compare, name, quantized, reshards)
 
 
-def compare_tensor_parallel(rank: int, world: int, name: str) -> None:
+def compare_tensor_parallel(rank: int, world: int, name: str, sequence: bool) -> None:
     """Maps that keep a process group stay outside of graphs, which get no weight: its gradient is none of theirs."""
     found: list[list[Tensor]] = []
     for compiled in (False, True):
@@ -82,12 +83,14 @@ def compare_tensor_parallel(rank: int, world: int, name: str) -> None:
             ]
         units = [Block(**block) for block in blocks]
         for unit in units:
-            parallelize_module(unit, mesh((world,), ("tp",)), {"up": ColumnParallel(), "down": RowParallel()})
+            cut = Shard(1) if sequence else None
+            plan = {"up": ColumnParallel(input_layouts=cut), "down": RowParallel(output_layouts=cut)}
+            parallelize_module(unit, mesh((world,), ("tp",)), plan)
             if compiled:
                 unit.compile(backend="aot_eager")
         model = nn.Sequential(*units)
         for seed in range(2):
-            x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+            x = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
             model.zero_grad()
             with te.autocast(recipe=RECIPES[name]):
                 out = model(x)
@@ -106,9 +109,9 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.up(x)))
 
 
-@pytest.mark.parametrize("name", ["block", "mxfp8", "delayed"])
-def test_compiled_blocks_with_tensor_parallelism_compute_the_bits_of_eager_ones(name: str) -> None:
-    pool(2).run(compare_tensor_parallel, name)
+@pytest.mark.parametrize(("name", "sequence"), [("block", False), ("mxfp8", True), ("delayed", False)])
+def test_compiled_blocks_with_tensor_parallelism_compute_the_bits_of_eager_ones(name: str, sequence: bool) -> None:
+    pool(2).run(compare_tensor_parallel, name, sequence)
 
 
 def compile_sequential(rank: int, world: int) -> None:
