@@ -20,11 +20,13 @@ class Autocast:
         recipe: what inputs, weights and gradients are quantized into; None outside of autocast.
         amax_reduction_group: ranks that share the scales of delayed scaling; None for each rank alone.
         name: of the recipe, see `recipe_named`; what compiled code is guarded by.
+        is_given: whether a block says this, or nothing does.
     """
 
     recipe: Recipe | None = None
     amax_reduction_group: dist.ProcessGroup | None = None
     name: str = ""
+    is_given: bool = True
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class ModelInit:
     keeps_initial: bool = False
 
 
-_OUTSIDE, _PLAIN = Autocast(), ModelInit()
+_OUTSIDE, _DISABLED, _PLAIN = Autocast(is_given=False), Autocast(), ModelInit()
 # NOTE: of each thread, as torch's autocast is; torch.compile follows and guards these attributes, but no ContextVar.
 _current = threading.local()
 _states: dict[Recipe, Autocast] = {}
@@ -86,7 +88,7 @@ def autocast(
         ValueError: enabled without a recipe.
     """
     if not enabled:
-        return restore_autocast(_OUTSIDE)
+        return restore_autocast(_DISABLED)
     state = _state_of(_given(recipe, "autocast", enabled))
     return restore_autocast(
         state if amax_reduction_group is None else replace(state, amax_reduction_group=amax_reduction_group)
@@ -95,7 +97,7 @@ def autocast(
 
 def restore_autocast(state: Autocast) -> Scope:
     """A block in which `current_autocast()` is `state`: how a recomputed forward pass sees what the first one saw."""
-    return Scope("autocast", state, _OUTSIDE)
+    return Scope("autocast", state if state.is_given else _DISABLED, _OUTSIDE)
 
 
 def quantized_model_init(

@@ -92,7 +92,7 @@ class GroupedSite(LinearSite):
     ) -> Tensor:
         """As `_eager`, see [Note: Compiled linear maps]."""
         name = current_autocast().name
-        if traced.loses_recipe(f"{self.num_groups} of {self.place}", name):
+        if traced.loses_recipe(f"{self.num_groups} of {self.place}", name, current_autocast().is_given):
             traced.refuse_in_backward(self._label)
         front = grouped_traced.PLAIN if given.front is None else given.front.name
         asked = given.out, given.dgrad_out, given.later, given.is_first, given.skip

@@ -182,7 +182,7 @@ class LinearSite(nn.Module):
     def _in_graph(self, x: Tensor, weight: Tensor, bias: Tensor | None, front: str) -> Tensor:
         """As `_at_once`, see [Note: Compiled linear maps]."""
         name, is_quantized = current_autocast().name, isinstance(weight, QuantizedTensor)
-        if traced.loses_recipe(self.place, name):
+        if traced.loses_recipe(self.place, name, current_autocast().is_given):
             traced.refuse_in_backward(self.name or "Linear")
         if not name and front:
             x, front = activations.find(front)(x), ""

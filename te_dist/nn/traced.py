@@ -49,15 +49,20 @@ def name_of(plan: Plan, text: str) -> str:
 
 
 @torch.compiler.assume_constant_result
-def loses_recipe(place: str, recipe: str) -> bool:
-    """Whether a map is traced in backward without the recipe that it was traced with before: when it is run again.
+def loses_recipe(place: str, recipe: str, is_given: bool) -> bool:
+    """Whether a map is traced in backward, run again, without the recipe that it was traced with before.
 
     Torch's checkpoint runs a graph again outside of the `autocast` that it was traced in, which guards take for a pass
-    without any. In eager mode a map remembers how it computed.
+    without any. In eager mode a map remembers how it computed. An evaluation says nothing of how maps are trained.
+
+    Args:
+        place: what the map is known by, alone or with others.
+        recipe: name of that of the surrounding `autocast`.
+        is_given: whether there is one, `enabled` or not.
     """
-    if not in_backward():
+    if not in_backward() and (recipe or torch.is_grad_enabled()):
         _latest[place] = recipe
-    return not recipe and bool(_latest.get(place))
+    return not is_given and bool(_latest.get(place))
 
 
 @torch.compiler.disable(
