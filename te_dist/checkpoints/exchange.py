@@ -236,10 +236,7 @@ def _placed(tensor: Tensor, *, keeps: bool) -> Tensor:
         known = initial.values(local) if keeps else None
         dtype = torch.float32 if keeps else None  # alike on all ranks, also on those without rows
         values = local.dequantize(dtype=dtype) if known is None else known
-    if not isinstance(tensor, DTensor):
-        return values
-    (chunk,) = tensor.__create_chunk_list__()
-    return Part(tuple(tensor.shape), values, offset=tuple(chunk.offsets), skipped=(0,) * tensor.dim())
+    return Part.placed_as(tensor, values) if isinstance(tensor, DTensor) else values
 
 
 def _whole(entry: _Entry, ranks: Ranks) -> Tensor:

@@ -62,7 +62,4 @@ def _placed(tensor: Tensor, initial: Tensor | None) -> Tensor:
     """What is kept, or a blank, on the CPU, where it is kept: a Part of what is sharded, or all of what is not."""
     shape = local_tensor(tensor).shape
     held = torch.empty(shape, dtype=torch.float32) if initial is None else initial.to("cpu", torch.float32).view(shape)
-    if not isinstance(tensor, DTensor):
-        return held
-    (chunk,) = tensor.__create_chunk_list__()
-    return Part(tuple(tensor.shape), held, offset=tuple(chunk.offsets), skipped=(0,) * tensor.dim())
+    return Part.placed_as(tensor, held) if isinstance(tensor, DTensor) else held

@@ -77,8 +77,13 @@ class Part(torch.Tensor):
     @staticmethod
     def of_dtensor(tensor: DTensor) -> Part:
         """The local values of a plain DTensor."""
+        return Part.placed_as(tensor, tensor.to_local())
+
+    @staticmethod
+    def placed_as(tensor: DTensor, held: Tensor) -> Part:
+        """Plain values that lie as this rank's part of a DTensor does."""
         (chunk,) = tensor.__create_chunk_list__()
-        return Part(tuple(tensor.shape), tensor.to_local(), offset=tuple(chunk.offsets), skipped=(0,) * tensor.dim())
+        return Part(tuple(tensor.shape), held, offset=tuple(chunk.offsets), skipped=(0,) * tensor.dim())
 
     def copied_to_cpu(self) -> Part:
         """What this rank writes, in memory of its own."""

@@ -158,9 +158,24 @@ def test_a_part_that_one_rank_has_written_is_refused_on_all(ranks) -> None:
     ranks(2).run(check_written_by_one)
 
 
+def check_loaded(layer: torch.nn.Module, source: torch.nn.Module) -> None:
+    """The whole state of `source`, loaded into a layer that is cut and had back from there, has the same bytes."""
+    options = StateDictOptions(full_state_dict=True)
+    with torch.no_grad():
+        for param in layer.parameters():
+            param.fill_(1.0)
+    set_model_state_dict(layer, dict(source.state_dict()), options=options)
+    for name, param in layer.named_parameters():
+        assert not is_quantized(param) or local_tensor(param).storage.unsettled is None, name
+    got, want = get_model_state_dict(layer, options=options), source.state_dict()
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert_same_bytes(got[name], tensor, name)
+
+
 def check_cut_twice(rank: int, world: int, recipe: str, ep: int) -> None:
     """FSDP2 cuts the rows, and the experts, that other ranks have parts of already: a rank's parts lie apart."""
-    grid, options = testing.mesh((world // ep, ep), ("dp", "tp")), StateDictOptions(full_state_dict=True)
+    grid = testing.mesh((world // ep, ep), ("dp", "tp"))
     with te.quantized_model_init(recipe=RECIPES[recipe]):
         cases = (
             (lambda: make_layer(RECIPES[recipe], quantized=True), {"gate": ColumnParallel(), "up": ColumnParallel()}),
@@ -168,24 +183,16 @@ def check_cut_twice(rank: int, world: int, recipe: str, ep: int) -> None:
         )
         for build, plan in cases:
             source, layer = (build().to(testing.device()) for _ in range(2))
-            with torch.no_grad():
-                for param in layer.parameters():
-                    param.fill_(1.0)
             parallelize_module(layer, grid["tp"], plan)
             fsdp2.fully_shard(getattr(layer, "experts", layer), mesh=grid["dp"])
-            set_model_state_dict(layer, dict(source.state_dict()), options=options)
-            got, want = get_model_state_dict(layer, options=options), source.state_dict()
-            assert got.keys() == want.keys()
-            for name, param in layer.named_parameters():
-                assert not is_quantized(param) or local_tensor(param).storage.unsettled is None, name
-                assert_same_bytes(got[name], want[name], name)
+            check_loaded(layer, source)
             cut_twice = [param for param in layer.parameters() if is_quantized(param) and is_cut_twice(param)]
             assert len(cut_twice) == 2  # noqa: PLR2004
 
 
 def check_without_fsdp(rank: int, world: int, recipe: str) -> None:
     """Ranks of tensor and expert parallelism alone: nothing but `distribute_tensor` cuts what they load."""
-    over, options = testing.mesh((world,), ("tp",)), StateDictOptions(full_state_dict=True)
+    over = testing.mesh((world,), ("tp",))
     with te.quantized_model_init(recipe=RECIPES[recipe]):
         cases = (
             (
@@ -196,16 +203,7 @@ def check_without_fsdp(rank: int, world: int, recipe: str) -> None:
         )
         for build, plan in cases:
             source, layer = (build().to(testing.device()) for _ in range(2))
-            with torch.no_grad():
-                for param in layer.parameters():
-                    param.fill_(1.0)
-            parallelize_module(layer, over, plan)
-            set_model_state_dict(layer, dict(source.state_dict()), options=options)
-            for name, param in layer.named_parameters():
-                assert not is_quantized(param) or local_tensor(param).storage.unsettled is None, name
-            got = get_model_state_dict(layer, options=options)
-            for name, want in source.state_dict().items():
-                assert_same_bytes(got[name], want, name)
+            check_loaded(parallelize_module(layer, over, plan), source)
 
 
 @pytest.mark.parametrize("recipe", ["current", "block", "mx", "nv", "hybrid"])
