@@ -18,7 +18,7 @@ from te_dist.context import current_autocast, recipe_named
 from te_dist.formats import Direction, Format
 from te_dist.fsdp2.check import check_gathered
 from te_dist.kernels.runtime import target_of
-from te_dist.nn import grouped_traced, traced
+from te_dist.nn import grouped_traced, lost_recipes
 from te_dist.nn.grouped_cache import WeightCache
 from te_dist.nn.grouped_products import Given, grouped_linear
 from te_dist.nn.grouped_weights import OneBuffer
@@ -60,6 +60,7 @@ class GroupedSite(LinearSite):
     def __init__(self, num_groups: int, in_features: int, out_features: int, *, name: str) -> None:
         super().__init__(in_features, out_features, name=name)
         self.num_groups = num_groups
+        self.place = repr((name, in_features, out_features, num_groups))
         self.kept = WeightCache(self._label)
 
     def forward(  # type: ignore[override]
@@ -92,8 +93,8 @@ class GroupedSite(LinearSite):
     ) -> Tensor:
         """As `_eager`, see [Note: Compiled linear maps]."""
         name = current_autocast().name
-        if traced.loses_recipe(f"{self.num_groups} of {self.place}", name, current_autocast().is_given):
-            traced.refuse_in_backward(self._label)
+        if not name:
+            lost_recipes.refuse_again(self.place, self._label)
         front = grouped_traced.PLAIN if given.front is None else given.front.name
         asked = given.out, given.dgrad_out, given.later, given.is_first, given.skip
         is_plain = not isinstance(x, QuantizedTensor) and front in grouped_traced.FRONTS
@@ -115,6 +116,8 @@ class GroupedSite(LinearSite):
     def _outside_of_graphs(
         self, x: Tensor, weights: Sequence[Tensor], *, given: Given, biases: Sequence[Tensor], beside: Sequence[Tensor]
     ) -> Tensor:
+        if current_autocast().name:
+            lost_recipes.remember_place(self.place)
         return self._eager(x, weights, given=given, biases=biases, beside=beside)
 
     def _eager(
@@ -237,12 +240,14 @@ def _traced_plan(name: str, place: str, dtype: torch.dtype, device: torch.device
     recipe = recipe_named(name)
     if recipe is None:
         return grouped_traced.name_of(_plain_plan(dtype, fuses_wgrad=False), f"plain {dtype}")
-    site, *features = literal_eval(place)
+    site, *features, _ = literal_eval(place)
     answers, target = answers_of(recipe, site, GroupedSite.module_type), target_of(device)
     _check(recipe, (site, *features), target)
     if any(not isinstance(answer, Quantizer) for answer in answers.values()):
         return None
-    return grouped_traced.name_of(Plan(**answers), described(name, site, dtype, target=target))
+    text = described(name, place, dtype, target=target)
+    lost_recipes.know(text, place)
+    return grouped_traced.name_of(Plan(**answers), text)
 
 
 def _plain_plan(dtype: torch.dtype, *, fuses_wgrad: bool) -> Plan:

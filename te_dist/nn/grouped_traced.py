@@ -17,6 +17,7 @@ from te_dist.formats import Format, Group, Region
 from te_dist.grouped import OPS as OF_GROUPS
 from te_dist.grouped import GroupedStorage, GroupedTensor
 from te_dist.nn import grouped_products as products
+from te_dist.nn import lost_recipes
 from te_dist.nn.grouped_products import SWIGLU, WEIGHTED_SWIGLU, Given
 from te_dist.nn.grouped_weights import as_one, shape_of
 from te_dist.nn.products import Plan, Saved
@@ -162,6 +163,7 @@ def _forward(x: Tensor, weights: list[Tensor], biases: list[Tensor], beside: lis
     whole = _weights(weights, kind)
     if how.reads_columns:
         check_columns(whole[0])  # all are of one kind
+    lost_recipes.remember(how.plan)
     operands = as_one(whole), as_one(biases), beside
     tensors, saved = products.taped_forward(x, operands, counts, given=how.given(table))
     _saved[_place(x, table, how)] = saved

@@ -24,7 +24,7 @@ from te_dist.formats import Direction, Format
 from te_dist.fsdp2.ahead import prepare_kernels
 from te_dist.fsdp2.check import check_gathered, not_gathered
 from te_dist.kernels.runtime import is_recording, target_of
-from te_dist.nn import activations, rehearsal, traced
+from te_dist.nn import activations, lost_recipes, rehearsal, traced
 from te_dist.nn.products import FRONTS, Plan, linear
 from te_dist.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, Quantizer
 from te_dist.recipe import QuantizerRole, Recipe
@@ -182,8 +182,8 @@ class LinearSite(nn.Module):
     def _in_graph(self, x: Tensor, weight: Tensor, bias: Tensor | None, front: str) -> Tensor:
         """As `_at_once`, see [Note: Compiled linear maps]."""
         name, is_quantized = current_autocast().name, isinstance(weight, QuantizedTensor)
-        if traced.loses_recipe(self.place, name, current_autocast().is_given):
-            traced.refuse_in_backward(self.name or "Linear")
+        if not name:
+            lost_recipes.refuse_again(self.place, self.name or "Linear")
         if not name and front:
             x, front = activations.find(front)(x), ""
         if not name and not is_quantized:
@@ -198,6 +198,8 @@ class LinearSite(nn.Module):
         "quantized input. Take Float8CurrentScaling or another recipe without histories, or leave out fullgraph=True"
     )
     def _outside_of_graphs(self, x: Tensor, weight: Tensor, bias: Tensor | None, front: str) -> Tensor:
+        if current_autocast().name:
+            lost_recipes.remember_place(self.place)
         return LinearSite.forward(self, x, weight, bias, front=front)
 
     def plan(self, x: Tensor, weight: Tensor) -> Plan | None:
@@ -368,12 +370,14 @@ def _traced_plan(name: str, place: str, dtype: torch.dtype, device: torch.device
     if _requests(answers):
         return None
     plan = Plan(**answers, row_multiple=_row_multiple(recipe, site, dtype, target))
-    return traced.name_of(plan, described(name, site, dtype, target=target))
+    text = described(name, place, dtype, target=target)
+    lost_recipes.know(text, place)
+    return traced.name_of(plan, text)
 
 
-def described(recipe: str, name: str, dtype: torch.dtype, *, target: str) -> str:
-    """The text that the plan of a map of this name, by the recipe of that, is known by in graphs."""
-    text = f"{recipe} {name!r} {dtype} {target}"
+def described(recipe: str, place: str, dtype: torch.dtype, *, target: str) -> str:
+    """The text that the plan of a map of this `place`, by the recipe of that name, is known by in graphs."""
+    text = f"{recipe} {place} {dtype} {target}"
     # Of a function there is an address only, which means nothing to the caches of compilers.
     return text + _PROCESS if " at 0x" in text else text
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from te_dist._torch_private import in_backward
 from te_dist.formats import Direction, Format, Region
+from te_dist.nn import lost_recipes
 from te_dist.nn.products import Backward, Plan, Saved, backward, forward, quantized_input, saved_part
 from te_dist.ops._library import LIBRARY
 from te_dist.tensor import OPS, QuantizedStorage, QuantizedTensor
@@ -28,7 +28,6 @@ PLAIN = ""  # kind of a plain weight
 BOTH = tuple(Direction)
 _plans: dict[str, Plan] = {}
 _kinds: dict[str, Kind] = {}
-_latest: dict[str, str] = {}  # by what a map is known by in graphs, the recipe it was traced for outside of backward
 _saved: dict[tuple[str, str, torch.Size, torch.dtype], Saved] = {}  # by plan, front, and shape and type of the input
 
 
@@ -46,37 +45,6 @@ def name_of(plan: Plan, text: str) -> str:
     """The name of `plan`, which `text` describes."""
     _plans.setdefault(text, plan)
     return text
-
-
-@torch.compiler.assume_constant_result
-def loses_recipe(place: str, recipe: str, is_given: bool) -> bool:
-    """Whether a map is traced in backward, run again, without the recipe that it was traced with before.
-
-    Torch's checkpoint runs a graph again outside of the `autocast` that it was traced in, which guards take for a pass
-    without any. In eager mode a map remembers how it computed. An evaluation says nothing of how maps are trained.
-
-    Args:
-        place: what the map is known by, alone or with others.
-        recipe: name of that of the surrounding `autocast`.
-        is_given: whether there is one, `enabled` or not.
-    """
-    if not in_backward() and (recipe or torch.is_grad_enabled()):
-        _latest[place] = recipe
-    return not is_given and bool(_latest.get(place))
-
-
-@torch.compiler.disable(
-    reason="torch's checkpoint runs a compiled map of te_dist again, and outside of the autocast of its first pass. "
-    "Pass it context_fn=te_dist.recompute.context_fn, or use te_dist.checkpoint"
-)
-def refuse_in_backward(label: str) -> None:
-    """Raises RuntimeError there; what is traced there may be met again elsewhere."""
-    if in_backward():
-        raise RuntimeError(
-            f"{label}: a compiled linear map is run again in backward, by torch's checkpoint, outside of the autocast "
-            "of its first pass: it would compute without the recipe. Pass context_fn=te_dist.recompute.context_fn to "
-            "torch's checkpoint or checkpoint_wrapper, or use te_dist.checkpoint"
-        )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, plan: str, front: str = "") -> Tensor:
@@ -120,6 +88,7 @@ def _forward(x: Tensor, weight: list[Tensor], bias: Tensor | None, plan: str, *r
     whole = _weight(weight, kind)
     if reads_columns:
         check_columns(whole)
+    lost_recipes.remember(plan)
     tensors, saved = forward(x, whole, bias, _plans[plan], saves_input, front)
     if saved is not None:
         _saved[plan, front, x.shape, x.dtype] = saved

@@ -195,17 +195,17 @@ def gradients_of_repeated(
     return [x.grad, *(p.grad for p in module.parameters() if p.requires_grad)]
 
 
+@pytest.mark.parametrize("before", [(), (None,), (block_scaling, None)], ids=["", "plain", "mixed"])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_torchs_checkpoint_runs_again_does_not_lose_its_recipe(
-    reentrant: bool, quantized: bool, frozen: bool
+    reentrant: bool, quantized: bool, frozen: bool, before: tuple[Recipe | None, ...]
 ) -> None:
     module = Block(block_scaling if quantized else None).requires_grad_(not frozen)
     compiled = torch.compile(module, backend="aot_eager")
-    with torch.no_grad():
-        compiled(torch.randn(48, WIDTH))  # an evaluation without a recipe is another graph
-    results(compiled, module, block_scaling, torch.randn(48, WIDTH))
+    for made_by in before:
+        results(compiled, module, made_by, torch.randn(48, WIDTH))
     with torch.no_grad():
         compiled(torch.randn(24, WIDTH))  # this one of other shapes, traced after that of a step
     with pytest.raises(RuntimeError, match="run again in backward.*context_fn=te_dist.recompute.context_fn"):
@@ -216,6 +216,21 @@ def test_what_torchs_checkpoint_runs_again_does_not_lose_its_recipe(
         for index, pair in enumerate(
             zip(gradients_of_repeated(module, compiled, block_scaling, **how), want, strict=True)
         ):
+            assert_bitwise(*pair, str(index))
+
+
+@pytest.mark.parametrize(("backend", "name"), [("aot_eager", "block"), ("inductor", "block"), ("aot_eager", "delayed")])
+def test_steps_without_a_recipe_after_steps_with_one_are_run_again_without_it(backend: str, name: str) -> None:
+    module, by_recipe = Block(block_scaling), CASES[name].recipe
+    compiled = torch.compile(module, backend=backend, fullgraph=name != "delayed")
+    for made_by in (None, by_recipe):
+        gradients_of_repeated(module, compiled, made_by, use_reentrant=False, context_fn=te.recompute.context_fn)
+    want = gradients_of_repeated(module, module, None, use_reentrant=False)
+    got = gradients_of_repeated(module, compiled, None, use_reentrant=False)
+    for index, pair in enumerate(zip(got, want, strict=True)):
+        if backend == "inductor":
+            torch.testing.assert_close(*pair)
+        else:
             assert_bitwise(*pair, str(index))
 
 

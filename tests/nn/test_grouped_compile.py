@@ -109,13 +109,16 @@ def test_what_keeps_state_in_python_stays_outside_of_graphs() -> None:
         compiled(normal(ROWS, IN), torch.tensor(SIZES))
 
 
+@pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_torchs_checkpoint_runs_again_does_not_lose_its_recipe(reentrant: bool) -> None:
+def test_what_torchs_checkpoint_runs_again_does_not_lose_its_recipe(reentrant: bool, before: bool) -> None:
     torch.compiler.reset()
     made_by = recipe.Float8BlockScaling()
     module = make(made_by, single_grouped_weight=True, single_grouped_bias=True)
     compiled = torch.compile(module, backend="aot_eager")
     x = normal(ROWS, IN).requires_grad_()
+    if before:
+        compiled(x, torch.tensor(SIZES)).sum().backward()  # by a graph that knows no recipe
     with te.autocast(recipe=made_by):
         out = checkpoint(compiled, x, torch.tensor(SIZES), use_reentrant=reentrant)
     with pytest.raises(RuntimeError, match="run again in backward.*context_fn=te_dist.recompute.context_fn"):
