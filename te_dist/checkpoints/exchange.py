@@ -142,10 +142,8 @@ def import_safetensors(model: nn.Module, directory: str | os.PathLike[str]) -> N
 
 
 def _kept(model: nn.Module, ranks: Ranks) -> set[str]:
-    """Names of quantized weights of which every rank knows what its part was quantized from: codes alone do not tell.
-    Collective."""
-    named = ranks.together(lambda: model_state.named_tensors(model))
-    return ranks.have_all({name: initial.keeps(tensor) for name, tensor in named.items()})
+    """Names of weights that are given as the values they were quantized from. Collective."""
+    return initial.known_everywhere(ranks.together(lambda: model_state.named_tensors(model)), ranks)
 
 
 def _entries(

@@ -25,10 +25,15 @@ def values(local: QuantizedTensor) -> Tensor | None:
     return None if initial is None else initial.to(local.device, torch.float32).view(local.shape)
 
 
-def keeps(tensor: Tensor) -> bool:
+def _keeps(tensor: Tensor) -> bool:
     """Whether this rank knows what its part of a quantized tensor was quantized from; of no part it does."""
     local = local_tensor(tensor)
     return isinstance(local, QuantizedTensor) and (local.storage.initial is not None or not local.numel())
+
+
+def known_everywhere(named: Named, ranks: Ranks) -> set[str]:
+    """Names of quantized weights of which every rank knows what its part was quantized from. Collective."""
+    return ranks.have_all({name: _keeps(tensor) for name, tensor in named.items()})
 
 
 def kept(named: Named, ranks: Ranks, *, besides: Named) -> Named:
@@ -36,7 +41,7 @@ def kept(named: Named, ranks: Ranks, *, besides: Named) -> Named:
 
     `besides`: names of those whose values are saved in another place.
     """
-    known = ranks.have_all({name: keeps(tensor) for name, tensor in named.items() if name not in besides})
+    known = known_everywhere({name: tensor for name, tensor in named.items() if name not in besides}, ranks)
     return {name: _placed(named[name], local_tensor(named[name]).storage.initial) for name in named if name in known}
 
 
