@@ -19,7 +19,7 @@ INSTALL := $(RUN) -m pip --disable-pip-version-check install --quiet --no-compil
 SOURCES := CMakeLists.txt $(shell find csrc -type f)
 REQUIREMENTS := import tomllib, torch; p = tomllib.load(open("pyproject.toml", "rb")); extras = p["project"]["optional-dependencies"]; \
 	cuda = "cuda12" if (torch.version.cuda or "").startswith("12.") else "cuda13"; \
-	print(*p["build-system"]["requires"], *p["project"]["dependencies"], *extras[cuda], *extras["train"], *extras["dev"], sep="\n")
+	print(*p["build-system"]["requires"], *p["project"]["dependencies"], *extras[cuda], *extras["train"], *extras["hf"], *extras["dev"], sep="\n")
 
 # Threads multiply processes: tests and trainers run one thread per process unless told otherwise.
 export OMP_NUM_THREADS ?= 1

@@ -85,6 +85,7 @@ def note_reader(storage: QuantizedStorage, reader: Reader) -> None:
 
 def before_writing(storage: QuantizedStorage) -> None:
     """To be called before others are written into the buffers of a shard or of what was gathered, by whatever means."""
+    _BROADCAST.discard(storage)
     known = _READERS.pop(storage, None)
     reader = None if known is None else known()
     if reader is not None:
@@ -92,7 +93,7 @@ def before_writing(storage: QuantizedStorage) -> None:
 
 
 def note_broadcast(storage: QuantizedStorage) -> None:
-    """Remembers that ranks have sent each other the values of `storage`: others may hold them in plain tensors."""
+    """Remembers until it is written that ranks have sent each other its values: others may hold them in plain tensors."""
     _BROADCAST.add(storage)
 
 

@@ -74,6 +74,7 @@ def _scatter(func: Any, args: Any, kwargs: Any) -> tuple[list[QuantizedTensor], 
         padded = [[_padded(tensor) for tensor in inputs[0]]] if inputs else []
         _, work = func([values], padded, boxed, root, True, *rest[1:])
         dist.Work.unbox(work).wait()
+        before_writing(own)
         own.quantize_(values.view(-1)[: torch.Size(own.shape).numel()].view(own.shape))
         return outputs, work
     for field in own.fields:
@@ -129,14 +130,13 @@ def _broadcast(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
     if is_placing() and not was_broadcast(tensors[0].storage):
         return tensors, _broadcast_bytes(tensors[0].storage, func, args[1:])
     plain = [_values(tensor, known=is_source) for tensor in tensors]
-    for tensor in tensors:
-        if isinstance(tensor, QuantizedTensor):
-            note_broadcast(tensor.storage)
     _, work = func(plain, group, root, index, True, *rest[1:])
     dist.Work.unbox(work).wait()
     for tensor, values in zip(tensors, plain, strict=True):
-        if tensor is not values and not is_source:
-            tensor.quantize_(values)
+        if isinstance(tensor, QuantizedTensor):
+            if not is_source:
+                tensor.quantize_(values)
+            note_broadcast(tensor.storage)
     return tensors, work
 
 

@@ -352,6 +352,12 @@ def give_from_first(rank: int, world: int) -> None:
             layer.load_state_dict({"weight": spread}, assign=True)
             layer.unshard()
             assert_bitwise(layer.weight.dequantize(), make(values, format).dequantize(), name)
+            layer.reshard()
+            kept = bytes_of(layer)
+            set_model_state_dict(layer, get_model_state_dict(layer))  # each rank its own, whoever had the values first
+            assert local_tensor(layer.weight).storage.unsettled is None
+            for field, buffer in bytes_of(layer).items():
+                assert_bitwise(buffer, kept[field], f"{name}: {field} of rank {rank}")
 
 
 def test_weights_that_the_first_rank_has_are_given_to_all(ranks) -> None:
