@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import tyro
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -49,6 +49,7 @@ class Case:
     length: int
     recipe: str = ""
     compiled: bool = False
+    unit: int = 1  # blocks
 
     @property
     def label(self) -> str:
@@ -84,13 +85,14 @@ class Job:
     def __init__(self, case: Case, mesh: DeviceMesh) -> None:
         self.case, self.group = case, mesh.get_group()
         shape, device = MODELS[case.model], torch.device(mesh.device_type)
-        self.model = plain(shape, mesh) if case.made_by is None else quantized(shape, case.made_by, mesh=mesh)
+        made_by, unit = case.made_by, case.unit
+        self.model = plain(shape, unit, mesh) if made_by is None else quantized(shape, made_by, unit, mesh=mesh)
         if case.compiled:
             for block in self.model.blocks:
                 block.compile()
         params = self.model.parameters()
         self.optimizer: torch.optim.Optimizer = (
-            torch.optim.AdamW(params, 1e-4, fused=True) if case.made_by is None else optim.FusedAdam(params, 1e-4)
+            torch.optim.AdamW(params, 1e-4, fused=True) if made_by is None else optim.FusedAdam(params, 1e-4)
         )
         tokens = torch.randint(shape.vocabulary, (case.sequences, case.length + 1), device=device)
         self.inputs, self.targets = tokens[:, :-1], tokens[:, 1:]
@@ -106,17 +108,24 @@ class Job:
         return loss
 
 
-def plain(shape: Shape, mesh: DeviceMesh) -> Decoder:
+def units_of(model: Decoder, size: int) -> Iterator[list[nn.Module]]:
+    """Blocks that are gathered together, `size` of them, and the rest."""
+    blocks = list(model.blocks)
+    yield from (blocks[first : first + size] for first in range(0, len(blocks), size))
+    yield [model]
+
+
+def plain(shape: Shape, unit: int, mesh: DeviceMesh) -> Decoder:
     """The peer."""
     with torch.device(mesh.device_type):
         model = Decoder(shape, quantized=False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for unit in (*model.blocks, model):
-        torch_fully_shard(unit, mesh=mesh, mp_policy=policy)
+    for modules in units_of(model, unit):
+        torch_fully_shard(modules, mesh=mesh, mp_policy=policy)
     return model
 
 
-def quantized(shape: Shape, made_by: recipe.Recipe, *, mesh: DeviceMesh) -> Decoder:
+def quantized(shape: Shape, made_by: recipe.Recipe, unit: int, *, mesh: DeviceMesh) -> Decoder:
     """te_dist's, made on meta and filled once it is cut."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -125,8 +134,8 @@ def quantized(shape: Shape, made_by: recipe.Recipe, *, mesh: DeviceMesh) -> Deco
             model = Decoder(shape, quantized=True)
     finally:
         torch.set_default_dtype(before)
-    for unit in (*model.blocks, model):
-        fsdp2.fully_shard(unit, mesh=mesh)
+    for modules in units_of(model, unit):
+        fsdp2.fully_shard(modules, mesh=mesh)
     fsdp2.materialize(model, device=mesh.device_type, seed=0)
     te.prepare(model, made_by)
     return model
@@ -189,13 +198,13 @@ def rows_of(cases: list[Case], mesh: DeviceMesh, *, parts: list[str] | None) -> 
         torch.compiler.reset()
 
 
-def cases_of(model: str, chosen: tuple[str, ...], *, compiled: bool) -> Iterator[Case]:
+def cases_of(model: str, chosen: tuple[str, ...], *, compiled: bool, unit: int) -> Iterator[Case]:
     """The peer and each recipe: long sequences, then short ones, where communication counts."""
     for sequences, length in {"llama": ((1, 8192), (1, 2048)), "qwen_moe": ((4, 4096),)}[model]:
         for name in ("", *chosen):
-            yield Case(model, sequences, length, name)
+            yield Case(model, sequences, length, name, unit=unit)
             if compiled:
-                yield Case(model, sequences, length, name, compiled=True)
+                yield Case(model, sequences, length, name, compiled=True, unit=unit)
 
 
 def report_on(model: str) -> Report:
@@ -221,15 +230,19 @@ def report_on(model: str) -> Report:
     )
 
 
-def main(
+def main(  # noqa: PLR0913  (options of a command)
     out: Path | None = None,
     models: tuple[str, ...] = tuple(MODELS),
     lengths: tuple[int, ...] = (),
     recipes: tuple[str, ...] = ("block", "current", "delayed"),
     compiled: bool = False,
     shares: bool = False,
+    unit: int = 1,
 ) -> None:
-    """Prints a table for each model, of sequences of some `lengths` or of all; writes them as Markdown and JSON."""
+    """Prints a table for each model, of sequences of some `lengths` or of all; writes them as Markdown and JSON.
+
+    `unit`: how many blocks are wrapped, and so gathered, as one; of all lines.
+    """
     dist.init_process_group("nccl")
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
@@ -237,7 +250,8 @@ def main(
     with sdpa_kernel(BACKENDS, set_priority=True), torch.autograd.set_multithreading_enabled(False):
         for model in models:
             parts: list[str] = []
-            cases = [c for c in cases_of(model, recipes, compiled=compiled) if not lengths or c.length in lengths]
+            every = cases_of(model, recipes, compiled=compiled, unit=unit)
+            cases = [case for case in every if not lengths or case.length in lengths]
             rows = rows_of(cases, mesh, parts=parts if shares else None)
             if dist.get_rank() == 0:
                 report_on(model).publish(rows, out, facts={"GPUs": str(mesh.size())}, end=parts)

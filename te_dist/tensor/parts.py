@@ -93,7 +93,7 @@ def before_writing(storage: QuantizedStorage) -> None:
 
 
 def note_broadcast(storage: QuantizedStorage) -> None:
-    """Remembers until it is written that ranks have sent each other its values: others may hold them in plain tensors."""
+    """Remembers, until it is written, that ranks sent each other its values: others may hold them in plain tensors."""
     _BROADCAST.add(storage)
 
 
