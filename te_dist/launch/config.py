@@ -56,9 +56,11 @@ class MeshConfig:
     """Ranks that share each matrix multiplication."""
     ep: int = 1
     """Of the dp ranks, those next to each other that share the experts; each has some of them."""
+    unit_blocks: int = 1
+    """Blocks whose parameters are gathered together. More of them: less work for the CPU, more memory."""
 
     def __post_init__(self) -> None:
-        _at_least("mesh", self, 1, "tp", "ep")
+        _at_least("mesh", self, 1, "tp", "ep", "unit_blocks")
         if self.dp != "rest":
             _at_least("mesh", self, 1, "dp")
 

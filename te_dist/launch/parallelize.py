@@ -136,7 +136,9 @@ def shard_model(config: Config, mesh: DeviceMesh, *, expert_mesh: DeviceMesh | N
             experts = ExpertParallel(capacity=expert_capacity(config), payload=config.model.experts.payload)
             parallelize_module(block, expert_mesh["ep"], {"feed_forward": experts})
             fsdp2.fully_shard(block.feed_forward.experts, mesh=expert_mesh["edp"], recompute=recomputes)
-        fsdp2.fully_shard(block, mesh=mesh["dp"], recompute=recomputes)
+    blocks, size = list(model.blocks), config.mesh.unit_blocks
+    for first in range(0, len(blocks), size):
+        fsdp2.fully_shard(blocks[first : first + size], mesh=mesh["dp"], recompute=recomputes)
     if mesh["tp"].size() > 1:
         parallelize_module(model, mesh["tp"], root_plan())
         model.embedding.register_forward_pre_hook(lambda _, args: (_part(args[0], mesh["tp"]),))

@@ -76,6 +76,14 @@ def test_ranks_that_share_multiplications_take_the_same_steps(unbroken, tiny_job
         assert job.metrics(key) == pytest.approx(unbroken[0].metrics(key), rel=2e-2)
 
 
+def test_blocks_that_are_gathered_together_take_the_same_steps(unbroken, tiny_job: Callable, two_ranks) -> None:
+    job = tiny_job(RECIPE)
+    code, output = two_ranks(*job.command("--mesh.unit-blocks", "2"))
+    assert code == 0, output
+    for key in ("loss", "gradient_norm", "validation_loss"):
+        assert job.metrics(key) == unbroken[0].metrics(key)
+
+
 def test_a_loss_that_is_not_finite_ends_all_ranks_with_one_message(tiny_job: Callable, two_ranks) -> None:
     job = tiny_job()
     code, output = two_ranks(*job.command("--optimizer.learning-rate", "inf"))

@@ -26,6 +26,7 @@ JOBS = {
     "recomputed": (2, ["quickstart.toml", "--recipe", "mxfp8", "--recompute", "full", "--train.batch", "16"]),
     "tensor_parallel": (4, ["tensor_parallel.toml", "--recipe", "float8_block"]),
     "experts": (4, ["moe.toml", "--mesh.dp", "4", "--train.batch", "32", "--model.experts.ffn", "128"]),
+    "large_units": (2, ["quickstart.toml", "--recipe", "mxfp8", "--model.layers", "3", "--mesh.unit-blocks", "2"]),
     "plain": (2, ["quickstart.toml", "--recipe", "bf16"]),
 }
 
