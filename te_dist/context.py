@@ -7,8 +7,10 @@ from contextlib import ContextDecorator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from te_dist._torch_private import in_backward
 from te_dist.recipe import Recipe
 
 
@@ -20,13 +22,11 @@ class Autocast:
         recipe: what inputs, weights and gradients are quantized into; None outside of autocast.
         amax_reduction_group: ranks that share the scales of delayed scaling; None for each rank alone.
         name: of the recipe, see `recipe_named`; what compiled code is guarded by.
-        is_given: whether a block says this, or nothing does.
     """
 
     recipe: Recipe | None = None
     amax_reduction_group: dist.ProcessGroup | None = None
     name: str = ""
-    is_given: bool = True
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ModelInit:
     keeps_initial: bool = False
 
 
-_OUTSIDE, _DISABLED, _PLAIN = Autocast(is_given=False), Autocast(), ModelInit()
+_OUTSIDE, _PLAIN = Autocast(), ModelInit()
 # NOTE: of each thread, as torch's autocast is; torch.compile follows and guards these attributes, but no ContextVar.
 _current = threading.local()
 _states: dict[Recipe, Autocast] = {}
@@ -52,6 +52,15 @@ _named: dict[str, Recipe] = {}
 def current_autocast() -> Autocast:
     """What the innermost `autocast` says."""
     return getattr(_current, "autocast", _OUTSIDE)
+
+
+def repeated_autocast() -> Autocast | None:
+    """As `current_autocast`, of a block that a forward pass has entered which is run again in backward.
+
+    None where it has entered none: what surrounds backward says nothing of the pass. While a graph is traced, of every
+    block in it, since it is in the graph whenever that runs.
+    """
+    return getattr(_current, "repeated", None)
 
 
 def current_model_init() -> ModelInit:
@@ -64,7 +73,7 @@ class Scope(ContextDecorator):
 
     def __init__(self, name: str, value: Autocast | ModelInit, default: Autocast | ModelInit) -> None:
         self._name, self._value, self._default = name, value, default
-        self._outer: list[Autocast | ModelInit] = []
+        self._outer: list[Autocast | ModelInit | None] = []
 
     def __enter__(self) -> None:
         self._outer.append(getattr(_current, self._name, self._default))
@@ -72,6 +81,20 @@ class Scope(ContextDecorator):
 
     def __exit__(self, *exception: Any) -> None:
         setattr(_current, self._name, self._outer.pop())
+
+
+class _AutocastScope(Scope):
+    """Says as well whether it was entered in backward, see `repeated_autocast`."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._outer.append(repeated_autocast())
+        is_repeated = torch.compiler.is_compiling() or in_backward()
+        _current.repeated = self._value if is_repeated else None
+
+    def __exit__(self, *exception: Any) -> None:
+        _current.repeated = self._outer.pop()
+        super().__exit__(*exception)
 
 
 def autocast(
@@ -88,7 +111,7 @@ def autocast(
         ValueError: enabled without a recipe.
     """
     if not enabled:
-        return restore_autocast(_DISABLED)
+        return restore_autocast(_OUTSIDE)
     state = _state_of(_given(recipe, "autocast", enabled))
     return restore_autocast(
         state if amax_reduction_group is None else replace(state, amax_reduction_group=amax_reduction_group)
@@ -97,7 +120,7 @@ def autocast(
 
 def restore_autocast(state: Autocast) -> Scope:
     """A block in which `current_autocast()` is `state`: how a recomputed forward pass sees what the first one saw."""
-    return Scope("autocast", state if state.is_given else _DISABLED, _OUTSIDE)
+    return _AutocastScope("autocast", state, _OUTSIDE)
 
 
 def quantized_model_init(

@@ -19,7 +19,6 @@ from te_dist.codecs.grouped_gemm import Result, Rows, SumsResult, multiply_rows,
 from te_dist.formats import Direction
 from te_dist.grouped import GroupedStorage
 from te_dist.kernels.tape import Tapes
-from te_dist.nn import lost_recipes
 from te_dist.nn.grouped_weights import MainGrads, as_one, members_of, shape_of, stacked, together
 from te_dist.nn.once import once_differentiable
 from te_dist.nn.products import Plan, Saved, taken_apart
@@ -380,7 +379,6 @@ def taped_backward(of: Backward, given: Given) -> tuple[tuple[Tensor, ...], Save
 
     Instead of the last, where they are computed later, buffers of the gradient of the output, and what these are.
     """
-    lost_recipes.backward_has_come()
     parts, kinds = taken_apart(of.grad, of.inputs, of.x, *of.beside, *of.weights, of.main_grad)
     key = ("backward", kinds, of.wants, of.shape, of.dtypes, given.kind)
     return given.plan.tapes.run(key, (*parts, *given.tensors), lambda: _backward(of, given))

@@ -94,7 +94,7 @@ class GroupedSite(LinearSite):
         """As `_eager`, see [Note: Compiled linear maps]."""
         name = current_autocast().name
         if not name:
-            lost_recipes.refuse_again(self.place, self._label)
+            lost_recipes.refuse_again(self.place)
         front = grouped_traced.PLAIN if given.front is None else given.front.name
         asked = given.out, given.dgrad_out, given.later, given.is_first, given.skip
         is_plain = not isinstance(x, QuantizedTensor) and front in grouped_traced.FRONTS
@@ -116,9 +116,9 @@ class GroupedSite(LinearSite):
     def _outside_of_graphs(
         self, x: Tensor, weights: Sequence[Tensor], *, given: Given, biases: Sequence[Tensor], beside: Sequence[Tensor]
     ) -> Tensor:
-        if current_autocast().name:
-            lost_recipes.remember_place(self.place)
-        return self._eager(x, weights, given=given, biases=biases, beside=beside)
+        out = self._eager(x, weights, given=given, biases=biases, beside=beside)
+        lost_recipes.outside_of_graph(self.place, out)
+        return out
 
     def _eager(
         self, x: Tensor, weights: Sequence[Tensor], *, given: Given, biases: Sequence[Tensor], beside: Sequence[Tensor]

@@ -163,7 +163,7 @@ def _forward(x: Tensor, weights: list[Tensor], biases: list[Tensor], beside: lis
     whole = _weights(weights, kind)
     if how.reads_columns:
         check_columns(whole[0])  # all are of one kind
-    lost_recipes.remember(how.plan)
+    lost_recipes.forward(how.plan, records=how.saves_input or how.reads_columns)
     operands = as_one(whole), as_one(biases), beside
     tensors, saved = products.taped_forward(x, operands, counts, given=how.given(table))
     _saved[_place(x, table, how)] = saved
@@ -187,6 +187,7 @@ def _fake_forward(x: Tensor, weights: list[Tensor], biases: list[Tensor], beside
 def _backward(grad: Tensor, x: Tensor, inputs: list[Tensor], beside: list[Tensor], *rest: Any) -> list[Tensor]:
     weights, table, kind, *how, wants, input_dtype, weight_dtype, bias_dtype = rest
     how, known = How(*how), _weights(weights, kind)
+    lost_recipes.backward(how.plan)
     saved = _saved[_place(x, table, how)]
     stored = None if saved is None else QuantizedTensor(saved.storage(inputs))
     dtypes = input_dtype, weight_dtype, bias_dtype

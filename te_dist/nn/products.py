@@ -24,7 +24,6 @@ from te_dist._torch_private import applied
 from te_dist.codecs.gemm import READS_ANY_ORDER, Operand, multiply
 from te_dist.formats import Direction, Format, Region
 from te_dist.kernels.tape import Tapes
-from te_dist.nn import lost_recipes
 from te_dist.nn.once import once_differentiable
 from te_dist.nn.saved import save, saved
 from te_dist.ops.evaluate import values
@@ -130,7 +129,6 @@ def forward(
 
 def backward(of: Backward, plan: Plan) -> tuple[Tensor, ...]:
     """The gradients that are wanted, in order, but for that of the weight where it has a `main_grad`; no autograd."""
-    lost_recipes.backward_has_come()
     grad, inputs, weight, main_grad, wants, shape, dtypes, behind, front = of
     parts, kinds = taken_apart(grad, inputs, weight, main_grad, behind)
     key = ("backward", kinds, wants, shape, dtypes, front)

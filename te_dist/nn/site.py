@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from te_dist import _torch_private
 from te_dist.codecs import gemm
-from te_dist.context import Autocast, current_autocast, recipe_named
+from te_dist.context import Autocast, current_autocast, recipe_named, repeated_autocast
 from te_dist.formats import Direction, Format
 from te_dist.fsdp2.ahead import prepare_kernels
 from te_dist.fsdp2.check import check_gathered, not_gathered
@@ -67,6 +67,7 @@ class _Moving(NamedTuple):
 _latest: WeakKeyDictionary[nn.Module, _Pass] = WeakKeyDictionary()
 _planned: WeakKeyDictionary[nn.Module, list[_Pass]] = WeakKeyDictionary()
 _MAX_PLANNED = 4  # of a map
+_WITHOUT = _Pass(Autocast())  # a recipe
 _PROCESS = uuid4().hex
 _WEIGHT_ONLY = Plan(IdentityQuantizer(), IdentityQuantizer(), IdentityQuantizer())
 
@@ -183,7 +184,7 @@ class LinearSite(nn.Module):
         """As `_at_once`, see [Note: Compiled linear maps]."""
         name, is_quantized = current_autocast().name, isinstance(weight, QuantizedTensor)
         if not name:
-            lost_recipes.refuse_again(self.place, self.name or "Linear")
+            lost_recipes.refuse_again(self.place)
         if not name and front:
             x, front = activations.find(front)(x), ""
         if not name and not is_quantized:
@@ -198,28 +199,37 @@ class LinearSite(nn.Module):
         "quantized input. Take Float8CurrentScaling or another recipe without histories, or leave out fullgraph=True"
     )
     def _outside_of_graphs(self, x: Tensor, weight: Tensor, bias: Tensor | None, front: str) -> Tensor:
-        if current_autocast().name:
-            lost_recipes.remember_place(self.place)
-        return LinearSite.forward(self, x, weight, bias, front=front)
+        out = LinearSite.forward(self, x, weight, bias, front=front)
+        lost_recipes.outside_of_graph(self.place, out)
+        return out
 
     def plan(self, x: Tensor, weight: Tensor) -> Plan | None:
         """How the products of `x` and `weight` are computed at this moment; None outside of `autocast`.
 
-        A forward pass that torch's own checkpoint runs again, in backward and so outside of `autocast`, is computed as
-        the latest one was. `te_dist.checkpoint` restores the very one.
+        A forward pass that torch's own checkpoint runs again, in backward and so outside of the `autocast` of the first
+        one, is computed as the latest one was. `te_dist.checkpoint` restores the very one.
         """
-        state, last = current_autocast(), _latest.get(self)
+        last, is_repeated = _latest.get(self), _torch_private.in_backward()
+        state = self._repeated(last) if is_repeated else current_autocast()
         if state.recipe is None:
-            if last is None or last.state.recipe is None:
-                return None
-            if not _torch_private.in_backward():
-                del _latest[self]
-                return None
-            state = last.state
+            if not is_repeated and last is not _WITHOUT:
+                _latest[self] = _WITHOUT
+            return None
         key = (x.dtype, weight.device, self.placed, self.fuses_wgrad)
         if last is None or last.key != key or (last.state is not state and last.state != state):
-            last = _latest[self] = self._planned(state, key)
+            last = self._planned(state, key)
+            if not is_repeated:
+                _latest[self] = last
         return self._with_histories(last, x, weight) if last.requests else last.plan
+
+    def _repeated(self, last: _Pass | None) -> Autocast:
+        """What surrounded the pass that is run again in backward, the latest one of which is `last`."""
+        said = repeated_autocast()
+        if said is not None:
+            return said
+        if last is None or last is _WITHOUT:
+            lost_recipes.check(self.place)
+        return current_autocast() if last is None else last.state
 
     def prepare(self, recipe: Recipe, device: torch.device) -> Answers:
         """Makes what this map keeps under `recipe` and checks that `device` can compute it; the answers by role."""

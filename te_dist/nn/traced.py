@@ -88,7 +88,7 @@ def _forward(x: Tensor, weight: list[Tensor], bias: Tensor | None, plan: str, *r
     whole = _weight(weight, kind)
     if reads_columns:
         check_columns(whole)
-    lost_recipes.remember(plan)
+    lost_recipes.forward(plan, records=saves_input or reads_columns)
     tensors, saved = forward(x, whole, bias, _plans[plan], saves_input, front)
     if saved is not None:
         _saved[plan, front, x.shape, x.dtype] = saved
@@ -107,6 +107,7 @@ def _fake_forward(x: Tensor, weight: list[Tensor], bias: Tensor | None, plan: st
 
 
 def _backward(grad: Tensor, inputs: list[Tensor], weight: list[Tensor], plan: str, *rest: Any) -> list[Tensor]:
+    lost_recipes.backward(plan)
     kind, wants, shape, *dtypes, behind, front = rest
     saved = _saved[plan, front, torch.Size(shape), dtypes[0]] if wants[1] else None
     stored = None if saved is None else QuantizedTensor(saved.storage(inputs))

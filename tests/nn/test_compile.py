@@ -259,3 +259,56 @@ def test_what_says_that_it_has_no_recipe_is_run_again_beside_maps_that_have_one(
         gradients.append([x.grad, *(p.grad.clone() for p in first.parameters())])
     for index, pair in enumerate(zip(*gradients, strict=True)):
         assert_bitwise(*pair, str(index))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_pass_that_waits_while_others_run_backward_does_not_lose_its_recipe(reentrant: bool, frozen: bool) -> None:
+    made, judged = Block().requires_grad_(not frozen), te.Linear(WIDTH, 16)
+    x = torch.randn(48, WIDTH, requires_grad=True)
+    compiled, judge = torch.compile(made, backend="aot_eager"), torch.compile(judged, backend="aot_eager")
+    with te.autocast(recipe=block_scaling):
+        out = checkpoint(compiled, x, use_reentrant=reentrant)
+        loss = judge(out.detach()).square().sum()
+    loss.backward()
+    with te.autocast(recipe=block_scaling):
+        loss = judge(out).square().sum()
+    with pytest.raises(RuntimeError, match="run again in backward.*context_fn=te_dist.recompute.context_fn"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("around", "words"), [(None, "without a recipe"), ("current", "by another recipe")])
+def test_what_surrounds_backward_is_no_recipe_of_what_runs_again(
+    around: str | None, words: str, reentrant: bool
+) -> None:
+    module = Block().requires_grad_(False)
+    compiled = torch.compile(module, backend="aot_eager")
+    with te.autocast(recipe=block_scaling):
+        out = checkpoint(compiled, torch.randn(48, WIDTH, requires_grad=True), use_reentrant=reentrant)
+    other = None if around is None else STATELESS[around].recipe
+    with te.autocast(enabled=other is not None, recipe=other), pytest.raises(RuntimeError, match=words):
+        out.sum().backward()
+
+
+def test_graphs_that_a_compiler_makes_no_more_lose_no_recipe() -> None:
+    blocks = nn.ModuleList(te.Linear(WIDTH, WIDTH, name=f"block {index}") for index in range(3)).requires_grad_(False)
+    x = torch.randn(48, WIDTH, requires_grad=True)
+    with torch._dynamo.config.patch(recompile_limit=3), te.autocast(recipe=block_scaling):
+        y = x
+        for block in blocks:
+            y = checkpoint(torch.compile(torch.nn.Module.__call__, backend="aot_eager"), block, y, use_reentrant=True)
+        with pytest.raises(RuntimeError, match="run again in backward"), te.autocast(enabled=False):
+            y.square().sum().backward()
+
+
+def test_evaluations_by_a_recipe_leave_training_without_one_alone() -> None:
+    module = Block()
+    compiled = torch.compile(module, backend="aot_eager")
+    want = gradients_of_repeated(module, module, None, use_reentrant=False)
+    for _ in range(2):
+        with torch.no_grad(), te.autocast(recipe=block_scaling):
+            compiled(torch.randn(48, WIDTH))
+        got = gradients_of_repeated(module, compiled, None, use_reentrant=False)
+        for index, pair in enumerate(zip(got, want, strict=True)):
+            assert_bitwise(*pair, str(index))

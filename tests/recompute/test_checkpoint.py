@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -198,3 +199,25 @@ def test_a_pass_of_another_kind_between_forward_and_a_second_forward_is_told(way
             y.sum().backward()
     else:
         y.sum().backward()
+
+
+@pytest.mark.parametrize("first", [None, "disabled", "current"])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "torch"])
+def test_a_pass_runs_again_as_it_did_whatever_ran_since(way, quantized, frozen, first):
+    gradients = []
+    for run in (PLAIN, WAYS[way]):
+        block = make_blocks(RECIPES["block"] if quantized else None)[0].requires_grad_(not frozen)
+        torch.manual_seed(1)
+        x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        recipe = None if first is None else RECIPES.get(first)
+        with te.autocast(enabled=recipe is not None, recipe=recipe) if first else contextlib.nullcontext():
+            y = run(block, x)
+        with te.autocast(recipe=RECIPES["block"]):
+            z = run(block, x)
+        with te.autocast(recipe=RECIPES["mx"]):  # what surrounds backward says nothing of the pass
+            y.square().mean().backward()
+        gradients.append([x.grad, *(p.grad for p in block.parameters() if p.requires_grad)])
+        del z
+    assert_same(*gradients)
