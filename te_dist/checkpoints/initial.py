@@ -36,12 +36,9 @@ def known_everywhere(named: Named, ranks: Ranks) -> set[str]:
     return ranks.have_all({name: _keeps(tensor) for name, tensor in named.items()})
 
 
-def kept(named: Named, ranks: Ranks, *, besides: Named) -> Named:
-    """By name, fp32 values of the weights that know theirs on all ranks, on the CPU. Collective.
-
-    `besides`: names of those whose values are saved in another place.
-    """
-    known = known_everywhere({name: tensor for name, tensor in named.items() if name not in besides}, ranks)
+def kept(named: Named, ranks: Ranks) -> Named:
+    """By name, fp32 values of the weights that know theirs on all ranks, on the CPU. Collective."""
+    known = known_everywhere(named, ranks)
     return {name: _placed(named[name], local_tensor(named[name]).storage.initial) for name in named if name in known}
 
 

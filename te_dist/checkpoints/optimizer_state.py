@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from te_dist._torch_private import sharded_like
-from te_dist.checkpoints import extra, initial, model_state
-from te_dist.checkpoints.errors import CheckpointError, Ranks
+from te_dist.checkpoints import extra, model_state
+from te_dist.checkpoints.errors import CheckpointError
 from te_dist.checkpoints.manifest import Manifest
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
@@ -29,31 +29,8 @@ MASTER = "master_param"  # high-precision values of a parameter, as te_dist.opti
 Named = dict[str, Tensor]
 
 
-def masters_to_begin(optimizer: Optimizer, named: Named, ranks: Ranks) -> Named:
-    """By name, masters that te_dist's optimizers have yet to make, of weights that know what they were quantized from:
-    their codes alone do not tell. Collective; the optimizer is left as it is."""
-    if not hasattr(optimizer, "current_state"):
-        return {}
-    found = ranks.together(lambda: _to_begin(optimizer, named))
-    begun = ranks.have_all({name: values is not None for name, values in found.items()})
-    return {name: values for name, values in found.items() if values is not None and name in begun}
-
-
-def _to_begin(optimizer: Optimizer, named: Named) -> dict[str, Tensor | None]:
-    """Of each trained weight without state; None where its values are not known, on this rank."""
-    found: dict[str, Tensor | None] = {}
-    for name, _, param in _params(optimizer, named):
-        local = local_tensor(param)
-        if isinstance(local, QuantizedTensor) and param.requires_grad and not optimizer.state.get(param):
-            values = initial.values(local)
-            found[name] = sharded_like(param, values) if values is not None and isinstance(param, DTensor) else values
-    return found
-
-
-def describe(optimizer: Optimizer, named: Named, begun: Named) -> dict[str, Any]:
+def describe(optimizer: Optimizer, named: Named) -> dict[str, Any]:
     """What a manifest says of an optimizer: its class, its groups, and each parameter's group and state.
-
-    `begun`: of `masters_to_begin`.
 
     Raises:
         CheckpointError: a parameter is none of the model, or its state cannot be saved.
@@ -61,7 +38,7 @@ def describe(optimizer: Optimizer, named: Named, begun: Named) -> dict[str, Any]
     groups = [{k: _value(v, k) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     params = {}
     for name, index, param in _params(optimizer, named):
-        state = {MASTER: begun[name]} if name in begun else _state(optimizer, param)
+        state = _state(optimizer, param)
         params[name] = {"group": index, "state": {k: _describe(v, f"{name}: {k}", param) for k, v in state.items()}}
     return {"class": _class_name(optimizer), "groups": groups, "params": params}
 

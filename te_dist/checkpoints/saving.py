@@ -79,9 +79,8 @@ def _snapshot(
 ) -> _Snapshot:
     named = ranks.together(lambda: _checked(model, extra))
     replicas.check(named, ranks)
-    begun = {} if optimizer is None else optimizer_state.masters_to_begin(optimizer, named, ranks)
-    kept = initial.kept(named, ranks, besides=begun)
-    return ranks.together(lambda: _contribution(named, optimizer, extra, begun=begun, kept=kept, rank=ranks.rank))
+    kept = initial.kept(named, ranks)
+    return ranks.together(lambda: _contribution(named, optimizer, extra, kept=kept, rank=ranks.rank))
 
 
 def _checked(model: nn.Module, extra: Mapping[str, Any] | None) -> dict[str, Tensor]:
@@ -101,16 +100,14 @@ def _contribution(
     optimizer: Optimizer | None,
     extra: Mapping[str, Any] | None,
     *,
-    begun: dict[str, Tensor],
     kept: dict[str, Tensor],
     rank: int,
 ) -> _Snapshot:
     tree, held = extras.split(extra or {})
-    state = {} if optimizer is None else optimizer_state.tensors(optimizer, named)
     tensors = store.tree(
         model=model_state.all_parts(named),
         initial=kept,
-        state=state | {name: {optimizer_state.MASTER: master} for name, master in begun.items()},
+        state={} if optimizer is None else optimizer_state.tensors(optimizer, named),
         extra=held if rank == 0 else {},
     )
     return _Snapshot(
@@ -120,7 +117,7 @@ def _contribution(
                 name: model_state.describe(tensor) | ({initial.SAVED: True} if name in kept else {})
                 for name, tensor in named.items()
             },
-            optimizer=None if optimizer is None else optimizer_state.describe(optimizer, named, begun),
+            optimizer=None if optimizer is None else optimizer_state.describe(optimizer, named),
             extra=tree,
         ),
     )

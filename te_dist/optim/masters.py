@@ -65,6 +65,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._known: dict[Tensor, tuple[int, Tensor]] = {}
+        self._kept: dict[Tensor, Tensor | None] = {}  # what quantized ones kept when their masters were made of it
         self._counted: dict[Tensor, tuple[int, int]] = {}  # of plain parameters
         self._has_warned = False
         _LEDGERS.add(self)
@@ -73,7 +74,7 @@ class Ledger:
         self.__dict__.update(state)
         self._counted = {}  # torch counts anew in copies
         for param, (write, master) in self._known.items():
-            if write == local_tensor(param).storage.mastered:
+            if 0 != write == local_tensor(param).storage.mastered:
                 self.begin(param, master)
         _LEDGERS.add(self)
 
@@ -81,7 +82,7 @@ class Ledger:
         """Notes a master that was made of what its parameter holds now."""
         local = local_tensor(param)
         if isinstance(local, QuantizedTensor):
-            self._known[param] = local.storage.mastered, master
+            self._known[param], self._kept[param] = (local.storage.mastered, master), local.storage.initial
             writes.note_master(local.storage, local_tensor(master))
         else:
             self._counted[param] = param._version, local._version
@@ -147,11 +148,15 @@ class Ledger:
         known, write = self._known.get(param), local.storage.mastered
         if known is None:
             return local.storage.follows_master and not was_loaded
-        return write != 0 and (known[0] == write or writes.master_of(local.storage) is local_tensor(known[1]))
+        if write == 0:  # as long as a weight has had no gradient, it keeps what its master was made of
+            kept = local.storage.initial
+            return kept is not None and kept is self._kept.get(param) and not was_loaded
+        return known[0] == write or writes.master_of(local.storage) is local_tensor(known[1])
 
     def forget(self, param: Tensor) -> None:
         """Of a parameter that the optimizer no longer has, or whose master was loaded."""
         self._known.pop(param, None)
+        self._kept.pop(param, None)
         self._counted.pop(param, None)
 
     def keep(self, params: Iterable[Tensor]) -> None:

@@ -164,6 +164,30 @@ def test_what_weights_keep_comes_over_into_another_format_and_into_others_names(
             assert_bitwise(weight.get_high_precision_init_val(), together[number], f"expert {number}")
 
 
+def check_stages(rank: int, world: int, path: Path) -> None:
+    """Of ranks that hold different parts of a model, one has nothing to train."""
+    with te.quantized_model_init(recipe=RECIPES["block"], preserve_high_precision_init_val=True):
+        stages = [nn.ModuleDict({str(rank): te.Linear(128, 128, bias=False)}).to(device()) for _ in range(2)]
+    optimizers = [optim.FusedAdam(stage.parameters()) if rank == 0 else None for stage in stages]
+    checkpoints.save(path, model=stages[0], optimizer=optimizers[0])
+    checkpoints.load(path, model=stages[1], optimizer=optimizers[1])
+    kept = [stage[str(rank)].weight.get_high_precision_init_val() for stage in stages]
+    assert_bitwise(kept[1], kept[0], f"stage {rank}")
+
+
+def test_a_stage_without_an_optimizer_is_saved_beside_one_that_has_one(ranks, tmp_path: Path) -> None:
+    ranks(2).run(check_stages, tmp_path / "c")
+
+
+def test_weights_keep_what_was_saved_beside_an_optimizer_that_nobody_asks_for(tmp_path: Path) -> None:
+    model, optimizer = half_frozen("block")
+    checkpoints.save(tmp_path / "c", model=model, optimizer=optimizer)
+    other, _ = half_frozen("block")
+    checkpoints.load(tmp_path / "c", model=other)
+    for got, want in zip(other.parameters(), model.parameters(), strict=True):
+        assert_bitwise(got.get_high_precision_init_val(), want.get_high_precision_init_val(), "kept")
+
+
 def test_a_frozen_weight_of_another_format_is_named_and_comes_over_by_its_values(tmp_path: Path) -> None:
     model, optimizer = half_frozen("block")
     optimizer.initialize_state(model[1].weight)  # as its first step does, to weights that have gradients

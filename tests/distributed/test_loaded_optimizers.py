@@ -262,6 +262,29 @@ def test_checkpoints_before_the_first_step_hold_what_was_quantized(ranks: Ranks,
     ranks(3).run(saved_before_the_first_step, tmp_path / "c", kind)
 
 
+def saved_before_a_first_gradient(rank: int, world: int, path: Path, kind: str) -> None:
+    """A weight that others were trained without goes on from the values it had before quantization."""
+    model, resumed = (sharded(world, seed=seed, keeps=True) for seed in range(2))
+    optimizer, another = OPTIMIZERS[kind](model), OPTIMIZERS[kind](resumed)
+    late = optimizer.register_step_pre_hook(lambda *_: setattr(model[1].weight, "grad", None))
+    for seed in range(2):
+        step(model, optimizer, seed)
+    late.remove()
+    checkpoints.save(path, model=model, optimizer=optimizer)
+    checkpoints.load(path, model=resumed, optimizer=another)
+    for seed in range(2, 4):
+        for each, its in ((model, optimizer), (resumed, another)):
+            step(each, its, seed)
+        for (name, got), want in zip(resumed.named_parameters(), model.parameters(), strict=True):
+            assert_local_bitwise(got, want, name)
+            assert_local_bitwise(another.state[got]["master_param"], optimizer.state[want]["master_param"], name)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_weights_without_a_gradient_so_far_go_on_from_what_was_quantized(ranks, tmp_path: Path, kind: str) -> None:
+    ranks(2).run(saved_before_a_first_gradient, tmp_path / "c", kind)
+
+
 def of_other_types(rank: int, world: int, path: Path, saved: torch.dtype, here: torch.dtype, used: bool) -> None:
     """Masters and moments are those that were saved, in the types that the optimizer was made with."""
 
