@@ -63,24 +63,36 @@ def repeated_autocast() -> Autocast | None:
     return getattr(_current, "repeated", None)
 
 
+def lasting_autocast() -> Autocast | None:
+    """What a forward pass that begins here is to be run again under; None where that is not known.
+
+    As in a pass that torch's checkpoint runs again by itself: what surrounds backward was not there at first. A graph
+    that is traced runs as a whole, and again as it ran.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    return repeated_autocast() if in_backward() else current_autocast()
+
+
 def current_model_init() -> ModelInit:
     """What the innermost `quantized_model_init` says."""
     return getattr(_current, "model_init", _PLAIN)
 
 
 class Scope(ContextDecorator):
-    """Sets what holds inside of a block; the same object may be entered again, also inside itself."""
+    """Sets what holds inside of a block; the same object may be entered again, inside itself and by other threads."""
 
     def __init__(self, name: str, value: Autocast | ModelInit, default: Autocast | ModelInit) -> None:
         self._name, self._value, self._default = name, value, default
-        self._outer: list[Autocast | ModelInit | None] = []
 
     def __enter__(self) -> None:
-        self._outer.append(getattr(_current, self._name, self._default))
+        outer = getattr(_current, self._name, self._default)
+        _current.outer = (outer, getattr(_current, "outer", None))  # of this thread: innermost first
         setattr(_current, self._name, self._value)
 
     def __exit__(self, *exception: Any) -> None:
-        setattr(_current, self._name, self._outer.pop())
+        outer, _current.outer = _current.outer
+        setattr(_current, self._name, outer)
 
 
 class _AutocastScope(Scope):
@@ -88,12 +100,12 @@ class _AutocastScope(Scope):
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._outer.append(repeated_autocast())
+        _current.outer = (repeated_autocast(), _current.outer)
         is_repeated = torch.compiler.is_compiling() or in_backward()
         _current.repeated = self._value if is_repeated else None
 
     def __exit__(self, *exception: Any) -> None:
-        _current.repeated = self._outer.pop()
+        _current.repeated, _current.outer = _current.outer
         super().__exit__(*exception)
 
 

@@ -94,13 +94,14 @@ class GroupedSite(LinearSite):
         """As `_eager`, see [Note: Compiled linear maps]."""
         name = current_autocast().name
         if not name:
-            lost_recipes.refuse_again(self.place)
+            lost_recipes.refuse_again(self.place, trains=self.training)
         front = grouped_traced.PLAIN if given.front is None else given.front.name
         asked = given.out, given.dgrad_out, given.later, given.is_first, given.skip
         is_plain = not isinstance(x, QuantizedTensor) and front in grouped_traced.FRONTS
         plan = None
         if is_plain and not self.fuses_wgrad and all([value is None for value in asked]):
-            plan = _traced_plan(name, self.place, x.dtype, weights[0].device)
+            trains = self.training or torch.is_grad_enabled()
+            plan = _traced_plan(name, self.place, x.dtype, weights[0].device, trains)
         if plan is None:
             return self._outside_of_graphs(x, weights, given=given, biases=biases, beside=beside)
         differentiates = torch.is_grad_enabled()
@@ -117,7 +118,7 @@ class GroupedSite(LinearSite):
         self, x: Tensor, weights: Sequence[Tensor], *, given: Given, biases: Sequence[Tensor], beside: Sequence[Tensor]
     ) -> Tensor:
         out = self._eager(x, weights, given=given, biases=biases, beside=beside)
-        lost_recipes.outside_of_graph(self.place, out)
+        lost_recipes.outside_of_graph(self.place, out, trains=self.training)
         return out
 
     def _eager(
@@ -235,7 +236,7 @@ def _codecs_of(format: Format) -> str:
 
 
 @torch.compiler.assume_constant_result
-def _traced_plan(name: str, place: str, dtype: torch.dtype, device: torch.device) -> str | None:
+def _traced_plan(name: str, place: str, dtype: torch.dtype, device: torch.device, trains: bool) -> str | None:
     """Name of the plan of a map of this `place` by the recipe `name`; None where it needs more than tensors."""
     recipe = recipe_named(name)
     if recipe is None:
@@ -245,8 +246,7 @@ def _traced_plan(name: str, place: str, dtype: torch.dtype, device: torch.device
     _check(recipe, (site, *features), target)
     if any(not isinstance(answer, Quantizer) for answer in answers.values()):
         return None
-    text = described(name, place, dtype, target=target)
-    lost_recipes.know(text, place)
+    text = described(name, place, dtype, target=target, trains=trains)
     return grouped_traced.name_of(Plan(**answers), text)
 
 

@@ -9,8 +9,8 @@ nothing to lose, and what was compiled till then is guarded by that.
 
 Graphs tell maps apart by their place alone. What runs again must be by a recipe by which a map of its place ran and
 waits for backward, or by none where none waits. An `autocast` that the repeated pass itself enters, as that of
-`te_dist.checkpoint`, says what it says. Passes that record no gradients wait too, since the reentrant kind of
-checkpoint begins with one, until maps of their place are trained without a recipe.
+`te_dist.checkpoint`, says what it says. Passes of training that record no gradients wait too, since the reentrant kind
+of checkpoint begins with one, until they have run again.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from te_dist.ops._library import LIBRARY, define_writing
 
 _places: dict[str, str] = {}  # by the name of a plan that a recipe made, the place of its maps
 _recorded: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by place, passes that wait, by plan
-_unrecorded: defaultdict[str, set[str]] = defaultdict(set)  # by place, plans of passes without gradients
+_unrecorded: defaultdict[str, Counter[str]] = defaultdict(Counter)  # the same of passes that record no gradients
+_plain: set[str] = set()  # places where one was by none, since the latest that was not has been run backward
+_ended: set[str] = set()  # places where this has happened, until the next pass
 _is_any = False
 _order = torch.zeros(())  # written by the op in name only, so that compilers leave it where it is
 
 
 def know(plan: str, place: str) -> None:
-    """Maps of this place, alone or with others, are computed by the plan of that name, which a recipe made."""
+    """Maps of this place, alone or with others, are trained by the plan of that name, which a recipe made."""
     _places[plan] = place
 
 
@@ -44,6 +46,7 @@ def forward(plan: str, *, records: bool) -> None:
         return
     if in_backward():
         check(place, plan)
+        _wait_no_longer(_unrecorded, place, plan)
     else:
         _wait(place, plan, records=records)
 
@@ -52,65 +55,85 @@ def backward(plan: str) -> None:
     """A map is run backward by the plan of this name."""
     place = _places.get(plan)
     if place is not None:
-        _wait_no_longer(place, plan)
+        _wait_no_longer(_recorded, place, plan)
 
 
-def outside_of_graph(place: str, out: Tensor) -> None:
-    """A map had this output between two graphs; how it ran, eager mode knows, but no graph that it may run again in."""
+def outside_of_graph(place: str, out: Tensor, *, trains: bool) -> None:
+    """A map had this output between two graphs; how it ran, eager mode knows, but no graph that it may run again in.
+
+    `trains`: whether it is in training mode.
+    """
     recipe = current_autocast().name
-    if not recipe or in_backward():
+    if in_backward() or not (recipe and (trains or out.requires_grad)):
         return
     _wait(place, recipe, records=out.requires_grad)
     if out.grad_fn is not None:
-        out.grad_fn.register_prehook(lambda _: _wait_no_longer(place, recipe))
+        out.grad_fn.register_prehook(lambda _: _wait_no_longer(_recorded, place, recipe))
 
 
-def refuse_again(place: str) -> None:
-    """Raises RuntimeError where the graph that is traced runs again without its recipe, see [Note: Lost recipes]."""
-    if _is_any and torch.is_grad_enabled() and repeated_autocast() is None:
+def refuse_again(place: str, *, trains: bool) -> None:
+    """Raises RuntimeError where the graph that is traced runs again without its recipe, see [Note: Lost recipes].
+
+    `trains`: whether the map is in training mode.
+    """
+    if _is_any and (trains or torch.is_grad_enabled()) and repeated_autocast() is None:
         torch.ops.te_dist.refuse_lost_recipe(_order, place)
+
+
+def waits(place: str) -> bool:
+    """Whether a map of this place, alone or with others, ran by a recipe and waits for backward."""
+    return _is_any and bool(_recorded[place] or _unrecorded[place])
 
 
 def check(place: str, plan: str = "") -> None:
     """Before a map of `place` runs again, by the plan of this name or without a recipe.
 
     Raises:
-        RuntimeError: maps of its place that ran by other recipes wait for backward, and none that ran by this one.
+        RuntimeError: maps of its place that ran by other recipes wait for backward, and none that ran by this one; or
+            one that ran there had none.
     """
-    waiting = _recorded[place].keys() | _unrecorded[place]
-    if waiting and plan not in waiting and repeated_autocast() is None:
-        _recorded.clear()  # what waits for the backward pass that ends here, waits in vain
-        _unrecorded.clear()
+    waiting = _recorded[place].keys() | _unrecorded[place].keys()
+    is_lost = place in _plain if plan else bool(waiting)
+    if (is_lost or (waiting and plan not in waiting)) and repeated_autocast() is None:
+        for records in (_recorded, _unrecorded, _plain, _ended):  # the backward pass that others wait for ends here
+            records.clear()
         raise RuntimeError(
-            f"{literal_eval(place)[0] or 'Linear'}: a compiled linear map is run again in backward, by torch's "
-            f"checkpoint, {'by another recipe' if plan else 'without a recipe'}, while it, or a map of the same name "
-            "and sizes, waits for the backward pass of one in an autocast. Pass "
-            "context_fn=te_dist.recompute.context_fn to torch's checkpoint or checkpoint_wrapper, or use "
-            "te_dist.checkpoint: both run maps as they ran first"
+            f"{literal_eval(place)[0] or 'Linear'}: a linear map is run again in backward, by torch's checkpoint, "
+            f"{'by another recipe' if plan else 'without a recipe'}: it, or a compiled map of the same name and sizes, "
+            "ran otherwise at first. Pass context_fn=te_dist.recompute.context_fn to torch's checkpoint or "
+            "checkpoint_wrapper, or use te_dist.checkpoint: both run maps as they ran first. Names tell maps apart"
         )
 
 
 def _wait(place: str, plan: str, *, records: bool) -> None:
     global _is_any  # noqa: PLW0603  (what graphs are guarded by)
     _is_any = True
-    if records:
-        _recorded[place][plan] += 1
-    else:
-        _unrecorded[place].add(plan)
+    _begin(place)
+    (_recorded if records else _unrecorded)[place][plan] += 1
 
 
-def _wait_no_longer(place: str, plan: str) -> None:
-    waiting = _recorded[place]
+def _wait_no_longer(records: dict[str, Counter[str]], place: str, plan: str) -> None:
+    waiting = records[place]
     waiting[plan] -= 1
     if waiting[plan] <= 0:
         del waiting[plan]
+    if not waits(place):
+        _ended.add(place)
+
+
+def _begin(place: str) -> None:
+    """A map of this place is run for the first time."""
+    if place in _ended:
+        _ended.discard(place)
+        _plain.discard(place)
 
 
 def _refuse(_: Tensor, place: str) -> None:
     if in_backward():
         check(place)
     else:
-        _unrecorded.pop(place, None)
+        _begin(place)
+        _plain.add(place)
 
 
 _NAME = define_writing("refuse_lost_recipe(Tensor(a!) order, str place) -> ()")

@@ -67,7 +67,7 @@ class _Moving(NamedTuple):
 _latest: WeakKeyDictionary[nn.Module, _Pass] = WeakKeyDictionary()
 _planned: WeakKeyDictionary[nn.Module, list[_Pass]] = WeakKeyDictionary()
 _MAX_PLANNED = 4  # of a map
-_WITHOUT = _Pass(Autocast())  # a recipe
+_WITHOUT, _WITHOUT_BESIDE = _Pass(Autocast()), _Pass(Autocast())  # a recipe, beside compiled maps that have one
 _PROCESS = uuid4().hex
 _WEIGHT_ONLY = Plan(IdentityQuantizer(), IdentityQuantizer(), IdentityQuantizer())
 
@@ -184,12 +184,13 @@ class LinearSite(nn.Module):
         """As `_at_once`, see [Note: Compiled linear maps]."""
         name, is_quantized = current_autocast().name, isinstance(weight, QuantizedTensor)
         if not name:
-            lost_recipes.refuse_again(self.place)
+            lost_recipes.refuse_again(self.place, trains=self.training)
         if not name and front:
             x, front = activations.find(front)(x), ""
         if not name and not is_quantized:
             return _plain(x, weight, bias)
-        plan = _traced_plan(name, self.place, x.dtype, weight.device)
+        trains = self.training or torch.is_grad_enabled()
+        plan = _traced_plan(name, self.place, x.dtype, weight.device, trains)
         if plan is None:
             return self._outside_of_graphs(x, weight, bias, front)
         return traced.linear(x, weight, bias, plan=plan, front=front)
@@ -200,7 +201,7 @@ class LinearSite(nn.Module):
     )
     def _outside_of_graphs(self, x: Tensor, weight: Tensor, bias: Tensor | None, front: str) -> Tensor:
         out = LinearSite.forward(self, x, weight, bias, front=front)
-        lost_recipes.outside_of_graph(self.place, out)
+        lost_recipes.outside_of_graph(self.place, out, trains=self.training)
         return out
 
     def plan(self, x: Tensor, weight: Tensor) -> Plan | None:
@@ -212,8 +213,11 @@ class LinearSite(nn.Module):
         last, is_repeated = _latest.get(self), _torch_private.in_backward()
         state = self._repeated(last) if is_repeated else current_autocast()
         if state.recipe is None:
-            if not is_repeated and last is not _WITHOUT:
-                _latest[self] = _WITHOUT
+            if not is_repeated:
+                # What ran without a recipe before compiled maps ran by one may have run by one since, compiled itself.
+                without = _WITHOUT_BESIDE if lost_recipes.waits(self.place) else _WITHOUT
+                if last is not without:
+                    _latest[self] = without
             return None
         key = (x.dtype, weight.device, self.placed, self.fuses_wgrad)
         if last is None or last.key != key or (last.state is not state and last.state != state):
@@ -369,7 +373,7 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @torch.compiler.assume_constant_result
-def _traced_plan(name: str, place: str, dtype: torch.dtype, device: torch.device) -> str | None:
+def _traced_plan(name: str, place: str, dtype: torch.dtype, device: torch.device, trains: bool) -> str | None:
     """Name of the plan of a map of this `place` by the recipe `name`; None where it needs more than tensors."""
     recipe = recipe_named(name)
     if recipe is None:
@@ -380,16 +384,18 @@ def _traced_plan(name: str, place: str, dtype: torch.dtype, device: torch.device
     if _requests(answers):
         return None
     plan = Plan(**answers, row_multiple=_row_multiple(recipe, site, dtype, target))
-    text = described(name, place, dtype, target=target)
-    lost_recipes.know(text, place)
+    text = described(name, place, dtype, target=target, trains=trains)
     return traced.name_of(plan, text)
 
 
-def described(recipe: str, place: str, dtype: torch.dtype, *, target: str) -> str:
+def described(recipe: str, place: str, dtype: torch.dtype, *, target: str, trains: bool) -> str:
     """The text that the plan of a map of this `place`, by the recipe of that name, is known by in graphs."""
-    text = f"{recipe} {place} {dtype} {target}"
-    # Of a function there is an address only, which means nothing to the caches of compilers.
-    return text + _PROCESS if " at 0x" in text else text
+    text = f"{recipe} {place} {dtype} {target} {'trained' if trains else 'evaluated'}"
+    if " at 0x" in text:  # of a function there is an address only, which means nothing to the caches of compilers
+        text += _PROCESS
+    if trains:
+        lost_recipes.know(text, place)
+    return text
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils import checkpoint as torch_checkpoint
 
-from te_dist.context import current_autocast, restore_autocast
+from te_dist.context import Autocast, lasting_autocast, restore_autocast
 
 # Arguments of TransformerEngine's function that ask for what is done elsewhere here, and where.
 _ELSEWHERE = {
@@ -47,16 +47,20 @@ def context_fn() -> tuple[AbstractContextManager[Any], AbstractContextManager[An
     Returns:
         A context for the forward pass (it does nothing) and one for the recomputation (it restores `autocast`).
     """
-    return nullcontext(), restore_autocast(current_autocast())
+    return nullcontext(), _restored(lasting_autocast())
 
 
 class _Repeatable:
-    """A function that always runs under the `autocast` of the moment this was made."""
+    """A function that always runs under the `autocast` of the moment this was made, see `lasting_autocast`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self._state = current_autocast()
+        self._state = lasting_autocast()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with restore_autocast(self._state):
+        with _restored(self._state):
             return self._function(*args, **kwargs)
+
+
+def _restored(state: Autocast | None) -> AbstractContextManager[Any]:
+    return nullcontext() if state is None else restore_autocast(state)

@@ -117,6 +117,7 @@ def test_autocast_may_be_inside_of_the_graph() -> None:
 
 def test_another_recipe_is_another_graph_and_an_equal_one_is_not() -> None:
     module, x = te.Linear(WIDTH, HIDDEN), torch.randn(48, WIDTH)
+    results(torch.compile(Block(), backend="aot_eager"), module, block_scaling, torch.randn(48, WIDTH))
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -302,13 +303,55 @@ def test_graphs_that_a_compiler_makes_no_more_lose_no_recipe() -> None:
             y.square().sum().backward()
 
 
-def test_evaluations_by_a_recipe_leave_training_without_one_alone() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_evaluations_by_a_recipe_leave_training_without_one_alone(reentrant: bool) -> None:
     module = Block()
     compiled = torch.compile(module, backend="aot_eager")
-    want = gradients_of_repeated(module, module, None, use_reentrant=False)
+    want = gradients_of_repeated(module, module, None, use_reentrant=reentrant)
     for _ in range(2):
+        module.eval()
         with torch.no_grad(), te.autocast(recipe=block_scaling):
             compiled(torch.randn(48, WIDTH))
-        got = gradients_of_repeated(module, compiled, None, use_reentrant=False)
+        module.train()
+        got = gradients_of_repeated(module, compiled, None, use_reentrant=reentrant)
         for index, pair in enumerate(zip(got, want, strict=True)):
             assert_bitwise(*pair, str(index))
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("plain_first", [False, True])
+@pytest.mark.parametrize("around", [False, True])
+def test_maps_with_and_without_a_recipe_in_a_row_run_again_as_they_ran_or_not_at_all(
+    around: bool, plain_first: bool, named: bool
+) -> None:
+    """By torch's reentrant checkpoint, with backward inside of the `autocast`, or outside."""
+    maps = [te.Linear(WIDTH, WIDTH, name=str(index) if named else "") for index in range(2)]
+    compiled = [torch.compile(each, backend="aot_eager") for each in maps]
+    recipes = (None, block_scaling) if plain_first else (block_scaling, None)
+    results(compiled[0], maps[0], block_scaling, torch.randn(48, WIDTH))  # from here on there is something to lose
+    gradients: list[list[Tensor]] = []
+    for called, reentrant in ((maps, False), (compiled, True)):
+        nn.ModuleList(maps).zero_grad()
+        x = torch.randn(48, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = x
+        for each, made_by in zip(called, recipes, strict=True):
+            with te.autocast(enabled=made_by is not None, recipe=made_by):
+                y = checkpoint(each, y, use_reentrant=True) if reentrant else each(y)
+            y = torch.relu(y)
+        try:
+            with te.autocast(enabled=around, recipe=block_scaling):
+                y.square().sum().backward()
+        except RuntimeError as error:
+            assert reentrant and "run again in backward" in str(error)
+            return
+        gradients.append([x.grad, *(p.grad.clone() for each in maps for p in each.parameters())])
+    for index, pair in enumerate(zip(*gradients, strict=True)):
+        assert_bitwise(*pair, str(index))
+
+
+def test_maps_outside_of_graphs_are_not_refused_for_what_compiled_ones_of_their_place_did() -> None:
+    compiled, other = torch.compile(te.Linear(WIDTH, WIDTH), backend="aot_eager"), te.Linear(WIDTH, WIDTH)
+    x = torch.randn(48, WIDTH, requires_grad=True)
+    with te.autocast(recipe=block_scaling):
+        compiled(x)  # never run backward
+    checkpoint(other, x, use_reentrant=False).sum().backward()

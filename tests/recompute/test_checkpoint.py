@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -221,3 +222,46 @@ def test_a_pass_runs_again_as_it_did_whatever_ran_since(way, quantized, frozen, 
         gradients.append([x.grad, *(p.grad for p in block.parameters() if p.requires_grad)])
         del z
     assert_same(*gradients)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("name", ["current", "delayed", "block", "mx"])
+@pytest.mark.parametrize("inner", ["te_dist", "torch_with_context"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_region_inside_of_one_that_torch_runs_again_has_its_recipe(reentrant, inner, name, quantized):
+    gradients = []
+    for inside, outside in ((PLAIN, PLAIN), (WAYS[inner], torch_checkpoint.checkpoint)):
+        block = make_blocks(RECIPES[name] if quantized else None)[0]
+
+        def region(x: Tensor, block: nn.Module = block, inside: Run = inside) -> Tensor:
+            return block.second(torch.relu(inside(block.first, x)))
+
+        how = {} if outside is PLAIN else {"use_reentrant": reentrant}
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        with te.autocast(recipe=RECIPES[name]):
+            y = outside(region, x, **how)
+        y.square().mean().backward()
+        gradients.append([x.grad, *(p.grad for p in block.parameters()), *block.buffers()])
+    assert_same(*gradients)
+
+
+def test_threads_leave_a_block_that_they_share_each_on_its_own():
+    shared, mine = te.autocast(recipe=RECIPES["block"]), te.autocast(recipe=RECIPES["mx"])
+    entered, left = threading.Event(), threading.Event()
+    seen = []
+
+    def other() -> None:
+        with shared:
+            entered.set()
+            left.wait(10)
+        seen.append(current_autocast().recipe)
+
+    thread = threading.Thread(target=other)
+    with mine:
+        thread.start()
+        entered.wait(10)
+        with shared:
+            left.set()
+            thread.join()
+        assert current_autocast().recipe == RECIPES["mx"]
+    assert seen == [None]
