@@ -95,7 +95,8 @@ def load(path: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer
     if unexpected:
         raise CheckpointError(
             f"cannot load {path}: it holds what the model and its optimizer have not: {listed(sorted(unexpected))}; "
-            "build the model that was saved, and te_dist.prepare it where its recipe keeps histories"
+            "build the model that was saved; where its recipe keeps histories, te_dist.prepare it by that "
+            "(module.scaling = None drops them after loading)"
         )
     ranks.together(lambda: plan.manifest.verify(plan.where, ranks.rank, ranks.size))
     plan.read(ranks)
@@ -120,7 +121,10 @@ def _plan(path: Path, model: nn.Module, optimizer: Optimizer | None) -> _Plan:
         remedy = "load it into the model that was saved, or choose another checkpoint"
         histories = model_state.histories(model)
         if any(id(tensor) in histories for name, tensor in named.items() if name not in manifest.model):
-            remedy += "; where it has no histories of delayed scaling, te_dist.prepare makes them after loading"
+            remedy += (
+                "; where it has no histories of delayed scaling, te_dist.prepare makes them after loading, in a model "
+                "that was made by a recipe of the same weights without any"
+            )
         raise CheckpointError(f"cannot load {path}: {listed(problems)}; {remedy}")
     plan = _Plan(where, manifest, named, converted, packing, extra=extras.allocate(manifest.extra))
     plan.unexpected = set(manifest.model) - set(named)

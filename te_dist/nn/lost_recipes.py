@@ -97,11 +97,13 @@ def check(place: str, plan: str = "") -> None:
     if (is_lost or (waiting and plan not in waiting)) and repeated_autocast() is None:
         for records in (_recorded, _unrecorded, _plain, _ended):  # the backward pass that others wait for ends here
             records.clear()
+        name, in_features, out_features, *_ = literal_eval(place)
         raise RuntimeError(
-            f"{literal_eval(place)[0] or 'Linear'}: a linear map is run again in backward, by torch's checkpoint, "
-            f"{'by another recipe' if plan else 'without a recipe'}: it, or a compiled map of the same name and sizes, "
-            "ran otherwise at first. Pass context_fn=te_dist.recompute.context_fn to torch's checkpoint or "
-            "checkpoint_wrapper, or use te_dist.checkpoint: both run maps as they ran first. Names tell maps apart"
+            f"{name or 'Linear'} ({in_features} to {out_features}): a linear map is run again in backward, by torch's "
+            f"checkpoint, {'by another recipe' if plan else 'without a recipe'}: it, or a compiled map of the same "
+            "name and sizes, ran otherwise at first. Pass context_fn=te_dist.recompute.context_fn to torch's "
+            "checkpoint or checkpoint_wrapper, or use te_dist.checkpoint: both run maps as they ran first. Maps that "
+            "run differently may be told apart by name="
         )
 
 

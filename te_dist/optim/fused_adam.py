@@ -41,8 +41,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     Args:
         params: parameters or groups of them; sharded, replicated or whole.
-        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`; lr may be a tensor (f32, one element), which a
-            captured CUDA graph reads anew at every replay.
+        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`, but that weights decay only if asked to; lr may be a
+            tensor (f32, one element), which a captured CUDA graph reads anew at every replay.
         adam_w_mode: decoupled weight decay; False adds the decay to the gradient.
         bias_correction: whether moments are corrected for their bias toward 0.
         amsgrad: there is none.

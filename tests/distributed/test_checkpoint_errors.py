@@ -87,7 +87,7 @@ def message_of(ranks: Callable, path: Path, how: str) -> str:
     ("how", "said"),
     [
         ("another model", ["weights.mxfp8_2d.weight is not in it", "choose another checkpoint@"]),
-        ("histories", ["histories.scale is not in it", "te_dist.prepare makes them after loading@"]),
+        ("histories", ["histories.scale is not in it", "made by a recipe of the same weights without any@"]),
         ("another shape", ["seen has shape [1] in it, wanted [2]"]),
         ("another format", ["Block(tile=(128, 128)", "Block(tile=(1, 128)", "te_dist.optim.FusedAdam"]),
         ("on meta", ["meta device: seen", "to_empty"]),
