@@ -42,7 +42,7 @@ class ModelInit:
     keeps_initial: bool = False
 
 
-_OUTSIDE, _PLAIN = Autocast(), ModelInit()
+_OUTSIDE, _DISABLED, _PLAIN = Autocast(), Autocast(), ModelInit()  # the first two differ for `is_in_autocast` alone
 # NOTE: of each thread, as torch's autocast is; torch.compile follows and guards these attributes, but no ContextVar.
 _current = threading.local()
 _states: dict[Recipe, Autocast] = {}
@@ -52,6 +52,11 @@ _named: dict[str, Recipe] = {}
 def current_autocast() -> Autocast:
     """What the innermost `autocast` says."""
     return getattr(_current, "autocast", _OUTSIDE)
+
+
+def is_in_autocast() -> bool:
+    """Whether a block says how modules compute, by a recipe or without."""
+    return current_autocast() is not _OUTSIDE
 
 
 def repeated_autocast() -> Autocast | None:
@@ -123,7 +128,7 @@ def autocast(
         ValueError: enabled without a recipe.
     """
     if not enabled:
-        return restore_autocast(_OUTSIDE)
+        return restore_autocast(_DISABLED)
     state = _state_of(_given(recipe, "autocast", enabled))
     return restore_autocast(
         state if amax_reduction_group is None else replace(state, amax_reduction_group=amax_reduction_group)

@@ -24,7 +24,7 @@ from te_dist.formats import Direction, Format
 from te_dist.fsdp2.ahead import prepare_kernels
 from te_dist.fsdp2.check import check_gathered, not_gathered
 from te_dist.kernels.runtime import is_recording, target_of
-from te_dist.nn import activations, lost_recipes, rehearsal, traced
+from te_dist.nn import activations, forgotten, lost_recipes, rehearsal, traced
 from te_dist.nn.products import FRONTS, Plan, linear
 from te_dist.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, Quantizer
 from te_dist.recipe import QuantizerRole, Recipe
@@ -214,6 +214,7 @@ class LinearSite(nn.Module):
         state = self._repeated(last) if is_repeated else current_autocast()
         if state.recipe is None:
             if not is_repeated:
+                forgotten.warn(weight, self.name or self.module_type)
                 # What ran without a recipe before compiled maps ran by one may have run by one since, compiled itself.
                 without = _WITHOUT_BESIDE if lost_recipes.waits(self.place) else _WITHOUT
                 if last is not without:
