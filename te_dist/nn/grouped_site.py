@@ -93,14 +93,14 @@ class GroupedSite(LinearSite):
     ) -> Tensor:
         """As `_eager`, see [Note: Compiled linear maps]."""
         name = current_autocast().name
-        if not name:
-            lost_recipes.refuse_again(self.place, trains=self.training)
+        trains = self.training or torch.is_grad_enabled()
+        if not name and trains:
+            lost_recipes.refuse_again(self.place)
         front = grouped_traced.PLAIN if given.front is None else given.front.name
         asked = given.out, given.dgrad_out, given.later, given.is_first, given.skip
         is_plain = not isinstance(x, QuantizedTensor) and front in grouped_traced.FRONTS
         plan = None
         if is_plain and not self.fuses_wgrad and all([value is None for value in asked]):
-            trains = self.training or torch.is_grad_enabled()
             plan = _traced_plan(name, self.place, x.dtype, weights[0].device, trains)
         if plan is None:
             return self._outside_of_graphs(x, weights, given=given, biases=biases, beside=beside)
@@ -246,8 +246,7 @@ def _traced_plan(name: str, place: str, dtype: torch.dtype, device: torch.device
     _check(recipe, (site, *features), target)
     if any(not isinstance(answer, Quantizer) for answer in answers.values()):
         return None
-    text = described(name, place, dtype, target=target, trains=trains)
-    return grouped_traced.name_of(Plan(**answers), text)
+    return grouped_traced.name_of(Plan(**answers), described(name, place, dtype, target=target, trains=trains))
 
 
 def _plain_plan(dtype: torch.dtype, *, fuses_wgrad: bool) -> Plan:

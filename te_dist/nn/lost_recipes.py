@@ -71,12 +71,9 @@ def outside_of_graph(place: str, out: Tensor, *, trains: bool) -> None:
         out.grad_fn.register_prehook(lambda _: _wait_no_longer(_recorded, place, recipe))
 
 
-def refuse_again(place: str, *, trains: bool) -> None:
-    """Raises RuntimeError where the graph that is traced runs again without its recipe, see [Note: Lost recipes].
-
-    `trains`: whether the map is in training mode.
-    """
-    if _is_any and (trains or torch.is_grad_enabled()) and repeated_autocast() is None:
+def refuse_again(place: str) -> None:
+    """Raises RuntimeError where the graph that is traced runs again without its recipe, see [Note: Lost recipes]."""
+    if _is_any and repeated_autocast() is None:
         torch.ops.te_dist.refuse_lost_recipe(_order, place)
 
 

@@ -183,13 +183,13 @@ class LinearSite(nn.Module):
     def _in_graph(self, x: Tensor, weight: Tensor, bias: Tensor | None, front: str) -> Tensor:
         """As `_at_once`, see [Note: Compiled linear maps]."""
         name, is_quantized = current_autocast().name, isinstance(weight, QuantizedTensor)
-        if not name:
-            lost_recipes.refuse_again(self.place, trains=self.training)
+        trains = self.training or torch.is_grad_enabled()
+        if not name and trains:
+            lost_recipes.refuse_again(self.place)
         if not name and front:
             x, front = activations.find(front)(x), ""
         if not name and not is_quantized:
             return _plain(x, weight, bias)
-        trains = self.training or torch.is_grad_enabled()
         plan = _traced_plan(name, self.place, x.dtype, weight.device, trains)
         if plan is None:
             return self._outside_of_graphs(x, weight, bias, front)
@@ -385,12 +385,14 @@ def _traced_plan(name: str, place: str, dtype: torch.dtype, device: torch.device
     if _requests(answers):
         return None
     plan = Plan(**answers, row_multiple=_row_multiple(recipe, site, dtype, target))
-    text = described(name, place, dtype, target=target, trains=trains)
-    return traced.name_of(plan, text)
+    return traced.name_of(plan, described(name, place, dtype, target=target, trains=trains))
 
 
 def described(recipe: str, place: str, dtype: torch.dtype, *, target: str, trains: bool) -> str:
-    """The text that the plan of a map of this `place`, by the recipe of that name, is known by in graphs."""
+    """The text that the plan of a map of this `place`, by the recipe of that name, is known by in graphs.
+
+    `trains`: whether it may run again in backward, which `lost_recipes` watches.
+    """
     text = f"{recipe} {place} {dtype} {target} {'trained' if trains else 'evaluated'}"
     if " at 0x" in text:  # of a function there is an address only, which means nothing to the caches of compilers
         text += _PROCESS
