@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from benchmarks.grouped_cases import SHAPES
 from te_dist.kernels import gemm, grouped_gemm
 
 
@@ -19,6 +20,15 @@ def test_large_products_are_given_the_tiling_that_was_measured_fastest(kind):
         chosen.append((grouped_gemm.sums_tiling(2**14, 2**14, 2, 128, kind), grouped_gemm.SUMS_RATES[kind]))
     for tiling, rates in chosen:
         assert rates[tiling] > 0.99 * max(rates.values())
+
+
+@pytest.mark.parametrize("leg", ["fprop", "dgrad"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_in_groups_are_given_the_tiling_that_was_measured_fastest(shape, leg):
+    groups, rows, *cols_depth = shape
+    cols, depth = cols_depth if leg == "fprop" else reversed(cols_depth)
+    chosen = grouped_gemm.rows_tiling(rows, cols, groups, -(-depth // gemm.DEPTH), gemm.Kind(True, 2))
+    assert chosen == (gemm.Tiling(2, 1, cols=192) if groups == 128 else gemm.Tiling(3, 1, 2))
 
 
 def test_few_rows_are_given_small_tiles():
