@@ -53,9 +53,9 @@ def clear_rest(table: Tensor, out: Tensor) -> None:
     launch(spec, out, (_REST_BLOCKS, 1), (out.data_ptr(), row_bytes, rows, end))
 
 
-# 8 groups of 32768 rows, N = 4096, K = 7168 in `python -m benchmarks.grouped_cuda --tilings`; of squares and outputs of
-# 16 bits fitted, so that all shapes there are given what is fastest for them (benchmarks/results/grouped_blocks_cuda.md).
-# With scales of runs, registers do not suffice for two waves, nor for a second tiling where products are added.
+# 8 groups of 32768 rows, N = 4096, K = 7168 in `python -m benchmarks.grouped_cuda --tilings`; of squares and 16 bits
+# fitted, so that each shape is given what is fastest for it (benchmarks/results/grouped_blocks_cuda.md). With scales of
+# runs, registers do not suffice for two waves, nor for a second tiling where products are added.
 ROWS_RATES: dict[Kind, Rates] = {
     Kind(True, 2): {Tiling(2, 1): 1183, Tiling(2, 2, 2): 1407, Tiling(3, 1, 2): 1460, Tiling(2, 1, cols=192): 1415},
     Kind(True, 4): {Tiling(2, 1): 1156, Tiling(2, 2, 2): 1367, Tiling(3, 1): 1230, Tiling(2, 1, cols=192): 1343},

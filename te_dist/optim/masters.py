@@ -64,17 +64,22 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Tensor, tuple[int, Tensor]] = {}
+        self._known: dict[Tensor, Tensor] = {}  # masters of quantized parameters
         self._kept: dict[Tensor, Tensor | None] = {}  # what quantized ones kept when their masters were made of it
         self._counted: dict[Tensor, tuple[int, int]] = {}  # of plain parameters
         self._has_warned = False
         _LEDGERS.add(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        writes_of = {param: writes.write_of(local_tensor(master)) for param, master in self._known.items()}
+        return self.__dict__ | {"_counted": {}, "_writes": writes_of}  # torch counts anew in copies
+
     def __setstate__(self, state: dict[str, Any]) -> None:
+        writes_of = state.pop("_writes")
         self.__dict__.update(state)
-        self._counted = {}  # torch counts anew in copies
-        for param, (write, master) in self._known.items():
-            if 0 != write == local_tensor(param).storage.mastered:
+        for param, master in self._known.items():
+            writes.note_write(local_tensor(master), writes_of[param])
+            if 0 != writes_of[param] == local_tensor(param).storage.mastered:
                 self.begin(param, master)
         _LEDGERS.add(self)
 
@@ -82,7 +87,7 @@ class Ledger:
         """Notes a master that was made of what its parameter holds now."""
         local = local_tensor(param)
         if isinstance(local, QuantizedTensor):
-            self._known[param], self._kept[param] = (local.storage.mastered, master), local.storage.initial
+            self._known[param], self._kept[param] = master, local.storage.initial
             writes.note_master(local.storage, local_tensor(master))
         else:
             self._counted[param] = param._version, local._version
@@ -113,7 +118,7 @@ class Ledger:
     def _warn_of_rounding(self, param: Tensor, master: Tensor, written: Tensor) -> None:
         """Once, where a master that was in step is to take values that are nearly its own: what it knew beyond codes is
         lost, and with a copy like this after every step, whatever steps add up to."""
-        was_in_step = self._known.get(param, (0, master))[0] != 0
+        was_in_step = self._write_of(param) != 0
         is_copy = local_tensor(param).storage.mastered != 0  # of what another master was quantized to
         captured = written.is_cuda and torch.cuda.is_current_stream_capturing()
         if not was_in_step or is_copy or captured or self._has_warned:
@@ -145,13 +150,13 @@ class Ledger:
         local = local_tensor(param)
         if not isinstance(local, QuantizedTensor):
             return not was_loaded and self._counted.get(param) == (param._version, local._version)
-        known, write = self._known.get(param), local.storage.mastered
-        if known is None:
+        write = local.storage.mastered
+        if param not in self._known:
             return local.storage.follows_master and not was_loaded
         if write == 0:  # as long as a weight has had no gradient, it keeps what its master was made of
             kept = local.storage.initial
             return kept is not None and kept is self._kept.get(param) and not was_loaded
-        return known[0] == write or writes.master_of(local.storage) is local_tensor(known[1])
+        return write == self._write_of(param)
 
     def forget(self, param: Tensor) -> None:
         """Of a parameter that the optimizer no longer has, or whose master was loaded."""
@@ -165,19 +170,26 @@ class Ledger:
             self.forget(stale)
 
     def master_of(self, param: Tensor, write: int) -> Tensor | None:
-        """The master by which this write was made, if it was."""
-        known = self._known.get(param)
-        return known[1] if known is not None and known[0] == write else None
+        """The master whose values this write had, if it still has them."""
+        return self._known[param] if write == self._write_of(param) != 0 else None
+
+    def _write_of(self, param: Tensor) -> int:
+        """The write with the values of the master of a quantized parameter; 0 where there is none."""
+        master = self._known.get(param)
+        return 0 if master is None else writes.write_of(local_tensor(master))
 
 
 _LEDGERS: weakref.WeakSet[Ledger] = weakref.WeakSet()
 
 
 def _latest_master(param: Tensor) -> Tensor | None:
-    """This rank's part of the master whose values a quantized parameter has, if its optimizer is still there."""
+    """This rank's part of the master whose values a quantized parameter has, or had when a copy of it was made, if its
+    optimizer is still there."""
     storage = local_tensor(param).storage
     if (write := storage.mastered) == 0:
         return None
+    if (former := writes.former_values(storage)) is not None:
+        return former
     if (latest := writes.master_of(storage)) is not None:
         return latest
     found = (ledger.master_of(param, write) for ledger in list(_LEDGERS))

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from te_dist._torch_private import tree_leaves, tree_map_only
-from te_dist.tensor import pieces, rectangles
+from te_dist.tensor import pieces, rectangles, writes
 from te_dist.tensor.parts import check_writable
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
-from te_dist.tensor.writes import master_of, note_master
 
 aten = torch.ops.aten
 
@@ -110,27 +109,38 @@ def _fresh(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def written(target: QuantizedTensor) -> Tensor:
-    """What an op that changes values of a quantized tensor writes into: a copy of the master that has them, in fp32, or
-    else decoded ones."""
-    master = master_of(target.storage)
-    return target.dequantize() if master is None else master.to(torch.float32, copy=True).view(target.shape)
+    """What an op that changes values of a quantized tensor writes into: a copy of the best values known. Those of the
+    master that has them, in fp32; or what was quantized, where that is kept; or else decoded ones."""
+    if (master := writes.master_of(target.storage)) is not None:
+        return master.to(torch.float32, copy=True).view(target.shape)
+    if (kept := _kept(target)) is not None:
+        return kept.to(target.device, copy=True).view(target.shape)
+    return target.dequantize()
+
+
+def _kept(target: QuantizedTensor) -> Tensor | None:
+    """What was quantized, of a weight that keeps that."""
+    return target.storage.initial if target.keep_initial else None
 
 
 def write_back(target: QuantizedTensor, values: Tensor) -> None:
-    """What became of `written`: quantized into place, and the master's values too."""
-    master = master_of(target.storage)
+    """What became of `written`: quantized into place, and what it came from follows."""
+    storage = target.storage
+    master, write, is_kept = writes.master_of(storage), storage.mastered, _kept(target) is not None
     target.quantize_(values)
     if master is not None:
-        master.copy_(values.view(master.shape))
-        target.storage.note_master()
-        note_master(target.storage, master)
+        writes.change(storage, master, values, write)
+    elif is_kept:
+        storage.note_initial(values)
 
 
 def warn_of_sum(func: Any, target: Any, *others: Any) -> None:
     """Before tensors are added into quantized ones without a master: once for each line of code that does."""
     if func not in _ADDING or not any(isinstance(other, Tensor) and other.dim() for other in tree_leaves(others)):
         return  # NOTE: a number comes as a tensor without dimensions
-    if any(isinstance(each, QuantizedTensor) and master_of(each.storage) is None for each in tree_leaves(target)):
+    if any(
+        isinstance(each, QuantizedTensor) and writes.master_of(each.storage) is None for each in tree_leaves(target)
+    ):
         warnings.warn(  # without the shape: texts that differ are printed again
             f"{func} rounds its result to the codes of a quantized tensor: a sum over many steps (an average, an "
             "optimizer of one's own) loses those smaller than the distance of two codes and stands still. Sum in plain "

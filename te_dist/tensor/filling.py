@@ -151,9 +151,7 @@ def load_values(target: Any, source: Tensor, *, into: QuantizedStorage | None = 
     storage, given = into or target.storage, _given(target, source, has_bytes=False)
     before_writing(storage)
     storage.quantize_(given.values.to(storage.device))
-    # NOTE: to keep waits for the device, which a graph that is captured must not; what it replays is no load.
-    captured = storage.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if given.initial is not None and not given.initial.is_meta and not (captured or storage.device.type == "meta"):
+    if given.initial is not None:
         storage.note_initial(given.initial)
 
 

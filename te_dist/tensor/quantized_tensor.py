@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from te_dist._torch_private import disabled_torch_function
 from te_dist.formats import Direction, Format
-from te_dist.tensor import filling
+from te_dist.tensor import filling, writes
 from te_dist.tensor import storage as storages
 from te_dist.tensor.parts import before_writing
 from te_dist.tensor.storage import QuantizedStorage
@@ -120,10 +120,14 @@ class QuantizedTensor(torch.Tensor):
                     f"cannot assign a {type(value).__name__} to a {type(self).__name__}: one is a matrix, the other a "
                     "group of them; use copy_, which quantizes its values"
                 )
+            before = self.storage
             torch.Tensor.data.__set__(self, value)
             self.storage = value.storage
+            writes.put_back(self.storage, writes.master_of(before), before.mastered)
         elif value.shape == self.shape:
-            filling.load_values(self, value)
+            own = self.detach().clone()  # what shares the buffers of this keeps them, as it would a plain tensor's
+            filling.load_values(own, value)
+            self.data = own
         else:
             raise ValueError(
                 f"cannot assign values of shape {tuple(value.shape)} to a quantized tensor of {tuple(self.shape)}"

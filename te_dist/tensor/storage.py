@@ -17,8 +17,8 @@ from te_dist.codecs import Amax, Codec
 from te_dist.formats import Direction, Field, Format, Region, geometry
 from te_dist.ops.evaluate import values
 from te_dist.ops.source import Source
+from te_dist.tensor import writes
 from te_dist.tensor.cut import Cut
-from te_dist.tensor.writes import next_write
 
 Amaxes = Mapping[Codec, Amax]
 How = Literal["decode", "operand"]
@@ -224,7 +224,13 @@ class QuantizedStorage:
         self.unsettled = values(matrix).clone() if amaxes is None and self.may_share_scales() else None
 
     def note_initial(self, values: Tensor) -> None:
-        """Keeps a copy of the values that were quantized, see `initial`."""
+        """Keeps a copy of the values that were quantized, see `initial`; of values on meta there is none.
+
+        NOTE: it waits for the device, which a graph that is captured must not; what it replays keeps nothing.
+        """
+        captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if captured or values.is_meta or self.device.type == "meta":
+            return
         contiguous = values.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         self.initial = contiguous.view(self.shape)
 
@@ -353,7 +359,7 @@ class QuantizedStorage:
     def note_master(self) -> None:
         """Notes that the values are those of a master now."""
         self.initial = None
-        self.mastered = self.latest_mastered = next_write()
+        self.mastered = self.latest_mastered = writes.next_write()
 
     # -- buffers ------------------------------------------------------------------------------------------------
 
@@ -388,8 +394,10 @@ class QuantizedStorage:
 
     def _take_history(self, source: QuantizedStorage) -> None:
         """What is known of values that are those of `source` from now on."""
+        master, write = writes.master_of(self), self.mastered
         self.unsettled, self.initial, self.mastered = source.unsettled, source.initial, source.mastered
         self.num_writes += 1
+        writes.put_back(self, master, write)
 
     def __repr__(self) -> str:
         present = "+".join(d.value for d in self.directions) or "empty"

@@ -2,7 +2,8 @@
 
 Writes from masters have numbers, which copies of a weight keep: no two processes have the same. And a weight knows the
 master itself, so that an op that changes its values in place (clamps, decays them) changes those of the master too, and
-not codes that are rounded.
+not codes that are rounded. What the master had before is kept as long as a copy of the weight is there, which may be
+put back.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import itertools
 import os
 import uuid
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 if TYPE_CHECKING:
     from te_dist.tensor.storage import QuantizedStorage
@@ -28,18 +30,87 @@ class _Numbers:
         self.left = itertools.count(uuid.uuid4().int >> 64 | 1)
 
 
+class Write(int):
+    """The number of a write from a master: one object of all copies of what was written, pickled as a number.
+
+    Attributes:
+        values: what the master had then, where that was changed in place since.
+    """
+
+    values: Tensor | None = None
+
+    def __copy__(self) -> Write:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Write:
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return int, (int(self),)
+
+
 _numbers = _Numbers()
 _masters: weakref.WeakKeyDictionary[QuantizedStorage, tuple[int, weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
+_writes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of each master, the number of the write with its values
 
 
-def next_write() -> int:
+def next_write() -> Write:
     """Above 0."""
-    return next(_numbers.left)
+    return Write(next(_numbers.left))
 
 
 def note_master(storage: QuantizedStorage, master: Tensor) -> None:
     """Says that a storage has the values of `master`, high precision, this rank's part of it, since its last write."""
-    _masters[storage] = storage.mastered, weakref.ref(master)
+    write = int(storage.mastered)  # NOTE: not the object, which ends with the copies of what was written
+    _masters[storage] = write, weakref.ref(master)
+    note_write(master, write)
+
+
+def note_write(master: Tensor, write: int) -> None:
+    """Says that this write had the values of a master."""
+    _writes[master] = write
+
+
+def write_of(master: Tensor) -> int:
+    """By which write weights have the values of a master, this rank's part of it; 0 where none has."""
+    return _writes.get(master, 0)
+
+
+def former_values(storage: QuantizedStorage) -> Tensor | None:
+    """What the master of a storage's values had, where that was changed in place since they were copied."""
+    return getattr(storage.mastered, "values", None)
+
+
+def change(storage: QuantizedStorage, master: Tensor, values: Tensor, write: int) -> None:
+    """Has a master take what its weight was given in place. `write`: by which the weight had the master's values."""
+    _replace(master, values, write)
+    storage.note_master()
+    note_master(storage, master)
+
+
+def put_back(storage: QuantizedStorage, master: Tensor | None, write: int) -> None:
+    """Has the master of a weight, if there is one, take what it had when a copy was made that the weight now is again.
+
+    Args:
+        storage: with the values of the copy.
+        master: of the weight before.
+        write: by which the weight had the master's values.
+    """
+    if master is None or master.device != storage.device:
+        return
+    former = former_values(storage)
+    if former is not None:
+        _replace(master, former, write)
+        storage.mastered.values = None
+        note_write(master, int(storage.mastered))
+    if write_of(master) == storage.mastered != 0:
+        note_master(storage, master)
+
+
+def _replace(master: Tensor, values: Tensor, write: int) -> None:
+    if isinstance(write, Write):
+        write.values = master.clone()  # NOTE: gone at once where there is no copy of the weight
+    master.copy_(values.view(master.shape))
 
 
 def master_of(storage: QuantizedStorage) -> Tensor | None:

@@ -198,6 +198,29 @@ def test_values_before_quantization_are_kept_on_demand() -> None:
         assert te.Linear(64, 96).weight.get_high_precision_init_val() is None
 
 
+@pytest.mark.parametrize(
+    "initialize",
+    [
+        nn.init.kaiming_normal_,
+        nn.init.xavier_uniform_,
+        lambda weight: weight.data.normal_(),
+        lambda weight: weight.data.mul_(0.125).clamp_(-0.01, 0.01),
+        lambda weight: torch._foreach_mul_([weight.data], 0.3),
+        lambda weight: torch._foreach_copy_([weight.data], [torch.ones(96, 64)]),
+    ],
+)
+def test_what_initializes_in_place_is_kept_as_plain_weights_have_it(initialize) -> None:
+    """Once rounded only, however many ops it takes."""
+    with te.quantized_model_init(recipe=recipe.Float8BlockScaling(), preserve_high_precision_init_val=True):
+        weight = te.Linear(64, 96).weight
+    plain = nn.Parameter(weight.get_high_precision_init_val().clone())
+    for each in (weight, plain):
+        torch.manual_seed(0)
+        initialize(each)
+    assert_bitwise(weight.get_high_precision_init_val(), plain.detach(), "what was quantized")
+    assert_bitwise(weight.detach().dequantize(), te.Float8BlockQuantizer()(plain.detach()).dequantize(), "the weight")
+
+
 def test_a_parameter_holds_what_cannot_be_derived() -> None:
     for made_by in (recipe.Float8BlockScaling(), recipe.MXFP8BlockScaling(), recipe.Float8CurrentScaling()):
         with te.quantized_model_init(recipe=made_by):
