@@ -129,7 +129,7 @@ def write_back(target: QuantizedTensor, values: Tensor) -> None:
     master, write, is_kept = writes.master_of(storage), storage.mastered, _kept(target) is not None
     target.quantize_(values)
     if master is not None:
-        writes.change(storage, master, values, write)
+        writes.change(storage, master, values, write=write)
     elif is_kept:
         storage.note_initial(values)
 

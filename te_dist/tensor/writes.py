@@ -81,7 +81,7 @@ def former_values(storage: QuantizedStorage) -> Tensor | None:
     return getattr(storage.mastered, "values", None)
 
 
-def change(storage: QuantizedStorage, master: Tensor, values: Tensor, write: int) -> None:
+def change(storage: QuantizedStorage, master: Tensor, values: Tensor, *, write: int) -> None:
     """Has a master take what its weight was given in place. `write`: by which the weight had the master's values."""
     _replace(master, values, write)
     storage.note_master()
