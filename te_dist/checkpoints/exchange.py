@@ -281,8 +281,8 @@ def _matched(model: nn.Module, where: Path) -> tuple[Named, dict[str, Path]]:
             f"cannot import {where}: got codes with scales ({scales[0]}), an export for inference, wanted "
             "high-precision weights; import what export_safetensors writes without convention="
         )
-    first = _first_names(named)
-    problems = [f"{name} is in no file" for name, t in named.items() if first[id(t)] not in stored]
+    found = {id(named[name]) for name in stored if name in named}  # of a tied one under either of its names
+    problems = [f"{name} is in no file" for tensor, name in _first_names(named).items() if tensor not in found]
     for name, (path, shape, dtype) in stored.items():
         if name not in named:
             problems.append(f"{name} is in {path.name} only")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from te_dist.checkpoints.errors import CheckpointError
 
-_TENSOR, _TUPLE = "__tensor__", "__tuple__"
+_TENSOR, _TUPLE, _ITEMS, _COUNTER = _MARKS = "__tensor__", "__tuple__", "__items__", "__counter__"
 
 
 def split(tree: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -34,8 +35,10 @@ def _split(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return {_TUPLE: [_split(v, f"{path}[{i}]", tensors) for i, v in enumerate(value)]}
     if isinstance(value, list):
         return [_split(v, f"{path}[{i}]", tensors) for i, v in enumerate(value)]
-    if isinstance(value, Mapping) and all(isinstance(k, str) and k not in (_TENSOR, _TUPLE) for k in value):
-        return {k: _split(v, f"{path}.{k}", tensors) for k, v in value.items()}
+    if isinstance(value, Mapping) and all(type(k) in (int, str) for k in value):
+        its = {k: _split(v, f"{path}.{k}", tensors) for k, v in value.items()}
+        is_plain = not isinstance(value, Counter) and all(isinstance(k, str) and k not in _MARKS for k in its)
+        return its if is_plain else {_COUNTER if isinstance(value, Counter) else _ITEMS: [*map(list, its.items())]}
     if isinstance(value, Tensor):
         raise CheckpointError(
             f"{path}: got {type(value).__name__}, wanted plain tensors: extra is that of rank 0 alone, so that its "
@@ -44,7 +47,7 @@ def _split(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         )
     raise CheckpointError(
         f"{path}: got {type(value).__name__}, wanted None, numbers, text, plain tensors, or lists, tuples and "
-        "dictionaries (by text) of them; convert it"
+        "dictionaries (by text or whole numbers) of them; convert it"
     )
 
 
@@ -69,4 +72,7 @@ def join(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tensors[tree[_TENSOR]]
     if _TUPLE in tree:
         return tuple(join(v, tensors) for v in tree[_TUPLE])
+    for mark, kind in ((_ITEMS, dict), (_COUNTER, Counter)):
+        if mark in tree:
+            return kind({k: join(v, tensors) for k, v in tree[mark]})
     return {k: join(v, tensors) for k, v in tree.items()}

@@ -77,8 +77,9 @@ def resolve(path: Path) -> Path:
             return place
     if path.is_dir():
         raise CheckpointError(
-            f"cannot load {path}: got a directory without {MANIFEST}, wanted a checkpoint of te_dist; "
-            "a run directory holds checkpoints, checkpoints.latest() finds the newest one"
+            f"cannot load {path}: got a directory without {MANIFEST}, wanted a checkpoint of te_dist; a run directory "
+            "holds checkpoints, checkpoints.latest() finds the newest one; what torch.distributed.checkpoint wrote is "
+            "loaded by that"
         )
     found = latest(path.parent)
     raise CheckpointError(
@@ -88,7 +89,16 @@ def resolve(path: Path) -> Path:
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint of a run directory that has the highest step (`step_000100`), None where there is none."""
+    """The checkpoint of a run directory that has the highest step (`step_000100`), None where there is none.
+
+    Raises:
+        CheckpointError: the directory is a checkpoint itself.
+    """
+    if is_complete(Path(directory)):
+        raise CheckpointError(
+            f"cannot look for checkpoints in {directory}: got a checkpoint, wanted the run directory that holds it; "
+            f"pass {Path(directory).parent}, or load this one"
+        )
     steps = _steps(Path(directory))
     return steps[max(steps)] if steps else None
 

@@ -468,8 +468,8 @@ def check_features(
         wanted = lcm(multiple, *(quantizers[kind].multiple(dim, torch.bfloat16) for kind, dim in needs))
         if extent % wanted:
             raise ValueError(
-                f"{label}: {what}={extent} does not fit {recipe}, which takes multiples of {wanted} {where}; change "
-                f"{what}, or compute this module outside of the recipe"
+                f"{label}: {what}={extent} does not fit {type(recipe).__name__}, which takes multiples of {wanted} "
+                f"{where}; change {what}, or compute this module outside of the recipe"
             )
 
 

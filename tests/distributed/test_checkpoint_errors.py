@@ -323,6 +323,8 @@ def test_latest_and_prune_count_complete_checkpoints(tmp_path: Path) -> None:
     (tmp_path / ".step_000050.tmp").mkdir()  # of an interrupted save
     (tmp_path / ".step_000150.tmp").mkdir()  # of a save that may be going on
     (tmp_path / "step_000020").rename(tmp_path / ".step_000020.old")  # interrupted between two renames
+    with pytest.raises(checkpoints.CheckpointError, match=f"got a checkpoint, wanted .* pass {tmp_path}, or load"):
+        checkpoints.latest(tmp_path / "step_000100")
     assert checkpoints.latest(tmp_path) == tmp_path / "step_000100"
     assert checkpoints.prune(tmp_path, keep=2) == [tmp_path / "step_000005"]
     left = {p.name for p in tmp_path.iterdir()}
@@ -343,14 +345,17 @@ def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
         "step": 7, "loss": 0.1, "far": float("inf"), "name": "a", "none": None, "nested": [1, {"x": (2, (3.5,))}],
         "rng": [state, state + 1], "half": torch.arange(3).bfloat16(), "empty": {},
     }  # fmt: skip
+    rates = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(nn.Linear(2, 2).parameters()), [3, 5, 5])
+    extra |= {"rates": rates.state_dict(), "by number": {1: "a", "1": torch.zeros(0).tolist(), -7: (1,)}}
     checkpoints.save(tmp_path / "c", model=nn.Linear(2, 2), extra=extra)
     got = checkpoints.load(tmp_path / "c", model=nn.Linear(2, 2))
     assert torch.equal(got["rng"][0], state)
     assert torch.equal(got["rng"][1], state + 1)
     assert torch.equal(got["half"], extra["half"])
     assert got["half"].dtype == torch.bfloat16
-    for key in ("step", "loss", "far", "name", "none", "nested", "empty"):
+    for key in ("step", "loss", "far", "name", "none", "nested", "empty", "rates", "by number"):
         assert got[key] == extra[key], key
+    assert type(got["rates"]["milestones"]) is type(extra["rates"]["milestones"])
 
 
 def save_rank_in_extra(rank: int, world: int, path: Path) -> dict:

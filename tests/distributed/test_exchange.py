@@ -393,6 +393,13 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     nn.init.zeros_(model[0].weight)
     checkpoints.import_safetensors(model, tmp_path)
     assert_bitwise(model[1].weight.detach(), want, "tied weight")
+    (other := tmp_path / "other").mkdir()
+    save_file({"1.weight": want * 2}, other / "model.safetensors")  # the other name does as well
+    checkpoints.import_safetensors(model, other)
+    assert_bitwise(model[0].weight.detach(), want * 2, "tied weight")
+    save_file({"bias": want}, other / "model.safetensors")
+    with pytest.raises(checkpoints.CheckpointError, match=": 0.weight is in no file; bias is in model.*only;"):
+        checkpoints.import_safetensors(model, other)
 
 
 def export_fp8(rank: int, world: int, path: Path, names: tuple[str, ...]) -> str | None:
