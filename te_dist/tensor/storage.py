@@ -87,8 +87,8 @@ class QuantizedStorage:
         """Raises: what calls `tensor.storage()` takes it for the method of a plain tensor, which has one memory."""
         raise RuntimeError(
             "a quantized tensor has no torch storage: its bytes lie in several buffers (tensor.storage.buffers). To "
-            "write weights into files of plain tensors use te_dist.checkpoints.high_precision_state_dict; docs/recipes.md "
-            "has a Trainer of Hugging Face that saves"
+            "write weights into files of plain tensors use te_dist.checkpoints.high_precision_state_dict; a Trainer of "
+            "Hugging Face that saves is in docs/recipes.md"
         )
 
     def holding(self, buffers: dict[str, Tensor], format: Format | None = None) -> QuantizedStorage:
