@@ -159,7 +159,15 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {"kernels": {"build": buil
 
 def main() -> None:
     """Runs the command on the command line."""
-    group, *arguments = sys.argv[1:] or [""]
+    try:
+        _run(*sys.argv[1:] or [""])
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads has seen enough; what is left must not be written when the interpreter ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(_FAILURE) from None
+
+
+def _run(group: str, *arguments: str) -> None:
     if group in ("-h", "--help"):
         print(_HELP)
     elif group == "plan":

@@ -133,5 +133,8 @@ def _override(defaults: Config, overrides: list[str]) -> Config:
         lines = [line.strip("│╭╮╰╯─ ") for line in complaint.getvalue().splitlines()]
         text = " ".join(line for line in lines[1:] if line and not line.startswith("For full helptext"))
         raise JobError(
-            "command line", got=text, wanted="keys and values as --help lists them", remedy="correct the option"
+            "command line",
+            got=text.rstrip("."),
+            wanted="keys and values as --help lists them",
+            remedy="correct the option",
         ) from None

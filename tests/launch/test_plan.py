@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -103,6 +105,13 @@ def test_json_holds_every_figure(run) -> None:
             assert sum(by_layer) == sum(each["step"][key] for each in rank["parameters"]) == rank["step"][key]
         assert rank["stored"] == sum(each["codes"] + each["scales"] for each in rank["parameters"])
     assert found["ranks"][0]["step"]["sum"] < found["bf16"][0]["step"]["sum"]
+
+
+def test_who_reads_may_have_seen_enough() -> None:
+    command = [sys.executable, "-m", "te_dist", "plan", str(CONFIGS / "quickstart.toml"), "--json", *SMALL]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.wait() == 1 and process.stderr.read() == ""
 
 
 @pytest.mark.parametrize("config", sorted(path.name for path in CONFIGS.glob("*.toml")))
