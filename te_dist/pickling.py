@@ -9,6 +9,7 @@ from te_dist.formats import Direction, Encoding, Field, Format, Group, RaggedGro
 from te_dist.fsdp2 import GroupedParameter, QuantizedParameter
 from te_dist.grouped import GroupCut, GroupedStorage, GroupedTensor
 from te_dist.tensor import Cut, QuantizedStorage, QuantizedTensor
+from te_dist.tensor.writes import Write
 
 DECLARATIONS = (Direction, Encoding, Field, Format, Group, RaggedGroup, Region, Span, Cut, GroupCut, frozenset)
 TENSORS = (
@@ -18,6 +19,7 @@ TENSORS = (
     QuantizedParameter,
     QuantizedStorage,
     QuantizedTensor,
+    Write,
 )
 
 

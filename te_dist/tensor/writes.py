@@ -31,7 +31,7 @@ class _Numbers:
 
 
 class Write(int):
-    """The number of a write from a master: one object of all copies of what was written, pickled as a number.
+    """The number of a write from a master: one object of all copies of what was written, pickled without values.
 
     Attributes:
         values: what the master had then, where that was changed in place since.
@@ -46,7 +46,7 @@ class Write(int):
         return self
 
     def __reduce__(self) -> tuple[type, tuple[int]]:
-        return int, (int(self),)
+        return Write, (int(self),)
 
 
 _numbers = _Numbers()

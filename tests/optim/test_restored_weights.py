@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,3 +123,20 @@ def test_former_masters_are_kept_as_long_as_copies_are_there() -> None:
     assert former() is not None and writes.former_values(weight.storage) is None
     del kept
     assert former() is None
+
+
+def test_trained_weights_are_saved_and_loaded(tmp_path: Path) -> None:
+    """By `torch.load` as it is called by default; what is kept of former masters stays behind."""
+    module = model("block", 0)
+    optimizer = OPTIMIZERS["fused"](module)
+    train(module, optimizer, 1)
+    kept = copy.deepcopy(module.state_dict())
+    with torch.no_grad():
+        next(module.parameters()).mul_(2.0)
+    torch.save(kept, tmp_path / "weights.pt")
+    loaded = torch.load(tmp_path / "weights.pt")
+    for name, weight in kept.items():
+        assert_bitwise(loaded[name], weight, name)
+        assert loaded[name].storage.mastered == weight.storage.mastered != 0
+        assert writes.former_values(loaded[name].storage) is None
+    assert writes.former_values(kept["0.weight"].storage) is not None
