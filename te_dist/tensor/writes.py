@@ -15,7 +15,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 if TYPE_CHECKING:
     from te_dist.tensor.storage import QuantizedStorage
@@ -49,9 +48,20 @@ class Write(int):
         return Write, (int(self),)
 
 
+class _Latest:
+    """The write with the values of a master, as long as that is there."""
+
+    __slots__ = ("master", "write")
+
+    def __init__(self, master: Tensor) -> None:
+        key = id(master)
+        self.master = weakref.ref(master, lambda _, forget=_latest.pop: forget(key, None))
+        self.write = 0
+
+
 _numbers = _Numbers()
 _masters: weakref.WeakKeyDictionary[QuantizedStorage, tuple[int, weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
-_writes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of each master, the number of the write with its values
+_latest: dict[int, _Latest] = {}  # by the id of a master
 
 
 def next_write() -> Write:
@@ -68,12 +78,16 @@ def note_master(storage: QuantizedStorage, master: Tensor) -> None:
 
 def note_write(master: Tensor, write: int) -> None:
     """Says that this write had the values of a master."""
-    _writes[master] = write
+    found = _latest.get(id(master))
+    if found is None:
+        found = _latest[id(master)] = _Latest(master)
+    found.write = write
 
 
 def write_of(master: Tensor) -> int:
     """By which write weights have the values of a master, this rank's part of it; 0 where none has."""
-    return _writes.get(master, 0)
+    found = _latest.get(id(master))
+    return 0 if found is None else found.write
 
 
 def former_values(storage: QuantizedStorage) -> Tensor | None:
