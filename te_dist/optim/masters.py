@@ -188,12 +188,10 @@ def _latest_master(param: Tensor) -> Tensor | None:
     storage = local_tensor(param).storage
     if (write := storage.mastered) == 0:
         return None
-    if (former := writes.former_values(storage)) is not None:
-        return former
     if (latest := writes.master_of(storage)) is not None:
         return latest
     found = (ledger.master_of(param, write) for ledger in list(_LEDGERS))
-    return next((local_tensor(master) for master in found if master is not None), None)
+    return next((local_tensor(master) for master in found if master is not None), writes.former_values(storage))
 
 
 def _level_of_caller() -> int:

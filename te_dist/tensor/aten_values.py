@@ -110,11 +110,11 @@ def _fresh(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 def written(target: QuantizedTensor) -> Tensor:
     """What an op that changes values of a quantized tensor writes into: a copy of the best values known. Those of the
-    master that has them, in fp32; or what was quantized, where that is kept; or else decoded ones."""
+    master that has them, in fp32; or what was quantized, where that is kept, not narrower; or else decoded ones."""
     if (master := writes.master_of(target.storage)) is not None:
         return master.to(torch.float32, copy=True).view(target.shape)
     if (kept := _kept(target)) is not None:
-        return kept.to(target.device, copy=True).view(target.shape)
+        return kept.to(target.device, torch.promote_types(kept.dtype, target.dtype), copy=True).view(target.shape)
     return target.dequantize()
 
 

@@ -123,11 +123,12 @@ class QuantizedTensor(torch.Tensor):
             before = self.storage
             torch.Tensor.data.__set__(self, value)
             self.storage = value.storage
-            writes.put_back(self.storage, writes.master_of(before), before.mastered)
+            writes.put_back(self.storage, writes.noted_master(before), before.mastered)
         elif value.shape == self.shape:
-            own = self.detach().clone()  # what shares the buffers of this keeps them, as it would a plain tensor's
-            filling.load_values(own, value)
-            self.data = own
+            with torch.inference_mode(False), torch.no_grad():
+                own = self.detach().clone()  # what shares the buffers of this keeps them, as it would a plain tensor's
+                filling.load_values(own, value)
+                self.data = own
         else:
             raise ValueError(
                 f"cannot assign values of shape {tuple(value.shape)} to a quantized tensor of {tuple(self.shape)}"

@@ -395,7 +395,7 @@ class QuantizedStorage:
 
     def _take_history(self, source: QuantizedStorage) -> None:
         """What is known of values that are those of `source` from now on."""
-        master, write = writes.master_of(self), self.mastered
+        master, write = writes.noted_master(self), self.mastered
         self.unsettled, self.initial, self.mastered = source.unsettled, source.initial, source.mastered
         self.num_writes += 1
         writes.put_back(self, master, write)

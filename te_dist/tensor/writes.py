@@ -60,7 +60,7 @@ class _Latest:
 
 
 _numbers = _Numbers()
-_masters: weakref.WeakKeyDictionary[QuantizedStorage, tuple[int, weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
+_masters: weakref.WeakKeyDictionary[QuantizedStorage, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
 _latest: dict[int, _Latest] = {}  # by the id of a master
 
 
@@ -71,9 +71,8 @@ def next_write() -> Write:
 
 def note_master(storage: QuantizedStorage, master: Tensor) -> None:
     """Says that a storage has the values of `master`, high precision, this rank's part of it, since its last write."""
-    write = int(storage.mastered)  # NOTE: not the object, which ends with the copies of what was written
-    _masters[storage] = write, weakref.ref(master)
-    note_write(master, write)
+    _masters[storage] = weakref.ref(master)
+    note_write(master, int(storage.mastered))  # NOTE: not the object, which ends with the copies of what was written
 
 
 def note_write(master: Tensor, write: int) -> None:
@@ -91,8 +90,21 @@ def write_of(master: Tensor) -> int:
 
 
 def former_values(storage: QuantizedStorage) -> Tensor | None:
-    """What the master of a storage's values had, where that was changed in place since they were copied."""
+    """What the master of a storage's values had, if that was changed in place since they were copied."""
     return getattr(storage.mastered, "values", None)
+
+
+def noted_master(storage: QuantizedStorage) -> Tensor | None:
+    """The master whose values a storage had at some time, if it is still there, beside it."""
+    found = _masters.get(storage)
+    master = None if found is None else found()
+    return master if master is not None and master.device == storage.device else None
+
+
+def master_of(storage: QuantizedStorage) -> Tensor | None:
+    """The master whose values a storage has: nothing else was written since, into either."""
+    master = noted_master(storage)
+    return master if master is not None and write_of(master) == storage.mastered != 0 else None
 
 
 def change(storage: QuantizedStorage, master: Tensor, values: Tensor, *, write: int) -> None:
@@ -103,32 +115,24 @@ def change(storage: QuantizedStorage, master: Tensor, values: Tensor, *, write: 
 
 
 def put_back(storage: QuantizedStorage, master: Tensor | None, write: int) -> None:
-    """Has the master of a weight, if there is one, take what it had when a copy was made that the weight now is again.
+    """After a weight was given the values of a copy: its master takes what it had when that was made, if it is known.
 
     Args:
         storage: with the values of the copy.
-        master: of the weight before.
-        write: by which the weight had the master's values.
+        master: of the weight before, see `noted_master`.
+        write: by which the weight had values of a master before.
     """
     if master is None or master.device != storage.device:
         return
+    _masters[storage] = weakref.ref(master)
     former = former_values(storage)
-    if former is not None:
-        _replace(master, former, write)
-        storage.mastered.values = None
-        note_write(master, int(storage.mastered))
-    if write_of(master) == storage.mastered != 0:
-        note_master(storage, master)
+    if former is None or former.shape != master.shape or write_of(master) == storage.mastered:
+        return
+    _replace(master, former, write)
+    note_write(master, int(storage.mastered))
 
 
 def _replace(master: Tensor, values: Tensor, write: int) -> None:
-    if isinstance(write, Write):
+    if isinstance(write, Write) and write == write_of(master):
         write.values = master.clone()  # NOTE: gone at once where there is no copy of the weight
     master.copy_(values.view(master.shape))
-
-
-def master_of(storage: QuantizedStorage) -> Tensor | None:
-    """The master whose values a storage has, if it is still there, beside it, and nothing else was written since."""
-    write, found = _masters.get(storage, (0, None))
-    master = found() if found is not None and write == storage.mastered != 0 else None
-    return master if master is not None and master.device == storage.device else None

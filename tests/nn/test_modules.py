@@ -205,15 +205,20 @@ def test_values_before_quantization_are_kept_on_demand() -> None:
         nn.init.xavier_uniform_,
         lambda weight: weight.data.normal_(),
         lambda weight: weight.data.mul_(0.125).clamp_(-0.01, 0.01),
+        lambda weight: weight.data.mul_(300.0),
         lambda weight: torch._foreach_mul_([weight.data], 0.3),
         lambda weight: torch._foreach_copy_([weight.data], [torch.ones(96, 64)]),
     ],
 )
-def test_what_initializes_in_place_is_kept_as_plain_weights_have_it(initialize) -> None:
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["", "loaded"])
+def test_what_initializes_in_place_is_kept_as_plain_weights_have_it(initialize, is_loaded: bool) -> None:
     """Once rounded only, however many ops it takes."""
     with te.quantized_model_init(recipe=recipe.Float8BlockScaling(), preserve_high_precision_init_val=True):
         weight = te.Linear(64, 96).weight
     plain = nn.Parameter(weight.get_high_precision_init_val().clone())
+    if is_loaded:  # of a file in 16 bits
+        for each in (weight, plain):
+            each.data.copy_(torch.ones(96, 64, dtype=torch.float16) * 300)
     for each in (weight, plain):
         torch.manual_seed(0)
         initialize(each)

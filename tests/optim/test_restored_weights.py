@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from te_dist.tensor import writes
 from te_dist.testing import assert_bitwise
-from tests.optim.test_loaded_weights import OPTIMIZERS, model, train
+from tests.optim.test_loaded_weights import OPTIMIZERS, assert_step_without_rate_keeps, model, train
 
 Restore = Callable[[Tensor, Tensor], object]
 CHANGES = {
@@ -109,6 +109,63 @@ def test_weights_that_an_average_is_assigned_to_are_put_back_by_what_they_were(m
         weight.data = its.dequantize() * 3.0
         weight.data = its
     twins.assert_alike()
+
+
+@every_optimizer
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
+def test_a_weight_that_was_swapped_out_is_still_that_of_its_master(make, inference: bool) -> None:
+    """So that it follows what is done to the weight once that is back."""
+    twins = Twins(make)
+    for weight in twins.disturbed.parameters():
+        kept = weight.data
+        with torch.inference_mode(inference):
+            weight.data = torch.ones(weight.shape)
+        weight.data = kept
+    for module, _ in twins.pairs:
+        with torch.no_grad():
+            for weight in module.parameters():
+                weight.mul_(0.999)
+    twins.assert_alike()
+
+
+@every_optimizer
+@pytest.mark.parametrize("swapped", [torch.ones_like, torch.clone], ids=["values", "a copy"])
+def test_a_weight_of_before_steps_has_no_master_any_longer(make, swapped) -> None:
+    """Neither once it is back, nor for what is done to it meanwhile."""
+    twins = Twins(make)
+    module, optimizer = twins.pairs[0]
+    weight = next(module.parameters())
+    kept, before = weight.data, weight.detach().dequantize()
+    weight.data = swapped(weight.detach()).dequantize()
+    train(module, optimizer, 3)
+    after = optimizer.state[weight]["master_param"].clone()
+    with torch.no_grad():
+        kept.clamp_(-100.0, 100.0)
+    assert_bitwise(optimizer.state[weight]["master_param"], after, "master")
+    weight.data = kept
+    assert_step_without_rate_keeps(
+        module, optimizer, [before, *(its.dequantize() for its in [*module.parameters()][1:])]
+    )
+
+
+@every_optimizer
+def test_copies_serve_every_model(make) -> None:
+    """Two of them, put back by one copy, and one that is put back again after a step."""
+    twins = Twins(make)
+    weights = [next(module.parameters()) for module, _ in twins.pairs]
+    kept = weights[0].detach().clone()
+    masters = [
+        optimizer.state[weight]["master_param"] for weight, (_, optimizer) in zip(weights, twins.pairs, strict=True)
+    ]
+    wanted = masters[0].clone()
+    for _ in range(2):
+        with torch.no_grad():
+            for weight in weights:
+                weight.mul_(2.0)
+                weight.copy_(kept)
+        for master in masters:
+            assert_bitwise(master, wanted, "master")
+        twins.train(1)
 
 
 def test_former_masters_are_kept_as_long_as_copies_are_there() -> None:
