@@ -54,6 +54,13 @@ def initial_master(param: Tensor) -> Tensor:
     return local.dequantize(dtype=torch.float32)
 
 
+class _Known(NamedTuple):
+    """The master of a quantized parameter, and what that kept of its initial values when the master was made of it."""
+
+    master: Tensor
+    kept: Tensor | None
+
+
 class Ledger:
     """Of one optimizer: by which write into a parameter each of its masters has the values of that.
 
@@ -64,20 +71,19 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Tensor, Tensor] = {}  # masters of quantized parameters
-        self._kept: dict[Tensor, Tensor | None] = {}  # what quantized ones kept when their masters were made of it
+        self._known: dict[Tensor, _Known] = {}  # of quantized parameters
         self._counted: dict[Tensor, tuple[int, int]] = {}  # of plain parameters
         self._has_warned = False
         _LEDGERS.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        writes_of = {param: writes.write_of(local_tensor(master)) for param, master in self._known.items()}
+        writes_of = {param: self._write_of(param) for param in self._known}
         return self.__dict__ | {"_counted": {}, "_writes": writes_of}  # torch counts anew in copies
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         writes_of = state.pop("_writes")
         self.__dict__.update(state)
-        for param, master in self._known.items():
+        for param, (master, _) in self._known.items():
             writes.note_write(local_tensor(master), writes_of[param])
             if 0 != writes_of[param] == local_tensor(param).storage.mastered:
                 self.begin(param, master)
@@ -87,7 +93,7 @@ class Ledger:
         """Notes a master that was made of what its parameter holds now."""
         local = local_tensor(param)
         if isinstance(local, QuantizedTensor):
-            self._known[param], self._kept[param] = master, local.storage.initial
+            self._known[param] = _Known(master, local.storage.initial)
             writes.note_master(local.storage, local_tensor(master))
         else:
             self._counted[param] = param._version, local._version
@@ -155,13 +161,12 @@ class Ledger:
             return local.storage.follows_master and not was_loaded
         if write == 0:  # as long as a weight has had no gradient, it keeps what its master was made of
             kept = local.storage.initial
-            return kept is not None and kept is self._kept.get(param) and not was_loaded
+            return kept is not None and kept is self._known[param].kept and not was_loaded
         return write == self._write_of(param)
 
     def forget(self, param: Tensor) -> None:
         """Of a parameter that the optimizer no longer has, or whose master was loaded."""
         self._known.pop(param, None)
-        self._kept.pop(param, None)
         self._counted.pop(param, None)
 
     def keep(self, params: Iterable[Tensor]) -> None:
@@ -171,12 +176,12 @@ class Ledger:
 
     def master_of(self, param: Tensor, write: int) -> Tensor | None:
         """The master whose values this write had, if it still has them."""
-        return self._known[param] if write == self._write_of(param) != 0 else None
+        return self._known[param].master if write == self._write_of(param) != 0 else None
 
     def _write_of(self, param: Tensor) -> int:
         """The write with the values of the master of a quantized parameter; 0 where there is none."""
-        master = self._known.get(param)
-        return 0 if master is None else writes.write_of(local_tensor(master))
+        known = self._known.get(param)
+        return 0 if known is None else writes.write_of(local_tensor(known.master))
 
 
 _LEDGERS: weakref.WeakSet[Ledger] = weakref.WeakSet()
