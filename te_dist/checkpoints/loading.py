@@ -95,8 +95,9 @@ def load(path: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer
     if unexpected:
         raise CheckpointError(
             f"cannot load {path}: it holds what the model and its optimizer have not: {listed(sorted(unexpected))}; "
-            "build the model that was saved; where its recipe keeps histories, te_dist.prepare it by that "
-            "(module.scaling = None drops them after loading)"
+            "build the model that was saved, and its optimizer of the same parameters, or load without optimizer=; "
+            "where its recipe keeps histories, te_dist.prepare it by that (module.scaling = None drops them after "
+            "loading)"
         )
     ranks.together(lambda: plan.manifest.verify(plan.where, ranks.rank, ranks.size))
     plan.read(ranks)
@@ -115,10 +116,16 @@ def _plan(path: Path, model: nn.Module, optimizer: Optimizer | None) -> _Plan:
     manifest = packing.adapted(manifest)
     model_state.check_quantized(named)
     converted, problems = conversion.compare(named, manifest)
+    fits = not problems
     if optimizer is not None:
         problems += optimizer_state.mismatches(optimizer, named, manifest, converted=converted)
     if problems:
         remedy = "load it into the model that was saved, or choose another checkpoint"
+        if fits:
+            remedy = (
+                "make the optimizer that was saved, of the same parameters, or load without optimizer=: "
+                "its state begins anew"
+            )
         histories = model_state.histories(model)
         if any(id(tensor) in histories for name, tensor in named.items() if name not in manifest.model):
             remedy += (

@@ -62,12 +62,9 @@ def mismatches(optimizer: Optimizer, named: Named, manifest: Manifest, *, conver
     """
     saved = manifest.optimizer
     if saved is None:
-        return ["it holds no optimizer state; load without optimizer=, or save with it"]
+        return ["it holds no optimizer state"]
     if saved["class"] != _class_name(optimizer):
-        return [
-            f"it holds state of {saved['class']}, wanted {_class_name(optimizer)}; use the same optimizer, or load "
-            "without optimizer=: its state begins anew"
-        ]
+        return [f"it holds state of {saved['class']}, wanted {_class_name(optimizer)}"]
     if len(saved["groups"]) != len(optimizer.param_groups):
         return [f"it holds {len(saved['groups'])} parameter groups, wanted {len(optimizer.param_groups)}"]
     problems = []
