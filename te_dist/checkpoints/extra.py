@@ -35,10 +35,12 @@ def _split(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return {_TUPLE: [_split(v, f"{path}[{i}]", tensors) for i, v in enumerate(value)]}
     if isinstance(value, list):
         return [_split(v, f"{path}[{i}]", tensors) for i, v in enumerate(value)]
-    if isinstance(value, Mapping) and all(type(k) in (int, str) for k in value):
+    if isinstance(value, Mapping) and all(isinstance(k, str) or type(k) is int for k in value):
         its = {k: _split(v, f"{path}.{k}", tensors) for k, v in value.items()}
-        is_plain = not isinstance(value, Counter) and all(isinstance(k, str) and k not in _MARKS for k in its)
-        return its if is_plain else {_COUNTER if isinstance(value, Counter) else _ITEMS: [*map(list, its.items())]}
+        if isinstance(value, Counter):
+            return {_COUNTER: [*map(list, its.items())]}
+        has_names = all(isinstance(k, str) and k not in _MARKS for k in its)
+        return its if has_names else {_ITEMS: [*map(list, its.items())]}
     if isinstance(value, Tensor):
         raise CheckpointError(
             f"{path}: got {type(value).__name__}, wanted plain tensors: extra is that of rank 0 alone, so that its "

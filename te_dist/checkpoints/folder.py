@@ -81,7 +81,7 @@ def resolve(path: Path) -> Path:
             "holds checkpoints, checkpoints.latest() finds the newest one; what torch.distributed.checkpoint wrote is "
             "loaded by that"
         )
-    found = latest(path.parent)
+    found = _newest(path.parent)
     raise CheckpointError(
         f"cannot load {path}: there is no such directory; "
         + (f"the newest checkpoint beside it is {found}" if found else "check the path")
@@ -94,12 +94,17 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     Raises:
         CheckpointError: the directory is a checkpoint itself.
     """
-    if is_complete(Path(directory)):
+    found = _newest(Path(directory))
+    if found is None and is_complete(Path(directory)):
         raise CheckpointError(
             f"cannot look for checkpoints in {directory}: got a checkpoint, wanted the run directory that holds it; "
             f"pass {Path(directory).parent}, or load this one"
         )
-    steps = _steps(Path(directory))
+    return found
+
+
+def _newest(directory: Path) -> Path | None:
+    steps = _steps(directory)
     return steps[max(steps)] if steps else None
 
 

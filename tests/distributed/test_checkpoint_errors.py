@@ -326,6 +326,8 @@ def test_latest_and_prune_count_complete_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "step_000020").rename(tmp_path / ".step_000020.old")  # interrupted between two renames
     with pytest.raises(checkpoints.CheckpointError, match=f"got a checkpoint, wanted .* pass {tmp_path}, or load"):
         checkpoints.latest(tmp_path / "step_000100")
+    with pytest.raises(checkpoints.CheckpointError, match="there is no such directory; check the path"):
+        checkpoints.load(tmp_path / "step_000100" / "model", model=nn.Linear(2, 2))
     assert checkpoints.latest(tmp_path) == tmp_path / "step_000100"
     assert checkpoints.prune(tmp_path, keep=2) == [tmp_path / "step_000005"]
     left = {p.name for p in tmp_path.iterdir()}
