@@ -225,7 +225,26 @@ def _blocks(problem: Problem, leg: Leg, _: Kind) -> Call:
     operands = blocks(problem, leg)
     if sums(leg):
         return partial(ops.grouped_wgrad_float8_block, *operands, fp8=FP8, **_sums_rest(problem, leg))
-    return partial(ops.grouped_gemm_float8_block, *operands, b_tile=SQUARE, fp8=FP8, **_rows_rest(problem, leg))
+    return partial(
+        ops.grouped_gemm_float8_block, *operands, summed_dim=1, b_tile=SQUARE, fp8=FP8, **_rows_rest(problem, leg)
+    )
+
+
+def rowwise_blocks(problem: Problem, *, turns: bool) -> Call:
+    """Gradient of rows by weights stored for forward products alone: turned by the kernel, or transposed first."""
+    (kept, summed), groups = problem.extents("dgrad"), problem.groups
+    rows, weights = blocks(problem, "dgrad"), blocks(problem, "fprop")
+    multiply = partial(ops.grouped_gemm_float8_block, rows.a, rows.a_scale, b_tile=SQUARE, fp8=FP8)
+    multiply = partial(multiply, **_rows_rest(problem, "dgrad"))
+    if turns:
+        return partial(multiply, weights.b, weights.b_scale, summed_dim=0)
+    matrices, turned = weights.b.view(groups, summed, kept), rows.b.view(groups, kept, summed)
+
+    def transpose_and_multiply() -> None:
+        ops.transpose(matrices, bits=8, out=turned)
+        multiply(rows.b, rows.b_scale, summed_dim=1)
+
+    return transpose_and_multiply
 
 
 def _whole(problem: Problem, leg: Leg, _: Kind) -> Call:

@@ -140,8 +140,9 @@ REPORT = Report(
     "grouped_cuda",
     "Products in groups",
     "Cold L2, medians; real rows count. Ratio: time of a peer over te_dist's for the same product, more than 1 where "
-    "te_dist is faster; a peer may have another format or store. torch stores gradients of weights in bf16, DeepGEMM "
-    "adds them to fp32, in both legs. te_dist sums gradients of FP8 with one scale in fp32, peers where it is said. Of "
+    "te_dist is faster; a peer may have another format or store. Rowwise weights are those of forward products. torch "
+    "stores gradients of weights in bf16, DeepGEMM adds them to fp32, in both legs. te_dist sums gradients of FP8 with "
+    "one scale in fp32, peers where it is said. Of "
     "aligned: te_dist's TFLOP/s over its own with even groups of multiples of 128. "
     "Empty: the nearest to a tenth, 1 of 8 groups, 3 of 32, 13 of 128; 4 groups have none.",
     {

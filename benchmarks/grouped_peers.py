@@ -1,4 +1,4 @@
-"""Products in groups by other libraries, on operands of the same sizes."""
+"""Products in groups by other libraries, and by te_dist in other ways, on operands of the same sizes."""
 
 from __future__ import annotations
 
@@ -139,8 +139,18 @@ def deep_gemm_halves(problem: Problem, leg: Leg) -> Call | None:
     return partial(library.m_grouped_bf16_gemm_nt_contiguous, a, b, out, _owners(problem))
 
 
+def rowwise_blocks(problem: Problem, leg: Leg, *, turns: bool) -> Call | None:
+    """te_dist's gradient of rows by weights that are stored for forward products alone."""
+    return grouped_cases.rowwise_blocks(problem, turns=turns) if leg == "dgrad" else None
+
+
 _PEERS: dict[Kind, dict[str, Callable[[Problem, Leg], Call | None]]] = {
-    "blocks": {"DeepGEMM, blocks": deep_gemm_blocks, _BF16: torch_halves},
+    "blocks": {
+        "te_dist, rowwise weights as they lie": partial(rowwise_blocks, turns=True),
+        "te_dist, rowwise weights transposed first": partial(rowwise_blocks, turns=False),
+        "DeepGEMM, blocks": deep_gemm_blocks,
+        _BF16: torch_halves,
+    },
     "fp8": {
         "torch scaled_grouped_mm, FP8 by rows": torch_rows,
         "torch scaled_grouped_mm, FP8 by rows, fp32 sums": partial(torch_rows, fast=False),

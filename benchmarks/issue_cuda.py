@@ -189,6 +189,7 @@ class Product:
         ops.grouped_gemm_float8_block(
             *self.operands,
             table=self.table,
+            summed_dim=1,
             b_tile=(128, 128),
             fp8=("e4m3", "e4m3"),
             bias=None,

@@ -10,6 +10,7 @@
 #include "common/epilogue.cuh"
 #include "common/persistent.cuh"
 #include "common/tiles.cuh"
+#include "common/turn.cuh"
 #include "common/wgmma.cuh"
 
 namespace te_dist::cuda {
@@ -19,12 +20,15 @@ namespace te_dist::cuda {
 // kConsumers: how many. kWaves: 64 rows of the product that each computes one after the other, with the same part of B.
 // kCluster: blocks side by side along N that read A once for all.
 // kAdds: adds to what `out` holds.
+// kTurnsB: B lies as (K, N), with scales of squares. Warps of the producers turn each part of it before it is multiplied.
 template <template <class> class Walk, class CodeA, class CodeB, class Out, bool kSquareB, int kConsumers, int kWaves,
-          int kCols, int kCluster, int kStages, bool kAdds>
+          int kCols, int kCluster, int kStages, bool kAdds, bool kTurnsB>
 struct GemmFloat8Block {
   static constexpr int kThreads = 128 * (1 + kConsumers), kBlocks = 1;
   static constexpr int kRows = 64 * kWaves * kConsumers, kDepth = 128;  // of a tile
-  using Tiles = Walk<TileShape<kRows, kCols, kCluster, kSquareB>>;
+  static_assert(!kTurnsB || (kSquareB && kCols == 128), "what is turned is a square");
+  using Tiles = Walk<TileShape<kRows, kCols, kCluster, kSquareB, kTurnsB>>;
+  static constexpr int kPreparers = kTurnsB ? TileTurner::kWarps : 0;
   // Whether scales of columns, which several waves need, are held in registers. Each makes room for that of the next stage as
   // soon as it has served the last wave: to read takes long while the tensor cores read as well.
   static constexpr bool kHoldsColScales = !kSquareB && kWaves > 1;
@@ -41,7 +45,7 @@ struct GemmFloat8Block {
   static constexpr int kScaleBoxes = Tiles::kRowsAreAligned ? 1 : 2, kRowsOfBox = kRows / kScaleBoxes;
   static constexpr int kScalesOfBox = kRowsOfBox + (Tiles::kRowsAreAligned ? 0 : 4);
   static constexpr int kBoxPitch = (kScalesOfBox + 31) / 32 * 32;
-  // Scales of B that are read for a stage. Of squares 4 along the depth, no less than the engine can; a tile whose columns
+  // Scales of B that are read for a stage. Of squares 4 along their rows, no less than the engine can; a tile whose columns
   // are no multiple of 128 has parts of two squares: 64 columns of one, 64 of either, 64 of the next.
   static constexpr int kScaleDepth = 4, kSquares = kCols > 128 ? 2 : 1, kColParts = kCols > 128 ? kCols / 64 : 1;
   static constexpr int kScales = kSquareB ? kScaleDepth * kSquares : kCols;
@@ -71,6 +75,7 @@ struct GemmFloat8Block {
     NextTile<Tile> next;
     Tile tile[kStages];  // that begins with the stage
     Barrier full[kStages], empty[kStages];
+    Barrier raw[kTurnsB ? kStages : 1];  // B is there, not yet turned
     Barrier held[kConsumers];  // what `out` holds, of kAdds, is there
   };
   static constexpr int kSharedBytes = sizeof(Shared), kClusterBlocks = kCluster;
@@ -102,20 +107,34 @@ struct GemmFloat8Block {
   TE_DIST_DEVICE void read(const Tile& t, uint32_t s, int k) const {
     const int depth = t.first_depth + k;
     Barrier& full = shared.full[s];
-    if (t.depth_tiles == 0) return full.arrive();
-    copy_box(p.b, full, shared.b[s], depth * kDepth, t.b_row);
+    if constexpr (kTurnsB) {
+      if (t.depth_tiles == 0) return full.arrive(), shared.raw[s].arrive();
+      copy_box(p.b, shared.raw[s], shared.b[s], t.col, t.b_row + depth * kDepth);
+      shared.raw[s].expect(kCols * kDepth);
+    } else {
+      if (t.depth_tiles == 0) return full.arrive();
+      copy_box(p.b, full, shared.b[s], depth * kDepth, t.b_row);
+    }
     copy_rows(p.a, full, shared.a[s], depth * kDepth, t.row, k);
 #pragma unroll
     for (int i = 0; i < kScaleBoxes; ++i) {
       copy_rows(p.a_scale, full, &shared.a_scale[s][i * kBoxPitch], (t.row & -4) + i * kRowsOfBox, depth, k);
     }
-    if constexpr (kSquareB) {
+    if constexpr (kTurnsB) {
+      copy_box(p.b_scale, full, shared.b_scale[s], t.col / kDepth & -kScaleDepth, t.b_scale_row + k);
+    } else if constexpr (kSquareB) {
       copy_box(p.b_scale, full, shared.b_scale[s], k & -kScaleDepth, t.b_scale_row);
     } else {
       copy_box(p.b_scale, full, shared.b_scale[s], t.col, t.b_scale_row + k);
     }
-    full.expect(kStageBytes);
+    full.expect(kStageBytes - (kTurnsB ? kCols * kDepth : 0));
     Output::template prefetch<kConsumers>(p, t, k, t.depth_tiles);
+  }
+
+  // What one of kPreparers warps does with a stage.
+  TE_DIST_DEVICE void prepare(int stage, int warp) const {
+    TileTurner::of(warp).turn(shared_address(shared.b[stage]));
+    fence_shared_for_async();
   }
 
   struct Consumer {
@@ -148,7 +167,7 @@ struct GemmFloat8Block {
       Scales scales;
       float squares[kColParts] = {};
       if constexpr (kSquareB) {
-        const float* its = &shared().b_scale[stage][k % kScaleDepth];
+        const float* its = &shared().b_scale[stage][(kTurnsB ? t.col / kDepth : k) % kScaleDepth];
 #pragma unroll
         for (int c = 0; c < kColParts; ++c) squares[c] = its[c == 0 ? 0 : kScaleDepth];
         if (kColParts == 3 && t.col % 128 == 0) squares[1] = squares[0];

@@ -69,6 +69,7 @@ struct GroupedGemm {
     typename Tiles::Params tiles;
   };
 
+  static constexpr int kPreparers = 0;
   using Roles = Persistent<GroupedGemm, GroupTile, kConsumers, kCluster, kStages>;
   using Output = Epilogue<Params, Out, 1, kCols, kBoxesInTurn, kAdds>;
 

@@ -35,8 +35,10 @@ from te_dist.codecs.tensorwise import Tensorwise
 from te_dist.formats import Encoding, Field, Region
 from te_dist.formats.region import Pair
 from te_dist.kernels.gemm_staged import STEP
+from te_dist.kernels.grouped_gemm import is_turned_sooner
 from te_dist.kernels.runtime import target_of
 from te_dist.ops.gemm_decoded import Coded
+from te_dist.ops.group_table import TILE
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -64,7 +66,7 @@ class Members(NamedTuple):
         encoding: of each.
         stored: of each field (G, *field.shape(region)), contiguous.
         region: of one member, (N, K).
-        sums_over: dimension (0: N, 1: K) that the product sums over.
+        sums_over: dimension (0: N, 1: K) that the product sums over; codes lie along it, but see `reads_as_they_lie`.
     """
 
     encoding: Encoding
@@ -206,6 +208,18 @@ def implements(pairs: Iterable[tuple[type[Codec], type[Codec]]], entry: Entry) -
         _TABLE[key] = entry
 
 
+def reads_as_they_lie(a: Rows, b: Members, out: Tensor) -> bool:
+    """Whether products of rows read members that lie along what they keep, and sooner than transposed ones.
+
+    So they do of FP8 blocks whose scales cover squares, where few rows read each member. The values are the same.
+    """
+    left, right = a.encoding.codec, b.encoding.codec
+    if not (isinstance(left, Block) and isinstance(right, Block)) or 1 in right.tile or out.element_size() > 2:  # noqa: PLR2004
+        return False
+    (_, summed), groups = b.extents, len(b.stored[0])
+    return summed % TILE == 0 and is_turned_sooner(a.region.shape[0], groups)
+
+
 def _stacked(stored: Tensor) -> Tensor:
     """Members (G, outer, inner) below each other."""
     return stored.flatten(0, 1)
@@ -221,9 +235,10 @@ def _block_rows(a: Rows, b: Members, result: Result) -> None:
     tile = b.encoding.codec.tile
     ops.grouped_gemm_float8_block(
         *a.stored,
-        _codes(b),
+        _stacked(b.stored[0]),
         _stacked(b.stored[1]),
         table=result.table,
+        summed_dim=1 if b.encoding.fields[0].inner_dim == b.sums_over else 0,
         b_tile=tile if b.sums_over == 1 else tile[::-1],
         fp8=(a.encoding.codec.fp8, b.encoding.codec.fp8),
         bias=result.bias,

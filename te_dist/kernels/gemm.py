@@ -67,19 +67,25 @@ class Tiling:
         """Of a cluster, along the columns of an output."""
         return -(-cols // (self.cols * self.cluster))
 
-    def shared_bytes(self, stages: int, square: bool, out_bytes: int, *, aligned: bool) -> int:
-        """Dynamic shared memory of a block; laid out as `Shared` of the kernel. `aligned`: `kRowsAreAligned` there."""
+    def shared_bytes(self, stages: int, square: bool, out_bytes: int, *, aligned: bool, turns: bool = False) -> int:
+        """Dynamic shared memory of a block; laid out as `Shared` of the kernel.
+
+        Args:
+            aligned: `kRowsAreAligned` there.
+            turns: `kTurnsB` there.
+        """
         row_scales = self.rows if aligned else 2 * (-(-(self.rows // 2 + 4) // 32) * 32)
         scales = 4 * (row_scales + (32 if square else self.cols))
         boxes = self.waves * self.cols * out_bytes // _BOX_COL_BYTES  # of a consumer's output, on the way to memory
         boxes = boxes if boxes % 2 else min(4, boxes)
         ring = stages * ((self.rows + self.cols) * DEPTH + scales + _TILE_BYTES + 2 * BARRIER_BYTES)
-        total = ring + NEXT_BYTES + self.consumers * (boxes * BOX_BYTES + BARRIER_BYTES)
+        raw = BARRIER_BYTES * (stages if turns else 1)
+        total = ring + raw + NEXT_BYTES + self.consumers * (boxes * BOX_BYTES + BARRIER_BYTES)
         return -(-total // 1024) * 1024
 
-    def stages(self, square: bool, out_bytes: int, *, aligned: bool) -> int:
+    def stages(self, square: bool, out_bytes: int, *, aligned: bool, turns: bool = False) -> int:
         """As many as shared memory holds."""
-        sizes = ((n, self.shared_bytes(n, square, out_bytes, aligned=aligned)) for n in range(8, 1, -1))
+        sizes = ((n, self.shared_bytes(n, square, out_bytes, aligned=aligned, turns=turns)) for n in range(8, 1, -1))
         return next(n for n, size in sizes if size <= SHARED_LIMIT)
 
 
@@ -90,11 +96,13 @@ class Kind(NamedTuple):
         square: whether B has scales of squares.
         out_bytes: of a value of the output.
         adds: whether the product is added to the output.
+        turns: whether B lies as (K, N), and is turned in shared memory.
     """
 
     square: bool
     out_bytes: int
     adds: bool = False
+    turns: bool = False
 
 
 Rates = dict[Tiling, int]  # TFLOP/s of each tiling to choose from, of an H200
@@ -159,23 +167,27 @@ def evenly(tiles: int, most: int) -> int:
 
 
 class Variant(NamedTuple):
-    """Of the kernel: the type of the output, whether B has scales of squares, the tiling, whether it adds to `out`."""
+    """Of the kernel: the type of the output, whether B has scales of squares, the tiling, whether it adds to `out`.
+
+    turns: whether B lies as (K, N), see `Kind`.
+    """
 
     out: str
     square: bool
     shape: Tiling
     adds: bool
+    turns: bool = False
 
 
 def spec_of(walk: str, layout: Layout, codes: tuple[str, str], variant: Variant) -> Spec:
     """Spec of products whose tiles are those of `walk`."""
-    out, square, shape, adds = variant
+    out, square, shape, adds, turns = variant
     place = (square, _OUT_BYTES[out])
-    aligned = walk != "RowGroups"
-    stages = shape.stages(*place, aligned=aligned)
-    numbers = (square, shape.consumers, shape.waves, shape.cols, shape.cluster, stages, adds)
+    kind = {"aligned": walk != "RowGroups", "turns": turns}
+    stages = shape.stages(*place, **kind)
+    numbers = (square, shape.consumers, shape.waves, shape.cols, shape.cluster, stages, adds, turns)
     constants = ", ".join((walk, *codes, out, *(str(number).lower() for number in numbers)))
-    shared_bytes = shape.shared_bytes(stages, *place, aligned=aligned)
+    shared_bytes = shape.shared_bytes(stages, *place, **kind)
     launched = {"shared_bytes": shared_bytes, "cluster": shape.cluster, "arch": "sm_90a"}
     return Spec("gemm_float8_block.cuh", f"GemmFloat8Block<{constants}>", layout, **launched)
 
@@ -186,14 +198,15 @@ def float8_block(codes: tuple[str, str], out: str, square: bool, shape: Tiling, 
     return spec_of("OneProduct", _LAYOUT, codes, Variant(out, square, shape, adds))
 
 
-def operand_maps(a: Tensor, b: Tensor, shape: Tiling) -> tuple[MatrixMap, MatrixMap]:
+def operand_maps(a: Tensor, b: Tensor, shape: Tiling, *, turns: bool = False) -> tuple[MatrixMap, MatrixMap]:
     """Of the codes of both operands."""
-    return matrix_map(a, (shape.rows, DEPTH), swizzle=128), matrix_map(b, (shape.cols, DEPTH), swizzle=128)
+    box = (DEPTH, shape.cols) if turns else (shape.cols, DEPTH)
+    return matrix_map(a, (shape.rows, DEPTH), swizzle=128), matrix_map(b, box, swizzle=128)
 
 
-def col_scale_map(b_scale: Tensor, shape: Tiling, square: bool) -> MatrixMap:
+def col_scale_map(b_scale: Tensor, shape: Tiling, square: bool, *, turns: bool = False) -> MatrixMap:
     """Of the scales of B: for a tile those of its columns, or of the squares that its columns lie in."""
-    return matrix_map(b_scale, (-(-shape.cols // 128), 4) if square else (1, shape.cols))
+    return matrix_map(b_scale, (1 if turns else -(-shape.cols // 128), 4) if square else (1, shape.cols))
 
 
 def common(

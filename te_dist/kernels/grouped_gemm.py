@@ -60,10 +60,16 @@ ROWS_RATES: dict[Kind, Rates] = {
     Kind(True, 2): {Tiling(2, 1): 1183, Tiling(2, 2, 2): 1407, Tiling(3, 1, 2): 1460, Tiling(2, 1, cols=192): 1415},
     Kind(True, 4): {Tiling(2, 1): 1156, Tiling(2, 2, 2): 1367, Tiling(3, 1): 1230, Tiling(2, 1, cols=192): 1343},
     Kind(True, 4, True): {Tiling(3, 1): 1155},
+    Kind(True, 2, turns=True): {Tiling(2, 1): 741, Tiling(2, 2): 1084},
+    Kind(True, 4, turns=True): {Tiling(2, 1): 741},
+    Kind(True, 4, adds=True, turns=True): {Tiling(2, 1): 741},
     Kind(False, 2): {Tiling(2, 1): 932, Tiling(3, 1): 1046},
     Kind(False, 4): {Tiling(2, 1): 979, Tiling(3, 1): 1054},
     Kind(False, 4, True): {Tiling(3, 1): 967},
 }
+# To turn B in shared memory makes a product slower by a fifth, however many rows read it; to transpose it in memory
+# takes as long as that fifth does of so many rows of each group (benchmarks/results/grouped_blocks_cuda.md).
+_TURNED_ROWS = 1536
 # The same sums over the rows of groups.
 SUMS_RATES: dict[Kind, Rates] = {
     Kind(False, 2): {Tiling(2, 1): 981, Tiling(2, 2): 1117, Tiling(3, 1): 1035, Tiling(3, 1, 2): 1071},
@@ -82,6 +88,14 @@ def rows_tiling(rows: int, cols: int, groups: int, depth_tiles: int, kind: Kind)
     return gemm.fastest(ROWS_RATES[kind], extents, adds=kind.adds)
 
 
+def is_turned_sooner(rows: int, groups: int) -> bool:
+    """Whether a matrix of each group, which lies along what is kept, is multiplied as it lies sooner than transposed.
+
+    rows: of all groups together.
+    """
+    return rows <= _TURNED_ROWS * groups
+
+
 @lru_cache(maxsize=4096)
 def sums_tiling(rows: int, cols: int, groups: int, depth_tiles: int, kind: Kind) -> Tiling:
     """For as many products of this shape as there are groups, which sum over this many tiles together."""
@@ -90,9 +104,11 @@ def sums_tiling(rows: int, cols: int, groups: int, depth_tiles: int, kind: Kind)
 
 
 @once
-def rows_float8_block(codes: tuple[str, str], out: str, square: bool, shape: Tiling, *, adds: bool = False) -> Spec:
+def rows_float8_block(
+    codes: tuple[str, str], out: str, square: bool, shape: Tiling, *, adds: bool = False, turns: bool = False
+) -> Spec:
     """Spec of products of rows in groups."""
-    return gemm.spec_of("RowGroups", _ROWS, codes, gemm.Variant(out, square, shape, adds))
+    return gemm.spec_of("RowGroups", _ROWS, codes, gemm.Variant(out, square, shape, adds, turns))
 
 
 @once
@@ -103,20 +119,21 @@ def sums_float8_block(codes: tuple[str, str], out: str, shape: Tiling, *, adds: 
 
 def grouped_gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: object) -> None:
     """See te_dist.ops.grouped_gemm_float8_block."""
-    table, b_tile, fp8, bias, row_factor, accumulate, out = rest
+    table, summed_dim, b_tile, fp8, bias, row_factor, accumulate, out = rest
     (rows, cols), groups, depth_tiles = out.shape, table.shape[1] - 1, -(-a.shape[1] // DEPTH)
     if out.numel() == 0 or groups == 0:
         return
     gemm.check_alignment(a=a, a_scale=a_scale, b=b, b_scale=b_scale)
-    square = b_tile[0] != 1
-    shape = rows_tiling(rows, cols, groups, depth_tiles, Kind(square, out.element_size(), accumulate))
-    spec = rows_float8_block(_codes(fp8), ELEMENTS[out.dtype], square, shape, adds=accumulate)
+    square, turns = b_tile[0] != 1, summed_dim == 0
+    shape = rows_tiling(rows, cols, groups, depth_tiles, Kind(square, out.element_size(), accumulate, turns))
+    spec = rows_float8_block(_codes(fp8), ELEMENTS[out.dtype], square, shape, adds=accumulate, turns=turns)
     if out.is_meta:
         return record(spec)
     a_scales = matrix_map(a_scale, (1, shape.rows // 2 + 4))  # tiles begin at any row: see the kernel
-    maps = gemm.operand_maps(a, b, shape), (a_scales, gemm.col_scale_map(b_scale, shape, square))
-    b_scale_rows = b_scale.shape[0] // groups
-    extents = (rows, shape.col_tiles(cols), depth_tiles, cols, b_scale_rows, shape.band)
+    b_scales = gemm.col_scale_map(b_scale, shape, square, turns=turns)
+    maps = gemm.operand_maps(a, b, shape, turns=turns), (a_scales, b_scales)
+    b_rows, b_scale_rows = b.shape[0] // groups, b_scale.shape[0] // groups
+    extents = (rows, shape.col_tiles(cols), depth_tiles, b_rows, b_scale_rows, shape.band)
     tiles = (*table_values(table, shape.rows), *extents)
     launch_everywhere(spec, shape.cluster, (*gemm.common(maps, out, bias, row_factor), *tiles), out)
 

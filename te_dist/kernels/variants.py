@@ -155,6 +155,10 @@ def products(out: str) -> Iterator[Spec]:
             yield grouped_gemm.sums_float8_block(codes, out, shape, adds=kind.adds)
         for shape in grouped_gemm.ROWS_RATES[kind]:
             yield grouped_gemm.rows_float8_block(codes, out, kind.square, shape, adds=kind.adds)
+    turned = [kind for kind in grouped_gemm.ROWS_RATES if kind.turns and kind.out_bytes == _BYTES[out]]
+    for codes, kind in product(_PAIRS, turned):
+        for shape in grouped_gemm.ROWS_RATES[kind]:
+            yield grouped_gemm.rows_float8_block(codes, out, kind.square, shape, adds=kind.adds, turns=True)
 
 
 def whole_groups(out: str) -> Iterator[Spec]:

@@ -287,7 +287,7 @@ def _forward(x: Tensor, tensors: _Operands, counts: Counts, given: Given) -> tup
     out = given.out
     if out is None:
         out = _blank((operand.region.shape[0], weights[0].shape[-2]), x.dtype, given.table)
-    multiply_rows(operand, members_of(stack, ROWWISE), Result(given.table, bias, False, out))
+    multiply_rows(operand, members_of(stack, ROWWISE, operand, out=out), Result(given.table, bias, False, out))
     if not saves:
         return (out,), None
     buffers, saved = saved_part(rows)
@@ -406,7 +406,8 @@ def _input_gradients(of: Backward, grads: QuantizedStorage, given: Given) -> Seq
     stack = given.cached or stacked(of.weights, given.plan.weight, COLUMNWISE)
     shape = of.grad.shape[0], of.shape[2]
     out = _blank(shape, of.dtypes[0], given.table) if given.dgrad_out is None else given.dgrad_out
-    multiply_rows(_operand(grads, ROWWISE), members_of(stack, COLUMNWISE), Result(given.table, None, False, out))
+    operand = _operand(grads, ROWWISE)
+    multiply_rows(operand, members_of(stack, COLUMNWISE, operand, out=out), Result(given.table, None, False, out))
     return (out,) if given.front is None else given.front.gradients(of.x, *of.beside, out, given.table)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from te_dist.codecs.grouped_gemm import Members
+from te_dist.codecs.grouped_gemm import Members, Rows, reads_as_they_lie
 from te_dist.formats import Direction, Group
 from te_dist.fsdp2.parameter import GroupedParameter, QuantizedParameter
 from te_dist.grouped import GroupedStorage, GroupedTensor, join
@@ -28,17 +28,23 @@ def shape_of(weights: Sequence[Tensor]) -> tuple[int, int, int]:
     return first if len(first) == 3 else (len(weights), *first)  # type: ignore[return-value]  # noqa: PLR2004
 
 
-def members_of(stack: GroupedStorage, direction: Direction) -> Members:
-    """As a product reads them that sums along `direction`; derived from the other one where it is absent.
+def members_of(stack: GroupedStorage, direction: Direction, rows: Rows, *, out: Tensor) -> Members:
+    """As the product of `rows` reads them that sums along `direction` and is written to `out`.
+
+    Where that is absent the other one is read, or what is derived of it, whichever is sooner.
 
     Raises:
         RuntimeError: the direction is neither present nor a relayout of the one that is.
     """
+    sums_over = 1 if direction is Direction.ROWWISE else 0
     if not stack.has(direction):
         if not stack.format.columnwise_is_derivable:
             raise stack.absent(direction)
+        for present in stack.directions:
+            members = Members(stack.format[present], stack.stored(present), stack.region, sums_over)
+            if reads_as_they_lie(rows, members, out):
+                return members
         stack = stack.with_derived(direction)
-    sums_over = 1 if direction is Direction.ROWWISE else 0
     return Members(stack.format[direction], stack.stored(direction), stack.region, sums_over)
 
 

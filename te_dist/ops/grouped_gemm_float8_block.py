@@ -18,7 +18,7 @@ from te_dist.ops.group_table import TILE, check_table
 
 
 class GroupedFloat8BlockProduct(TypedDict):
-    """table: int32 (4, G + 1), see `group_table`.
+    """table: int32 (4, G + 1), see `group_table`.  summed_dim: of each group's matrix in `b`; 0 for squares only.
 
     b_tile: (rows, cols) of `b` that share a scale, (1, 128) or (128, 128).  fp8: types of `a` and `b`.
     bias: (G, N) fp32, bf16 or fp16, or None.  row_factor: f32 (T,), or None, which a row of the output, bias included,
@@ -26,6 +26,7 @@ class GroupedFloat8BlockProduct(TypedDict):
     """
 
     table: Tensor
+    summed_dim: int
     b_tile: Pair
     fp8: tuple[str, str]
     bias: Tensor | None
@@ -38,7 +39,8 @@ class GroupedFloat8BlockProduct(TypedDict):
 def grouped_gemm_float8_block(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out: Tensor, **product: Unpack[GroupedFloat8BlockProduct]
 ) -> None:
-    """out[rows of g] = a[rows of g] b[g]^T for every group g, each code times its scale.
+    """out[rows of g] = a[rows of g] b[g]^T for every group g, or a[rows of g] b[g] where `summed_dim` is 0; each code
+    times its scale.
 
     Rows behind the last group are left as they are. Rows of `a`, `b` and the scales are multiples of 16 bytes long and
     apart; groups may begin anywhere.
@@ -46,29 +48,49 @@ def grouped_gemm_float8_block(
     Args:
         a: u8 codes (T, K), rows contiguous.
         a_scale: f32 (ceil(K / 128), at least T): one for a row of 128 values.
-        b: u8 codes (G * N, K).
-        b_scale: f32 (G * ceil(K / 128), at least N), or (G * ceil(N / 128), at least ceil(K / 128)) for squares;
-            members lie one below the other, without rows between them.
+        b: u8 codes (G * N, K), or (G * K, N) where `summed_dim` is 0, K a multiple of 128.
+        b_scale: f32 (G * ceil(K / 128), at least N), or (G * ceil(N / 128), at least ceil(K / 128)) for squares, or
+            (G * K / 128, at least ceil(N / 128)) where `summed_dim` is 0; members lie one below the other, without rows
+            between them.
         out: (T, N) fp32, bf16 or fp16, rows contiguous; fp32 to accumulate.
         product: see `GroupedFloat8BlockProduct`.
 
     Raises:
         ValueError: a type, shape or address that does not fit.
     """
-    b_tile, fp8 = product["b_tile"], product["fp8"]
+    summed_dim, b_tile, fp8 = product["summed_dim"], product["b_tile"], product["fp8"]
     end = Rows(product["table"], product["bias"], product["row_factor"], product["accumulate"], out)
+    check_choice("summed_dim", summed_dim, (0, 1))
     check_choice("b_tile", b_tile, ((1, TILE), (TILE, TILE)))
     check_types(fp8)
     (rows, depth), (_, cols), groups = extents("a", a), extents("out", out), check_table(end.table)
     depth_tiles = -(-depth // TILE)
     check_summed("a", depth)
     check_rows("a", a, (torch.uint8,), (rows, depth))
-    check_rows("b", b, (torch.uint8,), (groups * cols, depth))
+    check_rows("b", b, (torch.uint8,), (groups * cols, depth) if summed_dim == 1 else (groups * depth, cols))
     check_rows("a_scale", a_scale, (torch.float32,), (depth_tiles, rows), at_least=True)
-    grid = (groups * depth_tiles, cols) if b_tile[0] == 1 else (groups * -(-cols // TILE), depth_tiles)
+    grid = _grid(groups, (cols, depth), summed_dim, b_tile)
     check_members_rows("b_scale", b_scale, grid, groups)
     check_ends_of_rows(end, rows)
-    torch.ops.te_dist.grouped_gemm_float8_block(a, a_scale, b, b_scale, end.table, b_tile, fp8, *end[1:])
+    torch.ops.te_dist.grouped_gemm_float8_block(a, a_scale, b, b_scale, end.table, summed_dim, b_tile, fp8, *end[1:])
+
+
+def _grid(groups: int, extents: Pair, summed_dim: int, tile: Pair) -> Pair:
+    """Of the scales of all groups. extents: (N, K).
+
+    Raises:
+        ValueError: what is summed over along dimension 0 has no scales of squares, or ends within one.
+    """
+    cols_tiles, depth_tiles = (-(-extent // TILE) for extent in extents)
+    if summed_dim == 1:
+        return (groups * depth_tiles, extents[0]) if tile[0] == 1 else (groups * cols_tiles, depth_tiles)
+    if tile[0] == 1 or extents[1] % TILE:
+        got = "scales of runs" if tile[0] == 1 else f"{extents[1]} values that are summed over"
+        raise ValueError(
+            f"summed_dim: got 0 with {got}, wanted scales of squares and a multiple of {TILE}; quantize along the "
+            "other dimension, or transpose what is quantized (te_dist.ops.transpose)"
+        )
+    return groups * depth_tiles, cols_tiles
 
 
 def check_members_rows(name: str, scale: Tensor, grid: Pair, groups: int) -> None:
@@ -91,19 +113,21 @@ def values(codes: Tensor, scale: Tensor, tile: Pair, fp8: str) -> Tensor:
 
 
 def _cpu(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, table: Tensor, *rest: object) -> None:
-    b_tile, fp8, *rest = rest
+    summed_dim, b_tile, fp8, *rest = rest
     left = values(a, a_scale, (1, TILE), fp8[0])
     matrices, scales = (in_groups(tensor, table.shape[1] - 1) for tensor in (b, b_scale))
 
     def product_of(group: int, rows: slice) -> Tensor:
-        return left[rows] @ values(matrices[group], scales[group], tuple(b_tile), fp8[1]).t()
+        matrix = values(matrices[group], scales[group], tuple(b_tile), fp8[1])
+        # In the order of a transposed matrix, whose sums have the same bits.
+        return left[rows] @ (matrix if summed_dim == 1 else matrix.t().contiguous()).t()
 
     write_rows(product_of, Rows(table, *rest))
 
 
 register(
-    "grouped_gemm_float8_block(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor table, int[] b_tile, "
-    "str[] fp8, Tensor? bias, Tensor? row_factor, bool accumulate, Tensor(a!) out) -> ()",
+    "grouped_gemm_float8_block(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor table, int summed_dim, "
+    "int[] b_tile, str[] fp8, Tensor? bias, Tensor? row_factor, bool accumulate, Tensor(a!) out) -> ()",
     _cpu,
     kernels.grouped_gemm_float8_block,
 )

@@ -400,15 +400,30 @@ def groups() -> Iterator[Call]:
         b = Operand(70, 272, SQUARE if square else RUN, groups=len(sizes), seed=2, device="cpu")
         inputs = dict(a=a.codes, a_scale=a.scale, b=b.codes, b_scale=b.scale, table=table, b_tile=b.tile)
         inputs |= dict(fp8=(a.fp8, b.fp8), bias=torch.rand(len(sizes), 70), row_factor=torch.rand(rows))
-        inputs |= dict(accumulate=dtype == torch.float32)
+        inputs |= dict(summed_dim=1, accumulate=dtype == torch.float32)
         out = shifted(torch.zeros(rows, 70, dtype=dtype), int(square))
         yield Call(f"products {name}", ops.grouped_gemm_float8_block, inputs, dict(out=out), is_exact=False)
+        if square:
+            yield turned_products(name, sizes, dtype)
         depth = 128 * int(table[1, -1]) or 128
         a, b = (Operand(extent, depth, RUN, seed=3, device="cpu") for extent in (130, 70))
         inputs = dict(a=a.codes, a_scale=a.scale, b=b.codes, b_scale=b.scale, table=table, fp8=(a.fp8, b.fp8))
         inputs |= dict(accumulate=dtype == torch.float32)
         out = shifted(torch.zeros(len(sizes) * 130, 70, dtype=dtype), int(square))
         yield Call(f"sums {name}", ops.grouped_wgrad_float8_block, inputs, dict(out=out), is_exact=False)
+
+
+def turned_products(name: str, sizes: list[int], dtype: torch.dtype) -> Call:
+    """Of matrices that lie along what is kept."""
+    rows, groups = sum(sizes) + 9, len(sizes)
+    a = Operand(rows, 256, RUN, seed=1, device="cpu")
+    b = Operand(144, 256, SQUARE, groups=groups, seed=2, device="cpu")
+    codes, scale = b.turned()
+    inputs = dict(a=a.codes, a_scale=a.scale, b=codes, b_scale=scale, table=table_of(sizes, rows, "cpu"))
+    inputs |= dict(summed_dim=0, b_tile=b.tile, fp8=(a.fp8, b.fp8), bias=None, row_factor=None)
+    inputs |= dict(accumulate=dtype == torch.float32)
+    out = dict(out=torch.zeros(rows, 144, dtype=dtype))
+    return Call(f"turned products {name}", ops.grouped_gemm_float8_block, inputs, out, is_exact=False)
 
 
 def grouped_quantizers() -> Iterator[Call]:

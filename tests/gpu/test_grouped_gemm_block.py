@@ -29,8 +29,13 @@ def tiling(request, monkeypatch):
 
 def multiply(a: Operand, b: Operand, table: Tensor, out: Tensor, **options: object) -> None:
     rest = dict(bias=None, row_factor=None, accumulate=False) | options
-    place = dict(table=table, b_tile=b.tile, fp8=(a.fp8, b.fp8), out=out)
+    place = dict(table=table, summed_dim=1, b_tile=b.tile, fp8=(a.fp8, b.fp8), out=out)
     ops.grouped_gemm_float8_block(a.codes, a.scale, b.codes, b.scale, **place, **rest)
+
+
+def multiply_turned(a: Operand, b: Operand, table: Tensor, out: Tensor, **options: object) -> None:
+    place = dict(table=table, summed_dim=0, b_tile=b.tile, fp8=(a.fp8, b.fp8), out=out)
+    ops.grouped_gemm_float8_block(a.codes, a.scale, *b.turned(), **place, **options)
 
 
 @pytest.mark.parametrize("are_sizes", (False, True))
@@ -72,6 +77,20 @@ def test_product_of_each_group(sizes, b_tile, dtype, tiling):
         check_product(out[its], want, sums, f"group {group}")
         begin += size
     assert (out[begin:] == 5).all(), "rows behind the last group were written"
+
+
+@pytest.mark.parametrize("how", ("fp32", "bf16", "fp16", "added"))
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_a_matrix_that_lies_the_other_way_gives_the_same_bits(sizes, how, tiling):
+    rows, cols, depth, groups = sum(sizes) + 9, 720, 384, len(sizes)
+    a = Operand(rows, depth, RUN, seed=1, device="cuda")
+    b = Operand(cols, depth, SQUARE, groups=groups, seed=2, device="cuda")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(how, torch.float32)
+    rest = dict(bias=torch.randn(groups, cols, device="cuda"), row_factor=torch.rand(rows, device="cuda"))
+    want, got = (torch.full((rows, cols), 5.0, device="cuda", dtype=dtype) for _ in range(2))
+    multiply(a, b, table_of(sizes, rows, "cuda"), want, accumulate=how == "added", **rest)
+    multiply_turned(a, b, table_of(sizes, rows, "cuda"), got, accumulate=how == "added", **rest)
+    assert_bitwise(got, want, "products")
 
 
 @pytest.mark.parametrize("how", ("fp32", "bf16", "added"))

@@ -31,6 +31,12 @@ def test_rows_in_groups_are_given_the_tiling_that_was_measured_fastest(shape, le
     assert chosen == (gemm.Tiling(2, 1, cols=192) if groups == 128 else gemm.Tiling(3, 1, 2))
 
 
+def test_few_rows_of_a_group_multiply_matrices_as_they_lie():
+    assert [grouped_gemm.is_turned_sooner(rows, groups) for groups, rows, *_ in SHAPES] == [
+        groups >= 32 for groups, *_ in SHAPES
+    ]
+
+
 def test_few_rows_are_given_small_tiles():
     assert gemm.tiling(128, 4096, 8, gemm.Kind(True, 2)).rows == 128
     assert grouped_gemm.rows_tiling(128 * 64, 4096, 128, 8, gemm.Kind(True, 2)).rows == 128  # 64 rows in each group

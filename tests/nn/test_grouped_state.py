@@ -14,6 +14,8 @@ from torch.distributed.tensor import Shard
 import te_dist as te
 from te_dist import fsdp2, offload, recipe, tensor_parallel
 from te_dist.fsdp2 import GroupedParameter
+from te_dist.grouped import GroupedStorage
+from te_dist.kernels import grouped_gemm
 from te_dist.nn.grouped_products import SWIGLU, WEIGHTED_SWIGLU, Given, group_table
 from te_dist.nn.grouped_weights import as_one, in_one_piece
 from te_dist.recipe import Recipe
@@ -82,6 +84,21 @@ def test_a_columnwise_direction_that_is_kept_follows_the_weight(derived: bool) -
         )
     ):
         assert_bitwise(got, want, f"result {number}")
+
+
+def test_weights_are_transposed_only_where_many_rows_of_a_group_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    derived, made_by = [], QUANTIZED["block"]
+    derive = GroupedStorage.with_derived
+    monkeypatch.setattr(GroupedStorage, "with_derived", lambda *args: derived.append(args) or derive(*args))
+    module, found = make(made_by, single_grouped_weight=True), []
+    for most_rows in (ROWS, 0):
+        monkeypatch.setattr(grouped_gemm, "_TURNED_ROWS", most_rows)
+        x = normal(ROWS, IN).bfloat16().requires_grad_()
+        with te.autocast(recipe=made_by):
+            module(x, SIZES).square().sum().backward()
+        assert bool(derived) == (most_rows == 0)
+        found.append(x.grad)
+    assert_bitwise(*found, "the gradient of the input")
 
 
 @pytest.mark.parametrize("quantized", [False, True])

@@ -71,4 +71,13 @@ class Operand:
         by_row = []
         for cells in self.scale[:, : grid[1]].chunk(groups):
             by_row.append(cells.t() if tile == RUN else cells.repeat_interleave(128, 0)[:rows])
+        self.groups, self.grid = groups, grid
         self.values = codes.double() * torch.cat(by_row).repeat_interleave(128, 1)[:, :depth].double()
+
+    def turned(self) -> tuple[Tensor, Tensor]:
+        """The same codes (groups * K, rows) and scales of squares; padding holds NaN."""
+        codes = torch.cat([its.t() for its in self.codes.chunk(self.groups)]).contiguous()
+        rows, depth_tiles = self.grid
+        scale = self.scale.new_full((self.groups * depth_tiles, -(-rows // 4) * 4), torch.nan)
+        scale[:, :rows] = torch.cat([its[:, :depth_tiles].t() for its in self.scale.chunk(self.groups)])
+        return codes, scale

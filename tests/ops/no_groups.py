@@ -41,7 +41,7 @@ class NoGroups:
         ops.grouped_gemm_float8_tensor(codes[0], scale, codes[1], self.threes(0), fp8=FP8, fast=True, **place)
         for tile, scales in (((1, 128), self.threes(0, 64)), ((128, 128), self.threes(0, 4))):
             runs = self.threes(1, 300)
-            ops.grouped_gemm_float8_block(codes[0], runs, codes[1], scales, b_tile=tile, fp8=FP8, **place)
+            ops.grouped_gemm_float8_block(codes[0], runs, codes[1], scales, summed_dim=1, b_tile=tile, fp8=FP8, **place)
         ops.grouped_gemm_decoded(self.coded(300, 128), self.coded(0, 128), **place)
         assert (out == 3).all()
 

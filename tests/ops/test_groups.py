@@ -59,7 +59,8 @@ def test_product_of_each_group(sizes, b_tile):
     bias, factor = torch.randn(groups, cols), torch.rand(rows)
     out = torch.full((rows, cols), 5.0)
     rest = dict(table=table_of(sizes, rows), b_tile=b_tile, fp8=("e4m3", "e4m3"), bias=bias, row_factor=factor)
-    ops.grouped_gemm_float8_block(a.codes, a.scale, b.codes, b.scale, out=out, accumulate=False, **rest)
+    rest |= dict(accumulate=False)
+    ops.grouped_gemm_float8_block(a.codes, a.scale, b.codes, b.scale, out=out, summed_dim=1, **rest)
     begin = 0
     for group, size in enumerate(sizes):
         its = slice(begin, begin + size)
@@ -68,6 +69,19 @@ def test_product_of_each_group(sizes, b_tile):
         check(out[its], want, a.values[its], matrix)
         begin += size
     assert_bitwise(out[begin:], torch.full_like(out[begin:], 5.0), "rows behind the last group")
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_a_matrix_that_lies_the_other_way_gives_the_same_bits(sizes):
+    rows, cols = sum(sizes) + 9, 48
+    a, b = Operand(rows, 256, RUN, seed=1), Operand(cols, 256, SQUARE, groups=len(sizes), seed=2)
+    rest = dict(table=table_of(sizes, rows), b_tile=SQUARE, fp8=("e4m3", "e4m3"), bias=None, row_factor=None)
+    want, got = (torch.full((rows, cols), 5.0) for _ in range(2))
+    for out, summed_dim, (codes, scale) in ((want, 1, (b.codes, b.scale)), (got, 0, b.turned())):
+        ops.grouped_gemm_float8_block(
+            a.codes, a.scale, codes, scale, out=out, summed_dim=summed_dim, accumulate=False, **rest
+        )
+    assert_bitwise(got, want, "products")
 
 
 @pytest.mark.parametrize("accumulate", (False, True))
@@ -95,12 +109,15 @@ def test_sum_over_the_rows_of_each_group(sizes, accumulate):
         ({"row_factor": torch.zeros(63)}, "row_factor: got shape"),
         ({"accumulate": True, "out": torch.zeros(64, 48, dtype=torch.bfloat16)}, "out: got torch.bfloat16"),
         ({"table": torch.zeros(3, 3, dtype=torch.int32)}, "table: got shape"),
+        ({"summed_dim": 2}, "summed_dim: got 2"),
+        ({"summed_dim": 0}, "b: got shape"),
+        ({"summed_dim": 0, "b": torch.zeros(512, 48, dtype=torch.uint8), "b_tile": RUN}, "summed_dim: got 0 .* runs"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, message):
     a, b = Operand(64, 256, RUN, seed=5), Operand(48, 256, SQUARE, groups=2, seed=6)
     arguments = dict(a=a.codes, a_scale=a.scale, b=b.codes, b_scale=b.scale, out=torch.zeros(64, 48))
     arguments |= dict(table=table_of([30, 30], 64), b_tile=SQUARE, fp8=("e4m3", "e4m3"), accumulate=False)
-    arguments |= dict(bias=None, row_factor=None)
+    arguments |= dict(bias=None, row_factor=None, summed_dim=1)
     with pytest.raises(ValueError, match=message):
         ops.grouped_gemm_float8_block(**(arguments | changes))

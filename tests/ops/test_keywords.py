@@ -15,5 +15,7 @@ def test_an_unknown_keyword_is_named() -> None:
 
 def test_missing_keywords_are_named() -> None:
     one = torch.zeros(1, 1)
-    with pytest.raises(TypeError, match=r"missing keywords \['accumulate', 'b_tile', 'bias', 'row_factor', 'table'\]"):
+    with pytest.raises(
+        TypeError, match=r"missing keywords \['accumulate', 'b_tile', 'bias', 'row_factor', 'summed_dim', 'table'\]"
+    ):
         ops.grouped_gemm_float8_block(one, one, one, one, fp8=("e4m3", "e4m3"), out=one)

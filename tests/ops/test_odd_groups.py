@@ -51,6 +51,7 @@ def test_scales_of_members_have_no_other_rows(tile, spare):
     a, b = Operand(64, 256, RUN, seed=5), Operand(256, 256, tile, groups=2, seed=6)
     scale = torch.ones(b.scale.shape[0] + spare, b.scale.shape[1])
     rest = dict(table=table_of([30, 30], 64), b_tile=tile, fp8=("e4m3", "e4m3"), bias=None, row_factor=None)
+    rest |= dict(summed_dim=1)
     with pytest.raises(ValueError, match="b_scale: got "):
         ops.grouped_gemm_float8_block(
             a.codes, a.scale, b.codes, scale, out=torch.zeros(64, 256), accumulate=False, **rest

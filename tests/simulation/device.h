@@ -83,6 +83,7 @@ void store_pair(uint32_t address, float x, float y);
 void load_words(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t address);
 void store_words(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d);
 void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d);
+void load_turned_matrices(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t address);
 
 // Tensor cores.
 

@@ -33,6 +33,7 @@ FUNCTIONS = [
     (r"ld\.shared\.v2\.f32", "sim::load_pair"),
     (r"st\.shared\.v2\.f32", "sim::store_pair"),
     (r"stmatrix.*x4", "sim::store_matrices"),
+    (r"ldmatrix.*x4\.trans", "sim::load_turned_matrices"),
     (r"wgmma\.fence", "sim::nothing"),
     (r"wgmma\.commit_group", "sim::commit_products"),
     (r"wgmma\.wait_group", "sim::wait_products"),

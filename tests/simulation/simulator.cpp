@@ -226,6 +226,16 @@ void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32
     std::memcpy(at(row) + lane % 4 * 4, &words[m], 4);
   }
 }
+void load_turned_matrices(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t address) {
+  uint32_t* const words[4] = {&a, &b, &c, &d};
+  const uint32_t lane = self->lane();
+  for (uint32_t m = 0; m < 4; ++m) {
+    for (uint32_t half = 0; half < 2; ++half) {
+      const uint32_t row = exchange(address, m * 8 + lane % 4 * 2 + half);
+      std::memcpy(reinterpret_cast<char*>(words[m]) + half * 2, at(row) + lane / 4 * 2, 2);
+    }
+  }
+}
 
 void load_words(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t address) {
   uint32_t words[4];

@@ -8,6 +8,7 @@ import torch
 from te_dist import kernels, ops
 from te_dist.kernels import gemm, grouped_gemm
 from te_dist.kernels.gemm import Tiling
+from te_dist.testing import assert_bitwise
 from tests.ops.groups import RUN, SQUARE, Operand, check_product, table_of
 
 FP8 = ("e4m3", "e4m3")
@@ -50,7 +51,7 @@ def test_product_of_each_group(tiling, tile, dtype, monkeypatch):
     a, b = Operand(rows, depth, RUN, seed=1), Operand(cols, depth, tile, groups=groups, seed=2)
     bias, factor = torch.randn(groups, cols), torch.rand(rows)
     out = torch.full((rows, cols), 5.0, dtype=dtype)
-    place = (table_of(sizes, rows), tile, FP8, bias, factor, False, out)
+    place = (table_of(sizes, rows), 1, tile, FP8, bias, factor, False, out)
     kernels.grouped_gemm_float8_block(a.codes, a.scale, b.codes, b.scale, *place)
     begin = 0
     for group, size in enumerate(sizes):
@@ -59,6 +60,19 @@ def test_product_of_each_group(tiling, tile, dtype, monkeypatch):
         check_product(out[its], want, a.values[its].abs() @ matrix.abs().t() + bias[group].abs(), f"group {group}")
         begin += size
     assert (out[begin:] == 5).all()
+
+
+@pytest.mark.parametrize("tiling", [Tiling(2, 1, band=3), Tiling(2, 2, 2, band=3)], ids=str)
+def test_a_matrix_that_lies_the_other_way_gives_the_same_bits(tiling, monkeypatch):
+    choose(monkeypatch, tiling)
+    sizes = [0, 5, 0, 300, 1, 64, 0]
+    rows, cols = sum(sizes) + 9, 208
+    a, b = Operand(rows, 256, RUN, seed=1), Operand(cols, 256, SQUARE, groups=len(sizes), seed=2)
+    want, got = (torch.full((rows, cols), 5.0, dtype=torch.bfloat16) for _ in range(2))
+    for out, summed_dim, operand in ((want, 1, (b.codes, b.scale)), (got, 0, b.turned())):
+        place = (table_of(sizes, rows), summed_dim, SQUARE, FP8, None, None, False, out)
+        kernels.grouped_gemm_float8_block(a.codes, a.scale, *operand, *place)
+    assert_bitwise(got, want, "products")
 
 
 @pytest.mark.parametrize("cols", (576, 200))

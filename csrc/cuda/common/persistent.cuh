@@ -1,5 +1,5 @@
 // Products whose blocks of threads stay on their multiprocessors and walk over tiles: one warp finds them, one reads what
-// they need, warpgroups compute.
+// they need, two may prepare that, warpgroups compute.
 #pragma once
 
 #include "pipeline.cuh"
@@ -16,6 +16,8 @@ struct NextTile {
 // Runs a product, whose members are its parameters `p`, its `shared` memory, and the number of its `block` in the
 // cluster. It says
 // - which Tiles there are, and how many registers producer and consumers need;
+// - kPreparers: warps, none or two, that work on what was read before consumers see it. Of each stage they wait for a
+//   barrier `raw` of Shared; prepare(stage, warp) is what a warp does;
 // - what is Shared: the `next` tile; for each stage of a ring what it holds, the `tile` that begins with it, barriers
 //   `full`, `empty`;
 // - init_barriers(): of others than those, by one thread;
@@ -42,7 +44,8 @@ struct Persistent {
   TE_DIST_DEVICE void init_barriers() const {
 #pragma unroll
     for (int s = 0; s < kStages; ++s) {
-      product.shared.full[s].init(1);
+      product.shared.full[s].init(1 + Product::kPreparers);
+      if constexpr (Product::kPreparers > 0) product.shared.raw[s].init(1);
       product.shared.empty[s].init(kCluster * kConsumers * 4);
     }
     product.shared.next.found.init(1);
@@ -87,6 +90,21 @@ struct Persistent {
     }
   }
 
+  TE_DIST_DEVICE void prepare(int warp) const {
+    const typename Product::Tiles tiles{product.p.tiles};
+    Ring<kStages> ring;
+    for (int index = first_tile(), end = tiles.count(); index < end; index += tile_step()) {
+      product.shared.raw[ring.stage].wait(ring.parity);
+#pragma unroll 1
+      for (int k = 0, stages = product.stages_of(product.shared.tile[ring.stage]); k < stages; ++k, ring.advance()) {
+        if (k > 0) product.shared.raw[ring.stage].wait(ring.parity);
+        product.prepare(ring.stage, warp);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) product.shared.full[ring.stage].arrive();
+      }
+    }
+  }
+
   // `warp`: of the warpgroup of producers.
   TE_DIST_DEVICE void produce(int warp) const {
     if (warp == 0) {
@@ -94,6 +112,8 @@ struct Persistent {
       __syncwarp();
     } else if (warp == 1) {
       find();
+    } else if constexpr (Product::kPreparers > 0) {
+      prepare(warp - 2);
     }
   }
 

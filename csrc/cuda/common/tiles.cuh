@@ -37,11 +37,12 @@ struct Banded {
   }
 };
 
-// What a kernel says of its tiles: extents, and blocks of a cluster side by side along the columns.
-template <int kRows_, int kCols_, int kCluster_, bool kSquareB_>
+// What a kernel says of its tiles: extents, and blocks of a cluster side by side along the columns. kTurnsB: rows of B, and
+// of its scales, are what is summed over, so that those of every tile begin with the matrix.
+template <int kRows_, int kCols_, int kCluster_, bool kSquareB_, bool kTurnsB_ = false>
 struct TileShape {
   static constexpr int kRows = kRows_, kCols = kCols_, kDepth = 128, kCluster = kCluster_;
-  static constexpr bool kSquareB = kSquareB_;
+  static constexpr bool kSquareB = kSquareB_, kTurnsB = kTurnsB_;
 };
 
 // One product.
@@ -95,7 +96,7 @@ struct GroupTable {
   }
 };
 
-// Products of rows, in groups, with a matrix B of each group: of rows (T, K) with (groups * N, K).
+// Products of rows, in groups, with a matrix B of each group: of rows (T, K) with (groups * N, K), or (groups * K, N).
 template <class Shape>
 struct RowGroups {
   static constexpr bool kRowsAreAligned = false, kHasBias = true;
@@ -118,9 +119,10 @@ struct RowGroups {
     const Banded place = Banded::of(index - first * p.col_tiles, row_tiles, p.col_tiles, p.band);
     const int row = __ldg(p.table.begins + group) + place.row * Shape::kRows;
     const int col = (place.col * Shape::kCluster + block) * Shape::kCols;
-    const int b_scale_row = group * p.b_scale_rows + (Shape::kSquareB ? col / Shape::kDepth : 0);
+    const int b_row = Shape::kTurnsB ? 0 : col, b_scale_row = Shape::kSquareB ? b_row / Shape::kDepth : 0;
     const int row_end = int(p.table.end_of(group, p.rows));
-    return {row, col, group * p.b_rows + col, b_scale_row, 0, p.depth_tiles, row, row_end, group};
+    return {row,    col,     group * p.b_rows + b_row, group * p.b_scale_rows + b_scale_row, 0, p.depth_tiles, row,
+            row_end, group};
   }
 };
 
