@@ -177,7 +177,7 @@ def check_pretrained(rank: int, name: str, model: nn.Module, where: str) -> None
             assert torch.equal(shard.full_tensor(), want), key
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ["block", "nvfp4"])
 def test_a_trainer_trains_a_converted_model(name: str, tmp_path: Path) -> None:
     (by_library, resumed), again = pool(2).run(train, name, str(tmp_path / "a"), False, timeout=120)
     assert again == [by_library, resumed]
