@@ -201,7 +201,8 @@ class GroupedLinear(QuantizedModule):
 
     def rehearse(self, dtype: torch.dtype | None) -> None:
         """See `rehearsal.rehearse`."""
-        rehearsal.rehearse(self, dtype, torch.empty(self.num_gemms, dtype=torch.int64, device="meta"))
+        sizes = torch.empty(self.num_gemms, dtype=torch.int64, device="meta")
+        rehearsal.rehearse(self, dtype, sizes, groups=self.num_gemms)
 
     def _made_with(self) -> str:
         features = f"in_features={self.in_features}, out_features={self.out_features}"

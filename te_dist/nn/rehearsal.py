@@ -15,6 +15,7 @@ from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
 ROWS = (512, 8192)  # of the input: products cut few rows and many in different ways
+ROWS_OF_A_GROUP = 4096  # besides: matrices that many rows read are transposed for them
 
 # The recipe that a linear map was made for; beside the modules, since it may hold a function that cannot be pickled.
 _recipes: WeakKeyDictionary[nn.Module, Recipe] = WeakKeyDictionary()
@@ -25,7 +26,7 @@ def expect(site: nn.Module, recipe: Recipe) -> None:
     _recipes[site] = recipe
 
 
-def rehearse(module: nn.Module, dtype: torch.dtype | None, *rest: Tensor) -> None:
+def rehearse(module: nn.Module, dtype: torch.dtype | None, *rest: Tensor, groups: int = 0) -> None:
     """Runs forward and backward of `module` by the recipe its maps expect; nothing where they expect none.
 
     The number of rows is taken to be a multiple of 16.
@@ -34,6 +35,7 @@ def rehearse(module: nn.Module, dtype: torch.dtype | None, *rest: Tensor) -> Non
         module: of linear maps, its first weight taking the input.
         dtype: of activations and of plain parameters; None leaves those of the parameters.
         rest: what its forward pass takes besides the input, on the meta device.
+        groups: of rows, which have a matrix each; 0 where all have the same ones.
     """
     recipe = next((_recipes[site] for site in module.modules() if site in _recipes), None)
     if recipe is None:
@@ -42,7 +44,7 @@ def rehearse(module: nn.Module, dtype: torch.dtype | None, *rest: Tensor) -> Non
     tensors = {f"module.{name}": _on_meta(tensor, dtype) for name, tensor in held}
     weight = next(tensor for tensor in tensors.values() if tensor.dim() > 1)
     with autocast(recipe=recipe), torch.enable_grad():
-        for rows in ROWS:
+        for rows in (*ROWS, ROWS_OF_A_GROUP * groups) if groups else ROWS:
             x = torch.empty(rows, weight.shape[-1], dtype=dtype or weight.dtype, device="meta", requires_grad=True)
             torch.func.functional_call(_Pass(module), tensors, (x, *rest))
 

@@ -13,7 +13,7 @@ from te_dist import kernels, recipe
 from te_dist._torch_private import TorchDispatchMode, tree_map_only
 from te_dist.codecs import gemm
 from te_dist.fsdp2.ahead import kernels_of
-from te_dist.kernels import movement, runtime
+from te_dist.kernels import grouped_gemm, movement, runtime
 from te_dist.kernels.cache import Compiled
 from te_dist.nn import products, rehearsal
 from te_dist.nn.moe import MoE, Routing, StackedExperts
@@ -112,12 +112,13 @@ def test_a_rehearsal_notes_what_a_step_launches(model_recipe, quantized, make, m
 class Grouped(nn.Module):
     """Rows in groups of some sizes."""
 
-    def __init__(self, **options) -> None:
+    def __init__(self, num_groups: int = 4, **options) -> None:
         super().__init__()
-        self.experts = te.GroupedLinear(4, 128, 256, params_dtype=torch.bfloat16, **options)
+        self.experts = te.GroupedLinear(num_groups, 128, 256, params_dtype=torch.bfloat16, **options)
+        self.sizes = torch.tensor([5, 0, ROWS - 9, 4] + [0] * (num_groups - 4))
 
     def forward(self, x):
-        return self.experts(x, torch.tensor([5, 0, ROWS - 9, 4]))
+        return self.experts(x, self.sizes)
 
 
 @pytest.mark.parametrize("single", [False, True])
@@ -135,6 +136,19 @@ def test_a_rehearsal_notes_what_rows_in_groups_launch(model_recipe, quantized, s
     launched = {spec.template for spec in launches.specs}
     assert any("Group" in template for template in launched)
     assert launched <= {spec.template for spec in kernels_of(model)}
+
+
+@pytest.mark.parametrize("most_rows", [0, ROWS])
+def test_a_rehearsal_notes_what_few_and_many_rows_of_a_group_launch(most_rows, monkeypatch):
+    made_by = recipe.Float8BlockScaling()
+    with te.quantized_model_init(recipe=made_by):
+        model = Grouped(8, single_grouped_weight=True)
+    with Launches() as launches, monkeypatch.context() as patched:
+        patched.setattr(grouped_gemm, "_TURNED_ROWS", most_rows)
+        step(model, made_by)
+    launched = {spec.template for spec in launches.specs}
+    assert any("Transpose" in template for template in launched) == (most_rows == 0)
+    assert {template.split("<")[0] for template in launched} <= {s.template.split("<")[0] for s in kernels_of(model)}
 
 
 def test_a_rehearsal_leaves_no_trace():

@@ -120,7 +120,7 @@ class GroupedMLP(nn.Module):
 
     def rehearse(self, dtype: torch.dtype | None) -> None:
         """See `rehearsal.rehearse`."""
-        rehearsal.rehearse(TwoEach(self, self.fc1.num_gemms, GroupedMLP.forward), dtype)
+        rehearsal.rehearse(TwoEach(self, self.fc1.num_gemms, GroupedMLP.forward), dtype, groups=self.fc1.num_gemms)
 
     def cut(self, mesh: DeviceMesh) -> None:
         """Leaves this rank its experts. Every rank of `mesh` has all of them.

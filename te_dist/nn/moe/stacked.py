@@ -72,7 +72,7 @@ class StackedExperts(QuantizedModule):
 
     def rehearse(self, dtype: torch.dtype | None) -> None:
         """See `rehearsal.rehearse`."""
-        rehearsal.rehearse(TwoEach(self, self.num_experts, StackedExperts._of_arrived), dtype)
+        rehearsal.rehearse(TwoEach(self, self.num_experts, StackedExperts._of_arrived), dtype, groups=self.num_experts)
 
     def _made_with(self) -> str:
         return f"{self.num_experts}, {self.hidden_dim}, {self.intermediate_dim}"
