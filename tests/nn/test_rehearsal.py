@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -140,15 +141,18 @@ def test_a_rehearsal_notes_what_rows_in_groups_launch(model_recipe, quantized, s
 
 @pytest.mark.parametrize("most_rows", [0, ROWS])
 def test_a_rehearsal_notes_what_few_and_many_rows_of_a_group_launch(most_rows, monkeypatch):
-    made_by = recipe.Float8BlockScaling()
+    made_by = recipe.Float8BlockScaling(fp8_format=recipe.Format.HYBRID)
     with te.quantized_model_init(recipe=made_by):
         model = Grouped(8, single_grouped_weight=True)
     with Launches() as launches, monkeypatch.context() as patched:
         patched.setattr(grouped_gemm, "_TURNED_ROWS", most_rows)
         step(model, made_by)
-    launched = {spec.template for spec in launches.specs}
+    launched, known = (
+        {re.sub(r" \d+", " n", spec.template) for spec in specs}  # other numbers of rows are cut in other ways
+        for specs in (launches.specs, kernels_of(model))
+    )
     assert any("Transpose" in template for template in launched) == (most_rows == 0)
-    assert {template.split("<")[0] for template in launched} <= {s.template.split("<")[0] for s in kernels_of(model)}
+    assert launched <= known
 
 
 def test_a_rehearsal_leaves_no_trace():
