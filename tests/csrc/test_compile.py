@@ -1,8 +1,9 @@
 """Listed CUDA kernels compile for every architecture, without a GPU, and keep their values in registers.
 
 Needs NVRTC and CuPy (extra cuda13); skipped without. Of what is listed over bf16, and of every tiling that products of
-FP8 blocks choose, a twelfth is compiled, another one with every commit: its number stands in the names of the tests.
-With --all-kernels all. Compiled ones are kept in build/kernels, by content: only what changed is compiled again.
+FP8 blocks choose, a twenty-fourth is compiled, another one with every commit: its number stands in the names of the
+tests. With --all-kernels all. Compiled ones are kept in build/kernels, by content: only what changed is compiled
+again.
 """
 
 from __future__ import annotations
@@ -87,16 +88,16 @@ ALLOWED_SPILLS = {
 ROOT = Path(__file__).parents[2]
 CACHE = KernelCache(ROOT / "build" / "kernels")
 FILES = sorted({spec.file for spec in variants.variants()})
-TWELFTHS = 12
+PARTS = 24
 
 
 def turn() -> int:
-    """Which twelfth is compiled: another one with every commit; without git, with every change of the sources."""
+    """Which part is compiled: another one with every commit; without git, with every change of the sources."""
     text = sources.fingerprint()
     with suppress(OSError, subprocess.CalledProcessError):
         head = ["git", "rev-parse", "HEAD"]
         text = subprocess.run(head, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return int(hashlib.sha256(text.encode()).hexdigest(), 16) % TWELFTHS
+    return int(hashlib.sha256(text.encode()).hexdigest(), 16) % PARTS
 
 
 TURN = turn()
@@ -119,7 +120,7 @@ def chosen(file: str, arch: str, turn: int | None) -> list[Spec]:
     """What of a file is compiled for an architecture at a turn; all of it at none."""
     listed = variants.variants() if turn is None else dict.fromkeys([*variants.variants("BFloat16"), *dense()])
     specs = [spec for spec in listed if spec.runs_on(arch)]
-    return [spec for i, spec in enumerate(specs) if spec.file == file and turn in (None, i % TWELFTHS)]
+    return [spec for i, spec in enumerate(specs) if spec.file == file and turn in (None, i % PARTS)]
 
 
 def allowed_spill(spec: Spec, arch: str) -> int:
@@ -144,11 +145,11 @@ def compiled(spec: Spec, arch: str) -> Compiled:
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy_backends") is None, reason="needs the extra cuda13")
 @pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file}, twelfth {TURN}")
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file}, part {TURN}")
 def test_kernels_compile_without_spills_and_serialized_products(file, arch, threads, request):
     specs = chosen(file, arch, None if request.config.getoption("--all-kernels") else TURN)
     if not specs:
-        pytest.skip(f"none of {file} for {arch} is among this twelfth")
+        pytest.skip(f"none of {file} for {arch} is in this part")
     with ThreadPoolExecutor(threads) as pool:
         made = dict(zip(specs, pool.map(lambda spec: compiled(spec, arch), specs), strict=True))
     assert all(kernel.registers > 0 for kernel in made.values())
@@ -164,5 +165,5 @@ def test_variants_are_listed_once():
 
 
 def test_all_that_is_listed_is_compiled_sooner_or_later():
-    found = {spec.template for file in FILES for turn in range(TWELFTHS) for spec in chosen(file, "sm_90a", turn)}
+    found = {spec.template for file in FILES for turn in range(PARTS) for spec in chosen(file, "sm_90a", turn)}
     assert {spec.template for spec in (*variants.variants("BFloat16"), *dense())} == found
