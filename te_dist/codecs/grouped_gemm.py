@@ -211,7 +211,8 @@ def implements(pairs: Iterable[tuple[type[Codec], type[Codec]]], entry: Entry) -
 def reads_as_they_lie(a: Rows, b: Members, out: Tensor) -> bool:
     """Whether products of rows read members that lie along what they keep, and sooner than transposed ones.
 
-    So they do of FP8 blocks whose scales cover squares, where few rows read each member. The values are the same.
+    So they do of FP8 blocks whose scales cover squares, to 16 bits, where few rows read each member. The values are the
+    same.
     """
     left, right = a.encoding.codec, b.encoding.codec
     if not (isinstance(left, Block) and isinstance(right, Block)) or 1 in right.tile or out.element_size() > 2:  # noqa: PLR2004

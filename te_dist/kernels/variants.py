@@ -147,18 +147,14 @@ def grouped_quantizers(element: str) -> Iterator[Spec]:
 
 def products(out: str) -> Iterator[Spec]:
     """Of FP8 blocks with an output of one type, once and in groups: all kinds of scales and tilings to choose from."""
-    kinds = [kind for kind in gemm.RATES if kind.out_bytes == _BYTES[out]]
+    kinds = [kind for kind in grouped_gemm.ROWS_RATES if kind.out_bytes == _BYTES[out]]
     for codes, kind in product(_PAIRS, kinds):
-        for shape in gemm.RATES[kind]:
+        for shape in gemm.RATES.get(kind, ()):
             yield gemm.float8_block(codes, out, kind.square, shape, adds=kind.adds)
         for shape in grouped_gemm.SUMS_RATES.get(kind, ()):
             yield grouped_gemm.sums_float8_block(codes, out, shape, adds=kind.adds)
         for shape in grouped_gemm.ROWS_RATES[kind]:
-            yield grouped_gemm.rows_float8_block(codes, out, kind.square, shape, adds=kind.adds)
-    turned = [kind for kind in grouped_gemm.ROWS_RATES if kind.turns and kind.out_bytes == _BYTES[out]]
-    for codes, kind in product(_PAIRS, turned):
-        for shape in grouped_gemm.ROWS_RATES[kind]:
-            yield grouped_gemm.rows_float8_block(codes, out, kind.square, shape, adds=kind.adds, turns=True)
+            yield grouped_gemm.rows_float8_block(codes, out, kind.square, shape, adds=kind.adds, turns=kind.turns)
 
 
 def whole_groups(out: str) -> Iterator[Spec]:

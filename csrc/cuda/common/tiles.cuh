@@ -121,8 +121,8 @@ struct RowGroups {
     const int col = (place.col * Shape::kCluster + block) * Shape::kCols;
     const int b_row = Shape::kTurnsB ? 0 : col, b_scale_row = Shape::kSquareB ? b_row / Shape::kDepth : 0;
     const int row_end = int(p.table.end_of(group, p.rows));
-    return {row,    col,     group * p.b_rows + b_row, group * p.b_scale_rows + b_scale_row, 0, p.depth_tiles, row,
-            row_end, group};
+    return {row, col, group * p.b_rows + b_row, group * p.b_scale_rows + b_scale_row, 0, p.depth_tiles, row, row_end,
+            group};
   }
 };
 

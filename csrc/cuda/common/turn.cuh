@@ -49,8 +49,8 @@ struct TileTurner {
 
   TE_DIST_INLINE uint32_t place(int row) { return row * 128 + row % 8 * 16; }
 
-  // What tells addresses of this lane from those in square (0, 0): `down` from row to row of its square, `along` the columns.
-  // All are bits that are 0 there or, of the 16 bytes of a row, swizzled.
+  // By which bits addresses of this lane in a square of pair `n` differ from those in square (0, 0): the square's row counts
+  // `down`, its column `along`. Squares in a row are 16 bytes apart, which are swizzled; so bits are flipped, not added.
   TE_DIST_DEVICE uint32_t bits(int n, uint32_t down, uint32_t along) const {
     const int way = n / kOfWay, index = warp + n % kOfWay * kWarps;
     const int apart = way ? way : 4, below = apart >= 4 ? 3 : apart >= 2 ? 1 : 0;  // bits below the first that differs
