@@ -55,8 +55,8 @@ def clear_rest(table: Tensor, out: Tensor) -> None:
 
 # 8 groups of 32768 rows, N = 4096, K = 7168 in `python -m benchmarks.grouped_cuda --tilings`; of squares and 16 bits
 # fitted, so that each shape is given what is fastest for it (benchmarks/results/grouped_blocks_cuda.md). With scales of
-# runs, registers do not suffice for two waves, nor for a second tiling where products are added. What turns B to an
-# output of 32 bits has been measured in no other tiling, nor is it asked for by linear maps.
+# runs, registers do not suffice for two waves, nor for a second tiling where products are added. Of what turns B: dgrad
+# of that shape on an H100, from the same file; to 32 bits, which linear maps do not ask for, there is one tiling.
 ROWS_RATES: dict[Kind, Rates] = {
     Kind(True, 2): {Tiling(2, 1): 1183, Tiling(2, 2, 2): 1407, Tiling(3, 1, 2): 1460, Tiling(2, 1, cols=192): 1415},
     Kind(True, 4): {Tiling(2, 1): 1156, Tiling(2, 2, 2): 1367, Tiling(3, 1): 1230, Tiling(2, 1, cols=192): 1343},
@@ -78,7 +78,7 @@ SUMS_RATES: dict[Kind, Rates] = {
 # Fitted: 128 groups of 65536 rows, N = 1536 and 2048 there, are given what was measured fastest.
 _BESIDE_SUMS = 0.3
 # To turn B in shared memory makes a product slower by a fifth, however many rows read it; to transpose it in memory
-# takes as long as that fifth does of so many rows of each group (benchmarks/results/grouped_blocks_cuda.md).
+# takes as long as that fifth does of 1600 to 2800 rows of each group (benchmarks/results/grouped_blocks_cuda.md).
 _TURNED_ROWS = 1536
 
 

@@ -15,7 +15,7 @@ from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
 ROWS = (512, 8192)  # of the input: products cut few rows and many in different ways
-ROWS_OF_A_GROUP = 4096  # besides: matrices that many rows read are transposed for them
+ROWS_OF_A_GROUP = (512, 4096)  # besides: matrices that few rows read are multiplied as they lie
 
 # The recipe that a linear map was made for; beside the modules, since it may hold a function that cannot be pickled.
 _recipes: WeakKeyDictionary[nn.Module, Recipe] = WeakKeyDictionary()
@@ -44,7 +44,7 @@ def rehearse(module: nn.Module, dtype: torch.dtype | None, *rest: Tensor, groups
     tensors = {f"module.{name}": _on_meta(tensor, dtype) for name, tensor in held}
     weight = next(tensor for tensor in tensors.values() if tensor.dim() > 1)
     with autocast(recipe=recipe), torch.enable_grad():
-        for rows in (*ROWS, ROWS_OF_A_GROUP * groups) if groups else ROWS:
+        for rows in (*ROWS, *(rows * groups for rows in ROWS_OF_A_GROUP if groups)):
             x = torch.empty(rows, weight.shape[-1], dtype=dtype or weight.dtype, device="meta", requires_grad=True)
             torch.func.functional_call(_Pass(module), tensors, (x, *rest))
 

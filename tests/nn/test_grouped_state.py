@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 
 import te_dist as te
 from te_dist import fsdp2, offload, recipe, tensor_parallel
+from te_dist.formats import Direction
 from te_dist.fsdp2 import GroupedParameter
 from te_dist.grouped import GroupedStorage
 from te_dist.kernels import grouped_gemm
@@ -86,19 +87,39 @@ def test_a_columnwise_direction_that_is_kept_follows_the_weight(derived: bool) -
         assert_bitwise(got, want, f"result {number}")
 
 
-def test_weights_are_transposed_only_where_many_rows_of_a_group_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("num_in", "num_out", "dtype", "turns"),
+    [
+        (256, 384, torch.bfloat16, True),
+        (384, 256, torch.float16, True),
+        (256, 144, torch.bfloat16, False),  # a square that is summed over in part
+        (256, 384, torch.float32, False),
+    ],
+)
+@pytest.mark.parametrize("kept", list(Direction))
+def test_weights_are_transposed_only_where_many_rows_of_a_group_read_them(
+    kept: Direction, num_in: int, num_out: int, dtype: torch.dtype, turns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     derived, made_by = [], QUANTIZED["block"]
-    derive = GroupedStorage.with_derived
+    with te.quantized_model_init(recipe=made_by):
+        module = te.GroupedLinear(GROUPS, num_in, num_out, bias=False, single_grouped_weight=True, params_dtype=dtype)
+    is_rowwise = kept is Direction.ROWWISE
+    module.weight.update_usage(rowwise_usage=is_rowwise, columnwise_usage=not is_rowwise)
+    lies_well = turns if is_rowwise else dtype != torch.float32  # forward sums over whole squares in all cases
+    derive, found = GroupedStorage.with_derived, []
     monkeypatch.setattr(GroupedStorage, "with_derived", lambda *args: derived.append(args) or derive(*args))
-    module, found = make(made_by, single_grouped_weight=True), []
     for most_rows in (ROWS, 0):
         monkeypatch.setattr(grouped_gemm, "_TURNED_ROWS", most_rows)
-        x = normal(ROWS, IN).bfloat16().requires_grad_()
+        x = normal(ROWS, num_in).to(dtype).requires_grad_()
         with te.autocast(recipe=made_by):
-            module(x, SIZES).square().sum().backward()
-        assert bool(derived) == (most_rows == 0)
-        found.append(x.grad)
-    assert_bitwise(*found, "the gradient of the input")
+            out = module(x, SIZES)
+        out.square().sum().backward()
+        if most_rows:
+            assert bool(derived) != lies_well
+        found.append((out, x.grad))
+    assert derived
+    for got, want, name in zip(*found, ("the output", "the gradient of the input"), strict=True):
+        assert_bitwise(got, want, name)
 
 
 @pytest.mark.parametrize("quantized", [False, True])

@@ -14,6 +14,7 @@ from te_dist import kernels, recipe
 from te_dist._torch_private import TorchDispatchMode, tree_map_only
 from te_dist.codecs import gemm
 from te_dist.fsdp2.ahead import kernels_of
+from te_dist.kernels import gemm as gemm_kernels
 from te_dist.kernels import grouped_gemm, movement, runtime
 from te_dist.kernels.cache import Compiled
 from te_dist.nn import products, rehearsal
@@ -153,6 +154,20 @@ def test_a_rehearsal_notes_what_few_and_many_rows_of_a_group_launch(most_rows, m
     )
     assert any("Transpose" in template for template in launched) == (most_rows == 0)
     assert launched <= known
+
+
+@pytest.mark.parametrize("num_groups", [8, 32, 128])
+def test_a_rehearsal_notes_every_way_to_cut_products_of_weights_that_lie_the_other_way(num_groups):
+    made_by = recipe.Float8BlockScaling()
+    with te.quantized_model_init(recipe=made_by), torch.device("meta"):
+        model = te.GroupedLinear(num_groups, 2048, 1536, single_grouped_weight=True, params_dtype=torch.bfloat16)
+    kind = gemm_kernels.Kind(True, 2, turns=True)
+    wanted = {
+        grouped_gemm.rows_float8_block(("E4M3", "E4M3"), "BFloat16", True, tiling, turns=True).template
+        for tiling in grouped_gemm.ROWS_RATES[kind]
+    }
+    assert len(wanted) > 1
+    assert wanted <= {spec.template for spec in kernels_of(model)}
 
 
 def test_a_rehearsal_leaves_no_trace():

@@ -112,6 +112,15 @@ def test_sum_over_the_rows_of_each_group(sizes, accumulate):
         ({"summed_dim": 2}, "summed_dim: got 2"),
         ({"summed_dim": 0}, "b: got shape"),
         ({"summed_dim": 0, "b": torch.zeros(512, 48, dtype=torch.uint8), "b_tile": RUN}, "summed_dim: got 0 .* runs"),
+        (
+            {
+                "summed_dim": 0,
+                "a": torch.zeros(64, 272, dtype=torch.uint8),
+                "a_scale": torch.ones(3, 64),
+                "b": torch.zeros(2 * 272, 48, dtype=torch.uint8),
+            },
+            "summed_dim: got 0 with 272 values",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, message):
