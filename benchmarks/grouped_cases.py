@@ -230,12 +230,14 @@ def _blocks(problem: Problem, leg: Leg, _: Kind) -> Call:
     )
 
 
-def rowwise_blocks(problem: Problem, *, turns: bool) -> Call:
+def rowwise_blocks(problem: Problem, leg: Leg, *, turns: bool) -> Call | None:
     """Gradient of rows by weights stored for forward products alone: turned by the kernel, or transposed first."""
-    (kept, summed), groups = problem.extents("dgrad"), problem.groups
-    rows, weights = blocks(problem, "dgrad"), blocks(problem, "fprop")
-    multiply = partial(ops.grouped_gemm_float8_block, rows.a, rows.a_scale, b_tile=SQUARE, fp8=FP8)
-    multiply = partial(multiply, **_rows_rest(problem, "dgrad"))
+    if leg != "dgrad":
+        return None
+    (kept, summed), groups = problem.extents(leg), problem.groups
+    rows, weights = blocks(problem, leg), blocks(problem, "fprop")
+    rest = dict(b_tile=SQUARE, fp8=FP8, **_rows_rest(problem, leg))
+    multiply = partial(ops.grouped_gemm_float8_block, rows.a, rows.a_scale, **rest)
     if turns:
         return partial(multiply, weights.b, weights.b_scale, summed_dim=0)
     matrices, turned = weights.b.view(groups, summed, kept), rows.b.view(groups, kept, summed)

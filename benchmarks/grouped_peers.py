@@ -139,15 +139,10 @@ def deep_gemm_halves(problem: Problem, leg: Leg) -> Call | None:
     return partial(library.m_grouped_bf16_gemm_nt_contiguous, a, b, out, _owners(problem))
 
 
-def rowwise_blocks(problem: Problem, leg: Leg, *, turns: bool) -> Call | None:
-    """te_dist's gradient of rows by weights that are stored for forward products alone."""
-    return grouped_cases.rowwise_blocks(problem, turns=turns) if leg == "dgrad" else None
-
-
 _PEERS: dict[Kind, dict[str, Callable[[Problem, Leg], Call | None]]] = {
     "blocks": {
-        "te_dist, rowwise weights as they lie": partial(rowwise_blocks, turns=True),
-        "te_dist, rowwise weights transposed first": partial(rowwise_blocks, turns=False),
+        "te_dist, rowwise weights as they lie": partial(grouped_cases.rowwise_blocks, turns=True),
+        "te_dist, rowwise weights transposed first": partial(grouped_cases.rowwise_blocks, turns=False),
         "DeepGEMM, blocks": deep_gemm_blocks,
         _BF16: torch_halves,
     },
