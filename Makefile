@@ -17,9 +17,13 @@ RUN := $(VENV)/bin/python
 # Without byte code, most of which nobody asks for: what is imported is compiled then.
 INSTALL := $(RUN) -m pip --disable-pip-version-check install --quiet --no-compile
 SOURCES := CMakeLists.txt $(shell find csrc -type f)
-REQUIREMENTS := import tomllib, torch; p = tomllib.load(open("pyproject.toml", "rb")); extras = p["project"]["optional-dependencies"]; \
+TOOLS := import tomllib; print("cmake", "ninja", *tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")
+REQUIREMENTS := import tomllib, torch; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = p["optional-dependencies"]; \
 	cuda = "cuda12" if (torch.version.cuda or "").startswith("12.") else "cuda13"; \
-	print(*p["build-system"]["requires"], *p["project"]["dependencies"], *extras[cuda], *extras["train"], *extras["hf"], *extras["dev"], sep="\n")
+	print(*p["dependencies"], *extras[cuda], *extras["train"], *extras["hf"], *extras["dev"], sep="\n")
+
+# Extensions are compiled while packages are installed.
+MAKEFLAGS += --jobs=2
 
 # Threads multiply processes: tests and trainers run one thread per process unless told otherwise.
 export OMP_NUM_THREADS ?= 1
@@ -29,20 +33,25 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: build train test sanitize lint types docs clean distclean
 .DELETE_ON_ERROR:
 
-build: $(VENV)/.built
+build: $(VENV)/.built $(VENV)/.required
 
 # An environment with torch: the interpreter's own where it has one.
 $(VENV)/.torch:
 	$(PYTHON) .ci/environment.py $(VENV) "$(TORCH)"
 	@touch $@
 
-$(VENV)/.required: pyproject.toml $(VENV)/.torch
+$(VENV)/.tools: pyproject.toml $(VENV)/.torch
+	$(RUN) -c '$(TOOLS)' > $(VENV)/tools.txt
+	$(INSTALL) --requirement $(VENV)/tools.txt
+	@touch $@
+
+$(VENV)/.required: pyproject.toml $(VENV)/.tools
 	$(RUN) -c '$(REQUIREMENTS)' > $(VENV)/requirements.txt
-	$(INSTALL) --requirement $(VENV)/requirements.txt cmake ninja
+	$(INSTALL) --requirement $(VENV)/requirements.txt
 	@touch $@
 
 # Editable: Python changes are seen at once; a change in csrc compiles again, without the network.
-$(VENV)/.built: $(SOURCES) $(VENV)/.required
+$(VENV)/.built: $(SOURCES) $(VENV)/.tools
 	$(INSTALL) --no-build-isolation --no-deps --editable .
 	@touch $@
 

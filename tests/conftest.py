@@ -16,6 +16,7 @@ from xdist.scheduler import LoadScopeScheduling
 from te_dist import __main__ as command
 from te_dist.testing import WorkerPool, pool
 from te_dist.testing.pool import lacking_gpus
+from tests import selection
 
 ROOT = Path(__file__).parent
 _LONG = {"distributed", "launch", "simulation"}
@@ -25,17 +26,26 @@ hypothesis.settings.load_profile("te_dist")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-kernels", action="store_true", help="compile all CUDA kernels, not a part of them")
+    parser.addoption("--exhaustive", action="store_true", help="all cases and kernels, not what every run takes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "distributed: runs in worker processes of te_dist.testing.pool")
     config.addinivalue_line("markers", "gloo_only(reason): not run over NCCL, for this reason")
+    for marker in selection.MARKERS:
+        config.addinivalue_line("markers", marker)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return "cases: " + ("all" if config.getoption("exhaustive") else "those of every run; the others with --exhaustive")
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks tests by where they lie; what takes long comes first, so that no worker is left alone with it."""
+    if not config.getoption("exhaustive"):
+        items[:], left = selection.of_every_run(items)
+        config.hook.pytest_deselected(items=left)
     items.sort(key=lambda item: not _LONG.intersection(item.path.relative_to(ROOT).parts))
     num_gpus = torch.cuda.device_count()
     for item in items:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
+import importlib
 import sys
 
+import pytest
 
-def test_sources_without_what_is_compiled_say_so() -> None:
-    code = "import sys; sys.modules['te_dist._C'] = None; import te_dist"  # None: a module that is not to be found
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "holds the sources of te_dist and nothing compiled: leave the folder" in ended.stderr, ended.stderr
+
+def test_sources_without_what_is_compiled_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "te_dist")
+    monkeypatch.setitem(sys.modules, "te_dist._C", None)  # a module that is not to be found
+    with pytest.raises(ImportError, match="holds the sources of te_dist and nothing compiled: leave the folder"):
+        importlib.import_module("te_dist")

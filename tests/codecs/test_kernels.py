@@ -27,12 +27,18 @@ PLACES = [
     ((128, 0), (0, 0)),
 ]
 
+FP8_RULES = [
+    dict(fp8="e4m3", pow2=True, eps=0.0),
+    dict(fp8="e4m3", pow2=False, eps=1e-4),
+    dict(fp8="e5m2", pow2=False, eps=0.0),
+]
+of_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
-def inputs(shape: tuple[int, int]) -> Iterator[tuple[str, Tensor]]:
+
+def inputs(shape: tuple[int, int], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Every kind in bf16, the kinds in which dtypes differ in the others."""
-    for dtype in DTYPES:
-        for kind in KINDS if dtype == torch.bfloat16 else ("wide", "extreme", "tiny"):
-            yield f"{kind} {dtype} {shape}", matrix(kind, shape, dtype)
+    for kind in KINDS if dtype == torch.bfloat16 else ("wide", "extreme", "tiny"):
+        yield f"{kind} {dtype} {shape}", matrix(kind, shape, dtype)
 
 
 def poison(planes: dict) -> None:
@@ -49,13 +55,15 @@ def foreign_amax(x: Tensor, tile: tuple[int, int], phase: tuple[int, int]) -> Te
     return (amax * factor[index]).nan_to_num(nan=torch.nan, posinf=torch.inf)
 
 
+@pytest.mark.pairwise
+@of_every_dtype
 @pytest.mark.parametrize(
     "tile", [(1, 128), (128, 1), (128, 128), (32, 32), (16, 1), (WHOLE, WHOLE), (1, WHOLE), (WHOLE, 16), (3, 5)]
 )
 @pytest.mark.parametrize(("shape", "phase"), [*PLACES, ((700, 1500), (3, 3))])
-def test_tile_amax(tile, shape, phase):
+def test_tile_amax(tile, shape, phase, dtype):
     phase = tuple(p % t if t else 0 for p, t in zip(phase, tile, strict=True))
-    for name, x in inputs(shape):
+    for name, x in inputs(shape, dtype):
         want = reference.tile_amax(x, tile, phase)
         for level in every_level():
             out = torch.full(grid_shape(shape, phase, tile), 77.0)
@@ -63,21 +71,23 @@ def test_tile_amax(tile, shape, phase):
             assert_bitwise(out, want, f"{name} {level}")
 
 
+@pytest.mark.pairwise
+@of_every_dtype
 @pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("scale", [1.0, 3.7, 2.0**100, 1e-42, torch.inf, torch.nan])
-def test_float8_tensor(fp8, scale):
+@pytest.mark.parametrize("shape", [shape for shape, _ in PLACES])
+def test_float8_tensor(shape, fp8, scale, dtype):
     scale = torch.tensor([scale])
-    for shape, _ in PLACES:
-        for name, x in inputs(shape):
-            want = reference.encode_float8_tensor(x, scale, fp8)
-            for level in every_level():
-                row, col = torch.full(shape, 77, dtype=torch.uint8), torch.full(shape[::-1], 77, dtype=torch.uint8)
-                ops.quantize_float8_tensor(x, scale, fp8=fp8, row_data=row, col_data=col)
-                assert_bitwise(row, want, f"row of {name} {level}")
-                assert_bitwise(col, want.t(), f"col of {name} {level}")
-                row.fill_(77)
-                ops.quantize_float8_tensor(x, scale, fp8=fp8, row_data=row)
-                assert_bitwise(row, want, f"row alone of {name} {level}")
+    for name, x in inputs(shape, dtype):
+        want = reference.encode_float8_tensor(x, scale, fp8)
+        for level in every_level():
+            row, col = torch.full(shape, 77, dtype=torch.uint8), torch.full(shape[::-1], 77, dtype=torch.uint8)
+            ops.quantize_float8_tensor(x, scale, fp8=fp8, row_data=row, col_data=col)
+            assert_bitwise(row, want, f"row of {name} {level}")
+            assert_bitwise(col, want.t(), f"col of {name} {level}")
+            row.fill_(77)
+            ops.quantize_float8_tensor(x, scale, fp8=fp8, row_data=row)
+            assert_bitwise(row, want, f"row alone of {name} {level}")
 
 
 def tensor_planes(shape: tuple[int, int]) -> dict[str, Tensor]:
@@ -93,11 +103,12 @@ def check_tensor_planes(planes: dict[str, Tensor], x: Tensor, scale: Tensor, fp8
         assert_bitwise(planes[f"{side}_scale"], scale.reciprocal().view(1, 1), f"{side} scale of {name}")
 
 
-@pytest.mark.parametrize(("fp8", "pow2", "eps"), [("e4m3", True, 0.0), ("e4m3", False, 1e-4), ("e5m2", False, 0.0)])
+@pytest.mark.pairwise
+@of_every_dtype
+@pytest.mark.parametrize("rule", FP8_RULES)
 @pytest.mark.parametrize("shape", [*(shape for shape, _ in PLACES), (0, 7)])
-def test_float8_current(shape, fp8, pow2, eps):
-    rule = dict(fp8=fp8, pow2=pow2, eps=eps)
-    for name, x in inputs(shape):
+def test_float8_current(shape, rule, dtype):
+    for name, x in inputs(shape, dtype):
         found = reference.tile_amax(x, (WHOLE, WHOLE)) if x.numel() else torch.zeros(1, 1)
         for given in (None, found * 1.5, torch.tensor([torch.inf]), torch.tensor([torch.nan]), torch.zeros(1)):
             amax = found if given is None else given
@@ -106,12 +117,14 @@ def test_float8_current(shape, fp8, pow2, eps):
                 planes, workspace = tensor_planes(shape), torch.empty(WORKSPACE)
                 poison(planes)
                 ops.quantize_float8_current(x, **rule, amax=given, workspace=workspace, **planes)
-                check_tensor_planes(planes, x, scale, fp8, f"{name} {given} {level}")
+                check_tensor_planes(planes, x, scale, rule["fp8"], f"{name} {given} {level}")
 
 
+@pytest.mark.pairwise
+@of_every_dtype
 @pytest.mark.parametrize("shape", [shape for shape, _ in PLACES])
-def test_float8_tensor_records_the_amax(shape):
-    for name, x in inputs(shape):
+def test_float8_tensor_records_the_amax(shape, dtype):
+    for name, x in inputs(shape, dtype):
         found = reference.tile_amax(x, (WHOLE, WHOLE)).view(1)
         for before in (torch.zeros(1), found * 2, torch.full((1,), torch.inf)):
             planes, amax, scale = tensor_planes(shape), before.clone(), torch.tensor([3.0])
@@ -134,12 +147,13 @@ SIDES = [
 ]
 
 
+@pytest.mark.pairwise
+@of_every_dtype
 @pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize(("fp8", "pow2", "eps"), [("e4m3", True, 0.0), ("e4m3", False, 1e-4), ("e5m2", False, 0.0)])
+@pytest.mark.parametrize("rule", FP8_RULES)
 @pytest.mark.parametrize(("shape", "phase"), PLACES)
-def test_float8_block(shape, phase, fp8, pow2, eps, given):
-    rule = dict(fp8=fp8, pow2=pow2, eps=eps)
-    for name, x in inputs(shape):
+def test_float8_block(shape, phase, rule, given, dtype):
+    for name, x in inputs(shape, dtype):
         amaxes = {tile: foreign_amax(x, tile, phase) if given else None for tile in ((1, 128), (128, 1), (128, 128))}
         wanted = {tile: reference.encode_float8_block(x, tile, phase, amax, **rule) for tile, amax in amaxes.items()}
         for tiles in SIDES:
@@ -160,11 +174,13 @@ def test_float8_block(shape, phase, fp8, pow2, eps, given):
                     assert_bitwise(planes[f"{side}_data"], codes, f"{side} codes {tiles} of {name} {level}")
 
 
+@pytest.mark.pairwise
+@of_every_dtype
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
 @pytest.mark.parametrize(("shape", "phase"), PLACES)
-def test_mxfp8(shape, phase, fp8, given):
-    for name, x in inputs(shape):
+def test_mxfp8(shape, phase, fp8, given, dtype):
+    for name, x in inputs(shape, dtype):
         for tiles in ({"row": (1, 32), "col": (32, 1)}, {"row": (32, 32), "col": (32, 32)}, {"col": (32, 1)}):
             planes, wanted = {}, {}
             for side, tile in tiles.items():
@@ -204,20 +220,24 @@ NVFP4_RULES = [
 ]
 
 
+@pytest.mark.pairwise
+@of_every_dtype
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("rule", NVFP4_RULES)
 @pytest.mark.parametrize(("shape", "phase"), EVEN_PLACES)
-def test_nvfp4(shape, phase, rule, given):
-    for name, x in inputs(shape):
+def test_nvfp4(shape, phase, rule, given, dtype):
+    for name, x in inputs(shape, dtype):
         tensor_amax = reference.tile_amax(x, (WHOLE, WHOLE)) * (1.5 if given else 1.0)
         for tiles in (RUNS, SQUARES):
             check_nvfp4(name, x, phase, rule, {side: (tile, tensor_amax) for side, tile in tiles.items()}, given)
 
 
+@pytest.mark.pairwise
+@of_every_dtype
 @pytest.mark.parametrize("rule", NVFP4_RULES)
 @pytest.mark.parametrize(("shape", "phase"), EVEN_PLACES)
-def test_nvfp4_with_an_amax_for_every_row(shape, phase, rule):
-    for name, x in inputs(shape):
+def test_nvfp4_with_an_amax_for_every_row(shape, phase, rule, dtype):
+    for name, x in inputs(shape, dtype):
         check_nvfp4(name, x, phase, rule, {"row": ((1, 16), reference.tile_amax(x, (1, WHOLE)))}, given=False)
 
 
@@ -243,14 +263,16 @@ def check_nvfp4(name: str, x: Tensor, phase: tuple[int, int], rule: dict, sides:
             assert_bitwise(planes[key], want, f"{key} {rule} {sides.keys()} of {name} {level}")
 
 
+@pytest.mark.pairwise
+@of_every_dtype
 @pytest.mark.parametrize("states", [None, (11, 12), (13, 14, 15, 16)], ids=["nearest", "one", "two"])
 @pytest.mark.parametrize(("shape", "phase"), [((48, 70), (0, 0)), ((64, 40), (16, 6))])
-def test_nvfp4_of_the_hadamard_transform(shape, phase, states):
+def test_nvfp4_of_the_hadamard_transform(shape, phase, states, dtype):
     """Columns are those of the transformed matrix, rounded to bf16, found and quantized on its own."""
     rng_state = states and torch.tensor(states).view(-1, 2).squeeze(0)
     of_row, of_col = rng_state if states and len(states) == 4 else (rng_state, rng_state)
     rule = dict(e4m3_max=448, four_over_six="none")
-    for name, x in inputs(shape):
+    for name, x in inputs(shape, dtype):
         rotated = reference.hadamard(x.bfloat16(), 0xD7E8)
         amaxes = [reference.tile_amax(source, (WHOLE, WHOLE)) for source in (x, rotated)]
         row_amax, col_amax = torch.empty(1, 1), torch.empty(1, 1)

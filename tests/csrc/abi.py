@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -36,10 +36,10 @@ class Declared(NamedTuple):
         return "\n".join((HOST / name).read_text() for name in self.files)
 
     @property
-    def mistaken_constants(self) -> list[tuple[str, str]]:
-        """Text of every constant, and what a mistake would make of it."""
-        found = _CONSTANT.findall(self.text)
-        return [(f"{name} = {value}", f"{name} = {int(value) + 1}") for name, value in found]
+    def mistaken_constants(self) -> list[Any]:
+        """Text of every constant, and what a mistake would make of it; every run takes the first."""
+        texts = [(f"{name} = {value}", f"{name} = {int(value) + 1}") for name, value in _CONSTANT.findall(self.text)]
+        return [pytest.param(*each, marks=pytest.mark.exhaustive if place else ()) for place, each in enumerate(texts)]
 
     @property
     def missing(self) -> list[str]:

@@ -1,8 +1,8 @@
 """Listed CUDA kernels compile for every architecture, without a GPU, and keep their values in registers.
 
 Needs NVRTC and CuPy (extra cuda13); skipped without. Of what is listed over bf16, and of every tiling that products of
-FP8 blocks choose, a twenty-fourth is compiled, another one with every commit: its number stands in the names of the
-tests. With --all-kernels all. Compiled ones are kept in build/kernels, by content: only what changed is compiled
+FP8 blocks choose, a forty-eighth is compiled, another one with every commit: its number stands in the names of the
+tests. With --exhaustive all. Compiled ones are kept in build/kernels, by content: only what changed is compiled
 again.
 """
 
@@ -30,7 +30,7 @@ from te_dist.kernels.spec import Spec
 # counts, and where none does it is nothing. They are what NVRTC 13.5 spills, and a little. NVFP4 has more work than
 # bytes, and so has what is computed in front: a spill there costs less than the blocks of threads that more registers
 # would displace. What is summed beside in fp16 is right but not tuned, nor is sm_100a.
-OF_FULL_PRECISION = {  # looked at with --all-kernels only
+OF_FULL_PRECISION = {  # looked at with --exhaustive only
     r"QuantizeNvFp4<Plain<Float32": 512,
     r"(Summed<\w+|SwiGlu\w*|RmsNorm)<Float32": 944,
     r"Adam<(Float16|Float32)": 512,
@@ -88,7 +88,7 @@ ALLOWED_SPILLS = {
 ROOT = Path(__file__).parents[2]
 CACHE = KernelCache(ROOT / "build" / "kernels")
 FILES = sorted({spec.file for spec in variants.variants()})
-PARTS = 24
+PARTS = 48
 
 
 def turn() -> int:
@@ -147,7 +147,7 @@ def compiled(spec: Spec, arch: str) -> Compiled:
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file}, part {TURN}")
 def test_kernels_compile_without_spills_and_serialized_products(file, arch, threads, request):
-    specs = chosen(file, arch, None if request.config.getoption("--all-kernels") else TURN)
+    specs = chosen(file, arch, None if request.config.getoption("--exhaustive") else TURN)
     if not specs:
         pytest.skip(f"none of {file} for {arch} is in this part")
     with ThreadPoolExecutor(threads) as pool:

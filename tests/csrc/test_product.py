@@ -9,7 +9,6 @@ import ctypes
 import shutil
 import struct
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from te_dist import _C
+from te_dist.testing import WorkerPool
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -40,9 +40,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_products_are_those_of_the_values_and_what_does_not_fit_is_refused(library: str) -> None:
-    command = [sys.executable, str(Path(__file__)), library]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
+    own = WorkerPool(1)
+    try:
+        own.run(check_all, library)
+    finally:
+        own.close()
 
 
 class Operands:
@@ -154,8 +156,8 @@ def refuse_what_does_not_fit(library: str) -> None:
         _C.cuda.Program([(product, (1, 1, 1), packed(operands), [(56, 0, 0, False)])], [0])
 
 
-if __name__ == "__main__":
-    ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)  # found by its name from now on
-    multiply_all(sys.argv[1])
-    share_a_product(sys.argv[1])
-    refuse_what_does_not_fit(sys.argv[1])
+def check_all(rank: int, world: int, library: str) -> None:
+    ctypes.CDLL(library, ctypes.RTLD_GLOBAL)  # found by its name from now on
+    multiply_all(library)
+    share_a_product(library)
+    refuse_what_does_not_fit(library)

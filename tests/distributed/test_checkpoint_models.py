@@ -65,6 +65,7 @@ def resume(rank: int, world: int, path: Path, name: str) -> list[float]:
     return steps(name, model, optimizer, extra["step"], 3)
 
 
+@pytest.mark.every_run(name=("delayed", "block", "nvfp4"))
 @pytest.mark.gloo_only("its expected values are made on the CPU")
 @pytest.mark.parametrize("name", RECIPES)
 def test_losses_go_on_as_if_nothing_had_happened(ranks, tmp_path: Path, name: str) -> None:
@@ -95,6 +96,7 @@ def go_on_in(rank: int, world: int, path: Path, name: str) -> None:
     assert steps(name, again, its, 5, 1) == steps(name, model, optimizer, 5, 1)
 
 
+@pytest.mark.every_run(name=("block",))
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "delayed"])
 def test_histories_can_be_begun_and_left_behind(ranks, tmp_path: Path, name: str) -> None:
     for saved, wanted in ((name, "delayed"), ("delayed", name)):
@@ -276,6 +278,7 @@ def load_mlp(rank: int, world: int, path: Path, name: str, shape: tuple[int, ...
     assert_mlp(model, optimizer, path.with_name("whole"))
 
 
+@pytest.mark.every_run(name=("delayed", "block", "mxfp8"))
 @pytest.mark.parametrize("name", RECIPES)
 def test_tensor_parallel_models_load_on_any_mesh(ranks, tmp_path: Path, name: str) -> None:
     ranks(1).run(write_whole, tmp_path / "whole", name)

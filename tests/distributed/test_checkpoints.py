@@ -54,6 +54,7 @@ def load_zoo(rank: int, world: int, path: Path, layout: Layout) -> None:
 # -- any number of processes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.gloo_only("its expected values are made on the CPU")
 @pytest.mark.parametrize(
     ("saved", "loaded"),
@@ -124,6 +125,7 @@ def test_one_process_without_a_process_group(ranks, tmp_path: Path) -> None:
     ranks(3).run(load_zoo, tmp_path / "d", data_parallel(3))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("sizes", [(1, 327), (100, 100, 128), (127, 0, 1, 200)], ids=str)
 def test_every_value_is_written_once_whatever_the_cuts(name: str, sizes: tuple[int, ...]) -> None:
@@ -287,6 +289,7 @@ def load_train(rank: int, world: int, path: Path, kind: str, used: bool) -> dict
     return everything(model, optimizer)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("world", "kind"),
     [
@@ -326,6 +329,7 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("world", "kind"), [(1, "FusedAdam"), (3, "FusedAdam"), (3, "in fewer bits"), (3, "MasterWeights")]
 )

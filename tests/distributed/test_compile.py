@@ -62,6 +62,7 @@ def compare(rank: int, world: int, *how: str | bool) -> None:
         assert_bitwise(got, want, f"{index} of {how}")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("quantized", "reshards"), [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("name", RECIPES)
 def test_compiled_units_compute_the_bits_of_eager_ones(name: str, quantized: bool, reshards: bool) -> None:
@@ -109,6 +110,7 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.up(x)))
 
 
+@pytest.mark.every_run(name=("mxfp8", "delayed"))
 @pytest.mark.parametrize(("name", "sequence"), [("block", False), ("mxfp8", True), ("delayed", False)])
 def test_compiled_blocks_with_tensor_parallelism_compute_the_bits_of_eager_ones(name: str, sequence: bool) -> None:
     pool(2).run(compare_tensor_parallel, name, sequence)

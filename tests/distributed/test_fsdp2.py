@@ -76,6 +76,7 @@ def train_and_compare(rank: int, world: int, name: str, rows: int, how: str) -> 
         assert not any(layer.weight._local_tensor.storage.unsettled is not None for layer in layers)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("name", "world", "rows"),
     [
@@ -91,6 +92,7 @@ def test_unsharded_weight_is_the_quantized_whole(name: str, world: int, rows: in
     pool(world).run(train_and_compare, name, rows, "ours")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("how", ["torch", "kept", "recompute"])
 def test_every_way_to_wrap(how: str, name: str) -> None:
@@ -194,6 +196,7 @@ def count_bytes(rank: int, world: int, name: str, recompute: bool) -> tuple[list
     return [forward, traffic.nbytes("all_gather") - forward], [plans[phase].nbytes for phase in fsdp2.Phase]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "recompute"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_bytes_on_the_wire_are_those_of_the_plan(name: str, recompute: bool) -> None:

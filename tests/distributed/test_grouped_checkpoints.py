@@ -101,6 +101,7 @@ def load(rank: int, world: int, path: Path, kind: type[nn.Module], names: list[s
     assert_model(model, 1)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("ranks", "cuts"),
     [
@@ -191,6 +192,7 @@ def test_training_goes_on_where_it_was(ranks: tuple[int, int], cuts: tuple[str, 
     pool(ranks[1]).run(continue_from, tmp_path / "c", Packed, cuts[1])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("saved", "wanted", "ranks"), [(Packed, Separate, (2, 4)), (Separate, Packed, (4, 2)), (Packed, Separate, (1, 1))]
 )

@@ -125,12 +125,14 @@ def test_unsharded_weights_are_the_quantized_whole(name: str) -> None:
     pool(2).run(train_and_compare, name, "rows", "ours")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["float8_tensorwise_tn", "float8_block_2d", "hybrid_mxfp8_nvfp4"])
 @pytest.mark.parametrize(("world", "cut"), [(1, "rows"), (2, "members"), (4, "members"), (4, "rows")])
 def test_any_number_of_ranks_and_either_cut(world: int, cut: str, name: str) -> None:
     pool(world).run(train_and_compare, name, cut, "ours")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", TOGETHER)
 @pytest.mark.parametrize(
     ("how", "cut"), [("torch", "members"), ("kept", "members"), ("kept", "rows"), ("recompute", "members")]

@@ -177,6 +177,7 @@ def check_pretrained(rank: int, name: str, model: nn.Module, where: str) -> None
             assert torch.equal(shard.full_tensor(), want), key
 
 
+@pytest.mark.every_run(name=("block",))
 @pytest.mark.parametrize("name", ["block", "nvfp4"])
 def test_a_trainer_trains_a_converted_model(name: str, tmp_path: Path) -> None:
     (by_library, resumed), again = pool(2).run(train, name, str(tmp_path / "a"), False, timeout=120)
@@ -200,6 +201,7 @@ def train_whole(rank: int, world: int, name: str, where: str) -> list[list[float
 
 
 # DistributedDataParallel sends values when it wraps, which NVFP4 quantizes to an amax that may differ in the last bit.
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "world"), [*((name, 1) for name in RECIPES), ("block", 2), ("mxfp8", 2)])
 def test_a_trainer_without_fsdp_saves_and_resumes(name: str, world: int, tmp_path: Path) -> None:
     for first, resumed in pool(world).run(train_whole, name, str(tmp_path), timeout=120):
@@ -240,6 +242,7 @@ def loop_whole(rank: int, world: int, name: str, where: str) -> tuple[list[float
         return second, steps(accelerator, model, optimizer, name)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", RECIPES)
 def test_accelerate_saves_whole_weights_as_pickles(name: str, world: int, tmp_path: Path) -> None:
@@ -260,6 +263,8 @@ def steps(accelerator: Any, model: nn.Module, optimizer: Any, name: str) -> list
     return [float(loss) for loss in found]
 
 
+@pytest.mark.every_run(name=("block", "nvfp4"))
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "from_first"), [*((name, False) for name in RECIPES), ("block", True)])
 def test_accelerate_prepares_saves_and_loads(name: str, from_first: bool, tmp_path: Path) -> None:
     for second, third in pool(2).run(loop, name, str(tmp_path), from_first, timeout=120):

@@ -103,6 +103,7 @@ def compare(rank: int, world: int, rows: int, kind: str) -> int:
     return len(calls)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", [*WRAPPED, *FUSED])
 @pytest.mark.parametrize(("world", "rows"), [(2, 208), (3, 208)])
 def test_shards_are_parts_of_the_unsharded_model(world: int, rows: int, kind: str) -> None:
@@ -136,6 +137,7 @@ CUTS = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", FUSED)
 @pytest.mark.parametrize(("world", "shape", "placements"), CUTS, ids=str)
 def test_cuts_anywhere_change_nothing(world: int, shape: tuple[int, ...], placements: list[Shard], kind: str) -> None:
@@ -201,6 +203,7 @@ def go_on_from_whole_state(rank: int, world: int, kind: str, optimizer_first: bo
             assert_bitwise(local_tensor(its.state[twin][key]), local_tensor(value), f"{key} of {name}")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer_first", [False, True])
 @pytest.mark.parametrize("kind", ["AdamW, foreach", "moments in bytes", "bf16 moments and masters"])
 def test_training_goes_on_from_the_whole_state(kind: str, optimizer_first: bool) -> None:

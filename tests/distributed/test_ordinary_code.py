@@ -55,6 +55,7 @@ def gather_whole(rank: int, world: int, name: str, rows: int) -> None:
             layer.weight.full_tensor()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("rows", [352, 2], ids=["uneven", "empty shards"])
 def test_the_whole_of_uneven_shards_is_gathered(name: str, rows: int) -> None:
@@ -106,6 +107,7 @@ def evaluate_first(rank: int, world: int, name: str, rows: int) -> None:
         assert_seen(layer, random_matrix(rows, COLS, 0), backward=True)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rows", [96, 100], ids=["even", "uneven"])
 @pytest.mark.parametrize("name", ["float8_block_2d", "float8_tensorwise_tn", "mxfp8_1d", "nvfp4_1d"])
 def test_the_first_pass_may_be_one_in_inference_mode(name: str, rows: int) -> None:

@@ -129,6 +129,7 @@ def test_peak_is_the_predicted_one(as_rank: Callable, name: str) -> None:
         as_rank(run_and_compare, (3,), rank, name, "ours")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["hybrid_mxfp8_nvfp4", "mxfp8_2d"])  # of unequal directions, and of one
 @pytest.mark.parametrize("how", WAYS)
 def test_peak_of_every_way_to_wrap(as_rank: Callable, how: str, name: str) -> None:

@@ -48,6 +48,7 @@ def check_whole_state_of_replicas(rank: int, world: int, how: str) -> None:
                 assert local_tensor(each.weight).storage.unsettled is None
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("how", "world"), [("replicate", 2), ("hsdp", 2), ("hsdp", 4)])
 def test_a_whole_state_of_quantized_tensors_is_loaded_into_replicas(ranks, how: str, world: int) -> None:
     ranks(world).run(check_whole_state_of_replicas, how)
@@ -69,6 +70,7 @@ def check_others_into_replicas(rank: int, world: int, how: str) -> None:
             assert_same_bytes(got, source.weight.detach(), f"{name}, rank {rank}")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("how", "world"), [("replicate", 2), ("hsdp", 2), ("hsdp", 4)])
 def test_replicas_take_bytes_of_models_that_are_cut_otherwise(ranks, how: str, world: int) -> None:
     ranks(world).run(check_others_into_replicas, how)
@@ -117,6 +119,7 @@ def check_columns(rank: int, world: int, recipe: str) -> None:
     assert type(torch.cat(source.down.weight.detach().chunk(2, 1), 1)) is torch.Tensor  # values, as ever
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", ["current", "block", "mx", "nv"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_columns_of_a_whole_weight_are_kept_in_bytes(ranks, world: int, recipe: str) -> None:
@@ -206,6 +209,7 @@ def check_without_fsdp(rank: int, world: int, recipe: str) -> None:
             check_loaded(parallelize_module(layer, over, plan), source)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", ["current", "block", "mx", "nv", "hybrid"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_whole_state_is_loaded_where_nothing_but_a_layer_is_cut(ranks, world: int, recipe: str) -> None:
@@ -228,6 +232,7 @@ def assert_same_bytes(got: torch.Tensor, want: torch.Tensor, name: str) -> None:
         assert_bitwise(buffer, want.storage.buffers[field], f"{name}.{field}")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", ["current", "block", "mx", "nv", "hybrid"])
 @pytest.mark.parametrize(("world", "ep"), [(2, 2), (4, 2), (4, 4)])
 def test_a_whole_state_is_loaded_where_a_dimension_is_cut_twice(ranks, world: int, ep: int, recipe: str) -> None:
@@ -271,6 +276,7 @@ def part_along(dim: int, placements, dp: int, tp: int) -> slice:
     return slice(128 * at, 128 * at + 128) if by_dp or by_tp else slice(0, 256)
 
 
+@pytest.mark.every_run(cut=("strided", "columns", "rows, columns"))
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_whole_tensor_is_placed_and_gathered_in_bytes(ranks, cut: str) -> None:
     ranks(4).run(check_distributed, cut)

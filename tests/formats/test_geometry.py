@@ -29,6 +29,7 @@ FIELDS = [
     Field("per_column_km", I32, (WHOLE, 1), order="km"),
 ]
 fields = st.sampled_from(FIELDS)
+of_every_field = settings(max_examples=4 * len(FIELDS))
 by_field = pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
 
 
@@ -78,6 +79,7 @@ def cuts(draw, field: Field, region: Region, dim: int) -> list[Region]:
 
 
 @given(st.data(), fields)
+@of_every_field
 def test_what_is_stored_is_loaded(data, field):
     region = data.draw(regions(field))
     values = values_of(field, region)
@@ -87,6 +89,7 @@ def test_what_is_stored_is_loaded(data, field):
 
 
 @given(st.data(), fields)
+@of_every_field
 def test_padding_is_zero_also_in_a_used_buffer(data, field):
     region = data.draw(regions(field))
     fresh = geometry.store(field, values_of(field, region), region)
@@ -98,6 +101,7 @@ def test_padding_is_zero_also_in_a_used_buffer(data, field):
 
 
 @given(st.data(), fields)
+@of_every_field
 def test_a_wire_is_a_view_without_padding_from_which_all_is_rebuilt(data, field):
     region = data.draw(regions(field))
     stored = geometry.store(field, values_of(field, region), region)
@@ -109,6 +113,7 @@ def test_a_wire_is_a_view_without_padding_from_which_all_is_rebuilt(data, field)
 
 
 @given(st.data(), fields)
+@of_every_field
 def test_a_part_of_what_is_stored_is_the_part_stored(data, field):
     region = data.draw(regions(field))
     values = values_of(field, region)
@@ -123,6 +128,7 @@ def test_a_part_of_what_is_stored_is_the_part_stored(data, field):
 
 
 @given(st.data(), fields)
+@of_every_field
 def test_a_part_owns_its_buffer(data, field):
     region = data.draw(regions(field))
     stored = geometry.store(field, values_of(field, region), region)
@@ -133,6 +139,7 @@ def test_a_part_owns_its_buffer(data, field):
 
 
 @given(st.data(), fields)
+@of_every_field
 def test_a_part_of_a_part_is_that_part_of_the_whole(data, field):
     region = data.draw(regions(field))
     stored = geometry.store(field, values_of(field, region), region)
@@ -143,6 +150,7 @@ def test_a_part_of_a_part_is_that_part_of_the_whole(data, field):
 
 
 @given(st.data(), fields, st.randoms(use_true_random=False))
+@of_every_field
 def test_parts_assemble_to_the_whole_in_any_order(data, field, random):
     region = data.draw(regions(field))
     stored = geometry.store(field, values_of(field, region), region)
@@ -168,7 +176,7 @@ RELAYOUTS = [
 
 @pytest.mark.parametrize("src, dst", [pair[::step] for pair in RELAYOUTS for step in (1, -1)])
 @given(st.data())
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_another_layout_holds_the_same_values(src, dst, data):
     region = data.draw(regions(src))
     assume(all(start % dst.alignment(dim) == 0 for dim, start in enumerate(region.origin)))
@@ -240,7 +248,7 @@ def laid_end_to_end(field: Field, stored: torch.Tensor, region: Region, parts: l
 
 
 @given(st.data(), fields)
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_a_concatenation_is_claimed_only_where_wires_begin_with_the_stored_tensor(data, field):
     region = data.draw(regions(field))
     parts = data.draw(row_shards(field, region))
@@ -251,7 +259,7 @@ def test_a_concatenation_is_claimed_only_where_wires_begin_with_the_stored_tenso
 
 
 @given(st.data(), st.sampled_from([f for f in FIELDS if f.order == "mk" and f.pack == 1]))
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_a_concatenation_is_claimed_wherever_unpadded_rows_are_in_order(data, field):
     region = data.draw(regions(field))
     parts = data.draw(row_shards(field, region))

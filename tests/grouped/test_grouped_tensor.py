@@ -22,6 +22,7 @@ from te_dist.tensor.aten_values import AVERAGING, READING, WRITING, WRITING_LIST
 from te_dist.testing import assert_bitwise
 from tests.grouped.samples import FORMATS, NAMES, RAGGED, SHAPE, UNALIKE, assert_members, sample, values
 from tests.tensor.calls import arguments, plain
+from tests.tensor.samples import of_each_family
 from tests.tensor.test_op_table import leaves, present
 
 aten = torch.ops.aten
@@ -135,6 +136,7 @@ def test_saving_for_backward_is_undone(name: str) -> None:
     assert_members(GroupedTensor(shell), x, "restored")
 
 
+@of_each_family
 @every_format
 @pytest.mark.parametrize("shapes", [None, RAGGED], ids=["uniform", "ragged"])
 def test_copies_have_bytes_of_their_own(name: str, shapes: Any) -> None:

@@ -80,8 +80,8 @@ def imports_stand_at_the_top(modules: Sequence[Module]) -> Iterator[Violation]:
     """No import inside a function or class. `TYPE_CHECKING` and `except ImportError` blocks may hold imports."""
     for module in modules:
         allowed = {id(node) for block in module.tree.body for node in _import_block(block)}
-        for node in module.nodes:
-            if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in allowed:
+        for node in module.nodes_of(ast.Import, ast.ImportFrom):
+            if id(node) not in allowed:
                 text = "import inside a block; move it to the top (an optional dependency: importlib.import_module)"
                 yield module.violation(node.lineno, text)
 
@@ -103,7 +103,7 @@ def only_env_reads_the_environment(modules: Sequence[Module]) -> Iterator[Violat
     for module in modules:
         if module.path == "te_dist/env.py":
             continue
-        used = [node for node in module.nodes if dotted_name(node) in ("os.environ", "os.getenv")]
+        used = [node for node in module.nodes_of(ast.Attribute) if dotted_name(node) in ("os.environ", "os.getenv")]
         lines = [node.lineno for node in used]
         lines += [i.line for i in module.imports if i.module == "os" and i.name in ("environ", "getenv")]
         for line in sorted(set(lines)):
@@ -117,8 +117,8 @@ def only_one_module_knows_private_torch(modules: Sequence[Module]) -> Iterator[V
         if not module.path.startswith("te_dist/") or module.path == PRIVATE_HOME:
             continue
         found = {i.line: i.path for i in module.imports if _is_private_torch(i.path)}
-        for node in module.nodes:
-            if isinstance(node, ast.Attribute) and _is_foreign_private(node, own_names):
+        for node in module.nodes_of(ast.Attribute):
+            if _is_foreign_private(node, own_names):
                 found.setdefault(node.lineno, dotted_name(node) or f"….{node.attr}")
         for line, name in sorted(found.items()):
             text = f"{name} is private to torch; list it in {PRIVATE_HOME} with a reason and import it from there"
@@ -146,17 +146,11 @@ def _names_defined_in(modules: Sequence[Module]) -> set[str]:
     """Private names that te_dist itself defines: functions, classes, and attributes assigned or annotated anywhere."""
     names: set[str] = set()
     for module in modules:
-        for node in module.nodes:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                names.add(node.name)
-            elif (
-                isinstance(node, ast.Attribute)
-                and isinstance(node.ctx, ast.Store)
-                and dotted_name(node.value) == "self"
-            ):
+        names.update(node.name for node in module.nodes_of(ast.FunctionDef, ast.ClassDef))
+        names.update(node.id for node in module.nodes_of(ast.Name) if isinstance(node.ctx, ast.Store))
+        for node in module.nodes_of(ast.Attribute):
+            if isinstance(node.ctx, ast.Store) and dotted_name(node.value) == "self":
                 names.add(node.attr)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                names.add(node.id)
     return names
 
 
@@ -192,7 +186,7 @@ def codecs_are_never_told_apart(modules: Sequence[Module]) -> Iterator[Violation
             continue
         imported = [i.name for i in module.imports if i.module.startswith(("te_dist.codecs", "te_dist.catalog"))]
         known = {name for name in imported if name is not None and not name.isupper()}
-        for node in module.nodes:
+        for node in module.nodes_of(ast.Call, ast.Compare, ast.MatchClass):
             names = _names_in(_compared_parts(node))
             if names & known or any(name.startswith(("catalog.", "codecs.")) for name in names):
                 text = "tells codecs or formats apart; ask a property of Format, Field or Codec instead"

@@ -81,7 +81,7 @@ def _signatures(modules: Sequence[Module]) -> Iterator[tuple[Module, Function]]:
 
 def _classes_of(modules: Sequence[Module]) -> dict[str, ast.ClassDef]:
     """All classes of the tree by name."""
-    return {node.name: node for module in modules for node in module.nodes if isinstance(node, ast.ClassDef)}
+    return {node.name: node for module in modules for node in module.nodes_of(ast.ClassDef)}
 
 
 def _overridden(function: Function, classes: dict[str, ast.ClassDef]) -> list[ast.FunctionDef]:
@@ -191,6 +191,9 @@ def everything_public_is_documented(modules: Sequence[Module]) -> Iterator[Viola
 def no_code_is_commented_out(modules: Sequence[Module]) -> Iterator[Violation]:
     """A comment on a line of its own is prose, not a statement."""
     for module in modules:
+        comments = (line.lstrip() for line in module.text.splitlines())
+        if not any(line.startswith("#") and _is_code(line[1:]) for line in comments):
+            continue
         for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
             if token.type == tokenize.COMMENT and token.line.lstrip().startswith("#") and _is_code(token.string[1:]):
                 text = (

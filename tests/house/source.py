@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 ROOT = Path(__file__).parents[2]
 PYTHON_FOLDERS = ("te_dist", "tests", "benchmarks", "examples", "launch", "docs")
 NATIVE_SUFFIXES = (".h", ".cpp", ".cu", ".cuh")
 
+Node = TypeVar("Node", bound=ast.AST)
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -112,6 +114,17 @@ class Module:
         return list(ast.walk(self.tree))
 
     @cached_property
+    def _by_type(self) -> dict[type, list[ast.AST]]:
+        found: dict[type, list[ast.AST]] = {}
+        for node in self.nodes:
+            found.setdefault(type(node), []).append(node)
+        return found
+
+    def nodes_of(self, *types: type[Node]) -> list[Node]:
+        """Nodes of exactly these types, type by type."""
+        return [node for each in types for node in self._by_type.get(each, ())]  # type: ignore[misc]
+
+    @cached_property
     def functions(self) -> list[Function]:
         """All functions, methods and nested functions."""
         return list(_functions(self.tree.body, "", None, False))
@@ -120,10 +133,10 @@ class Module:
     def imports(self) -> list[Import]:
         """All imports, wherever they stand."""
         found = []
-        for node in self.nodes:
+        for node in self.nodes_of(ast.Import, ast.ImportFrom):
             if isinstance(node, ast.Import):
                 found += [Import(alias.name, None, node.lineno) for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
+            else:
                 found += [Import(node.module or "", alias.name, node.lineno) for alias in node.names]
         return found
 
@@ -131,7 +144,7 @@ class Module:
     def docstrings(self) -> set[int]:
         """Ids of the constants that are docstrings."""
         holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        firsts = [node.body[0] for node in self.nodes if isinstance(node, holders) and node.body]
+        firsts = [node.body[0] for node in self.nodes_of(*holders) if node.body]
         return {id(first.value) for first in firsts if isinstance(first, ast.Expr)}
 
     def violation(self, line: int, text: str) -> Violation:

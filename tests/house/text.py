@@ -78,8 +78,8 @@ def no_test_file_is_about_one_format(modules: Sequence[Module]) -> Iterator[Viol
 def tests_never_time(modules: Sequence[Module]) -> Iterator[Violation]:
     """Clocks belong into benchmarks/; `time.monotonic` may end a wait."""
     for module in _tests(modules):
-        for node in module.nodes:
-            if isinstance(node, ast.Call) and dotted_name(node.func) in CLOCKS:
+        for node in module.nodes_of(ast.Call):
+            if dotted_name(node.func) in CLOCKS:
                 yield module.violation(
                     node.lineno, "reads a clock; count bytes, launches or calls, or move it to benchmarks/"
                 )
@@ -94,8 +94,8 @@ def gpu_tests_are_marked(modules: Sequence[Module]) -> Iterator[Violation]:
             if function.node.name.startswith("test_") and not is_marked and _uses_cuda(function):
                 text = f"{function.node.name} uses a GPU; mark it @pytest.mark.gpu, or take the fixture `device_type`"
                 yield module.violation(function.node.lineno, text)
-        for node in module.nodes:
-            if isinstance(node, ast.Attribute) and node.attr == "skipif" and "is_available" in module.text:
+        for node in module.nodes_of(ast.Attribute) if "is_available" in module.text else ():
+            if node.attr == "skipif":
                 yield module.violation(node.lineno, "skips by hand; @pytest.mark.gpu skips where there is no GPU")
 
 

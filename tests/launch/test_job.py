@@ -44,7 +44,7 @@ def test_a_job_leaves_metrics_picture_checkpoints_and_a_table(unbroken) -> None:
 
 
 def test_a_job_on_two_nodes_that_lost_a_rank_ends_and_resumes_to_the_bit(
-    unbroken, tiny_job: Callable, launcher
+    unbroken, tiny_job: Callable, two_ranks: Callable, launcher
 ) -> None:
     job = tiny_job(RECIPE)
     with socket.socket() as probe:
@@ -60,12 +60,20 @@ def test_a_job_on_two_nodes_that_lost_a_rank_ends_and_resumes_to_the_bit(
     (said,) = messages(outputs[0])
     assert "another rank ended or stopped answering" in said
     assert not messages(outputs[1])
-    process = launcher.start("--standalone", "--nproc-per-node", "2", *job.command("--checkpoint.every", "2"))
-    output, _ = process.communicate(timeout=LIMIT)
-    assert process.returncode == 0, output
+    code, output = two_ranks(*job.command("--checkpoint.every", "2"))
+    assert code == 0, output
     assert "resumed from" in output
     assert job.metrics("loss") == unbroken[0].metrics("loss")
     assert job.metrics("validation_loss") == unbroken[0].metrics("validation_loss")
+
+
+@pytest.mark.exhaustive
+def test_torchrun_ends_well_where_the_job_does(unbroken, tiny_job: Callable, launcher) -> None:
+    job = tiny_job(RECIPE)
+    process = launcher.start("--standalone", "--nproc-per-node", "2", *job.command())
+    output, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, output
+    assert job.metrics("loss") == unbroken[0].metrics("loss")
 
 
 def test_ranks_that_share_multiplications_take_the_same_steps(unbroken, tiny_job: Callable, two_ranks) -> None:

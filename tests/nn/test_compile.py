@@ -65,6 +65,7 @@ def check(backend: str, module: nn.Module, made_by: Recipe | None, **options: An
             assert_bitwise(got, expected, f"{index} of pass {seed}")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("name", "quantized"),
     [*product(STATELESS, (False,)), *product(QUANTIZED, (True,))],
@@ -196,6 +197,7 @@ def gradients_of_repeated(
     return [x.grad, *(p.grad for p in module.parameters() if p.requires_grad)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("before", "reentrant", "quantized", "frozen"),
     [  # every two of them together
@@ -228,7 +230,10 @@ def test_what_torchs_checkpoint_runs_again_does_not_lose_its_recipe(
             assert_bitwise(*pair, str(index))
 
 
-@pytest.mark.parametrize(("backend", "name"), [("inductor", "block"), ("aot_eager", "delayed")])
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [pytest.param("inductor", "block", marks=pytest.mark.exhaustive), ("aot_eager", "delayed"), ("aot_eager", "block")],
+)
 def test_steps_without_a_recipe_after_steps_with_one_are_run_again_without_it(backend: str, name: str) -> None:
     module, by_recipe = Block(block_scaling), CASES[name].recipe
     compiled = torch.compile(module, backend=backend, fullgraph=name != "delayed")
@@ -270,6 +275,7 @@ def test_what_says_that_it_has_no_recipe_is_run_again_beside_maps_that_have_one(
         assert_bitwise(*pair, str(index))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_pass_that_waits_while_others_run_backward_does_not_lose_its_recipe(reentrant: bool, frozen: bool) -> None:
@@ -286,6 +292,7 @@ def test_a_pass_that_waits_while_others_run_backward_does_not_lose_its_recipe(re
         loss.backward()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(("around", "words"), [(None, "without a recipe"), ("current", "by another recipe")])
 def test_what_surrounds_backward_is_no_recipe_of_what_runs_again(
@@ -326,6 +333,7 @@ def test_evaluations_by_a_recipe_leave_training_without_one_alone(reentrant: boo
             assert_bitwise(*pair, str(index))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("around", "plain_first", "named"),  # every two of them together
     [(False, False, False), (False, True, True), (True, False, True), (True, True, False)],

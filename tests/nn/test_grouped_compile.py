@@ -56,6 +56,7 @@ def results(module: nn.Module, called: nn.Module, made_by: Recipe | None, *rest:
     return [out.detach(), x.grad, *(p.grad for p in module.parameters())]
 
 
+@pytest.mark.every_run(kind=("plain", "block, one", "current", "nvfp4"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_module_is_one_graph_with_the_bits_of_eager_mode(kind: str) -> None:
     made_by, quantized, single = KINDS[kind]
@@ -109,6 +110,7 @@ def test_what_keeps_state_in_python_stays_outside_of_graphs() -> None:
         compiled(normal(ROWS, IN), torch.tensor(SIZES))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_torchs_checkpoint_runs_again_does_not_lose_its_recipe(reentrant: bool, before: bool) -> None:

@@ -33,6 +33,7 @@ def step(name: str, front: GroupFront | None, rest: float) -> list[Tensor]:
     return [out.detach(), x.grad, *([p.grad] if beside else []), module.weight.grad, *(bias.grad for bias in biases)]
 
 
+@pytest.mark.every_run(name=("plain", "delayed", "block", "mxfp8", "nvfp4", "hybrid"))
 @pytest.mark.parametrize("front", FRONTS)
 @pytest.mark.parametrize("name", COMPUTED)
 def test_nan_behind_the_last_group_changes_no_bit(name: str, front: str) -> None:

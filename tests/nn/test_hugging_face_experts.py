@@ -66,6 +66,7 @@ def test_converted_models_compute_the_same(name: str) -> None:
             assert relative_error(got.grad, want.grad) < 1e-5, key
 
 
+@pytest.mark.every_run(name=("Qwen3Moe", "DeepseekV3"))
 @pytest.mark.parametrize("name", MODELS)
 def test_quantized_experts_train_and_are_saved_under_their_names(name: str, tmp_path: Path) -> None:
     model = make(name, **MODELS[name])

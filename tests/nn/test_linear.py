@@ -45,6 +45,7 @@ def step(module: te.Linear, made_by: Recipe, x: Tensor, grad: Tensor | None = No
     return out.detach(), x.grad, module.weight.grad, module.bias.grad
 
 
+@pytest.mark.every_run(rows=(1, 16, 200))
 @pytest.mark.parametrize("rows", [1, 16, 37, 128, 200])
 @every_recipe
 def test_products_are_those_of_the_quantized_operands(case: Any, rows: int) -> None:
@@ -98,6 +99,7 @@ def test_a_weight_on_meta_is_named() -> None:
         module(normal(3, IN))
 
 
+@pytest.mark.every_run(shape=((IN,), (2, 3, 5, IN), (3, 0, IN)))
 @pytest.mark.parametrize("shape", [(IN,), (1, IN), (2, 3, 5, IN), (0, IN), (3, 0, IN)])
 @every_recipe
 def test_any_leading_dimensions(case: Any, shape: tuple[int, ...]) -> None:

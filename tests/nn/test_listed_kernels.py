@@ -10,6 +10,7 @@ from te_dist.kernels.arguments import ELEMENTS
 from tests.nn import launched
 
 
+@pytest.mark.every_run(dtype=(torch.bfloat16,), quantized=(True,))
 @pytest.mark.parametrize(
     ("dtype", "quantized"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)], ids=str
 )

@@ -233,6 +233,7 @@ def test_a_parameter_holds_what_cannot_be_derived() -> None:
         assert weight.storage.fields == weight.format.canonical.fields
 
 
+@pytest.mark.every_run(make=(MAKERS["layernorm_mlp"],))
 @every_module
 def test_modules_are_copied_and_compiled(make) -> None:
     torch.compiler.reset()

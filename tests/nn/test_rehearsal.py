@@ -90,6 +90,7 @@ def step(model: nn.Module, model_recipe: recipe.Recipe) -> None:
     out.float().square().mean().backward()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("make", [made, made_of_experts, made_by_conversion])
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("model_recipe", DEFAULTS, ids=lambda r: type(r).__name__)
@@ -123,6 +124,7 @@ class Grouped(nn.Module):
         return self.experts(x, self.sizes)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("model_recipe", DEFAULTS, ids=lambda r: type(r).__name__)

@@ -69,6 +69,7 @@ def train(
     return [x.grad, *(param.grad for param in module.parameters() if param.requires_grad)]
 
 
+@pytest.mark.pairwise
 @every_recipe
 @every_module
 @pytest.mark.parametrize("hooks", DECODING.values(), ids=DECODING)
@@ -79,6 +80,7 @@ def test_what_was_decoded_is_refused(kind: str, recipe: Recipe, hooks: Callable,
     assert "context_fn" not in str(raised.value)
 
 
+@pytest.mark.pairwise
 @every_recipe
 @every_module
 @pytest.mark.parametrize("hooks", DECODING.values(), ids=DECODING)
@@ -90,6 +92,7 @@ def test_frozen_weights_that_were_decoded_are_refused(kind: str, recipe: Recipe,
         train(kind, recipe, hooks(), frozen=True)
 
 
+@pytest.mark.pairwise
 @every_recipe
 @every_module
 @pytest.mark.parametrize("hooks", MOVING.values(), ids=MOVING)

@@ -14,7 +14,7 @@ from te_dist.ops.source import Summed, sums_shape
 from te_dist.quantizers import Quantizer
 from te_dist.testing import assert_bitwise
 from tests.nn.test_quantizers import E4M3, NAMES, make
-from tests.ops.sources import cases
+from tests.ops.sources import cases, gathered_cases, in_order_cases
 
 SHAPE = (160, 96)
 HIGH_PRECISION = te.HybridQuantizer(
@@ -28,20 +28,24 @@ def quantizer_of(name: str) -> Quantizer:
     return HIGH_PRECISION if name == "high precision" else make(name)
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("sources", [in_order_cases, gathered_cases])
 @pytest.mark.parametrize("directions", [(), (Direction.ROWWISE,), (Direction.COLUMNWISE,)])
 @pytest.mark.parametrize("name", [*NAMES, "high precision"])
-def test_a_source_gives_the_bytes_of_its_values(name, directions):
-    for case in cases(SHAPE, torch.bfloat16, "normal"):
+def test_a_source_gives_the_bytes_of_its_values(name, directions, sources):
+    for case in sources(SHAPE, torch.bfloat16, "normal"):
         got, want = (quantizer_of(name).encode(x, *directions) for x in (case.source, values(case.source)))
         assert got.buffers.keys() == want.buffers.keys()
         for field, buffer in want.buffers.items():
             assert_bitwise(got.buffers[field], buffer, f"{field} of {case.name} by {name}")
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("sources", [in_order_cases, gathered_cases])
 @pytest.mark.parametrize("directions", [(), (Direction.ROWWISE,), (Direction.COLUMNWISE,)])
 @pytest.mark.parametrize("name", [*NAMES, "high precision"])
-def test_columns_are_summed_once_beside_the_same_bytes(name, directions, monkeypatch):
-    for case in cases(SHAPE, torch.bfloat16, "normal"):
+def test_columns_are_summed_once_beside_the_same_bytes(name, directions, sources, monkeypatch):
+    for case in sources(SHAPE, torch.bfloat16, "normal"):
         plain = values(case.source)
         for x in (plain, case.source):
             sums, passes = torch.full(sums_shape(plain), 77.0), []

@@ -28,17 +28,18 @@ from tests.ops.grouped_quantize import (
 from tests.ops.sources import cases, sums_of, with_sums
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize(("dtype", "cols"), [(torch.bfloat16, 272), (torch.float32, 95)])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
-def test_every_group_as_if_it_were_alone(codec: GroupCodec, routing):
-    sizes = ROUTINGS[routing]
+def test_every_group_as_if_it_were_alone(codec: GroupCodec, routing, dtype, cols):
+    sizes, cols = ROUTINGS[routing], codec.columns(cols)
     rows, table = routed(sizes)
-    for dtype, cols in ((torch.bfloat16, 272), (torch.float32, codec.columns(95))):
-        x = matrix("wide", (rows, cols), dtype)
-        outputs = codec.outputs(rows, cols, len(sizes))
-        poison(outputs)
-        codec.op(x, table=table, **codec.arguments(len(sizes)), **outputs)
-        check(outputs, codec.want(x, sizes), f"{codec.name}, {routing}, {dtype}")
+    x = matrix("wide", (rows, cols), dtype)
+    outputs = codec.outputs(rows, cols, len(sizes))
+    poison(outputs)
+    codec.op(x, table=table, **codec.arguments(len(sizes)), **outputs)
+    check(outputs, codec.want(x, sizes), f"{codec.name}, {routing}, {dtype}")
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)

@@ -63,14 +63,15 @@ def test_every_bf16_gate_is_rounded_as_torch_rounds_it():
     assert got[gate.isnan()].isnan().all()
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_levels_compute_the_same_bits(shape, dtype):
-    for kind in KINDS:
-        for case in cases(shape, dtype, kind):
-            levels = [(level, values(case.source)) for level in every_level()]
-            for level, got in levels[1:]:
-                assert_bitwise(got, levels[0][1], f"{case.name} {kind} {level}")
+def test_levels_compute_the_same_bits(shape, dtype, kind):
+    for case in cases(shape, dtype, kind):
+        levels = [(level, values(case.source)) for level in every_level()]
+        for level, got in levels[1:]:
+            assert_bitwise(got, levels[0][1], f"{case.name} {kind} {level}")
 
 
 def planes(shape: tuple[int, int], length: int, *, square: bool) -> dict:
@@ -141,15 +142,16 @@ def wanted_sums(source: Source) -> dict[str, Tensor]:
     return wanted
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_levels_sum_rows_in_the_order_that_is_defined(shape, dtype):
-    for kind in KINDS:
-        for case in cases(shape, dtype, kind):
-            sums = sums_of(case.source)
-            for level in every_level() if "row_sums" in sums else ():
-                values(with_sums(case.source, row_sums=sums["row_sums"].fill_(77.0)))
-                assert_bitwise(sums["row_sums"], wanted_sums(case.source)["row_sums"], f"{kind} {level}")
+def test_levels_sum_rows_in_the_order_that_is_defined(shape, dtype, kind):
+    for case in cases(shape, dtype, kind):
+        sums = sums_of(case.source)
+        for level in every_level() if "row_sums" in sums else ():
+            values(with_sums(case.source, row_sums=sums["row_sums"].fill_(77.0)))
+            assert_bitwise(sums["row_sums"], wanted_sums(case.source)["row_sums"], f"{kind} {level}")
 
 
 def test_gradients_by_probabilities_are_those_of_fp64():
@@ -167,25 +169,26 @@ def test_gradients_by_probabilities_are_those_of_fp64():
     torch.testing.assert_close(column_sums(sums).double(), probability.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("kind", ["normal", "special", "extreme"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("quantize", "length"), QUANTIZERS)
-def test_fused_and_unfused_give_the_same_bytes(quantize, length, shape):
+def test_fused_and_unfused_give_the_same_bytes(quantize, length, shape, dtype, kind):
     if length == 16 and (shape[0] % 2 or shape[1] % 2):
         shape = tuple(extent // 2 * 2 for extent in shape)
-    for dtype in DTYPES:
-        for kind in ("normal", "special", "extreme"):
-            for case in cases(shape, dtype, kind):
-                unfused = values(case.source)
-                wanted = wanted_sums(case.source)
-                for square, absent in ((False, "none"), (False, "row"), (False, "col"), (True, "none")):
-                    got, want = (without(planes(shape, length, square=square), absent) for _ in range(2))
-                    sums = sums_of(case.source)
-                    quantize(with_sums(case.source, **sums), got)
-                    quantize(unfused, want)
-                    got, want = got | sums, want | wanted
-                    for name, buffer in want.items():
-                        if isinstance(buffer, Tensor):
-                            assert_bitwise(got[name], buffer, f"{name} without {absent} of {case.name} {kind}")
+    for case in cases(shape, dtype, kind):
+        unfused = values(case.source)
+        wanted = wanted_sums(case.source)
+        for square, absent in ((False, "none"), (False, "row"), (False, "col"), (True, "none")):
+            got, want = (without(planes(shape, length, square=square), absent) for _ in range(2))
+            sums = sums_of(case.source)
+            quantize(with_sums(case.source, **sums), got)
+            quantize(unfused, want)
+            got, want = got | sums, want | wanted
+            for name, buffer in want.items():
+                if isinstance(buffer, Tensor):
+                    assert_bitwise(got[name], buffer, f"{name} without {absent} of {case.name} {kind}")
 
 
 @pytest.mark.parametrize("tile", [(WHOLE, WHOLE), (1, WHOLE), (128, 128), (16, 1)])
@@ -219,15 +222,17 @@ def sum_in_order(x: Tensor) -> Tensor:
     return canonical(total)
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("kind", ["normal", "wide", "special"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*SHAPES, (700, 1030)])
-def test_columns_are_summed_in_the_order_that_is_defined(shape, dtype):
-    for kind in ("normal", "wide", "special"):
-        x = matrix(kind, shape, dtype)
-        for level in every_level():
-            out = torch.full(sums_shape(x), 77.0)
-            ops.panel_sums(x, out=out)
-            assert_bitwise(out, sum_in_order(x), f"{kind} {level}")
+def test_columns_are_summed_in_the_order_that_is_defined(shape, dtype, kind):
+    x = matrix(kind, shape, dtype)
+    want = sum_in_order(x)
+    for level in every_level():
+        out = torch.full(sums_shape(x), 77.0)
+        ops.panel_sums(x, out=out)
+        assert_bitwise(out, want, f"{kind} {level}")
 
 
 def test_sums_of_whole_columns_are_near_those_of_fp64():
@@ -258,15 +263,16 @@ def rstd_in_order(x: Tensor, eps: float) -> Tensor:
     return canonical(torch.ones(rows) / torch.sqrt((mean + torch.tensor(eps)).double()).float())
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("kind", ["normal", "wide", "special"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(5, 512), (3, 771), (40, 7), (2, 9000), (0, 128)])
-def test_norms_of_rows_are_summed_in_the_order_that_is_defined(shape, dtype):
-    for kind in ("normal", "wide", "special"):
-        x = matrix(kind, shape, dtype)
-        for level in every_level():
-            out = torch.full(shape[:1], 77.0)
-            ops.rms_rstd(x, eps=1e-5, out=out)
-            assert_bitwise(out, rstd_in_order(x, 1e-5), f"{kind} {level}")
+def test_norms_of_rows_are_summed_in_the_order_that_is_defined(shape, dtype, kind):
+    x = matrix(kind, shape, dtype)
+    for level in every_level():
+        out = torch.full(shape[:1], 77.0)
+        ops.rms_rstd(x, eps=1e-5, out=out)
+        assert_bitwise(out, rstd_in_order(x, 1e-5), f"{kind} {level}")
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

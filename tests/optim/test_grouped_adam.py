@@ -12,6 +12,7 @@ from te_dist.grouped import GroupedTensor
 from te_dist.tensor import quantize
 from te_dist.testing import assert_bitwise
 from tests.grouped.samples import FORMATS, NAMES, RAGGED, assert_same, values
+from tests.tensor.samples import of_each_family
 
 
 def gradients(shapes: list[tuple[int, int]], step: int) -> list[Tensor]:
@@ -33,6 +34,7 @@ TILES, ROWS = [(128, 160)] * 3, [(96, 160)] * 3
     [(TILES, "canonical"), (TILES, "both"), (ROWS, "both"), (list(RAGGED), "both")],
     ids=["tiles, canonical", "tiles", "rows", "ragged"],
 )
+@of_each_family
 @pytest.mark.parametrize("name", NAMES)
 def test_each_member_is_updated_as_if_alone(name: str, shapes: list[tuple[int, int]], directions: str) -> None:
     format, starts = FORMATS[name], [values(*shape, seed=i) for i, shape in enumerate(shapes)]

@@ -16,7 +16,7 @@ from te_dist.catalog import FORMATS
 from te_dist.fsdp2 import GroupedParameter, QuantizedParameter
 from te_dist.tensor import QuantizedTensor, quantize
 from te_dist.testing import assert_bitwise
-from tests.tensor.samples import signed
+from tests.tensor.samples import FAMILIES, signed
 
 BF16, BYTES = torch.bfloat16, torch.uint8
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -74,6 +74,7 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 IN_BYTES, SMALL = OPTIONS["remainders, moments in bytes"], OPTIONS["bf16 masters"]
 
 
+@pytest.mark.every_run(name=(*FAMILIES, "float8_block_2d", "float8_tensorwise"))
 @pytest.mark.parametrize(
     ("name", "options"),
     [*((name, SMALL) for name in FORMATS), ("float8_block_2d", IN_BYTES), ("float8_tensorwise", IN_BYTES)],
@@ -146,6 +147,9 @@ def test_remainders_are_fp32_masters() -> None:
             assert_bitwise(bits.view(torch.float32), optimizers[1].state[other]["master_param"], f"step {turn}")
 
 
+@pytest.mark.every_run(
+    options=[OPTIONS[name] for name in ("moments in bytes", "remainders, moments in bytes", "no masters")]
+)
 @pytest.mark.parametrize("through", ["state_dict", "deepcopy", "checkpoint"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_training_goes_on_as_if_nothing_had_happened(options: dict[str, Any], through: str, tmp_path) -> None:

@@ -202,6 +202,7 @@ def test_a_pass_of_another_kind_between_forward_and_a_second_forward_is_told(way
         y.sum().backward()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("first", [None, "disabled", "current"])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("quantized", [False, True])
@@ -224,6 +225,7 @@ def test_a_pass_runs_again_as_it_did_whatever_ran_since(way, quantized, frozen, 
     assert_same(*gradients)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("name", ["current", "delayed", "block", "mx"])
 @pytest.mark.parametrize("inner", ["te_dist", "torch_with_context"])

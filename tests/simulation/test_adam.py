@@ -51,6 +51,7 @@ def adapted(shape: tuple[int, int], name: str) -> tuple[Adapted, dict[str, Tenso
     return Adapted(**state, readers=tuple(calls)), state | planes
 
 
+@pytest.mark.every_run(name=("block", "mxfp8 by runs"))
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_codes_are_those_of_the_cpu(name: str, request: pytest.FixtureRequest) -> None:
     """Several tensors, one launch for those that are accessed alike."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -23,9 +27,7 @@ from tests.ops.whole_groups import (
 SIZES, SUMS_SIZES = [3, 0, 70, 1, 3, 200, 64, 0], [3, 0, 70, 1, 3, 600, 64, 0]
 
 
-@pytest.fixture(params=SPLITS[1:3], ids=str)
-def split(request, monkeypatch):
-    choose(monkeypatch, request.param)
+WIDE, NARROW = SPLITS[1:3]
 
 
 def check(got: Tensor, want: Tensor) -> None:
@@ -33,8 +35,16 @@ def check(got: Tensor, want: Tensor) -> None:
     assert not wrong.any(), f"{int(wrong.sum())} values are off, first at {wrong.nonzero()[0].tolist()}"
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[1], *KINDS[3:]], ids=str)
-def test_product_of_each_group(kind, split, simulated):
+def cut() -> Iterator[Any]:
+    """Kinds of products in both ways to cut them; in every run in one."""
+    for kind, split in product((KINDS[0], KINDS[1], *KINDS[3:]), (WIDE, NARROW)):
+        is_taken = split == (WIDE if kind in KINDS[::3] else NARROW)
+        yield pytest.param(kind, split, id=f"{kind}-{split}", marks=() if is_taken else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(("kind", "split"), cut())
+def test_product_of_each_group(kind, split, simulated, monkeypatch):
+    choose(monkeypatch, split)
     case = RowsCase(kind, SIZES, cols=328, depth=80 if kind.is_half else 656)  # FP8: more stages than memory holds
     out = torch.full((sum(SIZES) + 9, 328), 5.0, dtype=torch.bfloat16)
     multiply(kind, case.a, case.b, case.scale, table=table_of(SIZES, len(case.a)), out=out)
@@ -42,9 +52,12 @@ def test_product_of_each_group(kind, split, simulated):
     assert (out[-9:] == 5).all(), "rows behind the last group were written"
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("split", (WIDE, NARROW), ids=str)
 @pytest.mark.parametrize("how", ("bf16", "added"))
 @pytest.mark.parametrize("kind", [Kind("bf16", "bf16", 0), KINDS[3]], ids=str)
-def test_sum_over_the_rows_of_each_group(kind, how, split, simulated):
+def test_sum_over_the_rows_of_each_group(kind, how, split, simulated, monkeypatch):
+    choose(monkeypatch, split)
     rows, cols, groups = 136, 208, len(SUMS_SIZES)
     case = SumsCase(kind, SUMS_SIZES, rows, cols, poisons=how == "added")
     before, dtype = (2.0, torch.float32) if how == "added" else (0.0, torch.bfloat16)

@@ -85,8 +85,16 @@ def test_tiles_that_follow_each_other_wait_for_their_boxes(cols, monkeypatch):
     check_product(out, a.values @ b.values.t(), a.values.abs() @ b.values.abs().t(), "a product")
 
 
-@pytest.mark.parametrize("adds", (False, True))
-@pytest.mark.parametrize("tiling", [Tiling(3, 1, 2, band=3), Tiling(2, 2, band=3)], ids=str)
+@pytest.mark.parametrize(
+    ("tiling", "adds"),
+    [
+        (Tiling(3, 1, 2, band=3), True),
+        (Tiling(2, 2, band=3), False),
+        pytest.param(Tiling(3, 1, 2, band=3), False, marks=pytest.mark.exhaustive),
+        pytest.param(Tiling(2, 2, band=3), True, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
 def test_sum_over_the_rows_of_each_group(tiling, adds, monkeypatch):
     choose(monkeypatch, tiling)
     check_sums(rows=300, cols=264, sizes=[0, 5, 0, 600, 128, 0], adds=adds)

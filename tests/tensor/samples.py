@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -11,6 +12,9 @@ from te_dist.testing import assert_bitwise
 
 SHAPE = (96, 160)  # whole tiles of some formats, ragged ones of others
 NAMES = tuple(FORMATS)
+# One of each family: for what every format has in common.
+FAMILIES = ("float8_tensorwise_tn", "float8_block_1d", "mxfp8_2d", "nvfp4_1d", "hybrid_mxfp8_nvfp4")
+of_each_family = pytest.mark.every_run(name=FAMILIES)
 
 
 def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:

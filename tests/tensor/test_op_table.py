@@ -12,7 +12,7 @@ from te_dist.tensor import OPS, QuantizedTensor, quantize
 from te_dist.tensor.aten_values import FRESH, READING, WRITING, WRITING_LISTS
 from te_dist.testing import assert_bitwise
 from tests.tensor.calls import arguments, plain
-from tests.tensor.samples import NAMES, SHAPE, assert_same_bytes, sample, values
+from tests.tensor.samples import NAMES, SHAPE, assert_same_bytes, of_each_family, sample, values
 
 aten = torch.ops.aten
 NEEDS_CUDA = {"record_stream.default", "_pin_memory.default", "is_pinned.default"}
@@ -29,6 +29,7 @@ def present(names: list[str]) -> list[tuple[str, Any]]:
     return [(name, op) for name in names if (op := overload(name)) is not None]
 
 
+@of_each_family
 @pytest.mark.parametrize("name", NAMES)
 def test_reading_ops_give_what_they_give_on_the_values(name: str) -> None:
     tensor = sample(name)
@@ -44,6 +45,7 @@ def test_reading_ops_give_what_they_give_on_the_values(name: str) -> None:
     assert_same_bytes(tensor, sample(name), "reading")
 
 
+@of_each_family
 @pytest.mark.parametrize("name", NAMES)
 def test_writing_ops_quantize_what_they_give_on_the_values(name: str) -> None:
     for op_name, op in present(WRITING):
@@ -57,6 +59,7 @@ def test_writing_ops_quantize_what_they_give_on_the_values(name: str) -> None:
         assert_same_bytes(target, quantize(want, FORMATS[name]), op_name)
 
 
+@of_each_family
 @pytest.mark.parametrize("name", NAMES)
 def test_list_ops_quantize_every_member(name: str) -> None:
     for op_name, op in present(WRITING_LISTS):
@@ -67,6 +70,7 @@ def test_list_ops_quantize_every_member(name: str) -> None:
         assert_same_bytes(target, quantize(want, FORMATS[name]), op_name)
 
 
+@of_each_family
 @pytest.mark.parametrize("name", NAMES)
 def test_fresh_ops_give_plain_tensors(name: str) -> None:
     tensor = sample(name)
@@ -77,6 +81,7 @@ def test_fresh_ops_give_plain_tensors(name: str) -> None:
         assert got.shape in (tensor.shape, (3,)), op_name
 
 
+@of_each_family
 @pytest.mark.parametrize("name", NAMES)
 def test_every_listed_op_can_be_called(name: str) -> None:
     listed = [op.removeprefix("aten.") for op in OPS.names()]

@@ -16,7 +16,7 @@ from te_dist.catalog import FORMATS
 from te_dist.fsdp2 import QuantizedParameter
 from te_dist.tensor import quantize
 from te_dist.testing import assert_bitwise
-from tests.tensor.samples import NAMES, SHAPE, assert_same_bytes, signed
+from tests.tensor.samples import NAMES, SHAPE, assert_same_bytes, of_each_family, signed
 
 every_format = pytest.mark.parametrize("name", NAMES)
 
@@ -130,6 +130,7 @@ class Values(nn.Module):
         self.values = nn.ParameterList([param.detach() * 1.0 for param in model.parameters()])
 
 
+@of_each_family
 @every_format
 def test_averages_of_weights_in_high_precision_move(name: str) -> None:
     module, goal = Holder(name), Holder(name)
@@ -141,12 +142,13 @@ def test_averages_of_weights_in_high_precision_move(name: str) -> None:
         average.update_parameters(module)
         first, last = module.weight.dequantize(), goal.weight.dequantize()
         assert_bitwise(average.module.values[0].detach(), first, "the first")
-        for _ in range(200):
+        for _ in range(50):
             average.update_parameters(goal)
-        kept = 0.999**200 if multi_avg_fn and "ema" in multi_avg_fn.__qualname__ else 1 / 201
+        kept = 0.999**50 if multi_avg_fn and "ema" in multi_avg_fn.__qualname__ else 1 / 51
         torch.testing.assert_close(average.module.values[0].detach(), last + kept * (first - last), atol=1e-4, rtol=0)
 
 
+@of_each_family
 @every_format
 def test_averages_that_are_quantized_are_refused(name: str) -> None:
     module, goal = Holder(name), Holder(name)
@@ -169,6 +171,7 @@ def test_averages_that_are_quantized_are_refused(name: str) -> None:
             average.update_parameters(module)
 
 
+@of_each_family
 @every_format
 def test_sums_into_quantized_tensors_are_warned_of(name: str) -> None:
     average, weight = (Holder(name).weight.detach() for _ in range(2))
@@ -214,6 +217,7 @@ def test_quantized_weights_are_averaged_into_plain_tensors(name: str) -> None:
     ],
     ids=["normal", "uniform", "kaiming", "xavier", "orthogonal", "constant", "ones"],
 )
+@of_each_family
 @every_format
 def test_initializers_quantize_what_they_fill_in(name: str, initialize) -> None:
     module, plain = Holder(name), nn.Parameter(torch.empty(SHAPE))
@@ -248,6 +252,7 @@ def test_a_truncated_normal_is_one_or_is_refused(name: str) -> None:
     ],
     ids=["sgd", "sgd-foreach", "adamw", "adamw-foreach", "adamw-loop"],
 )
+@of_each_family
 @every_format
 def test_optimizers_without_masters_step_where_asked_to(name: str, make) -> None:
     module = Holder(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from te_dist.catalog import FORMATS
 from te_dist.formats import Direction
 from te_dist.tensor import QuantizedTensor, quantize
 from te_dist.testing import assert_bitwise
-from tests.tensor.samples import NAMES, assert_same_bytes, sample, signed, values
+from tests.tensor.samples import NAMES, assert_same_bytes, of_each_family, sample, signed, values
 
 every_format = pytest.mark.parametrize("name", NAMES)
 
@@ -73,11 +74,17 @@ def test_processes_share_what_was_moved_for_them(name: str) -> None:
     assert tensor.share_memory_() is tensor
     assert tensor.is_shared()
     assert_same_bytes(tensor, sample(name, 2, 48, 160), "shared")
-    if name == NAMES[0]:  # a process takes seconds to start
-        its = torch.multiprocessing.get_context("spawn").Process(target=write_ones, args=(tensor,))
-        its.start()
-        its.join(60)
-        assert (tensor.dequantize() == 1).all()
+    write_ones(pickle.loads(ForkingPickler.dumps(tensor)))  # as processes hand it on
+    assert (tensor.dequantize() == 1).all()
+
+
+@pytest.mark.exhaustive  # a process takes seconds to start
+def test_a_process_writes_into_what_was_moved_for_it() -> None:
+    tensor = sample(NAMES[0], 2, 48, 160).share_memory_()
+    its = torch.multiprocessing.get_context("spawn").Process(target=write_ones, args=(tensor,))
+    its.start()
+    its.join(60)
+    assert (tensor.dequantize() == 1).all()
 
 
 @every_format
@@ -133,6 +140,7 @@ def scaled(tensor: QuantizedTensor, factor: torch.Tensor) -> tuple[torch.Tensor,
     return tensor.view(2, -1, tensor.shape[-1]), tensor * factor
 
 
+@of_each_family
 @every_format
 def test_a_function_of_quantized_tensors_compiles_in_one_graph(name: str) -> None:
     torch.compiler.reset()

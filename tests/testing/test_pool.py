@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,7 +140,8 @@ def test_every_call_starts_from_the_same_seed() -> None:
     assert len({*pool(2).run(first_random), *pool(2).run(first_random)}) == 1
 
 
-def test_a_failing_rank_raises_its_own_exception_with_rank_and_traceback() -> None:
+def test_a_failing_rank_raises_its_own_exception_with_rank_and_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[WorkerPool.__module__], "GRACE", 0.5)  # the other rank waits all the time
     with pytest.raises(ValueError, match="layer.weight on rank 1 is wrong") as caught:
         pool(2).run(fail_on, 1)
     notes = "\n".join(caught.value.__notes__)

@@ -198,15 +198,26 @@ class Beside:
         """Trains both; compares outputs, gradients and, after each step, the bytes of all shards.
 
         Args:
-            steps: two, or one where many ranks share a machine.
+            steps: so many; or one and, but where many ranks share a machine, a pass with what it has updated.
             run: forward and backward of a model.
         """
+        run = run or forward_backward
         self.compare_weights("at the start")
-        for step in range(steps or (2 if dist.get_world_size() <= 2 else 1)):
-            self.step(step, run or forward_backward)
+        for step in range(steps or 1):
+            self.step(step, run)
+        if not steps and dist.get_world_size() <= 2:
+            self.compare_pass(1, run)
 
     def step(self, step: int, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
         """One step of both."""
+        self.compare_pass(step, run)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.compare_weights(f"after step {step}")
+
+    def compare_pass(self, step: int, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        """Forward and backward of both."""
         cols = self.cols
         mine, other = (batch(step * self.ranks + self.index, cols) for _ in range(2))
         out, want = run(self.sharded, mine), run(self.alone, other)
@@ -214,10 +225,6 @@ class Beside:
         if mine.grad is not None:
             self.compare(mine.grad, other.grad, "the gradient of the input")
         self.compare_gradients()
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        self.compare_weights(f"after step {step}")
 
     @property
     def cols(self) -> int:

@@ -53,6 +53,7 @@ def train(rank: int, world: int, name: str, single: bool, dim: int) -> None:
             assert_bitwise(got, want, f"{what} of step {step}")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("single", "dim"), [(True, 0), (True, 1), (False, 0)])
 @pytest.mark.parametrize("name", RECIPES)
 def test_sharded_groups_train_as_those_of_one_rank(name: str, single: bool, dim: int) -> None:

@@ -119,6 +119,7 @@ def steps(rank: int, world: int, name: str, sizes: tuple[int, int], capacity: in
     return found
 
 
+@pytest.mark.every_run(name=("block", "mxfp8"))
 @pytest.mark.parametrize("name", ["bf16", "block", "mxfp8"])  # whose rows do not depend on other ranks' in dense maps
 def test_experts_over_ranks_are_those_of_one_rank(ranks: Callable, name: str) -> None:
     (whole,) = ranks(1).run(steps, name, (1, 1), None)
@@ -213,6 +214,7 @@ def trained(name: str, sizes: tuple[int, int]) -> tuple[Model, torch.optim.Optim
     return model, optimizer
 
 
+@pytest.mark.every_run(name=("block",))
 @pytest.mark.parametrize("name", ["bf16", "block"])
 def test_checkpoints_do_not_depend_on_how_experts_lie(ranks: Callable, name: str, tmp_path: Path) -> None:
     want = ranks(2).run(saved, name, (1, 2), str(tmp_path / "saved"))[0]
