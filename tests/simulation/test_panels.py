@@ -37,7 +37,7 @@ def chosen() -> Iterator[Any]:
         yield pytest.param(call, id=call.name, marks=pytest.mark.exhaustive if rare else ())
 
 
-@pytest.mark.parametrize("call", chosen())
+@pytest.mark.parametrize("call", list(chosen()))
 def test_bytes_are_those_of_the_cpu(call: Call, monkeypatch: pytest.MonkeyPatch, request) -> None:
     want, got, launched = blank(call), blank(call), []
     want.run()
