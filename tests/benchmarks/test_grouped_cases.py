@@ -65,6 +65,10 @@ def test_bf16_of_all_libraries_is_the_same_product(leg: Any, sizes: list[int], m
     torch.testing.assert_close(of_torch[:end].float(), outs[0][:end].float(), rtol=2e-2, atol=0.5)
 
 
+@pytest.mark.skipif(
+    not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"),
+    reason="this torch has scaled products on GPUs only",
+)
 @every_routing
 @pytest.mark.parametrize("leg", LEGS)
 def test_a_loop_of_scaled_products_runs(leg: Any, sizes: list[int]) -> None:
