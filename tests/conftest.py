@@ -19,6 +19,7 @@ from te_dist.testing.pool import lacking_gpus
 from tests import selection
 
 ROOT = Path(__file__).parent
+NUM_GPUS = torch.cuda.device_count()
 _LONG = {"distributed", "launch", "simulation"}
 
 hypothesis.settings.register_profile("te_dist", deadline=None, derandomize=True, database=None)
@@ -36,8 +37,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    return "cases: " + ("all" if config.getoption("exhaustive") else "those of every run; the others with --exhaustive")
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    cases = "all" if config.getoption("exhaustive") else "those of every run; the others with --exhaustive"
+    return [f"cases: {cases}", *([] if NUM_GPUS else ["tests/gpu: not read, there is no GPU"])]
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Thousands of tests need not be read to be skipped."""
+    return True if collection_path == ROOT / "gpu" and not NUM_GPUS else None
 
 
 @pytest.hookimpl(trylast=True)
@@ -47,11 +54,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:], left = selection.of_every_run(items)
         config.hook.pytest_deselected(items=left)
     items.sort(key=lambda item: not _LONG.intersection(item.path.relative_to(ROOT).parts))
-    num_gpus = torch.cuda.device_count()
     for item in items:
         if "distributed" in item.path.relative_to(ROOT).parts[:-1]:
             item.add_marker(pytest.mark.distributed)
-        if num_gpus == 0 and item.get_closest_marker("gpu"):
+        if NUM_GPUS == 0 and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 

@@ -159,6 +159,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", ".metadata", "manifest.json"])
 @pytest.mark.parametrize("harm", [truncate, flip_a_bit, Path.unlink], ids=lambda f: f.__name__)
 def test_damage_is_found_on_every_rank(ranks, tmp_path: Path, file: str, harm: Callable[[Path], None]) -> None:

@@ -65,7 +65,7 @@ def resume(rank: int, world: int, path: Path, name: str) -> list[float]:
     return steps(name, model, optimizer, extra["step"], 3)
 
 
-@pytest.mark.every_run(name=("delayed", "block", "nvfp4"))
+@pytest.mark.every_run(name=("delayed", "nvfp4"))
 @pytest.mark.gloo_only("its expected values are made on the CPU")
 @pytest.mark.parametrize("name", RECIPES)
 def test_losses_go_on_as_if_nothing_had_happened(ranks, tmp_path: Path, name: str) -> None:

@@ -54,22 +54,26 @@ def load_zoo(rank: int, world: int, path: Path, layout: Layout) -> None:
 # -- any number of processes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.each_value
 @pytest.mark.gloo_only("its expected values are made on the CPU")
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        (data_parallel(2), data_parallel(1)),
         (data_parallel(2), data_parallel(3)),
-        (data_parallel(2), data_parallel(4)),
-        (data_parallel(3), data_parallel(2)),
-        (TP, data_parallel(3)),
         (data_parallel(3), TP),
-        (TP, TP),
         (TP, Layout((4, 1), ("dp", "tp"))),
-        (TP, Layout((1, 4), ("dp", "tp"))),
-        (HSDP, data_parallel(3)),
-        (data_parallel(2), HSDP),
+        (HSDP, data_parallel(2)),
+        (TP, HSDP),
+        *(
+            pytest.param(*each, marks=pytest.mark.exhaustive)
+            for each in (
+                (data_parallel(2), data_parallel(1)),
+                (data_parallel(2), data_parallel(4)),
+                (TP, data_parallel(3)),
+                (TP, TP),
+                (TP, Layout((1, 4), ("dp", "tp"))),
+                (data_parallel(2), HSDP),
+            )
+        ),
     ],
     ids=str,
 )
@@ -289,6 +293,7 @@ def load_train(rank: int, world: int, path: Path, kind: str, used: bool) -> dict
     return everything(model, optimizer)
 
 
+@pytest.mark.every_run(kind=("FusedAdam", "in fewer bits"))
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     ("world", "kind"),
@@ -329,6 +334,7 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     }
 
 
+@pytest.mark.every_run(kind=("FusedAdam", "in fewer bits"))
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     ("world", "kind"), [(1, "FusedAdam"), (3, "FusedAdam"), (3, "in fewer bits"), (3, "MasterWeights")]
@@ -380,6 +386,7 @@ def load_one(rank: int, world: int, path: Path, name: str | None, whole: torch.T
         assert_storage(storage, storages.quantize(whole, FORMATS[name]), name)
 
 
+@pytest.mark.every_run(wanted=("float8_tensorwise", "float8_block_1d", "mxfp8_2d", "nvfp4_2d"))
 @pytest.mark.parametrize("wanted", [n for n, f in FORMATS.items() if f.alignment(0) <= 2 and n != "float8_block_2d"])
 def test_another_format_is_made_from_masters(ranks, tmp_path: Path, wanted: str) -> None:
     whole = ranks(2).run(save_one, tmp_path / "c", "float8_block_2d", True)[0]

@@ -134,6 +134,7 @@ def update_ranges(rank: int, world: int, name: str, shapes: tuple[tuple[int, ...
         assert all(weight.storage.unsettled is None and weight.storage.initial is None for weight in weights)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("into", ["weights", "shards"])
 @pytest.mark.parametrize("name", ALL)
 def test_ranges_together_are_the_quantized_whole(name: str, into: str, ranks) -> None:

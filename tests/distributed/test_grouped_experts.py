@@ -143,6 +143,7 @@ def train_experts(rank: int, world: int, name: str, how: str, cut: str) -> None:
     assert_seen(layer, own)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", TOGETHER)
 @pytest.mark.parametrize(
     ("how", "cut"), [("dtensor", "members"), ("dtensor", "rows"), ("local", "members"), ("local", "rows")]
@@ -198,6 +199,7 @@ def replicate(rank: int, world: int, name: str, cut: str) -> None:
     assert_seen(layer, master)
 
 
+@pytest.mark.each_value
 @every_cut
 @pytest.mark.parametrize("name", TOGETHER)
 def test_replicas_of_shards(cut: str, name: str) -> None:

@@ -120,6 +120,7 @@ def train_and_compare(rank: int, world: int, name: str, cut: str, how: str) -> N
         assert not any(layer.weight._local_tensor.storage.unsettled is not None for layer in layers)
 
 
+@pytest.mark.every_run(name=TOGETHER)
 @every_format
 def test_unsharded_weights_are_the_quantized_whole(name: str) -> None:
     pool(2).run(train_and_compare, name, "rows", "ours")

@@ -233,6 +233,7 @@ def decays_by_hand(rank: int, world: int, kind: str, name: str) -> None:
         assert_bitwise(master, its.state[want]["master_param"], f"master {number}")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_ops_in_place_change_masters_of_shards(ranks: Ranks, kind: str, name: str) -> None:

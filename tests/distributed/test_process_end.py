@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import pathlib
 import sys
@@ -23,6 +25,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.exhaustive  # two processes that take seconds to start
 def test_gloo_does_not_abort_a_process_that_ends(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

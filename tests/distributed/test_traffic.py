@@ -102,6 +102,7 @@ def assert_planned(counted: fsdp2.CountedTraffic, planned: fsdp2.Unit) -> None:
     assert {name for name, _ in counted.sent} == {each.name for unit in planned.flat() for each in unit.parameters}
 
 
+@pytest.mark.every_run(name=SOME)
 @pytest.mark.each_value
 @pytest.mark.parametrize(("name", "world"), [*product(FORMATS, (3,)), *product(SOME, (2, 4))])
 def test_counted_bytes_are_those_planned_and_those_sent(ranks: Callable, name: str, world: int) -> None:

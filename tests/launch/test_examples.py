@@ -25,6 +25,7 @@ def test_an_example_without_a_launcher_says_how_to_start_it(path: Path, monkeypa
         runpy.run_path(str(path), run_name="__main__")
 
 
+@pytest.mark.every_run(path=(EXAMPLES / "fsdp2.py",))
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_example_learns_on_two_processes(path: Path, two_ranks: Callable) -> None:
     code, output = two_ranks(str(path))

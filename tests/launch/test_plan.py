@@ -65,7 +65,7 @@ def run_a_step(rank: int, world: int, job: str) -> tuple[dict[str, dict[Purpose,
     return sent, stored, sizes
 
 
-@pytest.mark.every_run(job=("tensor_parallel", "experts", "uneven"))
+@pytest.mark.every_run(job=("tensor_parallel", "experts"))
 @pytest.mark.parametrize("job", JOBS)
 def test_a_job_stores_and_sends_what_was_planned(ranks: Callable, job: str) -> None:
     world = JOBS[job][0]

@@ -65,6 +65,7 @@ def check(backend: str, module: nn.Module, made_by: Recipe | None, **options: An
             assert_bitwise(got, expected, f"{index} of pass {seed}")
 
 
+@pytest.mark.every_run(name=("current", "block", "mxfp8_2d", "nvfp4", "hybrid"))
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     ("name", "quantized"),
@@ -87,6 +88,7 @@ def test_stochastic_rounding_draws_the_numbers_of_eager() -> None:
             assert_bitwise(a, b, str(index))
 
 
+@pytest.mark.every_run(name=("block",))
 @pytest.mark.parametrize("name", ["block", "current"])
 def test_inductor_leaves_maps_as_they_are(name: str) -> None:
     made_by = STATELESS[name].recipe
@@ -232,7 +234,7 @@ def test_what_torchs_checkpoint_runs_again_does_not_lose_its_recipe(
 
 @pytest.mark.parametrize(
     ("backend", "name"),
-    [pytest.param("inductor", "block", marks=pytest.mark.exhaustive), ("aot_eager", "delayed"), ("aot_eager", "block")],
+    [pytest.param("inductor", "block", marks=pytest.mark.exhaustive), ("aot_eager", "delayed")],
 )
 def test_steps_without_a_recipe_after_steps_with_one_are_run_again_without_it(backend: str, name: str) -> None:
     module, by_recipe = Block(block_scaling), CASES[name].recipe
