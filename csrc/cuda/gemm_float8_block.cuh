@@ -107,14 +107,14 @@ struct GemmFloat8Block {
   TE_DIST_DEVICE void read(const Tile& t, uint32_t s, int k) const {
     const int depth = t.first_depth + k;
     Barrier& full = shared.full[s];
-    if constexpr (kTurnsB) {
-      if (t.depth_tiles == 0) return full.arrive(), shared.raw[s].arrive();
-      copy_box(p.b, shared.raw[s], shared.b[s], t.col, t.b_row + depth * kDepth);
-      shared.raw[s].expect(kCols * kDepth);
-    } else {
-      if (t.depth_tiles == 0) return full.arrive();
-      copy_box(p.b, full, shared.b[s], depth * kDepth, t.b_row);
+    Barrier& b_there = kTurnsB ? shared.raw[s] : full;
+    if (t.depth_tiles == 0) {
+      full.arrive();
+      if constexpr (kTurnsB) b_there.arrive();
+      return;
     }
+    copy_box(p.b, b_there, shared.b[s], kTurnsB ? t.col : depth * kDepth, t.b_row + (kTurnsB ? depth * kDepth : 0));
+    if constexpr (kTurnsB) b_there.expect(kCols * kDepth);
     copy_rows(p.a, full, shared.a[s], depth * kDepth, t.row, k);
 #pragma unroll
     for (int i = 0; i < kScaleBoxes; ++i) {

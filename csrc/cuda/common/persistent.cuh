@@ -98,6 +98,7 @@ struct Persistent {
 #pragma unroll 1
       for (int k = 0, stages = product.stages_of(product.shared.tile[ring.stage]); k < stages; ++k, ring.advance()) {
         if (k > 0) product.shared.raw[ring.stage].wait(ring.parity);
+        __syncwarp();  // its lanes prepare together
         product.prepare(ring.stage, warp);
         __syncwarp();
         if (threadIdx.x % 32 == 0) product.shared.full[ring.stage].arrive();
