@@ -12,6 +12,11 @@
 Workers are forked from a server process that has imported torch and te_dist and done nothing else (no thread, no CUDA
 context), so the import is paid once per session and a new worker costs milliseconds. That is why every failure simply
 ends all ranks of its pool: the next call starts clean ones, and no half-done collective can reach another test.
+
+[Note: resting pools]
+Gloo has a thread for each process group, which wakes a hundred times a second. Of several pools of a session, all but
+the one that was called last are therefore stopped (SIGSTOP), until a job arrives or this process ends. Ranks on GPUs
+are not: NCCL watches its threads by the clock.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -76,6 +81,8 @@ class WorkerPool:
     Where there are fewer GPUs, ranks share them in turn, which NCCL has to be told (`env.SHARED_GPUS`).
     """
 
+    _awake: ClassVar[WorkerPool | None] = None  # the one that was called last
+
     def __init__(self, world: int, device_type: str = "cpu", *, timeout: float = TIMEOUT) -> None:
         self.world = world
         self.device_type = device_type
@@ -103,6 +110,7 @@ class WorkerPool:
         message = pickle.dumps(Job.of(fn, args))
         if any(worker.connection.poll() for worker in self._workers):
             self._kill()  # an idle worker has nothing to say: its end of the pipe was closed by its death
+        self._wake()
         if not self._workers:
             self._start()
         for worker in self._workers:
@@ -122,6 +130,15 @@ class WorkerPool:
         for worker in self._workers:
             worker.process.join(max(0.0, deadline - time.monotonic()))
         self._kill()
+
+    def _wake(self) -> None:
+        """From now on this pool is the one that does not rest, see [Note: resting pools]."""
+        before, WorkerPool._awake = WorkerPool._awake, self
+        if before is None or before is self or before.device_type != "cpu":
+            return
+        for worker in before._workers:
+            if worker.process.is_alive() and worker.process.pid is not None:
+                os.kill(worker.process.pid, signal.SIGSTOP)
 
     def _kill(self) -> None:
         """Ends all workers, whatever they are doing."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import functools
 import gc
 import importlib
 import importlib.util
+import os
 import pickle
 import signal
 import sys
@@ -102,6 +104,7 @@ def mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 def serve(setup: Setup, connection: Connection) -> None:
     """Entry of a worker: joins the group, then answers jobs until the parent hangs up or sends an empty message."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _go_on_when_asked(connection)
     with open(setup.stack_path, "w") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
@@ -123,6 +126,14 @@ def serve(setup: Setup, connection: Connection) -> None:
             return
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _go_on_when_asked(connection: Connection) -> None:
+    """Lets the system continue this process, if it is stopped, when a job arrives or the parent hangs up."""
+    file = connection.fileno()
+    fcntl.fcntl(file, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGCONT)
+    fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _join(setup: Setup) -> None:

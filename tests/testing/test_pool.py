@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from te_dist.testing import RankError, WorkerPool, assert_bitwise, pool
 from te_dist.testing.pool import lacking_gpus
 
 pytestmark = pytest.mark.distributed
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,39 @@ def test_workers_are_started_once_and_run_other_processes() -> None:
 def test_ranks_communicate_and_tensors_travel() -> None:
     for result in pool(3).run(all_reduced, 2.0):
         assert_bitwise(result, torch.full((2,), 6.0), "all_reduced")
+
+
+def states(pids: list[int]) -> set[str]:
+    """As the system calls them: T is stopped."""
+    return {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids}
+
+
+def test_pools_rest_while_another_one_works() -> None:
+    two, three = ([pid for _, _, pid in pool(world).run(place)] for world in (2, 3))
+    assert states(two) == {"T"}
+    assert "T" not in states(three)
+    assert [pid for _, _, pid in pool(2).run(place)] == two
+    assert states(three) == {"T"}
+
+
+PROGRAM = """
+import os
+from te_dist.testing import pool
+from tests.testing.test_pool import place
+print(*(pid for world in (1, 2) for _, _, pid in pool(world).run(place)), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.exhaustive  # a process takes seconds to start
+def test_ranks_end_with_the_process_that_started_them() -> None:
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True, timeout=60)
+    pids = [int(pid) for pid in done.stdout.split()]
+    deadline = time.monotonic() + 10
+    while not all(map(is_gone, pids)):
+        assert time.monotonic() < deadline, f"still there: {[pid for pid in pids if not is_gone(pid)]}"
+        time.sleep(0.05)
 
 
 def test_meshes_are_made_once() -> None:
