@@ -42,12 +42,12 @@ TE_DIST_INLINE void encode_run(const typename Element::Storage* source, float mu
   encode_row<Element, Code, true, Sink>(source, kRun, OneMultiplier(multiplier), out);
 }
 
-// Fetches a run of what is read next while this one is encoded: finding amaxes alone would wait for memory. Beyond the
-// end of the matrix this does nothing.
+// Fetches the run that lies so many values `ahead` of one that is encoded: finding amaxes alone would wait for memory.
+// Beyond the end of the matrix this does nothing; there it is an address and no pointer.
 template <class Element>
-TE_DIST_INLINE void prefetch_run(const typename Element::Storage* source) {
-  const char* first = reinterpret_cast<const char*>(source);
-  for (int i = 0; i < kRun * int(sizeof(*source)); i += 64) __builtin_prefetch(first + i);
+TE_DIST_INLINE void prefetch_run(const typename Element::Storage* run, int64_t ahead) {
+  const auto first = reinterpret_cast<uintptr_t>(run) + size_t(ahead) * sizeof(*run);
+  for (size_t i = 0; i < kRun * sizeof(*run); i += 64) __builtin_prefetch(reinterpret_cast<const void*>(first + i));
 }
 
 // A part of a row: its first element, codes and run.
@@ -70,7 +70,7 @@ void quantize_batch(const QuantizeFloat8Block& op, const FloatScaleRule& rule, c
   }
   scales.find(rule);
   for (int i = 0; i < runs; ++i) {
-    prefetch_run<Element>(part.source + (kBatch + i) * kRun);
+    prefetch_run<Element>(part.source + i * kRun, kBatch * kRun);
     encode_run<Element, Code, Sink>(part.source + i * kRun, scales.multipliers[i], scales.trusted[i], rule.pow2,
                                     part.out + i * kRun);
     op.row.scale.at(part.row, part.run + i) = scales.inverses[i];

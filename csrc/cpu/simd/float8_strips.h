@@ -105,10 +105,10 @@ void quantize_strip_rows(const StripWindow& window, const FloatScaleRule& rule, 
     for (int i = 0; i < kGroupRows; ++i) {
       const int row = first + i;
       if (!window.has_row(row)) continue;
-      const auto* later = x + (window.matrix_row(row) + kGroupRows) * op.x.cols;
+      const auto* source = x + window.matrix_row(row) * op.x.cols;
       for (int run = window.first_run(); run <= window.last_run(); ++run) {
         const int index = i * kStripRuns + run;
-        prefetch_run<Element>(later + run * kRun);
+        prefetch_run<Element>(source + run * kRun, kGroupRows * op.x.cols);
         write_strip_run<Element, Code>(window, strip.elements[row] + run * kRun, row, run, scales, index);
         op.row.scale.at(window.matrix_row(row), window.matrix_run(run)) = scales.inverses[index];
       }
