@@ -76,6 +76,7 @@ def train_and_compare(rank: int, world: int, name: str, rows: int, how: str) -> 
         assert not any(layer.weight._local_tensor.storage.unsettled is not None for layer in layers)
 
 
+@pytest.mark.every_run(name=(*SOME, "nvfp4_1d"))
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     ("name", "world", "rows"),

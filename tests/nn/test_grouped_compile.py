@@ -56,7 +56,7 @@ def results(module: nn.Module, called: nn.Module, made_by: Recipe | None, *rest:
     return [out.detach(), x.grad, *(p.grad for p in module.parameters())]
 
 
-@pytest.mark.every_run(kind=("plain", "block, one", "current", "nvfp4"))
+@pytest.mark.every_run(kind=("plain", "block, one", "nvfp4"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_module_is_one_graph_with_the_bits_of_eager_mode(kind: str) -> None:
     made_by, quantized, single = KINDS[kind]

@@ -220,7 +220,7 @@ def accumulated(formats: Formats, *, syncs: bool, mesh: DeviceMesh | None = None
             both.sharded.set_requires_gradient_sync(is_last)
             both.sharded.set_is_last_backward(is_last)
 
-    both = beside(formats, mesh, each=2)
+    both = beside(formats, mesh, each=2 if len(formats) == 1 else 1)
     both.sums_alike = not syncs
     both.follow(run=run)
     return both
@@ -255,7 +255,7 @@ def accumulated_kept(formats: Formats) -> None:
 
 @situation("prefetching", PASSES)
 def prefetched(formats: Formats) -> None:
-    both = beside(formats, each=2)
+    both = beside(formats)
     blocks = list(both.sharded.blocks)
     for index, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])

@@ -58,6 +58,7 @@ def sharded_equals_whole(rank: int, world: int, name: str, quantized: bool) -> N
         assert_bitwise(got, want, key)
 
 
+@pytest.mark.every_run(name=("delayed", "current", "block_2d", "mxfp8", "nvfp4", "hybrid"))
 @pytest.mark.parametrize("name", SHARDED)
 def test_sharded_modules_compute_what_whole_ones_do(ranks: Ranks, name: str) -> None:
     ranks(2).run(sharded_equals_whole, name, True)
