@@ -15,15 +15,13 @@ ARGS   ?=
 
 RUN := $(VENV)/bin/python
 # Without byte code, most of which nobody asks for: what is imported is compiled then.
-INSTALL := $(RUN) -m pip --disable-pip-version-check install --quiet --no-compile
+# Without make's flags, in which ninja would find a jobserver with two jobs to give.
+INSTALL := env -u MAKEFLAGS -u MFLAGS $(RUN) -m pip --disable-pip-version-check install --quiet --no-compile
 SOURCES := CMakeLists.txt $(shell find csrc -type f)
 TOOLS := import tomllib; print("cmake", "ninja", *tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")
 REQUIREMENTS := import tomllib, torch; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = p["optional-dependencies"]; \
 	cuda = "cuda12" if (torch.version.cuda or "").startswith("12.") else "cuda13"; \
 	print(*p["dependencies"], *extras[cuda], *extras["train"], *extras["hf"], *extras["dev"], sep="\n")
-
-# Extensions are compiled while packages are installed.
-MAKEFLAGS += --jobs=2
 
 # Threads multiply processes: tests and trainers run one thread per process unless told otherwise.
 export OMP_NUM_THREADS ?= 1
@@ -33,7 +31,9 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: build train test sanitize lint types docs clean distclean
 .DELETE_ON_ERROR:
 
-build: $(VENV)/.built $(VENV)/.required
+# Packages are installed while the extension is compiled.
+build:
+	@+$(MAKE) --no-print-directory --jobs=2 $(VENV)/.built $(VENV)/.required
 
 # An environment with torch: the interpreter's own where it has one.
 $(VENV)/.torch:

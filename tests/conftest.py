@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,13 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if collection_path == ROOT / "gpu" and not NUM_GPUS else None
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Marks tests by where they lie; what takes long comes first, so that no worker is left alone with it."""
-    if not config.getoption("exhaustive"):
+    if not any("::" in argument for argument in config.args):
+        selection.check_names(items)
+    yield
+    if not config.getoption("exhaustive") and not any("[" in argument for argument in config.args):
         items[:], left = selection.of_every_run(items)
         config.hook.pytest_deselected(items=left)
     items.sort(key=lambda item: not _LONG.intersection(item.path.relative_to(ROOT).parts))

@@ -6,6 +6,7 @@
     @pytest.mark.exhaustive                          # none: of a test, or of one `pytest.param`
 
 Most mistakes show with one value of a parameter or with two together, so these are what every change is tested with.
+A case that is asked for by its name runs.
 """
 
 from __future__ import annotations
@@ -37,6 +38,25 @@ def of_every_run(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[
     for (marker, *_), cases in alike.items():
         left.update(_not_needed(cases, _TOGETHER[marker]))
     return [item for item in items if item not in left], [item for item in items if item in left]
+
+
+def check_names(items: Sequence[pytest.Item]) -> None:
+    """Raises UsageError where `every_run` names a value that no case of its test has, all of which are in `items`."""
+    values: dict[tuple[str, str], list[object]] = {}
+    wanted: dict[tuple[str, str], Sequence[object]] = {}
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        for marker in item.iter_markers("every_run"):
+            for name, named in marker.kwargs.items():
+                if isinstance(named, str):
+                    raise pytest.UsageError(f"{test}: every_run names {name}={named!r}; write ({named!r},)")
+                values.setdefault((test, name), []).append(_values(item)[name])
+                wanted[test, name] = named
+    for (test, name), named in wanted.items():
+        if missing := [value for value in named if value not in values[test, name]]:
+            raise pytest.UsageError(
+                f"{test}: every_run names {name}={missing}, which no case has; correct or remove it"
+            )
 
 
 def _values(item: pytest.Item) -> dict[str, object]:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).with_name("gpu").glob("test_*.py")), ids=lambda path: path.stem)
+def test_files_of_the_gpu_suite_can_be_read(path: Path) -> None:
+    importlib.import_module(f"tests.gpu.{path.stem}")
 
 
 def test_sources_without_what_is_compiled_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,15 @@ ends all ranks of its pool: the next call starts clean ones, and no half-done co
 
 [Note: resting pools]
 Gloo has a thread for each process group, which wakes a hundred times a second. Of several pools of a session, all but
-the one that was called last are therefore stopped (SIGSTOP), until a job arrives or this process ends. Ranks on GPUs
-are not: NCCL watches its threads by the clock.
+the one that was called last are therefore stopped (SIGSTOP) until their next call; where this process ends without
+closing them, the system lets them go on to their end. Ranks on GPUs are not stopped: NCCL watches its threads by the
+clock.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -111,11 +113,15 @@ class WorkerPool:
         if any(worker.connection.poll() for worker in self._workers):
             self._kill()  # an idle worker has nothing to say: its end of the pipe was closed by its death
         self._wake()
-        if not self._workers:
-            self._start()
-        for worker in self._workers:
-            _send(worker, message)
-        outcomes = self._collect(limit)
+        try:
+            if not self._workers:
+                self._start()
+            for worker in self._workers:
+                _send(worker, message)
+            outcomes = self._collect(limit)
+        except BaseException:  # Ctrl-C, say: nobody waits for what ranks are at
+            self._kill()
+            raise
         successes = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Success)}
         if len(successes) == self.world:
             return [successes[rank].result for rank in range(self.world)]
@@ -134,15 +140,15 @@ class WorkerPool:
     def _wake(self) -> None:
         """From now on this pool is the one that does not rest, see [Note: resting pools]."""
         before, WorkerPool._awake = WorkerPool._awake, self
-        if before is None or before is self or before.device_type != "cpu":
-            return
-        for worker in before._workers:
-            if worker.process.is_alive() and worker.process.pid is not None:
-                os.kill(worker.process.pid, signal.SIGSTOP)
+        if before is not None and before is not self and before.device_type == "cpu":
+            for worker in before._workers:
+                _signal(worker, signal.SIGSTOP)
 
     def _kill(self) -> None:
         """Ends all workers, whatever they are doing."""
         workers, self._workers = self._workers, []
+        if WorkerPool._awake is self:
+            WorkerPool._awake = None
         for worker in workers:
             worker.process.kill()
             worker.process.join()
@@ -206,8 +212,16 @@ def close_pools() -> None:
         each.close()
 
 
+def _signal(worker: _Worker, number: signal.Signals) -> None:
+    """To a worker that may be dead already."""
+    if worker.process.is_alive() and worker.process.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.process.pid, number)
+
+
 def _send(worker: _Worker, message: bytes) -> None:
-    """Sends to a worker that may be dead already; its end is then found when its answer is awaited."""
+    """Sends to a worker that may rest, or be dead already; its end is then found when its answer is awaited."""
+    _signal(worker, signal.SIGCONT)
     try:
         worker.connection.send_bytes(message)
     except OSError:

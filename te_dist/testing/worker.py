@@ -104,7 +104,7 @@ def mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 def serve(setup: Setup, connection: Connection) -> None:
     """Entry of a worker: joins the group, then answers jobs until the parent hangs up or sends an empty message."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _go_on_when_asked(connection)
+    _go_on_when_left(connection)
     with open(setup.stack_path, "w") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
@@ -128,8 +128,8 @@ def serve(setup: Setup, connection: Connection) -> None:
             dist.destroy_process_group()
 
 
-def _go_on_when_asked(connection: Connection) -> None:
-    """Lets the system continue this process, if it is stopped, when a job arrives or the parent hangs up."""
+def _go_on_when_left(connection: Connection) -> None:
+    """Lets the system continue this process, if it is stopped, when the parent hangs up: it would stay forever."""
     file = connection.fileno()
     fcntl.fcntl(file, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGCONT)

@@ -1,7 +1,7 @@
 """Listed CUDA kernels compile for every architecture, without a GPU, and keep their values in registers.
 
 Needs NVRTC and CuPy (extra cuda13); skipped without. Of what is listed over bf16, and of every tiling that products of
-FP8 blocks choose, a ninety-sixth is compiled, another one with every commit: its number stands in the names of the
+FP8 blocks choose, a forty-eighth is compiled, another one with every commit: its number stands in the names of the
 tests. With --exhaustive all. Compiled ones are kept in build/kernels, by content: only what changed is compiled
 again.
 """
@@ -88,7 +88,7 @@ ALLOWED_SPILLS = {
 ROOT = Path(__file__).parents[2]
 CACHE = KernelCache(ROOT / "build" / "kernels")
 FILES = sorted({spec.file for spec in variants.variants()})
-PARTS = 96
+PARTS = 48
 
 
 def turn() -> int:

@@ -42,7 +42,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_products_are_those_of_the_values_and_what_does_not_fit_is_refused(library: str) -> None:
     own = WorkerPool(1)
     try:
-        own.run(check_all, library)
+        own.run(check_all, library, timeout=300)
     finally:
         own.close()
 

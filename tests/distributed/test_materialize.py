@@ -71,7 +71,7 @@ def materialize_and_gather(rank: int, world: int, name: str) -> dict[str, Tensor
     return result
 
 
-@pytest.mark.every_run(name=("float8_tensorwise", "float8_block_2d", "mxfp8_1d", "nvfp4_1d", "hybrid_mxfp8_nvfp4"))
+@pytest.mark.every_run(name=("float8_tensorwise", "float8_block_2d", "mxfp8_1d", "nvfp4_2d", "hybrid_mxfp8_nvfp4"))
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_number_of_ranks_gives_the_same_model(name: str) -> None:
     alone = make(name)

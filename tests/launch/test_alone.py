@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import te_dist
 from te_dist import checkpoints
 from te_dist.launch import config_file, train
 
@@ -109,9 +111,14 @@ def test_a_line_that_a_killed_run_left_unfinished_is_dropped(tiny_job: Callable)
 def test_packages_that_are_missing_are_named(
     tiny_job: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(te_dist, "launch", te_dist.launch)  # which comes back behind its modules
+    for name in [name for name in sys.modules if name.startswith("te_dist.launch")]:
+        monkeypatch.delitem(sys.modules, name)
     for package in ("matplotlib", "tokenizers"):
         monkeypatch.setitem(sys.modules, package, None)
-    line = reason(tiny_job(), capsys)
+    with pytest.raises(SystemExit, match="1"):
+        importlib.import_module("te_dist.launch.train").main([str(tiny_job().path)])
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("te_dist, rank 0: packages: got no matplotlib and no tokenizers; wanted those of te_dist's")
     assert line.endswith("remedy: pip install matplotlib tokenizers")
 

@@ -202,7 +202,7 @@ def gradients_of_repeated(
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     ("before", "reentrant", "quantized", "frozen"),
-    [  # every two of them together
+    [  # every two of them together; in every run each
         ((), False, False, True),
         ((), True, True, False),
         ((None,), False, False, False),
@@ -337,7 +337,7 @@ def test_evaluations_by_a_recipe_leave_training_without_one_alone(reentrant: boo
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(
-    ("around", "plain_first", "named"),  # every two of them together
+    ("around", "plain_first", "named"),  # every two of them together; in every run each
     [(False, False, False), (False, True, True), (True, False, True), (True, True, False)],
 )
 def test_maps_with_and_without_a_recipe_in_a_row_run_again_as_they_ran_or_not_at_all(

@@ -42,7 +42,7 @@ def cut() -> Iterator[Any]:
         yield pytest.param(kind, split, id=f"{kind}-{split}", marks=() if is_taken else pytest.mark.exhaustive)
 
 
-@pytest.mark.parametrize(("kind", "split"), cut())
+@pytest.mark.parametrize(("kind", "split"), list(cut()))
 def test_product_of_each_group(kind, split, simulated, monkeypatch):
     choose(monkeypatch, split)
     case = RowsCase(kind, SIZES, cols=328, depth=80 if kind.is_half else 656)  # FP8: more stages than memory holds

@@ -12,8 +12,15 @@ from te_dist.testing import assert_bitwise
 
 SHAPE = (96, 160)  # whole tiles of some formats, ragged ones of others
 NAMES = tuple(FORMATS)
-# One of each family: for what every format has in common.
-FAMILIES = ("float8_tensorwise_tn", "float8_block_1d", "mxfp8_2d", "nvfp4_1d", "hybrid_mxfp8_nvfp4")
+# One of each family, as recipes keep weights, and one that is transformed: for what every format has in common.
+FAMILIES = (
+    "float8_tensorwise_tn",
+    "float8_block_2d",
+    "mxfp8_1d",
+    "nvfp4_2d",
+    "hybrid_mxfp8_nvfp4",
+    "nvfp4_1d_hadamard",
+)
 of_each_family = pytest.mark.every_run(name=FAMILIES)
 
 

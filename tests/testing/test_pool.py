@@ -2,9 +2,9 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -18,7 +18,6 @@ from te_dist.testing import RankError, WorkerPool, assert_bitwise, pool
 from te_dist.testing.pool import lacking_gpus
 
 pytestmark = pytest.mark.distributed
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -135,32 +134,45 @@ def states(pids: list[int]) -> set[str]:
     return {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids}
 
 
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
 def test_pools_rest_while_another_one_works() -> None:
     two, three = ([pid for _, _, pid in pool(world).run(place)] for world in (2, 3))
-    assert states(two) == {"T"}
+    wait_until(lambda: states(two) == {"T"}, "those of two ranks do not rest")
     assert "T" not in states(three)
     assert [pid for _, _, pid in pool(2).run(place)] == two
-    assert states(three) == {"T"}
+    wait_until(lambda: states(three) == {"T"}, "those of three ranks do not rest")
 
 
-PROGRAM = """
-import os
-from te_dist.testing import pool
-from tests.testing.test_pool import place
-print(*(pid for world in (1, 2) for _, _, pid in pool(world).run(place)), flush=True)
-os._exit(0)
-"""
+def test_ranks_that_rest_end_where_nobody_is_left_to_call_them() -> None:
+    own = WorkerPool(2)
+    pids = [pid for _, _, pid in own.run(place)]
+    pool(3).run(place)
+    wait_until(lambda: states(pids) == {"T"}, "they do not rest")
+    for worker in own._workers:
+        worker.connection.close()  # as the system does when a process ends
+    wait_until(lambda: all(map(is_gone, pids)), "they are still there")
 
 
-@pytest.mark.exhaustive  # a process takes seconds to start
-def test_ranks_end_with_the_process_that_started_them() -> None:
-    command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True, timeout=60)
-    pids = [int(pid) for pid in done.stdout.split()]
-    deadline = time.monotonic() + 10
-    while not all(map(is_gone, pids)):
-        assert time.monotonic() < deadline, f"still there: {[pid for pid in pids if not is_gone(pid)]}"
-        time.sleep(0.05)
+def test_a_call_that_is_broken_off_leaves_a_clean_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = WorkerPool(1)
+    pids = [pid for _, _, pid in own.run(place)]
+    with monkeypatch.context() as patch:
+        patch.setattr(own, "_collect", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            own.run(first_random)
+    assert all(map(is_gone, pids))
+    assert [result[:2] for result in own.run(place)] == [(0, 1)]
+    own.close()
+
+
+def interrupt(limit: float) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def test_meshes_are_made_once() -> None:

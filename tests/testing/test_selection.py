@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.selection import of_every_run
+from tests.selection import check_names, of_every_run
 
 AXES = {"name": ("a", "b", "c"), "world": (1, 2), "cut": (0, 1), "device_type": ("cpu", "cuda")}
 
@@ -75,6 +75,9 @@ def test_nothing_is_taken_of_what_runs_on_its_own() -> None:
     assert taken(pytest.mark.exhaustive) == []
 
 
-def test_a_name_that_no_parameter_has_is_a_mistake() -> None:
+def test_names_and_values_that_no_parameter_has_are_mistakes() -> None:
     with pytest.raises(KeyError, match="nome"):
         taken(pytest.mark.every_run(nome=("a",)))
+    check_names([Case({"name": name}, (pytest.mark.every_run(name=("a", "b")),)) for name in "abc"])  # type: ignore[misc]
+    with pytest.raises(pytest.UsageError, match=r"test_some: every_run names name=\['d'\], which no case has"):
+        check_names([Case({"name": name}, (pytest.mark.every_run(name=("a", "d")),)) for name in "abc"])  # type: ignore[misc]

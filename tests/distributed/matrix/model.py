@@ -198,7 +198,7 @@ class Beside:
         """Trains both; compares outputs, gradients and, after each step, the bytes of all shards.
 
         Args:
-            steps: so many; or one and, but where many ranks share a machine, a pass with what it has updated.
+            steps: so many. By default one, and where few ranks share the machine a further pass, with updated weights.
             run: forward and backward of a model.
         """
         run = run or forward_backward

@@ -51,7 +51,7 @@ def pairs_of(model: Net) -> list[tuple[nn.Module, nn.Module]]:
 
 @situation("resharded after forward", UNITS)
 def resharded(formats: Formats) -> None:
-    beside(formats, reshard_after_forward=True).follow()
+    beside(formats, reshard_after_forward=True).follow(steps=2)
 
 
 @situation("kept after forward", UNITS)
