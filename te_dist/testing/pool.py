@@ -30,6 +30,7 @@ import pickle
 import signal
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -161,6 +162,7 @@ class WorkerPool:
         """Forks the workers; they join their process group on their own."""
         if self.device_type == "cuda" and (missing := lacking_gpus(self.world)):
             raise RuntimeError(f"a pool of {self.world} ranks on GPUs {missing}")
+        _STARTED.add(self)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*_PRELOAD, serve.__module__])
         self._folder = tempfile.TemporaryDirectory(prefix="te_dist_pool_")
@@ -198,6 +200,7 @@ def lacking_gpus(world: int) -> str:
 
 
 _POOLS: dict[tuple[int, str], WorkerPool] = {}
+_STARTED: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 
 def pool(world: int, device_type: str = "cpu") -> WorkerPool:
@@ -207,8 +210,8 @@ def pool(world: int, device_type: str = "cpu") -> WorkerPool:
 
 @atexit.register
 def close_pools() -> None:
-    """Ends the workers of all pools."""
-    for each in _POOLS.values():
+    """Ends the workers of all pools: the interpreter would wait forever for those that rest."""
+    for each in list(_STARTED):
         each.close()
 
 
