@@ -43,7 +43,7 @@ TE_DIST_INLINE void encode_run(const typename Element::Storage* source, float mu
 }
 
 // Fetches the run that lies so many values `ahead` of one that is encoded: finding amaxes alone would wait for memory.
-// Beyond the end of the matrix this does nothing; there it is an address and no pointer.
+// By an address, not a pointer: it may lie beyond the matrix, where fetching does nothing.
 template <class Element>
 TE_DIST_INLINE void prefetch_run(const typename Element::Storage* run, int64_t ahead) {
   const auto first = reinterpret_cast<uintptr_t>(run) + size_t(ahead) * sizeof(*run);
