@@ -20,6 +20,7 @@ from tests import selection
 
 ROOT = Path(__file__).parent
 NUM_GPUS = torch.cuda.device_count()
+_LEFT = pytest.StashKey[int]()  # to --exhaustive
 _LONG = {"distributed", "launch", "simulation"}
 
 hypothesis.settings.register_profile("te_dist", deadline=None, derandomize=True, database=None)
@@ -47,15 +48,23 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if collection_path == ROOT / "gpu" and not NUM_GPUS else None
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left := config.stash.get(_LEFT, 0):
+        terminalreporter.write_line(
+            f"{left} cases left out by tests/selection.py; --exhaustive or their names run them"
+        )
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Marks tests by where they lie; what takes long comes first, so that no worker is left alone with it."""
     if not any("::" in argument for argument in config.args):
         selection.check_names(items)
     yield
-    if not config.getoption("exhaustive") and not any("[" in argument for argument in config.args):
-        items[:], left = selection.of_every_run(items)
+    if not config.getoption("exhaustive"):
+        items[:], left = selection.of_every_run(items, config.args)
         config.hook.pytest_deselected(items=left)
+        config.stash[_LEFT] = len(left)
     items.sort(key=lambda item: not _LONG.intersection(item.path.relative_to(ROOT).parts))
     for item in items:
         if "distributed" in item.path.relative_to(ROOT).parts[:-1]:

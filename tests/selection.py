@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -26,8 +27,15 @@ _TOGETHER = {"each_value": 1, "pairwise": 2}  # how many values have to meet
 _DEVICE = "device_type"  # what runs on one device runs on all
 
 
-def of_every_run(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """(what every run takes, what is left to `--exhaustive`), each in the order of `items`."""
+def of_every_run(
+    items: Sequence[pytest.Item], arguments: Sequence[str] = ()
+) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """(what every run takes, what is left to `--exhaustive`), each in the order of `items`.
+
+    Args:
+        arguments: of the command line; a case that one of them names is taken.
+    """
+    asked = {_name(argument) for argument in arguments if "[" in argument}
     left = {item for item in items if item.get_closest_marker("exhaustive") or not _is_named(item)}
     alike: dict[tuple, list[pytest.Item]] = {}
     for item in items:
@@ -37,7 +45,14 @@ def of_every_run(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[
                 alike.setdefault((marker, test, _values(item).get(_DEVICE)), []).append(item)
     for (marker, *_), cases in alike.items():
         left.update(_not_needed(cases, _TOGETHER[marker]))
+    left = {item for item in left if _name(item.nodeid) not in asked}
     return [item for item in items if item not in left], [item for item in items if item in left]
+
+
+def _name(nodeid: str) -> tuple[str, str]:
+    """File and case, wherever that lies."""
+    path, _, case = nodeid.partition("::")
+    return Path(path).name, case
 
 
 def check_names(items: Sequence[pytest.Item]) -> None:

@@ -71,6 +71,12 @@ def test_values_that_are_named_are_taken() -> None:
     assert {case["name"] for case in taken(pytest.mark.every_run(name=("a",)), pytest.mark.each_value)} == {"a"}
 
 
+def test_a_case_that_is_asked_for_by_its_name_is_taken() -> None:
+    cases = [Case({"name": name}, (pytest.mark.exhaustive,)) for name in "abc"]
+    kept, _ = of_every_run(cases, ["tests/test_some.py::test_some[b]", "tests/test_other.py"])  # type: ignore[arg-type]
+    assert [case.values for case in kept] == [{"name": "b"}]  # type: ignore[attr-defined]
+
+
 def test_nothing_is_taken_of_what_runs_on_its_own() -> None:
     assert taken(pytest.mark.exhaustive) == []
 
