@@ -92,7 +92,7 @@ def of_sizes() -> Iterator[Any]:
         yield pytest.param(made_by, sizes, id=f"{name}-{how}", marks=() if is_one_of_few else pytest.mark.exhaustive)
 
 
-@pytest.mark.parametrize(("made_by", "sizes"), of_sizes())
+@pytest.mark.parametrize(("made_by", "sizes"), list(of_sizes()))
 def test_every_group_is_as_if_it_were_alone(made_by: Recipe | None, sizes: list[int]) -> None:
     module = make(len(sizes))
     passes = [normal(sum(sizes) + SPARE, IN, seed=seed) for seed in (1, 5)]
