@@ -29,16 +29,22 @@ struct GemmFloat8Block {
   static_assert(!kTurnsB || (kSquareB && kCols == 128), "what is turned is a square");
   using Tiles = Walk<TileShape<kRows, kCols, kCluster, kSquareB, kTurnsB>>;
   static constexpr int kPreparers = kTurnsB ? TileTurner::kWarps : 0;
-  // Whether scales of columns, which several waves need, are held in registers. Each makes room for that of the next stage as
-  // soon as it has served the last wave: to read takes long while the tensor cores read as well.
+  // Whether scales of columns, which several waves need, are held in registers: to read takes long while the tensor cores
+  // read as well.
   static constexpr bool kHoldsColScales = !kSquareB && kWaves > 1;
   // Together as many as there are; where scales of columns are held, consumers need what producers can spare.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kHoldsColScales && Tiles::kRowsAreAligned ? 24 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : (504 - kProducerRegisters) / 2;
   static constexpr int kSums = kCols / 2;  // of a wave, by thread
   static constexpr bool kReadsAhead = kSquareB || kHoldsColScales;  // all of a stage before its products are done
+  // Sums that are scaled by columns as well take twice as many instructions to add: see sum_ahead.
+  static constexpr bool kIsOneAhead = !kSquareB;
+  static constexpr int kInRow = kAdds ? 1 : 8;  // stages without a branch between them; what is added to needs registers
   // Whether the code of a stage knows its place in shared memory; of many stages registers do not suffice for that.
-  static constexpr bool kKnowsStages = kStages <= 4 && (kSquareB || kConsumers == 2);
+  static constexpr bool kKnowsStages = kIsOneAhead && kStages <= 4 && kConsumers == 2;
+  // A stage is filled in as many parts as there are waves: the rows of the first are free while those of the next are
+  // multiplied. What is not rows comes with the last part, since it is needed until then.
+  static constexpr int kParts = kWaves, kPartRows = kRows / kParts, kPartBytes = kPartRows * kDepth;
   static constexpr int kBoxes = kWaves * kCols * Out::kBytes / 128;  // of the output, of a consumer
   // Scales of rows are copied from a multiple of four rows on. Where tiles do not begin at one, there are four more in each
   // box, and two boxes: one has at most 256.
@@ -64,7 +70,7 @@ struct GemmFloat8Block {
   };
 
   using Roles = Persistent<GemmFloat8Block, Tile, kConsumers, kCluster, kStages>;
-  using Output = Epilogue<Params, Out, kWaves, kCols, kBoxes % 2 ? kBoxes : 2, kAdds>;
+  using Output = Epilogue<Params, Out, kConsumers, kWaves, kCols, kBoxes % 2 ? kBoxes : 2, kAdds>;
 
   struct Shared {
     alignas(1024) uint8_t a[kStages][kRows * kDepth];
@@ -74,7 +80,7 @@ struct GemmFloat8Block {
     alignas(128) float b_scale[kStages][kSquareB ? 32 : kCols];
     NextTile<Tile> next;
     Tile tile[kStages];  // that begins with the stage
-    Barrier full[kStages], empty[kStages];
+    Barrier full[kStages][kParts], empty[kStages][kParts];
     Barrier raw[kTurnsB ? kStages : 1];  // B is there, not yet turned
     Barrier held[kConsumers];  // what `out` holds, of kAdds, is there
   };
@@ -103,32 +109,38 @@ struct GemmFloat8Block {
     }
   }
 
-  // Begins to fill stage number `k` of a tile. One thread does.
-  TE_DIST_DEVICE void read(const Tile& t, uint32_t s, int k) const {
+  // Begins to fill a part of stage number `k` of a tile: its rows, and with the last of them all else, most of which is there
+  // with the first. One thread does.
+  TE_DIST_DEVICE void read(const Tile& t, uint32_t s, int k, int part) const {
     const int depth = t.first_depth + k;
-    Barrier& full = shared.full[s];
-    Barrier& b_there = kTurnsB ? shared.raw[s] : full;
+    Barrier(&full)[kParts] = shared.full[s];
+    Barrier& b_there = kTurnsB ? shared.raw[s] : full[0];
     if (t.depth_tiles == 0) {
-      full.arrive();
-      if constexpr (kTurnsB) b_there.arrive();
+      full[part].arrive();
+      if (kTurnsB && part == 0) b_there.arrive();
       return;
     }
-    copy_box(p.b, b_there, shared.b[s], kTurnsB ? t.col : depth * kDepth, t.b_row + (kTurnsB ? depth * kDepth : 0));
-    if constexpr (kTurnsB) b_there.expect(kCols * kDepth);
-    copy_rows(p.a, full, shared.a[s], depth * kDepth, t.row, k);
+    const bool is_last = part == kParts - 1;
+    if (is_last) {
+      copy_box(p.b, b_there, shared.b[s], kTurnsB ? t.col : depth * kDepth, t.b_row + (kTurnsB ? depth * kDepth : 0));
+      if constexpr (kTurnsB) b_there.expect(kCols * kDepth);
+    }
+    copy_rows(p.a, full[part], &shared.a[s][part * kPartBytes], depth * kDepth, t.row + part * kPartRows, k);
+    if (part > 0) full[part].expect(kPartBytes);
+    if (!is_last) return;
 #pragma unroll
     for (int i = 0; i < kScaleBoxes; ++i) {
-      copy_rows(p.a_scale, full, &shared.a_scale[s][i * kBoxPitch], (t.row & -4) + i * kRowsOfBox, depth, k);
+      copy_rows(p.a_scale, full[0], &shared.a_scale[s][i * kBoxPitch], (t.row & -4) + i * kRowsOfBox, depth, k);
     }
     if constexpr (kTurnsB) {
-      copy_box(p.b_scale, full, shared.b_scale[s], t.col / kDepth & -kScaleDepth, t.b_scale_row + k);
+      copy_box(p.b_scale, full[0], shared.b_scale[s], t.col / kDepth & -kScaleDepth, t.b_scale_row + k);
     } else if constexpr (kSquareB) {
-      copy_box(p.b_scale, full, shared.b_scale[s], k & -kScaleDepth, t.b_scale_row);
+      copy_box(p.b_scale, full[0], shared.b_scale[s], k & -kScaleDepth, t.b_scale_row);
     } else {
-      copy_box(p.b_scale, full, shared.b_scale[s], t.col, t.b_scale_row + k);
+      copy_box(p.b_scale, full[0], shared.b_scale[s], t.col, t.b_scale_row + k);
     }
-    full.expect(kStageBytes - (kTurnsB ? kCols * kDepth : 0));
-    Output::template prefetch<kConsumers>(p, t, k, t.depth_tiles);
+    full[0].expect(kStageBytes - (kParts - 1) * kPartBytes - (kTurnsB ? kCols * kDepth : 0));
+    Output::prefetch(p, t, k, t.depth_tiles);
   }
 
   // What one of kPreparers warps does with a stage.
@@ -147,13 +159,13 @@ struct GemmFloat8Block {
 
     TE_DIST_DEVICE Shared& shared() const { return gemm.shared; }
 
-    TE_DIST_DEVICE int wave_row(int wave) const { return (group * kWaves + wave) * 64; }
+    TE_DIST_DEVICE int wave_row(int wave) const { return (wave * kConsumers + group) * 64; }
 
     // kIsTogether: whether waiting for the tensor cores has brought the lanes together, and nothing was read since.
     template <bool kIsTogether>
-    TE_DIST_DEVICE void release(int stage) const {
+    TE_DIST_DEVICE void release(int stage, int part = kParts - 1) const {
       if constexpr (!kIsTogether) __syncwarp();
-      Roles::release(shared().empty[stage]);
+      Roles::release(shared().empty[stage][part]);
     }
 
     // What is read of a stage besides codes: for the first and the second row of each wave its scale, by that of the square
@@ -188,12 +200,12 @@ struct GemmFloat8Block {
 
     // Waves that have rows of the tile; at the end of a group, or of the matrix, some may have none.
     TE_DIST_DEVICE int live_waves(const Tile& t) const {
-      return min(kWaves, (t.out_end - t.out_row - wave_row(0) + 63) / 64);
+      return min(kWaves, (t.out_end - t.out_row - wave_row(0) + kPartRows - 1) / kPartRows);
     }
 
     // Begins to sum over the 128 values of a stage, for the rows of a wave.
     TE_DIST_DEVICE void multiply(float (&part)[kSums], int stage, int wave) const {
-      const Rows128 a = first_a.template further<kRows * kDepth>(stage).template further<64 * kDepth>(wave);
+      const Rows128 a = first_a.template further<kRows * kDepth>(stage).template further<kPartRows * kDepth>(wave);
       const Rows128 b = first_b.template further<kCols * kDepth>(stage);
       pin(part);
       begin_products();
@@ -244,57 +256,92 @@ struct GemmFloat8Block {
       }
     }
 
+    // Adds stage number `k` of a tile, of which the first product has begun; and begins that of the next, or not.
+    template <int kLive>
+    TE_DIST_DEVICE void add_stage(const Tile& t, float (&part)[kSums], ColScales& cols, int stage, int k, bool begins_next,
+                                  Ring<kStages>& ring) {
+      const Scales its = scales(t, stage, k);
+      const uint32_t parity = ring.parity;
+      ring.advance();
+      const int next = kKnowsStages ? (stage + 1) % kStages : int(ring.stage);
+#pragma unroll
+      for (int w = 0; w < kLive; ++w) {
+        const bool ends = w == kLive - 1, then_next = ends && begins_next;
+        if (kAdds && k == t.depth_tiles / 2) output.fetch(t);  // what was written before has been read by then
+        if (w + 1 < kParts) shared().full[stage][w + 1].wait(parity);
+        if (then_next) shared().full[next][0].wait(ring.parity);
+        wait_products<0>();
+        pin(part);
+        if (w < kParts - 1) release<true>(stage, w);
+        if (ends && kReadsAhead) release<true>(stage);
+        add(part, sums[w], its.rows[w], cols, stage, then_next ? next : -1);
+        if (ends && !kReadsAhead) release<false>(stage);
+        if (!ends) multiply(part, stage, w + 1);
+        if (then_next) multiply(part, next, 0);
+      }
+    }
+
     // Sums of the first kLive waves; of a tile without any, or without depth, there are none.
     //
-    // Products are one ahead of what is added: what leads from the end of an addition to the next product is as short as it
-    // can be, since the tensor cores have no more to do for this consumer meanwhile. So stages are constants, of which the
-    // compiler finds the places in shared memory in advance, and a wave is either in the code or not.
+    // What leads from the end of an addition to the next product is as short as it can be, since the tensor cores have no
+    // more to do for this consumer meanwhile: a wave is either in the code or not, and most stages follow each other without
+    // a branch, past which the compiler moves nothing.
     template <int kLive>
     TE_DIST_DEVICE void sum_waves(const Tile& t, Ring<kStages>& ring) {
       float part[kSums];
-      multiply(part, ring.stage, 0);
       ColScales cols{*this, {}};
+      if constexpr (kIsOneAhead) {
+        sum_ahead<kLive>(t, part, cols, ring);
+      } else {
+        int k = 0;
+        for (; k + kInRow <= t.depth_tiles; k += kInRow) {
+#pragma unroll
+          for (int i = 0; i < kInRow; ++i) sum_stage<kLive>(t, part, cols, k + i, ring);
+        }
+#pragma unroll 1
+        for (; k < t.depth_tiles; ++k) sum_stage<kLive>(t, part, cols, k, ring);
+      }
+    }
+
+    // From when a stage is full until it is free.
+    template <int kLive>
+    TE_DIST_DEVICE void sum_stage(const Tile& t, float (&part)[kSums], ColScales& cols, int k, Ring<kStages>& ring) {
+      const int stage = ring.stage;
+      shared().full[stage][0].wait(ring.parity);
+      multiply(part, stage, 0);
+      add_stage<kLive>(t, part, cols, stage, k, false, ring);
+    }
+
+    // Products are one ahead of what is added: the first of a stage begins as soon as the last addition of that before is
+    // over. So stages are constants, of which the compiler finds the places in shared memory in advance.
+    template <int kLive>
+    TE_DIST_DEVICE void sum_ahead(const Tile& t, float (&part)[kSums], ColScales& cols, Ring<kStages>& ring) {
+      multiply(part, ring.stage, 0);
 #pragma unroll
       for (int j = 0; j < kSums / 4; ++j) cols.hold(ring.stage, j);
       if constexpr (kKnowsStages) {
         for (int k = -int(ring.stage); k < t.depth_tiles; k += kStages) {
 #pragma unroll
           for (int stage = 0; stage < kStages; ++stage) {
-            if (k + stage >= 0 && k + stage < t.depth_tiles) add_stage<kLive>(t, part, cols, stage, k + stage, ring);
+            if (const int at = k + stage; at >= 0 && at < t.depth_tiles) {
+              add_stage<kLive>(t, part, cols, stage, at, at + 1 < t.depth_tiles, ring);
+            }
           }
         }
       } else {
-        for (int k = 0; k < t.depth_tiles; ++k) add_stage<kLive>(t, part, cols, ring.stage, k, ring);
-      }
-    }
-
-    // Adds stage number `k` of a tile, of which the first product has begun, and begins that of the next.
-    template <int kLive>
-    TE_DIST_DEVICE void add_stage(const Tile& t, float (&part)[kSums], ColScales& cols, int stage, int k,
-                                  Ring<kStages>& ring) {
-      const bool is_last = k + 1 == t.depth_tiles;
-      const Scales its = scales(t, stage, k);
-      ring.advance();
-      const int next = kKnowsStages ? (stage + 1) % kStages : int(ring.stage);
-#pragma unroll
-      for (int w = 0; w < kLive; ++w) {
-        const bool ends = w == kLive - 1, begins_next = ends && !is_last;
-        if (kAdds && k == t.depth_tiles / 2) output.fetch(t);  // what was written before has been read by then
-        if (begins_next) shared().full[next].wait(ring.parity);
-        wait_products<0>();
-        pin(part);
-        if (ends && kReadsAhead) release<true>(stage);
-        add(part, sums[w], its.rows[w], cols, stage, begins_next ? next : -1);
-        if (ends && !kReadsAhead) release<false>(stage);
-        if (!ends) multiply(part, stage, w + 1);
-        if (begins_next) multiply(part, next, 0);
+        for (int k = 0; k < t.depth_tiles; ++k) {
+          add_stage<kLive>(t, part, cols, ring.stage, k, k + 1 < t.depth_tiles, ring);
+        }
       }
     }
 
     TE_DIST_DEVICE void pass_over(const Tile& t, Ring<kStages>& ring) {
       for (int k = 0, end = stages_of(t); k < end; ++k, ring.advance()) {
-        if (k > 0) shared().full[ring.stage].wait(ring.parity);
-        release<false>(ring.stage);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          shared().full[ring.stage][part].wait(ring.parity);
+          release<false>(ring.stage, part);
+        }
       }
     }
 
@@ -320,7 +367,7 @@ struct GemmFloat8Block {
 
   TE_DIST_DEVICE Consumer consumer(int group) const {
     const int lane = threadIdx.x % 32;
-    const Rows128 a = Rows128::at(shared_address(shared.a[0])).template further<64 * kWaves * kDepth>(group);
+    const Rows128 a = Rows128::at(shared_address(shared.a[0])).template further<64 * kDepth>(group);
     const Rows128 b = Rows128::at(shared_address(shared.b[0]));
     const int row = int(threadIdx.x) / 32 % 4 * 16 + lane / 4, col = lane % 4 * 2;
     const Output output{p, shared.out[group], &shared.held[group], group, row, col, 0};

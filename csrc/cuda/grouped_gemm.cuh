@@ -69,9 +69,9 @@ struct GroupedGemm {
     typename Tiles::Params tiles;
   };
 
-  static constexpr int kPreparers = 0;
+  static constexpr int kParts = 1, kPreparers = 0;
   using Roles = Persistent<GroupedGemm, GroupTile, kConsumers, kCluster, kStages>;
-  using Output = Epilogue<Params, Out, 1, kCols, kBoxesInTurn, kAdds>;
+  using Output = Epilogue<Params, Out, kConsumers, 1, kCols, kBoxesInTurn, kAdds>;
 
   struct Shared {
     alignas(1024) uint8_t a[kStages][kRows * 128];
@@ -79,7 +79,7 @@ struct GroupedGemm {
     alignas(1024) typename Output::Buffer out[kConsumers];
     NextTile<GroupTile> next;
     GroupTile tile[kStages];  // that begins with the stage
-    Barrier full[kStages], empty[kStages];
+    Barrier full[kStages][kParts], empty[kStages][kParts];
     Barrier held[kConsumers];  // what `out` holds, of kAdds, is there
   };
   static constexpr int kSharedBytes = sizeof(Shared), kClusterBlocks = kCluster;
@@ -116,13 +116,13 @@ struct GroupedGemm {
   }
 
   // Begins to fill stage number `k` of a tile. One thread does.
-  TE_DIST_DEVICE void read(const GroupTile& t, uint32_t s, int k) const {
-    Barrier& full = shared.full[s];
+  TE_DIST_DEVICE void read(const GroupTile& t, uint32_t s, int k, int) const {
+    Barrier& full = shared.full[s][0];
     if (t.count > 0) {
       const int further = k * kDepth;
       fetch<A, kRows, 1>(p.a, full, shared.a[s], t.a_kept, t.a_first + further);
       fetch<B, kCols, kCluster>(p.b, full, shared.b[s], t.b_kept, t.b_first + further);
-      Output::template prefetch<kConsumers>(p, t, k, stages_of(t));
+      Output::prefetch(p, t, k, stages_of(t));
     }
     full.expect(t.count > 0 ? kStageBytes : 0);
   }
@@ -185,7 +185,7 @@ struct GroupedGemm {
       clear();
       int previous = 0;
       for (int k = 0, end = stages_of(t); k < end; ++k, ring.advance()) {
-        shared().full[ring.stage].wait(ring.parity);
+        shared().full[ring.stage][0].wait(ring.parity);
         if constexpr (kIsCut) {
           if (k == end - 1) cut(ring.stage, t.count - k * kDepth);
         }
@@ -193,13 +193,13 @@ struct GroupedGemm {
         if (kAdds && k == end / 2) output.fetch(t);  // what was written before has been read by then
         if (k > 0) {
           wait_products<1>();
-          Roles::release(shared().empty[previous]);
+          Roles::release(shared().empty[previous][0]);
         }
         previous = ring.stage;
       }
       wait_products<0>();
       pin(sums[0]);
-      Roles::release(shared().empty[previous]);
+      Roles::release(shared().empty[previous][0]);
     }
 
     // Waits for the sums of stage number `k` of a tile, begins those of the next, and adds. What leads from the end of a
@@ -209,10 +209,10 @@ struct GroupedGemm {
       const bool is_last = k == end - 1;
       if (kAdds && k == end / 2) output.fetch(t);
       ring.advance();
-      if (!is_last) shared().full[ring.stage].wait(ring.parity);
+      if (!is_last) shared().full[ring.stage][0].wait(ring.parity);
       wait_products<0>();
       pin(part);
-      Roles::release(shared().empty[stage]);
+      Roles::release(shared().empty[stage][0]);
 #pragma unroll
       for (int i = 0; i < kSums; ++i) sums[0][i] += part[i];
       if (!is_last) multiply(part, kKnowsStages ? (stage + 1) % kStages : int(ring.stage));
@@ -240,9 +240,9 @@ struct GroupedGemm {
     TE_DIST_DEVICE void pass_over(const GroupTile& t, Ring<kStages>& ring) {
       clear();
       for (int k = 0, end = stages_of(t); k < end; ++k, ring.advance()) {
-        shared().full[ring.stage].wait(ring.parity);
+        shared().full[ring.stage][0].wait(ring.parity);
         __syncwarp();
-        Roles::release(shared().empty[ring.stage]);
+        Roles::release(shared().empty[ring.stage][0]);
       }
     }
 

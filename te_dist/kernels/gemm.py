@@ -78,7 +78,7 @@ class Tiling:
         scales = 4 * (row_scales + (32 if square else self.cols))
         boxes = self.waves * self.cols * out_bytes // _BOX_COL_BYTES  # of a consumer's output, on the way to memory
         boxes = boxes if boxes % 2 else min(4, boxes)
-        ring = stages * ((self.rows + self.cols) * DEPTH + scales + _TILE_BYTES + 2 * BARRIER_BYTES)
+        ring = stages * ((self.rows + self.cols) * DEPTH + scales + _TILE_BYTES + 2 * self.waves * BARRIER_BYTES)
         raw = BARRIER_BYTES * (stages if turns else 1)
         total = ring + raw + NEXT_BYTES + self.consumers * (boxes * BOX_BYTES + BARRIER_BYTES)
         return -(-total // 1024) * 1024
@@ -107,15 +107,20 @@ class Kind(NamedTuple):
 
 Rates = dict[Tiling, int]  # TFLOP/s of each tiling to choose from, of an H200
 
-# 8192 x 8192 x 8192 in `python -m benchmarks.gemm_cuda --tilings`. Of two waves with scales of runs: what it gave by
-# what the kernel has gained since, one beside the other (benchmarks/results/gemm_cuda.md).
+# 8192 x 8192 x 8192 in `python -m benchmarks.gemm_cuda --tilings`. Of squares, and of two waves with scales of runs:
+# what it gave by what the kernel has gained since, one beside the other (benchmarks/results/gemm_cuda.md).
 RATES: dict[Kind, Rates] = {
-    Kind(True, 2): {Tiling(2, 1): 1194, Tiling(2, 2, 2): 1417, Tiling(3, 1, 2): 1440, Tiling(2, 1, cols=192): 1436},
-    Kind(True, 4): {Tiling(2, 1): 1156, Tiling(2, 2): 1304, Tiling(2, 2, 2): 1367, Tiling(2, 1, cols=192): 1343},
-    Kind(True, 4, True): {Tiling(2, 1): 1109, Tiling(3, 1): 1155, Tiling(2, 2, 2): 1317},
-    Kind(False, 2): {Tiling(2, 1): 932, Tiling(3, 1): 1046, Tiling(2, 2): 1110, Tiling(3, 1, 2): 1072},
-    Kind(False, 4): {Tiling(2, 1): 979, Tiling(2, 2): 1101, Tiling(3, 1): 1054},
-    Kind(False, 4, True): {Tiling(2, 1): 929, Tiling(2, 2): 1069, Tiling(3, 1): 988},
+    Kind(True, 2): {
+        Tiling(2, 1): 1230,
+        Tiling(2, 2, 2): 1447,
+        Tiling(3, 1, 2, band=12): 1485,
+        Tiling(2, 1, cols=192): 1436,
+    },
+    Kind(True, 4): {Tiling(2, 1): 1190, Tiling(2, 2): 1282, Tiling(2, 2, 2): 1372, Tiling(2, 1, cols=192): 1343},
+    Kind(True, 4, True): {Tiling(2, 1): 1055, Tiling(3, 1): 1165, Tiling(2, 2, 2): 1330},
+    Kind(False, 2): {Tiling(2, 1): 932, Tiling(3, 1): 1046, Tiling(2, 2): 1090, Tiling(3, 1, 2): 1072},
+    Kind(False, 4): {Tiling(2, 1): 979, Tiling(2, 2): 1136, Tiling(3, 1): 1054},
+    Kind(False, 4, True): {Tiling(2, 1): 929, Tiling(2, 2): 1086, Tiling(3, 1): 988},
 }
 # Picoseconds for a value that is added to, where memory is what they wait for: 128 groups of 65536 rows, N = 1536 in
 # `python -m benchmarks.grouped_cuda --tilings`. One wave is added in shared memory, more by the copy engine.
@@ -201,7 +206,7 @@ def float8_block(codes: tuple[str, str], out: str, square: bool, shape: Tiling, 
 def operand_maps(a: Tensor, b: Tensor, shape: Tiling, *, turns: bool = False) -> tuple[MatrixMap, MatrixMap]:
     """Of the codes of both operands."""
     box = (DEPTH, shape.cols) if turns else (shape.cols, DEPTH)
-    return matrix_map(a, (shape.rows, DEPTH), swizzle=128), matrix_map(b, box, swizzle=128)
+    return matrix_map(a, (shape.rows // shape.waves, DEPTH), swizzle=128), matrix_map(b, box, swizzle=128)
 
 
 def col_scale_map(b_scale: Tensor, shape: Tiling, square: bool, *, turns: bool = False) -> MatrixMap:

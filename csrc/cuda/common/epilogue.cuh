@@ -10,11 +10,12 @@ namespace te_dist::cuda {
 enum class BiasType { kNone, kFloat32, kBFloat16, kFloat16 };
 
 // What a warpgroup does with `kWaves` times 64 x `kCols` sums, which lie in its registers as wgmma.cuh says.
+// kGroups: warpgroups that do; of each wave they have 64 rows one after the other.
 // Params: those of the kernel, which name the output, the bias (groups, cols) and the factors of rows.
 // kBoxesInTurn: boxes of 64 rows of 128 bytes that it puts into shared memory at a time.
 // kAdds: adds to what is there, which is read while the product is computed: into shared memory where that holds all of it,
 // or else into the L2 cache, where the copy engine adds.
-template <class Params, class Out, int kWaves, int kCols, int kBoxesInTurn, bool kAdds>
+template <class Params, class Out, int kGroups, int kWaves, int kCols, int kBoxesInTurn, bool kAdds>
 struct Epilogue {
   static constexpr int kSums = kCols / 2;  // of a wave, by thread
   static constexpr int kBoxBytes = 64 * 128, kBoxCols = 128 / Out::kBytes;
@@ -31,7 +32,7 @@ struct Epilogue {
   int row, col;   // of the first value of this thread inside the tile of a wave
   uint32_t held_parity;
 
-  TE_DIST_DEVICE int wave_row(int wave) const { return (group * kWaves + wave) * 64; }
+  TE_DIST_DEVICE int wave_row(int wave) const { return (wave * kGroups + group) * 64; }
 
   // Whether the copy engine can read and write all of this warpgroup's part of the output.
   template <class Tile>
@@ -51,9 +52,9 @@ struct Epilogue {
     held->expect(kBoxes * kBoxBytes);
   }
 
-  // With stage number `k` of the `stages` of a tile: brings its part of what `kGroups` warpgroups will have the copy engine
+  // With stage number `k` of the `stages` of a tile: brings its part of what all warpgroups will have the copy engine
   // add to into the L2 cache, with the last stages, so that it is still there. One thread does.
-  template <int kGroups, class Tile>
+  template <class Tile>
   TE_DIST_INLINE void prefetch(const Params& p, const Tile& t, int k, int stages) {
     if constexpr (kAdds && !kHolds) {
       constexpr int kAcross = kCols / kBoxCols, kAll = kGroups * kBoxes;

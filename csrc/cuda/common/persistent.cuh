@@ -16,12 +16,13 @@ struct NextTile {
 // Runs a product, whose members are its parameters `p`, its `shared` memory, and the number of its `block` in the
 // cluster. It says
 // - which Tiles there are, and how many registers producer and consumers need;
+// - kParts: of a stage, which are read, and given up, one after the other;
 // - kPreparers: warps, none or two, that work on what was read before consumers see it. Of each stage they wait for a
 //   barrier `raw` of Shared; prepare(stage, warp) is what a warp does;
 // - what is Shared: the `next` tile; for each stage of a ring what it holds, the `tile` that begins with it, barriers
-//   `full`, `empty`;
+//   `full`, `empty` for each part;
 // - init_barriers(): of others than those, by one thread;
-// - stages_of(tile), and read(tile, stage, k): begins to fill a stage, number k of the tile, by one thread;
+// - stages_of(tile), and read(tile, stage, k, part): begins to fill a part of a stage, number k of the tile, by one thread;
 // - consumer(group): of a warpgroup, whose compute(tile, ring) finds the tile's first stage full, waits for the others,
 //   releases all, and stores.
 template <class Product, class Tile, int kConsumers, int kCluster, int kStages>
@@ -44,9 +45,12 @@ struct Persistent {
   TE_DIST_DEVICE void init_barriers() const {
 #pragma unroll
     for (int s = 0; s < kStages; ++s) {
-      product.shared.full[s].init(1 + Product::kPreparers);
+#pragma unroll
+      for (int part = 0; part < Product::kParts; ++part) {
+        product.shared.full[s][part].init(1 + (part == 0 ? Product::kPreparers : 0));
+        product.shared.empty[s][part].init(kCluster * kConsumers * 4);
+      }
       if constexpr (Product::kPreparers > 0) product.shared.raw[s].init(1);
-      product.shared.empty[s].init(kCluster * kConsumers * 4);
     }
     product.shared.next.found.init(1);
     product.shared.next.taken.init(1);
@@ -78,14 +82,17 @@ struct Persistent {
     uint32_t parity = 0;
     for (int index = first_tile(), end = tiles.count(); index < end; index += tile_step(), parity ^= 1) {
       next.found.wait(parity);
-      product.shared.empty[ring.stage].wait(ring.parity ^ 1);
+      product.shared.empty[ring.stage][0].wait(ring.parity ^ 1);
       const Tile t = next.tile;
       product.shared.tile[ring.stage] = t;
       next.taken.arrive();
 #pragma unroll 1
       for (int k = 0, stages = product.stages_of(t); k < stages; ++k, ring.advance()) {
-        if (k > 0) product.shared.empty[ring.stage].wait(ring.parity ^ 1);
-        product.read(t, ring.stage, k);
+#pragma unroll
+        for (int part = 0; part < Product::kParts; ++part) {
+          if (k > 0 || part > 0) product.shared.empty[ring.stage][part].wait(ring.parity ^ 1);
+          product.read(t, ring.stage, k, part);
+        }
       }
     }
   }
@@ -101,7 +108,7 @@ struct Persistent {
         __syncwarp();  // its lanes prepare together
         product.prepare(ring.stage, warp);
         __syncwarp();
-        if (threadIdx.x % 32 == 0) product.shared.full[ring.stage].arrive();
+        if (threadIdx.x % 32 == 0) product.shared.full[ring.stage][0].arrive();
       }
     }
   }
@@ -123,16 +130,17 @@ struct Persistent {
     Ring<kStages> ring;
     typename Product::Consumer consumer = product.consumer(group);
     for (int index = first_tile(), end = tiles.count(); index < end; index += tile_step()) {
-      product.shared.full[ring.stage].wait(ring.parity);
+      product.shared.full[ring.stage][0].wait(ring.parity);
       const Tile t = product.shared.tile[ring.stage];
       consumer.compute(t, ring);
     }
-    if (threadIdx.x % 128 == 0) wait_stores();
+    if (threadIdx.x % 128 == 0) wait_stores_read<0>();
   }
 
-  TE_DIST_INLINE void sync_blocks() {
+  // All threads of the cluster see the barriers.
+  TE_DIST_INLINE void meet() {
     if constexpr (kCluster > 1) {
-      sync_cluster();
+      meet_cluster();
     } else {
       __syncthreads();
     }
@@ -144,7 +152,7 @@ struct Persistent {
     const Product product{p, shared, kCluster > 1 ? block_of_cluster() : 0};
     const Persistent walk{product};
     if (threadIdx.x == 0) walk.init_barriers();
-    sync_blocks();
+    meet();
     const int warp = __shfl_sync(0xFFFFFFFFu, int(threadIdx.x), 0) / 32, group = warp / 4;
     if (group == kConsumers) {
       give_registers<Product::kProducerRegisters>();
@@ -153,7 +161,7 @@ struct Persistent {
       take_registers<Product::kConsumerRegisters>();
       walk.consume(group);
     }
-    // Blocks of a cluster write into each other's shared memory: none may end before the others have.
+    // Blocks of a cluster arrive at each other's barriers: none may end before the others have.
     if constexpr (kCluster > 1) sync_cluster();
   }
 };

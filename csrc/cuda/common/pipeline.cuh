@@ -108,7 +108,12 @@ TE_DIST_INLINE uint32_t block_of_cluster() {
   return rank;
 }
 
-// Waits for all threads of all blocks of the cluster.
+// Waits for all threads of all blocks of the cluster. What they did in memory is seen behind it where a fence came first, as
+// that for initialized barriers; for all else there is sync_cluster, which waits for whatever is on its way.
+TE_DIST_INLINE void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 TE_DIST_INLINE void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -159,8 +164,5 @@ template <int kPending>
 TE_DIST_INLINE void wait_stores_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
-
-// Waits until all stores of this thread are done.
-TE_DIST_INLINE void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 }  // namespace te_dist::cuda
