@@ -31,7 +31,7 @@ PEER = "deep_gemm"
 TILINGS = [
     gemm.Tiling(*split, cluster, cols)
     for (*split, cols), cluster in product(((2, 1, 128), (2, 1, 192), (2, 2, 128), (3, 1, 128)), (1, 2))
-]
+] + [gemm.Tiling(3, 1, 2, band=12)]
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,9 @@ def measure_whole(repeats: int) -> Iterator[Row]:
 
 
 def label(tiling: gemm.Tiling) -> str:
-    """consumers x waves x columns / cluster"""
-    return f"{tiling.consumers}x{tiling.waves}x{tiling.cols}/{tiling.cluster}"
+    """consumers x waves x columns / cluster, and how many tiles a band has, if not 8"""
+    band = "" if tiling.band == gemm.Tiling.band else f", bands of {tiling.band}"
+    return f"{tiling.consumers}x{tiling.waves}x{tiling.cols}/{tiling.cluster}{band}"
 
 
 def fits(tiling: gemm.Tiling, *, square: bool, adds: bool) -> bool:

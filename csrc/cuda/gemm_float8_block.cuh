@@ -37,13 +37,16 @@ struct GemmFloat8Block {
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : (504 - kProducerRegisters) / 2;
   static constexpr int kSums = kCols / 2;  // of a wave, by thread
   static constexpr bool kReadsAhead = kSquareB || kHoldsColScales;  // all of a stage before its products are done
-  // Sums that are scaled by columns as well take twice as many instructions to add: see sum_ahead.
-  static constexpr bool kIsOneAhead = !kSquareB;
-  static constexpr int kInRow = kAdds ? 1 : 8;  // stages without a branch between them; what is added to needs registers
+  // Products are one ahead of additions where these take long, as those of sums that are scaled by columns as well, and where
+  // the code of many stages does not fit into registers beside what it takes to add to the output: see sum_ahead.
+  static constexpr bool kIsOneAhead = !kSquareB || (kAdds && kWaves == 1);
+  static constexpr int kInRow = kAdds ? 1 : 8;  // else, stages without a branch on whether there is another
   // Whether the code of a stage knows its place in shared memory; of many stages registers do not suffice for that.
   static constexpr bool kKnowsStages = kIsOneAhead && kStages <= 4 && kConsumers == 2;
   // A stage is filled in as many parts as there are waves: the rows of the first are free while those of the next are
-  // multiplied. What is not rows comes with the last part, since it is needed until then.
+  // multiplied. What is not rows can be copied with the last part only, since it is needed until then, but at the barrier of
+  // the first, which needs it as well.
+  static_assert(kWaves <= 2, "a tile has rows for all waves, for the first, or for none");
   static constexpr int kParts = kWaves, kPartRows = kRows / kParts, kPartBytes = kPartRows * kDepth;
   static constexpr int kBoxes = kWaves * kCols * Out::kBytes / 128;  // of the output, of a consumer
   // Scales of rows are copied from a multiple of four rows on. Where tiles do not begin at one, there are four more in each
@@ -109,15 +112,15 @@ struct GemmFloat8Block {
     }
   }
 
-  // Begins to fill a part of stage number `k` of a tile: its rows, and with the last of them all else, most of which is there
-  // with the first. One thread does.
+  // Begins to fill a part of stage number `k` of a tile: its rows, and with the last part all that is not rows. One thread
+  // does.
   TE_DIST_DEVICE void read(const Tile& t, uint32_t s, int k, int part) const {
     const int depth = t.first_depth + k;
     Barrier(&full)[kParts] = shared.full[s];
     Barrier& b_there = kTurnsB ? shared.raw[s] : full[0];
     if (t.depth_tiles == 0) {
       full[part].arrive();
-      if (kTurnsB && part == 0) b_there.arrive();
+      if (kTurnsB && part == kParts - 1) b_there.arrive();
       return;
     }
     const bool is_last = part == kParts - 1;
@@ -285,7 +288,7 @@ struct GemmFloat8Block {
     //
     // What leads from the end of an addition to the next product is as short as it can be, since the tensor cores have no
     // more to do for this consumer meanwhile: a wave is either in the code or not, and most stages follow each other without
-    // a branch, past which the compiler moves nothing.
+    // a branch on whether there is another, past which the compiler moves nothing.
     template <int kLive>
     TE_DIST_DEVICE void sum_waves(const Tile& t, Ring<kStages>& ring) {
       float part[kSums];
@@ -312,8 +315,8 @@ struct GemmFloat8Block {
       add_stage<kLive>(t, part, cols, stage, k, false, ring);
     }
 
-    // Products are one ahead of what is added: the first of a stage begins as soon as the last addition of that before is
-    // over. So stages are constants, of which the compiler finds the places in shared memory in advance.
+    // A stage is waited for before that in front of it is added for the last time, and begins when it is. Of few stages each
+    // has code of its own, for which the compiler finds the places in shared memory in advance.
     template <int kLive>
     TE_DIST_DEVICE void sum_ahead(const Tile& t, float (&part)[kSums], ColScales& cols, Ring<kStages>& ring) {
       multiply(part, ring.stage, 0);

@@ -56,8 +56,8 @@ def clear_rest(table: Tensor, out: Tensor) -> None:
 # 8 groups of 32768 rows, N = 4096, K = 7168 in `python -m benchmarks.grouped_cuda --tilings`; of squares and 16 bits
 # fitted, so that each shape is given what is fastest for it (benchmarks/results/grouped_blocks_cuda.md). With scales of
 # runs, registers do not suffice for two waves, nor for a second tiling where products are added. Of what turns B: dgrad
-# of that shape on an H100, from the same file; to 32 bits, which linear maps do not ask for, there is one tiling. All
-# by what the kernel has gained since, as `gemm.RATES`.
+# of that shape on an H100, from the same file; to 32 bits, which linear maps do not ask for, there is one tiling.
+# Squares and sums to 16 bits, by what the kernel has gained since, as `gemm.RATES`.
 ROWS_RATES: dict[Kind, Rates] = {
     Kind(True, 2): {
         Tiling(2, 1): 1218,

@@ -63,7 +63,7 @@ def test_table_of_ends_that_decrease_is_that_of_the_cpu():
 @pytest.mark.parametrize(("b_tile", "tiling"), CASES, ids=str, indirect=["tiling"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_product_of_each_group(sizes, b_tile, dtype, tiling):
-    rows, cols, depth, groups = sum(sizes) + 9, 200, 272, len(sizes)
+    rows, cols, depth, groups = sum(sizes) + 9, 200, 1168, len(sizes)
     a = Operand(rows, depth, RUN, seed=1, device="cuda")
     b = Operand(cols, depth, b_tile, groups=groups, seed=2, device="cuda")
     bias, factor = torch.randn(groups, cols, device="cuda"), torch.rand(rows, device="cuda")
@@ -82,7 +82,7 @@ def test_product_of_each_group(sizes, b_tile, dtype, tiling):
 @pytest.mark.parametrize("how", ("fp32", "bf16", "fp16", "added"))
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_a_matrix_that_lies_the_other_way_gives_the_same_bits(sizes, how, tiling):
-    rows, cols, depth, groups = sum(sizes) + 9, 720, 384, len(sizes)
+    rows, cols, depth, groups = sum(sizes) + 9, 720, 1152, len(sizes)
     a = Operand(rows, depth, RUN, seed=1, device="cuda")
     b = Operand(cols, depth, SQUARE, groups=groups, seed=2, device="cuda")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(how, torch.float32)

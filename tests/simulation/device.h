@@ -76,7 +76,6 @@ template <bool kAdds>
 void store_box(const void* map, uint32_t source, int x, int y);
 void commit_stores();
 void wait_stores(int pending);
-void wait_all_stores();
 
 void load_pair(float& x, float& y, uint32_t address);
 void store_pair(uint32_t address, float x, float y);

@@ -29,7 +29,6 @@ FUNCTIONS = [
     (r"cp\.async\.bulk\.tensor", "sim::store_box<false>"),
     (r"cp\.async\.bulk\.commit_group", "sim::commit_stores"),
     (r"cp\.async\.bulk\.wait_group\.read", "sim::wait_stores"),
-    (r"cp\.async\.bulk\.wait_group 0", "sim::wait_all_stores"),
     (r"ld\.shared\.v2\.f32", "sim::load_pair"),
     (r"st\.shared\.v2\.f32", "sim::store_pair"),
     (r"stmatrix.*x4", "sim::store_matrices"),

@@ -209,7 +209,6 @@ void finish(std::vector<Work>& committed, size_t pending) {
 
 void commit_stores() { commit(self->open_stores, self->stores); }
 void wait_stores(int pending) { finish(self->stores, size_t(pending)); }
-void wait_all_stores() { wait_stores(0); }
 
 // Shared memory, by address.
 

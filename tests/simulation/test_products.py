@@ -12,6 +12,7 @@ from te_dist.testing import assert_bitwise
 from tests.ops.groups import RUN, SQUARE, Operand, check_product, table_of
 
 FP8 = ("e4m3", "e4m3")
+EIGHT_STAGES = 8 * gemm.DEPTH  # which the kernel multiplies in a row
 
 
 pytestmark = pytest.mark.usefixtures("simulated")
@@ -36,18 +37,19 @@ def test_table_of_groups(dtype, are_sizes):
 
 
 @pytest.mark.parametrize(
-    ("tiling", "tile", "dtype"),
+    ("tiling", "tile", "dtype", "depth"),
     [
-        (Tiling(2, 2, 2, band=3), SQUARE, torch.bfloat16),
-        (Tiling(2, 1, cols=192, band=3), SQUARE, torch.bfloat16),
-        (Tiling(3, 1, band=3), RUN, torch.float32),
+        (Tiling(2, 2, 2, band=3), SQUARE, torch.bfloat16, 272),
+        (Tiling(2, 2, 2, band=3), SQUARE, torch.bfloat16, EIGHT_STAGES + 144),
+        (Tiling(2, 1, cols=192, band=3), SQUARE, torch.bfloat16, 272),
+        (Tiling(3, 1, band=3), RUN, torch.float32, 272),
     ],
     ids=str,
 )
-def test_product_of_each_group(tiling, tile, dtype, monkeypatch):
+def test_product_of_each_group(tiling, tile, dtype, depth, monkeypatch):
     choose(monkeypatch, tiling)
     sizes = [0, 5, 0, 300, 1, 64, 0]
-    rows, cols, depth, groups = sum(sizes) + 9, 200, 272, len(sizes)
+    rows, cols, groups = sum(sizes) + 9, 200, len(sizes)
     a, b = Operand(rows, depth, RUN, seed=1), Operand(cols, depth, tile, groups=groups, seed=2)
     bias, factor = torch.randn(groups, cols), torch.rand(rows)
     out = torch.full((rows, cols), 5.0, dtype=dtype)
@@ -62,17 +64,31 @@ def test_product_of_each_group(tiling, tile, dtype, monkeypatch):
     assert (out[begin:] == 5).all()
 
 
-@pytest.mark.parametrize("tiling", [Tiling(2, 1, band=3), Tiling(2, 2, 2, band=3)], ids=str)
-def test_a_matrix_that_lies_the_other_way_gives_the_same_bits(tiling, monkeypatch):
+@pytest.mark.parametrize(
+    ("tiling", "depth"),
+    [(Tiling(2, 1, band=3), 256), (Tiling(2, 2, 2, band=3), 256), (Tiling(2, 2, band=3), EIGHT_STAGES + 128)],
+    ids=str,
+)
+def test_a_matrix_that_lies_the_other_way_gives_the_same_bits(tiling, depth, monkeypatch):
     choose(monkeypatch, tiling)
     sizes = [0, 5, 0, 300, 1, 64, 0]
     rows, cols = sum(sizes) + 9, 208
-    a, b = Operand(rows, 256, RUN, seed=1), Operand(cols, 256, SQUARE, groups=len(sizes), seed=2)
+    a, b = Operand(rows, depth, RUN, seed=1), Operand(cols, depth, SQUARE, groups=len(sizes), seed=2)
     want, got = (torch.full((rows, cols), 5.0, dtype=torch.bfloat16) for _ in range(2))
     for out, summed_dim, operand in ((want, 1, (b.codes, b.scale)), (got, 0, b.turned())):
         place = (table_of(sizes, rows), summed_dim, SQUARE, FP8, None, None, False, out)
         kernels.grouped_gemm_float8_block(a.codes, a.scale, *operand, *place)
     assert_bitwise(got, want, "products")
+
+
+@pytest.mark.parametrize("tiling", [Tiling(2, 1, band=3), Tiling(3, 1, band=3), Tiling(2, 2, 2, band=3)], ids=str)
+def test_product_that_is_added(tiling, monkeypatch):
+    choose(monkeypatch, tiling)
+    depth = EIGHT_STAGES + 144
+    a, b = Operand(300, depth, RUN, seed=5), Operand(200, depth, SQUARE, seed=6)
+    out = torch.full((300, 200), 2.0)
+    kernels.gemm_float8_block(a.codes, a.scale, b.codes, b.scale, SQUARE, FP8, None, True, out)
+    check_product(out, a.values @ b.values.t() + 2, a.values.abs() @ b.values.abs().t() + 2, "a product")
 
 
 @pytest.mark.parametrize("cols", (576, 200))

@@ -16,15 +16,15 @@ struct NextTile {
 // Runs a product, whose members are its parameters `p`, its `shared` memory, and the number of its `block` in the
 // cluster. It says
 // - which Tiles there are, and how many registers producer and consumers need;
-// - kParts: of a stage, which are read, and given up, one after the other;
+// - kParts: of a stage, which are read, and given up, one after the other. Who gives up the first has read the `tile`;
 // - kPreparers: warps, none or two, that work on what was read before consumers see it. Of each stage they wait for a
 //   barrier `raw` of Shared; prepare(stage, warp) is what a warp does;
 // - what is Shared: the `next` tile; for each stage of a ring what it holds, the `tile` that begins with it, barriers
 //   `full`, `empty` for each part;
 // - init_barriers(): of others than those, by one thread;
 // - stages_of(tile), and read(tile, stage, k, part): begins to fill a part of a stage, number k of the tile, by one thread;
-// - consumer(group): of a warpgroup, whose compute(tile, ring) finds the tile's first stage full, waits for the others,
-//   releases all, and stores.
+// - consumer(group): of a warpgroup, whose compute(tile, ring) finds the first part of the tile's first stage full, waits for
+//   the others, releases all, and stores.
 template <class Product, class Tile, int kConsumers, int kCluster, int kStages>
 struct Persistent {
   const Product& product;

@@ -108,8 +108,8 @@ TE_DIST_INLINE uint32_t block_of_cluster() {
   return rank;
 }
 
-// Waits for all threads of all blocks of the cluster. What they did in memory is seen behind it where a fence came first, as
-// that for initialized barriers; for all else there is sync_cluster, which waits for whatever is on its way.
+// Waits for all threads of all blocks of the cluster; behind it barriers are seen that were initialized before
+// fence_barrier_init. sync_cluster also waits for what a thread has begun in memory itself, as arrivals at other blocks.
 TE_DIST_INLINE void meet_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
