@@ -42,7 +42,7 @@ struct GemmFloat8Block {
   static constexpr bool kIsOneAhead = !kSquareB || (kAdds && kWaves == 1);
   static constexpr int kInRow = kAdds ? 1 : 8;  // else, stages without a branch on whether there is another
   // Whether the code of a stage knows its place in shared memory; of many stages registers do not suffice for that.
-  static constexpr bool kKnowsStages = kIsOneAhead && kStages <= 4 && kConsumers == 2;
+  static constexpr bool kKnowsStages = kIsOneAhead && kStages <= 4 && (kSquareB || kConsumers == 2);
   // A stage is filled in as many parts as there are waves: the rows of the first are free while those of the next are
   // multiplied. What is not rows can be copied with the last part only, since it is needed until then, but at the barrier of
   // the first, which needs it as well.
