@@ -29,8 +29,8 @@ struct GemmFloat8Block {
   static_assert(!kTurnsB || (kSquareB && kCols == 128), "what is turned is a square");
   using Tiles = Walk<TileShape<kRows, kCols, kCluster, kSquareB, kTurnsB>>;
   static constexpr int kPreparers = kTurnsB ? TileTurner::kWarps : 0;
-  // Whether scales of columns, which several waves need, are held in registers: to read takes long while the tensor cores
-  // read as well.
+  // Whether scales of columns, which several waves need, are held in registers. Each makes room for that of the next stage as
+  // soon as it has served the last wave: to read takes long while the tensor cores read as well.
   static constexpr bool kHoldsColScales = !kSquareB && kWaves > 1;
   // Together as many as there are; where scales of columns are held, consumers need what producers can spare.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kHoldsColScales && Tiles::kRowsAreAligned ? 24 : 40;
