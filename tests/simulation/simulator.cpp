@@ -93,6 +93,12 @@ void change(Block& block, uint32_t address, const Change& change) {
   }
 }
 
+// Another block of the cluster, whose memory is given to others as soon as it has ended.
+Block& still_there(Block& block) {
+  if (block.running == 0) unknown("something that is given to a block that has ended");
+  return block;
+}
+
 void barrier_init(uint32_t address, int arrivals) {
   BarrierWord word{};
   word.pending = word.arrivals = unsigned(arrivals);
@@ -106,7 +112,7 @@ void arrive(Block& block, uint32_t address, uint32_t bytes = 0) {
   turns->yield();
 }
 void barrier_arrive(uint32_t address) { arrive(block_of(address), address); }
-void barrier_arrive_at(uint32_t address, uint32_t block) { arrive(*self->block->cluster->blocks[block], address); }
+void barrier_arrive_at(uint32_t address, uint32_t block) { arrive(still_there(*self->block->cluster->blocks[block]), address); }
 void barrier_expect(uint32_t address, uint32_t bytes) { arrive(block_of(address), address, bytes); }
 void barrier_wait(uint32_t address, uint32_t parity) {
   const auto* word = reinterpret_cast<BarrierWord*>(at(address));
@@ -146,7 +152,7 @@ void load(const Map& map, Block* block, uint32_t target, uint32_t barrier, int x
       if (global) std::memcpy(shared, global, size_t(map.element_bytes));
       else std::memset(shared, 0, size_t(map.element_bytes));
     });
-    change(*block, barrier, [&](BarrierWord& word) { word.bytes -= map.box_bytes(); });
+    change(still_there(*block), barrier, [&](BarrierWord& word) { word.bytes -= map.box_bytes(); });
   });
 }
 

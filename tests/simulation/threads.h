@@ -118,12 +118,13 @@ class Turns {
   }
   static void first_turn() {
     (*current_->body_)();
-    self->block = nullptr;  // has ended
+    current_->end();
     _longjmp(current_->home_, 1);
   }
   void leave() {
     if (!_setjmp(self->place)) _longjmp(home_, 1);
   }
+  void end();
   void tell_who_waits() const;
 
   std::unique_ptr<char[]> stacks_;
@@ -167,14 +168,14 @@ struct Cluster;
 
 struct Block {
   Cluster* cluster;
-  unsigned rank, threads;
+  unsigned rank, threads, running;
   Index index;
   uint8_t* memory;  // shared
   std::vector<Warp> warps;
   std::array<Meeting, 16> named;
 
   Block(Cluster* its, unsigned number, unsigned count, Index place)
-      : cluster(its), rank(number), threads(count), index(place), warps((count + 31) / 32) {
+      : cluster(its), rank(number), threads(count), running(count), index(place), warps((count + 31) / 32) {
     memory = static_cast<uint8_t*>(std::aligned_alloc(1024, (kFirstAddress + kSharedBytes + 1023) / 1024 * 1024));
     std::memset(memory, 0xFF, kFirstAddress + kSharedBytes);  // NaN to whoever reads what was not written
   }
@@ -205,6 +206,11 @@ inline void Turns::go_on(Thread& thread) {
   if (_setjmp(home_)) return;
   if (thread.has_begun) _longjmp(thread.place, 1);
   begin(thread);
+}
+
+inline void Turns::end() {
+  --self->block->running;
+  self->block = nullptr;
 }
 
 // And fails, if there are any: nobody is left who could wake them.

@@ -95,6 +95,17 @@ struct Persistent {
         }
       }
     }
+    if constexpr (kCluster > 1) await_all(ring);
+  }
+
+  // Blocks of a cluster arrive at each other's barriers, and write into each other's memory: none may end before all that
+  // it was given has been given up. `ring`: behind the last stage that was read.
+  TE_DIST_DEVICE void await_all(Ring<kStages> ring) const {
+#pragma unroll 1
+    for (int s = 0; s < kStages; ++s, ring.advance()) {
+#pragma unroll
+      for (int part = 0; part < Product::kParts; ++part) product.shared.empty[ring.stage][part].wait(ring.parity ^ 1);
+    }
   }
 
   TE_DIST_DEVICE void prepare(int warp) const {
@@ -161,8 +172,6 @@ struct Persistent {
       take_registers<Product::kConsumerRegisters>();
       walk.consume(group);
     }
-    // Blocks of a cluster arrive at each other's barriers: none may end before the others have.
-    if constexpr (kCluster > 1) sync_cluster();
   }
 };
 

@@ -77,11 +77,12 @@ struct Barrier {
                  : "memory");
   }
 
-  // Waits for the end of the phase of this parity.
+  // Waits for the end of the phase of this parity. A thread may sleep for a millisecond before it asks again; the shorter
+  // time that it would by itself costs issue slots, and so power.
   TE_DIST_DEVICE void wait(uint32_t parity) {
     asm volatile(
         "{\n.reg .pred done;\nagain:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 1000000;\n"
         "@!done bra again;\n}" ::"r"(shared_address(&word)),
         "r"(parity)
         : "memory");
@@ -109,13 +110,9 @@ TE_DIST_INLINE uint32_t block_of_cluster() {
 }
 
 // Waits for all threads of all blocks of the cluster; behind it barriers are seen that were initialized before
-// fence_barrier_init. sync_cluster also waits for what a thread has begun in memory itself, as arrivals at other blocks.
+// fence_barrier_init.
 TE_DIST_INLINE void meet_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-TE_DIST_INLINE void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // Copies the box at (x, y) of a matrix, x along its contiguous dimension, into shared memory.
