@@ -303,6 +303,8 @@ stores of weights and gathers of them in a step; in a model of your own `fsdp2.c
 | peak of parameters | allocated at once: shards, gathered units, buffers of gathers; no activations, no gradients |
 
 Over a ring each rank sends and receives (n - 1) / n of what is gathered or reduced, and twice that in an all-reduce.
+Not counted are activations and their gradients, which ranks exchange for tensor parallelism and for experts; where a
+job has ranks for these, the tables say so.
 
 The tables below are for one micro batch on rank 0. FSDP2 sizes its buffers once, so both passes send as much as the
 larger one needs: a forward that is run again in backward costs formats whose directions are independent both planes."""

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from te_dist.fsdp2 import Purpose
+from te_dist.launch.layout import Layout
 from te_dist.launch.measure import size
 from te_dist.launch.plan import PLAIN, JobPlan, ParameterPlan, RankPlan, format_name
 
@@ -27,9 +28,16 @@ def show(plan: JobPlan, rank: int, console: Console) -> None:
     console.print(
         "Bytes of one step. A gather counts what arrives, a rank's own part included; a reduction counts what goes in. "
         f"Gathers happen in each of {plan.ranks[rank].micro_batches} micro batches, the rest once. "
-        "A row of several names has the figures of each.",
+        f"A row of several names has the figures of each.{_left_out(plan.layout)}",
         highlight=False,
     )
+
+
+def _left_out(layout: Layout) -> str:
+    """What ranks of this layout send besides parameters and their gradients."""
+    among = {"tensor parallelism": layout.tp, "experts": layout.ep}
+    names = " and ".join(name for name, num_ranks in among.items() if num_ranks > 1)
+    return f" Activations and their gradients, which ranks exchange for {names}, are not counted." if names else ""
 
 
 def as_json(plan: JobPlan) -> str:

@@ -97,6 +97,22 @@ def test_tables_show_layers_and_ranks(run) -> None:
     assert [line[1] for line in lines if line[:1] == ["│"]].count("0-1") == 2  # ranks that are alike, in two formats
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["tensor_parallel.toml", "--world-size", "4"], "exchange for tensor parallelism, are not counted"),
+        (["moe.toml", "--mesh.ep", "2", "--world-size", "2"], "exchange for experts, are not counted"),
+        (["quickstart.toml", "--world-size", "2"], ""),
+    ],
+    ids=["tensor parallelism", "experts", "neither"],
+)
+def test_tables_say_what_is_not_counted(run, options: list[str], words: str) -> None:
+    config, *rest = options
+    printed, status = run(str(CONFIGS / config), *SMALL, *rest)
+    said = " ".join(printed.split())
+    assert status == 0 and words in said and ("not counted" in said) == bool(words)
+
+
 def test_json_holds_every_figure(run) -> None:
     printed, _ = run(str(CONFIGS / "quickstart.toml"), "--json", *SMALL)
     found = json.loads(printed)

@@ -98,8 +98,9 @@ struct Persistent {
     if constexpr (kCluster > 1) await_all(ring);
   }
 
-  // Blocks of a cluster arrive at each other's barriers, and write into each other's memory: none may end before all that
-  // it was given has been given up. `ring`: behind the last stage that was read.
+  // Blocks of a cluster arrive at each other's barriers, and copy into each other's memory: none may end before that is done.
+  // A stage is given up, in all blocks, by the consumers of all blocks, who have seen it full. `ring`: behind the last that
+  // was read.
   TE_DIST_DEVICE void await_all(Ring<kStages> ring) const {
 #pragma unroll 1
     for (int s = 0; s < kStages; ++s, ring.advance()) {

@@ -77,8 +77,8 @@ struct Barrier {
                  : "memory");
   }
 
-  // Waits for the end of the phase of this parity. A thread may sleep for a millisecond before it asks again; the shorter
-  // time that it would by itself costs issue slots, and so power.
+  // Waits for the end of the phase of this parity. A thread sleeps until then, or for a
+  // millisecond, before it asks again; by itself it would ask sooner, for which others wait.
   TE_DIST_DEVICE void wait(uint32_t parity) {
     asm volatile(
         "{\n.reg .pred done;\nagain:\n"
