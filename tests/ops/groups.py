@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -62,17 +63,21 @@ class Operand:
     ) -> None:
         generator = torch.Generator(device=device).manual_seed(seed)
         draw = lambda *shape: torch.rand(shape, generator=generator, device=device)  # noqa: E731
-        codes = (8 * (draw(groups * rows, depth) - 0.5)).to(FP8[fp8])
-        self.fp8, self.tile, self.codes = fp8, tile, codes.view(torch.uint8)
+        self.fp8, self.tile, self.groups, self.rows = fp8, tile, groups, rows
+        self.codes = draw(groups * rows, depth).sub_(0.5).mul_(8).to(FP8[fp8]).view(torch.uint8)
         depth_tiles = -(-depth // 128)
-        grid = (depth_tiles, rows) if tile == RUN else (-(-rows // 128), depth_tiles)
+        self.grid = grid = (depth_tiles, rows) if tile == RUN else (-(-rows // 128), depth_tiles)
         self.scale = torch.full((groups * grid[0], -(-grid[1] // 4) * 4), torch.nan, device=device)
         self.scale[:, : grid[1]] = torch.exp2(4 * draw(groups * grid[0], grid[1]) - 2)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """(groups * rows, K) in float64: eight times the memory of the codes."""
         by_row = []
-        for cells in self.scale[:, : grid[1]].chunk(groups):
-            by_row.append(cells.t() if tile == RUN else cells.repeat_interleave(128, 0)[:rows])
-        self.groups, self.grid = groups, grid
-        self.values = codes.double() * torch.cat(by_row).repeat_interleave(128, 1)[:, :depth].double()
+        for cells in self.scale[:, : self.grid[1]].chunk(self.groups):
+            by_row.append(cells.t() if self.tile == RUN else cells.repeat_interleave(128, 0)[: self.rows])
+        scales = torch.cat(by_row).repeat_interleave(128, 1)[:, : self.codes.shape[1]]
+        return self.codes.view(FP8[self.fp8]).double() * scales.double()
 
     def turned(self) -> tuple[Tensor, Tensor]:
         """The same codes (groups * K, rows) and scales of squares; padding holds NaN."""
