@@ -78,8 +78,8 @@ class GroupedTensor(QuantizedTensor):
 
     @property
     def members(self) -> tuple[QuantizedTensor, ...]:
-        """Each matrix as a tensor of its own around views of the buffers: nothing is copied."""
-        return tuple(QuantizedTensor(member) for member in self.storage.members)
+        """Each matrix as a tensor around views of the buffers: what is written into one is written into the group."""
+        return tuple(QuantizedTensor(member) for member in self.storage.views)
 
     split_into_quantized_tensors = members.fget  # under the name that TransformerEngine has for it
 

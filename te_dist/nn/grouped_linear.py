@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from te_dist.fsdp2.check import not_gathered
-from te_dist.nn import rehearsal
+from te_dist.nn import rehearsal, splits
 from te_dist.nn.grouped_options import GroupedLinearOptions, check, local_sizes
 from te_dist.nn.grouped_products import Given, GroupTable, group_table
 from te_dist.nn.grouped_site import PLAIN, GroupedSite
@@ -277,9 +277,12 @@ class GroupedLinear(QuantizedModule):
                     f"{label}: m_splits is an int32 or int64 tensor of shape ({self.num_gemms},), got "
                     f"{m_splits.dtype} of {tuple(m_splits.shape)}"
                 )
-            if x.is_cpu and not torch.compiler.is_compiling():
-                self._check_sizes(m_splits.tolist(), rows)
-            return group_table(m_splits.contiguous(), rows).tensor
+            table = group_table(m_splits.contiguous(), rows).tensor
+            if x.is_cpu and torch.compiler.is_compiling():
+                splits.check_in_graph(table, m_splits, rows, label=label)
+            elif x.is_cpu:
+                splits.check_sizes(m_splits.tolist(), rows, num_groups=self.num_gemms, label=label)
+            return table
         if isinstance(m_splits, Tensor) and m_splits.device.type != "cpu":
             raise ValueError(f"{label}: m_splits is on {m_splits.device}, the input on {x.device}; move one of them")
         try:
@@ -289,17 +292,8 @@ class GroupedLinear(QuantizedModule):
                 f"{label}: m_splits is a list of whole numbers, an int tensor ({self.num_gemms},) or a group table of "
                 f"one, got {m_splits!r}"
             ) from error
-        self._check_sizes(sizes, rows)
+        splits.check_sizes(sizes, rows, num_groups=self.num_gemms, label=label)
         return group_table(_on_device(sizes, x.device), rows).tensor
-
-    def _check_sizes(self, sizes: list[int], rows: int) -> None:
-        """Of groups, where the host knows them; on a device, ends are cut to what the input has."""
-        if len(sizes) != self.num_gemms or min(sizes) < 0 or sum(sizes) > rows:
-            raise ValueError(
-                f"{self.name or 'GroupedLinear'}: m_splits has {self.num_gemms} sizes of 0 or more, which add up to at "
-                f"most the {rows} rows of the input; got {len(sizes)} that add up to {sum(sizes)}, the smallest "
-                f"{min(sizes, default=0)}"
-            )
 
     def _checked(self, table: GroupTable, x: Tensor) -> Tensor:
         """Of a table made by the caller: kernels read as far as it says."""

@@ -194,7 +194,7 @@ def _backward(grad: Tensor, x: Tensor, inputs: list[Tensor], beside: list[Tensor
     of = products.Backward(
         grad.contiguous(), stored, x, beside, as_one(known), None, tuple(wants), shape_of(known), dtypes
     )
-    return list(products.taped_backward(of, how.given(table))[0])
+    return [gradient.contiguous() for gradient in products.taped_backward(of, how.given(table))[0]]  # as the fake says
 
 
 def _fake_backward(grad: Tensor, x: Tensor, inputs: list[Tensor], beside: list[Tensor], *rest: Any) -> list[Tensor]:

@@ -111,6 +111,8 @@ def _fresh(func: Any, args: Any, kwargs: Any) -> Tensor:
 def written(target: QuantizedTensor) -> Tensor:
     """What an op that changes values of a quantized tensor writes into: a copy of the best values known. Those of the
     master that has them, in fp32; or what was quantized, where that is kept, not narrower; or else decoded ones."""
+    if target.storage.owner is not None and (best := target.storage.best_values) is not None:
+        return best.to(target.device, torch.float32, copy=True)
     if (master := writes.master_of(target.storage)) is not None:
         return master.to(torch.float32, copy=True).view(target.shape)
     if (kept := _kept(target)) is not None:
@@ -127,7 +129,7 @@ def write_back(target: QuantizedTensor, values: Tensor) -> None:
     """What became of `written`: quantized into place, and what it came from follows."""
     storage = target.storage
     master, write, is_kept = writes.master_of(storage), storage.mastered, _kept(target) is not None
-    target.quantize_(values)
+    target.quantize_(values)  # NOTE: the owner of a member takes note there
     if master is not None:
         writes.change(storage, master, values, write=write)
     elif is_kept:

@@ -125,3 +125,18 @@ def test_what_torchs_checkpoint_runs_again_does_not_lose_its_recipe(reentrant: b
         out = checkpoint(compiled, x, torch.tensor(SIZES), use_reentrant=reentrant)
     with pytest.raises(RuntimeError, match="run again in backward.*context_fn=te_dist.recompute.context_fn"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+def test_a_graph_checks_sizes_that_the_host_knows(backend) -> None:
+    module = te.GroupedLinear(4, 256, 128)
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    x = torch.randn(64, 256, requires_grad=True)
+    out = compiled(x, torch.tensor([16] * 4))
+    assert_bitwise(out.detach(), module(x, torch.tensor([16] * 4)).detach(), "the output")
+    out.sum().backward()
+    for sizes in ([20] * 4, [20, -4, 20, 20]):
+        with pytest.raises(ValueError, match=f"add up to {sum(sizes)}, the smallest {min(sizes)}"):
+            compiled(x, torch.tensor(sizes))
+    with torch.no_grad(), pytest.raises(ValueError, match="add up to 80"):
+        compiled(x, torch.tensor([20] * 4))
