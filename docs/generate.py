@@ -148,7 +148,8 @@ maps ([recipes.md](recipes.md) says which), in one graph. After `import te_dist`
 quantized tensors; `te_dist.checkpoints` writes plain ones, and `checkpoints.high_precision_state_dict` gives such to
 other programs.
 
-A part (a slice, a chunk, a member by its index) has bytes of its own. Writing into one (`q[:64] = 0`,
+A part (a slice, a chunk, a matrix of a stack by its index; not a member of a group, which is a
+[view](grouped.md)) has bytes of its own. Writing into one (`q[:64] = 0`,
 `q.chunk(2)[0].zero_()`) raises while the whole is there, because the whole would not change. Change the values and
 `q.copy_(values)`, or clone a part to write into it alone. Parts that `torch.distributed.checkpoint` fills are written
 through ([checkpoints](checkpoints.md#torchs-own-calls)).

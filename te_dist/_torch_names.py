@@ -102,6 +102,11 @@ ATTRIBUTES = (
         "whether an autograd Function is applied inside of torch.func; the public `apply` asks it in the same way",
     ),
     Private(
+        "torch._C._will_engine_execute_node",
+        "whether a backward pass wants the gradient of a weight that is written beside autograd; `needs_input_grad` of "
+        "a Function does not know what `torch.autograd.grad` was asked for",
+    ),
+    Private(
         "torch._C._FunctionBase._raw_saved_tensors",
         "which hook gives back what an autograd Function saved, asked for the text of an error; the public tensors do "
         "not say where they come from, and torch before `SavedTensor.unpack_hook` does not either",

@@ -105,6 +105,17 @@ def process_group(name: str) -> dist.ProcessGroup:
     return distributed_c10d._resolve_process_group(name)
 
 
+def is_executed(node: Any) -> bool:
+    """Whether the backward pass that runs wants what is handed to `node` of the graph of autograd.
+
+    `torch.autograd.grad` and `backward(inputs=)` leave others out, which `needs_input_grad` of a Function does not say.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # what `torch.autograd.grad` was asked for itself; and where the pass is itself compiled
+        return True
+
+
 def call_when_backward_ends(callback: Callable[[], None]) -> None:
     """Runs `callback` at the end of the backward pass that this thread is inside of."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -14,14 +14,16 @@ from torch.distributed.tensor import DTensor, Shard
 
 from te_dist.fsdp2.check import not_gathered
 from te_dist.nn import rehearsal, splits
+from te_dist.nn.buffers import check_buffer
 from te_dist.nn.grouped_options import GroupedLinearOptions, check, local_sizes
 from te_dist.nn.grouped_products import Given, GroupTable, group_table
 from te_dist.nn.grouped_site import PLAIN, GroupedSite
 from te_dist.nn.grouped_weights import apart, packed, together
+from te_dist.nn.left_gradients import LeftGradients
 from te_dist.nn.module import QuantizedModule, weight_of
 from te_dist.nn.options import read
 from te_dist.nn.site import autocast_of_torch, without_values
-from te_dist.tensor import QuantizedTensor, placement
+from te_dist.tensor import placement
 
 Splits = Sequence[int] | Tensor | GroupTable
 
@@ -70,7 +72,7 @@ class GroupedLinear(QuantizedModule):
         self.delay_wgrad_compute: bool = known.get("delay_wgrad_compute", False)
         self.weight_names = _names("weight", num_gemms, is_one=self.single_grouped_weight)
         self.bias_names = _names("bias", num_gemms, is_one=self.single_grouped_bias) if bias else ()
-        self._later: list[Callable[[], None]] = []
+        self._left = LeftGradients()
         self._wgrad_hooks: list[Callable[[], Any]] = []
         self.gemm = GroupedSite(num_gemms, self.in_features, self.out_features, name=self.name)
         self.gemm.fuses_wgrad = self._fuses_wgrad
@@ -134,9 +136,11 @@ class GroupedLinear(QuantizedModule):
         self._check_input(inp, weights[0])
         x = autocast_of_torch(inp.flatten(0, -2) if inp.dim() != 2 else inp)  # noqa: PLR2004
         if out is not None:
-            _check_buffer("out", out, x, self.out_features)
+            check_buffer("out", out, x, self.out_features)
         if dgrad_out is not None:
-            _check_buffer("dgrad_out", dgrad_out, x, self.in_features)
+            check_buffer("dgrad_out", dgrad_out, x, self.in_features)
+        if self.delay_wgrad_compute:
+            self._check_leaves(weights)
         gemm, table = self.gemm, self._table(m_splits, x)
         given = Given(
             table,
@@ -144,7 +148,7 @@ class GroupedLinear(QuantizedModule):
             out=out,
             dgrad_out=dgrad_out,
             saves_original=gemm.saves_original,
-            later=self._later.append if self.delay_wgrad_compute else None,
+            later=self._left if self.delay_wgrad_compute else None,
             is_first=is_first_microbatch,
             skip=skip_weight_quantization,
         )
@@ -157,10 +161,14 @@ class GroupedLinear(QuantizedModule):
 
         They are made so, and moved and loaded so. Nothing where they are sharded, or without values.
         """
-        if not self.single_grouped_weight:
-            self.gemm.one_buffer = packed([self._parameters[name] for name in self.weight_names], self.gemm.one_buffer)
-        if not self.single_grouped_bias and self.use_bias:
-            packed([self._parameters[name] for name in self.bias_names], None)
+        weights, biases = (
+            [self._parameters[name] for name in names if name in self._parameters]
+            for names in (self.weight_names, self.bias_names)
+        )
+        if not self.single_grouped_weight and len(weights) == self.num_gemms:
+            self.gemm.one_buffer = packed(weights, self.gemm.one_buffer)
+        if not self.single_grouped_bias and len(biases) == self.num_gemms:
+            packed(biases, None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
@@ -170,7 +178,7 @@ class GroupedLinear(QuantizedModule):
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled: the gradients that are left to compute are those of the original."""
-        return self.__dict__ | {"_later": []}
+        return self.__dict__ | {"_left": LeftGradients()}
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
         """Adds what `backward_dw` calls once it has written gradients of weights, as TransformerEngine does.
@@ -180,13 +188,19 @@ class GroupedLinear(QuantizedModule):
         self._wgrad_hooks.append(hook)
 
     def backward_dw(self) -> None:
-        """Computes the gradients of the weights that `delay_wgrad_compute` has left; nothing where it has left none."""
-        waiting, self._later[:] = list(self._later), []
-        with torch.no_grad():
-            for compute in waiting:
-                compute()
-        for hook in self._wgrad_hooks if waiting else ():
-            hook()
+        """Computes the gradients of the weights that `delay_wgrad_compute` has left; nothing where it has left none.
+
+        Raises:
+            RuntimeError: what such a gradient is computed of was written in place since, or there is no `main_grad` to
+                add it to. It is left, and those behind it.
+        """
+        if self._left.compute(self.name or "GroupedLinear"):
+            for hook in self._wgrad_hooks:
+                hook()
+
+    def discard_dw(self) -> None:
+        """Gives up the gradients of the weights that `delay_wgrad_compute` has left: of a step that is not taken."""
+        self._left.discard()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Takes weights and biases of all groups together, or one by one, whichever of the two this module has."""
@@ -195,7 +209,7 @@ class GroupedLinear(QuantizedModule):
             if names == (what,) and prefix + what not in state_dict and all(key in state_dict for key in each):
                 values = [state_dict.pop(key) for key in each]
                 state_dict[prefix + what] = together(values, dims=values[0].dim() + 1)
-            elif len(names) == len(each) and prefix + what in state_dict and names != (what,):
+            elif names != (what,) and prefix + what in state_dict and len(state_dict[prefix + what]) == len(names):
                 state_dict |= dict(zip(each, state_dict.pop(prefix + what).unbind(), strict=True))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -244,8 +258,8 @@ class GroupedLinear(QuantizedModule):
 
     def _local(self, names: Sequence[str]) -> list[Tensor]:
         """Parameters, or the local parts of those that are DTensors, which are all of these names or none."""
-        held = self._parameters
-        parameters: list[Any] = [held[name] for name in names]
+        held = self._parameters  # parametrizations and pruning leave attributes in their place
+        parameters: list[Any] = [held[name] if name in held else getattr(self, name) for name in names]
         if not parameters or not isinstance(parameters[0], DTensor):
             return parameters
         if self.delay_wgrad_compute or self._fuses_wgrad:
@@ -258,6 +272,14 @@ class GroupedLinear(QuantizedModule):
         if is_checked and placement.shape_everywhere(parameters[0]) != wanted:
             raise not_gathered(self.name or "GroupedLinear", parameters[0])
         return [parameter.to_local() for parameter in parameters]
+
+    def _check_leaves(self, weights: Sequence[Tensor]) -> None:
+        """`backward_dw` writes into `.grad` of what it was given."""
+        if torch.is_grad_enabled() and any(weight.requires_grad and not weight.is_leaf for weight in weights):
+            raise ValueError(
+                f"{self.name or 'GroupedLinear'}: got weights that were computed from others (torch.func, "
+                "parametrizations), which delay_wgrad_compute would leave without a gradient; leave it out"
+            )
 
     def _check_input(self, x: Tensor, weight: Tensor) -> None:
         label = self.name or "GroupedLinear"
@@ -331,27 +353,3 @@ def _on_device(sizes: list[int], device: torch.device) -> Tensor:
         )
     tensor = torch.tensor(sizes, dtype=torch.int64)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-def _check_buffer(name: str, buffer: Tensor, x: Tensor, cols: int) -> None:
-    """Of a caller who owns the memory of a result."""
-    wanted = (x.shape[0], cols), x.dtype, x.device
-    if (buffer.shape, buffer.dtype, buffer.device) != wanted or not buffer.is_contiguous() or buffer.requires_grad:
-        raise ValueError(
-            f"{name}: got {buffer.dtype} of {tuple(buffer.shape)} on {buffer.device}, strides {buffer.stride()}, "
-            f"requires_grad={buffer.requires_grad}; wanted {wanted[1]} of {wanted[0]} on {wanted[2]}, contiguous, "
-            "without requires_grad"
-        )
-    if name == "out" and not torch.compiler.is_compiling() and _overlap(buffer, x):
-        raise ValueError("out: got memory of the input, which is read while out is written, and again in backward")
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two plain tensors have memory in common; gaps between elements count as theirs."""
-    if isinstance(b, QuantizedTensor) or not a.numel() or not b.numel() or a.is_meta:
-        return False
-    ends = [
-        t.data_ptr() + t.element_size() * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
-        for t in (a, b)
-    ]
-    return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]

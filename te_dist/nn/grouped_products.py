@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from te_dist import ops
-from te_dist._torch_private import applied
+from te_dist._torch_private import applied, is_executed
 from te_dist.codecs.grouped_gemm import Result, Rows, SumsResult, multiply_rows, multiply_sums
 from te_dist.formats import Direction
 from te_dist.grouped import GroupedStorage
 from te_dist.kernels.tape import Tapes
+from te_dist.nn.buffers import overlap
 from te_dist.nn.grouped_weights import MainGrads, as_one, members_of, shape_of, stacked, together
+from te_dist.nn.left_gradients import LeftGradients
 from te_dist.nn.once import once_differentiable
 from te_dist.nn.products import Plan, Saved, taken_apart
 from te_dist.nn.saved import save, saved
@@ -81,7 +83,7 @@ class Given(NamedTuple):
         out: (T, N), where the output goes; made where None.
         dgrad_out: (T, K), where the gradient of the input goes; made where None. Not with a front.
         saves_original: whether backward quantizes the input once more, instead of forward saving it quantized.
-        later: takes the product that gives the gradient of the weights, instead of backward; None for at once.
+        later: keeps the product that gives the gradient of the weights, instead of backward; None for at once.
         cached: the weights quantized beforehand, in both directions; None where that is done now.
         is_first: whether this is the first of several calls before a step of the optimizer; None for the only one.
         skip: a flag on the device: where it is set, weights are not quantized but taken as they were; None for neither.
@@ -93,7 +95,7 @@ class Given(NamedTuple):
     out: Tensor | None = None
     dgrad_out: Tensor | None = None
     saves_original: bool = False
-    later: Callable[[Callable[[], None]], None] | None = None
+    later: LeftGradients | None = None
     cached: GroupedStorage | None = None
     is_first: bool | None = None
     skip: Tensor | None = None
@@ -247,6 +249,11 @@ class _GroupedLinear(torch.autograd.Function):
         wants, given = ctx.needs_input_grad, ctx.given
         given = given if table is given.table else given._replace(table=table)  # hooks hand out another one
         of_weights, of_biases, of_beside = ctx.counts.split(wants[3:])
+        if given.plan.fuses_wgrad or given.later is not None:  # what is written beside autograd has to be asked for
+            nodes = ctx.next_functions[1 : 1 + len(of_weights)]
+            of_weights = [w and is_executed(node) for w, (node, _) in zip(of_weights, nodes, strict=True)]
+        if given.dgrad_out is not None and wants[0]:
+            _check_apart(given, grad, x if any(of_weights) else None)
         wanted = (wants[0] or any(of_beside), any(of_weights), any(of_biases))
         weights, beside = rest[: ctx.num_held], rest[ctx.num_held :]
         of = Backward(grad.contiguous(), inputs, x, beside, as_one(weights), None, wanted, ctx.shape, ctx.dtypes)
@@ -255,7 +262,20 @@ class _GroupedLinear(torch.autograd.Function):
             delayed.update_when_backward_ends()
         of_x = of_x or (None,) * (1 + len(of_beside))
         each = *_each(of_weight, of_weights, ctx.is_one[0]), *_each(of_bias, of_biases, ctx.is_one[1])
-        return of_x[0] if wants[0] else None, None, None, *each, *of_x[1:]
+        of_beside = (each if wants else None for each, wants in zip(of_x[1:], of_beside, strict=True))
+        return of_x[0] if wants[0] else None, None, None, *each, *of_beside
+
+
+def _check_apart(given: Given, grad: Tensor, x: Tensor | None) -> None:
+    """Before `dgrad_out` is written. `x`: the input, where it is read behind that."""
+    read = {"the input": x}
+    if isinstance(given.plan.grad_output, IdentityQuantizer):  # else it is quantized by then
+        read["the gradient of the output"] = grad
+    for name, tensor in read.items():
+        if tensor is not None and overlap(given.dgrad_out, tensor):
+            raise ValueError(
+                f"dgrad_out: got memory of {name}, which is read when dgrad_out has been written; pass another buffer"
+            )
 
 
 def _each(gradient: Tensor | None, wanted: Sequence[bool], is_one: bool) -> Sequence[Tensor | None]:
@@ -341,7 +361,8 @@ def _gradients(
     of_bias, found = (found[0], found[1:]) if of.wants[2] else (None, found)
     if saved is not None:
         rest = of._replace(grad=None, weights=())
-        given.later(lambda: _finish(rest, saved.storage(found), given, (parameters, wanted)))
+        reads = (*taken_apart(of.x, *of.beside)[0], *found, given.table)
+        given.later.leave(lambda: _finish(rest, saved.storage(found), given, (parameters, wanted)), reads)
         return of_x, None, of_bias
     if main is not None:
         main.finish()

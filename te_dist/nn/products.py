@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_dist._torch_private import applied
+from te_dist._torch_private import applied, is_executed
 from te_dist.codecs.gemm import READS_ANY_ORDER, Operand, multiply
 from te_dist.formats import Direction, Format, Region
 from te_dist.kernels.tape import Tapes
@@ -109,6 +109,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight, behind = saved(ctx)
         plan, wants = ctx.plan, ctx.needs_input_grad[:3]
+        if plan.fuses_wgrad and wants[1]:  # what is written beside autograd has to be asked for
+            wants = wants[0], is_executed(ctx.next_functions[1][0]), wants[2]
         main_grad = main_grad_of(ctx.parameter) if wants[1] and plan.fuses_wgrad else None
         of = Backward(grad, inputs, weight, main_grad, wants, ctx.shape, ctx.dtypes, behind, ctx.front)
         grads = iter(backward(of, plan))
