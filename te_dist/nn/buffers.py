@@ -8,7 +8,7 @@ from torch import Tensor
 from te_dist.tensor import QuantizedTensor
 
 
-def check_buffer(name: str, buffer: Tensor, x: Tensor, cols: int) -> None:
+def check_buffer(name: str, buffer: Tensor, x: Tensor, *, cols: int) -> None:
     """Raises ValueError unless `buffer` can take `cols` columns for each row of `x`; `name`: of the argument."""
     wanted = (x.shape[0], cols), x.dtype, x.device
     if (buffer.shape, buffer.dtype, buffer.device) != wanted or not buffer.is_contiguous() or buffer.requires_grad:

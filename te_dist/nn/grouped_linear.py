@@ -136,9 +136,9 @@ class GroupedLinear(QuantizedModule):
         self._check_input(inp, weights[0])
         x = autocast_of_torch(inp.flatten(0, -2) if inp.dim() != 2 else inp)  # noqa: PLR2004
         if out is not None:
-            check_buffer("out", out, x, self.out_features)
+            check_buffer("out", out, x, cols=self.out_features)
         if dgrad_out is not None:
-            check_buffer("dgrad_out", dgrad_out, x, self.in_features)
+            check_buffer("dgrad_out", dgrad_out, x, cols=self.in_features)
         if self.delay_wgrad_compute:
             self._check_leaves(weights)
         gemm, table = self.gemm, self._table(m_splits, x)

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from te_dist import _torch_private
+from te_dist import _torch_private, catalog
 from te_dist.codecs import grouped_gemm
 from te_dist.context import current_autocast, recipe_named
 from te_dist.formats import Direction, Format
@@ -139,10 +139,22 @@ class GroupedSite(LinearSite):
             return self._by_flag(x, weights, given=given, biases=biases, beside=beside)
         if given.is_first is not None and not isinstance(weights[0], QuantizedTensor):
             given = given._replace(cached=self.kept.by_host(weights, plan.weight, is_first=given.is_first))
-        out = grouped_linear(x, weights, given=given, biases=biases, beside=beside)
+        try:
+            out = grouped_linear(x, weights, given=given, biases=biases, beside=beside)
+        except NotImplementedError as error:
+            if isinstance(first, QuantizedTensor):
+                raise self._of_another_recipe(first, error) from error
+            raise
         if is_one and (x.requires_grad or any(tensor.requires_grad for tensor in beside)):
             self.one_buffer.guard(out, weights, self._label)
         return out
+
+    def _of_another_recipe(self, weight: QuantizedTensor, error: NotImplementedError) -> NotImplementedError:
+        """Where no product takes quantized weights: with the most likely reason."""
+        return NotImplementedError(
+            f"{self._label}: the weights are {catalog.name_of(weight.format)}, and autocast is by "
+            f"{type(current_autocast().recipe).__name__}; pass it the recipe that made the weights. There are {error}"
+        )
 
     def _by_flag(
         self, x: Tensor, weights: Sequence[Tensor], *, given: Given, biases: Sequence[Tensor], beside: Sequence[Tensor]

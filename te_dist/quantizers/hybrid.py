@@ -51,6 +51,11 @@ class HybridQuantizer(Quantizer):
     columnwise_source: Literal["original", "rowwise_dequantized"] = "original"
 
     def __post_init__(self) -> None:
+        for name in ("rowwise_quantizer", "columnwise_quantizer"):
+            if not isinstance(found := getattr(self, name), Quantizer):
+                raise TypeError(
+                    f"{name}: got {found!r}, wanted a quantizer (te_dist.quantizers), not a recipe or a name"
+                )
         if self.rowwise_quantizer is self.columnwise_quantizer:
             raise ValueError("rowwise_quantizer and columnwise_quantizer are one object: pass a .copy() of it as one")
         if self.columnwise_source not in ("original", "rowwise_dequantized"):

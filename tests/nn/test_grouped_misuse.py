@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import te_dist as te
 from te_dist import recipe
+from te_dist.quantizers import HybridQuantizer, IdentityQuantizer
 from te_dist.testing import assert_bitwise, pool
 
 GROUPS, IN, OUT, SIZES = 3, 128, 128, [5, 0, 11]
@@ -46,6 +47,26 @@ def test_sizes_may_have_any_strides_and_be_scalars_of_any_library() -> None:
     strided = torch.tensor([SIZES, SIZES]).t()[:, 0]
     for sizes in (strided, list(torch.tensor(SIZES)), torch.tensor(SIZES).numpy(), tuple(SIZES)):
         assert_bitwise(module(x, sizes), want, "y")
+
+
+@pytest.mark.parametrize("single", (False, True))
+def test_weights_and_autocast_of_two_recipes_are_named(single: bool) -> None:
+    with te.quantized_model_init(recipe=RECIPE):
+        module = make(single_grouped_weight=single)
+    words = "GroupedLinear: the weights are float8_block_2d, and autocast is by MXFP8BlockScaling; pass it the recipe"
+    with pytest.raises(NotImplementedError, match=words), te.autocast(recipe=recipe.MXFP8BlockScaling()):
+        module(normal(32, IN), [32, 0, 0])
+
+
+def test_a_number_of_groups_is_whole() -> None:
+    with pytest.raises(TypeError, match=r"num_gemms is a whole number, got 4\.0"):
+        te.GroupedLinear(4.0, IN, OUT)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", (RECIPE, "float8_block"), ids=("recipe", "name"))
+def test_parts_of_a_hybrid_are_quantizers(given: Any) -> None:
+    with pytest.raises(TypeError, match="columnwise_quantizer: got .*, wanted a quantizer"):
+        HybridQuantizer(rowwise_quantizer=IdentityQuantizer(), columnwise_quantizer=given)
 
 
 def test_an_input_without_rows_is_refused() -> None:
