@@ -7,6 +7,7 @@ whose buffers are views. Nothing is copied to see a group as members or members 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from te_dist.formats import WHOLE, AnyGroup, Direction, Field, Format, Group, Partition, Region, geometry, group_of
 from te_dist.formats.group import MEMBERS, ROWS
-from te_dist.ops.evaluate import values
+from te_dist.grouped.members import MemberView
 from te_dist.ops.multi_tensor import Batch
 from te_dist.ops.source import Source
 from te_dist.scaling.agreement import PartsQuantization
@@ -152,26 +153,30 @@ class GroupedStorage(QuantizedStorage):
     def note_written(self, index: int, values: Tensor) -> None:
         """Takes note that one member was given these values, by whoever wrote them into the buffers.
 
-        A master that had the values of all members has them again; so have what was kept at initialization, and what
+        A master that had the values of all members has them again; so has what was kept at initialization, and what
         ranks are to agree on.
         """
-
-        def replaced(whole: Tensor) -> Tensor:
-            whole = whole.clone()
-            whole.view(self.shape)[index] = values.view(self.regions[index].shape)
-            return whole
-
-        master, write = writes.master_of(self), self.mastered
-        captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        is_uniform = isinstance(self.group, Group)  # of members that differ nothing is kept: they are no parameters
-        initial = self.initial if is_uniform and not captured else None
-        unsettled = self.unsettled
-        self.initial = None if initial is None else replaced(initial)
-        self.unsettled = None if unsettled is None else replaced(unsettled)
-        self.mastered = 0
         self.num_writes += 1
-        if master is not None and is_uniform:
-            writes.change(self, master, replaced(master), write=write)
+        if not isinstance(self.group, Group):  # of members that differ nothing is kept: they are no parameters
+            self.initial, self.mastered, self.unsettled = None, 0, None
+            return
+        matrix = values.detach().reshape(self.group.region.shape)
+        if self.unsettled is not None or self.may_share_scales():
+            self.unsettled = self.dequantize(torch.float32) if self.unsettled is None else self.unsettled.clone()
+            self.unsettled.view(self.shape)[index] = matrix
+        if writes.master_of(self) is not None:
+            writes.change_part(self, matrix, index)
+            return
+        captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        self.mastered = 0
+        if captured:
+            self.initial = None
+        if self.initial is not None:
+            if not writes.is_alone(
+                sys.getrefcount(self.initial)
+            ):  # copies have the same, and optimizers know it by that
+                self.initial = self.initial.clone()
+            self.initial.view(self.shape)[index] = matrix
 
     @property
     def _member_cut_dims(self) -> frozenset[int]:
@@ -369,48 +374,6 @@ class GroupedStorage(QuantizedStorage):
     def __repr__(self) -> str:
         present = "+".join(d.value for d in self.directions) or "empty"
         return f"GroupedStorage({describe(self.group)}, {present}: {', '.join(self.buffers)})"
-
-
-class MemberView(QuantizedStorage):
-    """One matrix of a group, whose writes the group takes note of; copies of it belong to no group.
-
-    Attributes:
-        owner: the group; None of what was pickled.
-        index: of the member.
-    """
-
-    __slots__ = ("index", "owner")
-
-    def __init__(self, owner: GroupedStorage, index: int) -> None:
-        member = owner.members[index]
-        super().__init__(member.format, member.buffers, member.region, dtype=member.dtype)
-        self.owner, self.index = owner, index
-
-    @property
-    def best_values(self) -> Tensor | None:
-        """Of this member, in high precision: those of the master, or those kept at initialization; None for neither."""
-        group = self.owner
-        if group is None or not isinstance(group.group, Group):
-            return None
-        whole = writes.master_of(group)
-        whole = group.initial if whole is None else whole
-        return None if whole is None else whole.view(group.shape)[self.index]
-
-    def quantize_(self, x: Tensor | Source, amaxes: Amaxes | None = None) -> None:
-        """As of a matrix that is alone."""
-        super().quantize_(x, amaxes)
-        if self.owner is not None:
-            self.owner.note_written(self.index, values(x))
-
-    def _take_history(self, source: QuantizedStorage) -> None:
-        super()._take_history(source)
-        if self.owner is not None:
-            kept = source.best_values if isinstance(source, MemberView) else source.initial
-            self.owner.note_written(self.index, source.dequantize(torch.float32) if kept is None else kept)
-
-    def __getstate__(self) -> Any:
-        others, slots = super().__getstate__()  # type: ignore[misc]
-        return others, slots | {"owner": None}
 
 
 def describe(group: AnyGroup) -> str:

@@ -362,7 +362,8 @@ def _gradients(
     if saved is not None:
         rest = of._replace(grad=None, weights=())
         reads = (*taken_apart(of.x, *of.beside)[0], *found, given.table)
-        given.later.leave(lambda: _finish(rest, saved.storage(found), given, (parameters, wanted)), reads)
+        alone = given._replace(later=None)  # what is left does not hold what it is left in
+        given.later.leave(lambda: _finish(rest, saved.storage(found), alone, (parameters, wanted)), reads)
         return of_x, None, of_bias
     if main is not None:
         main.finish()

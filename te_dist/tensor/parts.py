@@ -48,6 +48,7 @@ _BESIDE: weakref.WeakKeyDictionary[QuantizedStorage, list[tuple[Any, Any]]] = we
 
 def note(part: QuantizedStorage, whole: QuantizedStorage) -> QuantizedStorage:
     """Remembers what `part` was taken out of, in the end where that is a part too; gives it back."""
+    whole = whole if whole.owner is None else whole.owner  # views of members come and go
     first = _ORIGINS.get(whole)
     _ORIGINS[part] = _Origin(weakref.ref(whole)) if first is None or first.whole() is None else first
     return part

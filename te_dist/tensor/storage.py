@@ -47,7 +47,7 @@ class QuantizedStorage:
     """
 
     matrix_dim: ClassVar[int] = 0  # of nominal dimensions, the first whose cut leaves parts of a matrix
-    owner: Any = None  # a group, of which this is a view of one member, see grouped.storage.MemberView
+    owner: Any = None  # a group, of which this is a view of one member, see grouped.members.MemberView
 
     __slots__ = (
         "__weakref__",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import uuid
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,7 @@ class _Latest:
         self.write = 0
 
 
+_OF_AN_ATTRIBUTE = 2  # references: its own, and that of the argument of sys.getrefcount
 _numbers = _Numbers()
 _masters: weakref.WeakKeyDictionary[QuantizedStorage, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
 _latest: dict[int, _Latest] = {}  # by the id of a master
@@ -112,6 +114,26 @@ def change(storage: QuantizedStorage, master: Tensor, values: Tensor, *, write: 
     _replace(master, values, write)
     storage.note_master()
     note_master(storage, master)
+
+
+def change_part(storage: QuantizedStorage, values: Tensor, index: int) -> None:
+    """As `change`, of one member of a group, whose master has the values of all.
+
+    The master is copied where a copy of the group is there, which may be put back.
+    """
+    master = noted_master(storage)
+    assert master is not None
+    others = sys.getrefcount(storage.mastered) - (storage.latest_mastered is storage.mastered)
+    if isinstance(storage.mastered, Write) and not is_alone(others):
+        storage.mastered.values = master.clone()
+    master.view(storage.shape)[index] = values
+    storage.note_master()
+    note_master(storage, master)
+
+
+def is_alone(references: int) -> bool:
+    """Whether an attribute holds the only reference to an object, by what `sys.getrefcount` says of the attribute."""
+    return references <= _OF_AN_ATTRIBUTE
 
 
 def put_back(storage: QuantizedStorage, master: Tensor | None, write: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import te_dist as te
-from te_dist import optim, recipe
+from te_dist import grouped, optim, recipe
+from te_dist.catalog import FORMATS
+from te_dist.testing import assert_bitwise
 
 FP8, MX = recipe.Float8BlockScaling(), recipe.MXFP8BlockScaling()
 VALUES = torch.full((128, 256), 2.0)
@@ -75,3 +78,83 @@ def test_a_copy_of_a_member_belongs_to_no_group() -> None:
     with torch.no_grad():
         weight[1].clone().copy_(VALUES)
     assert torch.equal(weight.dequantize(), before) and weight.storage.num_writes == writes
+
+
+def trained(steps: Callable[[Tensor], object] | None) -> Tensor:
+    """The master after some steps, between which something is done with the weight that is undone."""
+    torch.manual_seed(0)
+    with te.quantized_model_init(recipe=FP8):
+        module = te.GroupedLinear(4, 256, 128, bias=False, single_grouped_weight=True)
+    optimizer, x = optim.FusedAdam(module.parameters(), lr=1e-5), torch.randn(64, 256)
+    for _ in range(5):
+        with te.autocast(recipe=FP8):
+            module(x, [16] * 4).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if steps is not None:
+            with torch.no_grad():
+                steps(module.weight)
+    return optimizer.state[module.weight]["master_param"]
+
+
+def _save_members(weight: Tensor) -> None:
+    saved = [member.clone() for member in weight.members]
+    for member, kept in zip(weight.members, saved, strict=True):
+        member.mul_(1.01)
+        member.copy_(kept)
+
+
+def _save_the_group(weight: Tensor) -> None:
+    saved = weight.clone()
+    for member in weight.members:
+        member.mul_(1.01)
+    for number in range(4):
+        weight[number].copy_(saved[number])
+
+
+def _give_back_the_same(weight: Tensor) -> None:
+    saved = weight.clone()
+    weight[2].copy_(saved[2])
+
+
+@pytest.mark.parametrize("steps", (_save_members, _save_the_group, _give_back_the_same))
+def test_a_member_that_is_put_back_has_the_master_it_had(steps) -> None:
+    assert_bitwise(trained(steps), trained(None), "the master")
+
+
+def test_values_may_lie_anyhow_and_have_a_history() -> None:
+    with te.quantized_model_init(recipe=FP8, preserve_high_precision_init_val=True):
+        module = te.GroupedLinear(4, 256, 128, bias=False, single_grouped_weight=True)
+    values = torch.randn(256, 128, requires_grad=True)
+    with torch.no_grad():
+        module.weight[0].view(2, 64, 256).copy_(torch.full((64, 2, 256), 3.0).transpose(0, 1))
+    module.weight.members[1].quantize_(values.t())
+    initial = module.weight.storage.initial
+    assert (initial[0] == 3).all() and torch.equal(initial[1], values.detach().t()) and not initial.requires_grad
+    copy.deepcopy(module)
+
+
+def test_copies_of_a_group_keep_what_they_were_made_of() -> None:
+    with te.quantized_model_init(recipe=FP8, preserve_high_precision_init_val=True):
+        weight = te.GroupedLinear(4, 256, 128, bias=False, single_grouped_weight=True).weight
+    before, copied = weight.storage.initial.clone(), weight.detach().clone()
+    with torch.no_grad():
+        for member in weight:
+            member.copy_(VALUES)
+    assert torch.equal(copied.storage.initial, before) and (weight.storage.initial == 2).all()
+
+
+def test_a_part_of_a_member_is_not_written_in_silence() -> None:
+    with te.quantized_model_init(recipe=FP8):
+        weight = te.GroupedLinear(4, 256, 128, bias=False, single_grouped_weight=True).weight.detach()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context(), pytest.raises(NotImplementedError, match="cannot write into a part"):
+            [member[:64] for member in weight.members][0].zero_()  # noqa: RUF015  (the views are gone by then)
+
+
+def test_ranks_agree_on_scales_of_a_member_that_was_written() -> None:
+    whole = grouped.quantize(torch.randn(4, 128, 256), FORMATS["float8_tensorwise"])
+    part = whole.split(64, 1)[1].clone()
+    part[1].copy_(torch.full((64, 256), 2.0))
+    unsettled = part.storage.unsettled
+    assert unsettled is not None and (unsettled[1] == 2).all() and torch.equal(unsettled[0], part.dequantize()[0])
