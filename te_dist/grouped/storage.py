@@ -172,9 +172,8 @@ class GroupedStorage(QuantizedStorage):
         if captured:
             self.initial = None
         if self.initial is not None:
-            if not writes.is_alone(
-                sys.getrefcount(self.initial)
-            ):  # copies have the same, and optimizers know it by that
+            is_alone = writes.is_alone(sys.getrefcount(self.initial))
+            if not is_alone:  # copies have the same, and optimizers know it by that
                 self.initial = self.initial.clone()
             self.initial.view(self.shape)[index] = matrix
 
