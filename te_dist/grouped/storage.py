@@ -163,7 +163,7 @@ class GroupedStorage(QuantizedStorage):
         matrix = values.detach().reshape(self.group.region.shape)
         if self.unsettled is not None or self.may_share_scales():
             self.unsettled = self.dequantize(torch.float32) if self.unsettled is None else self.unsettled.clone()
-            self.unsettled.view(self.shape)[index] = matrix
+            self.unsettled.view(self.shape)[index].copy_(matrix)
         if writes.master_of(self) is not None:
             writes.change_part(self, matrix, index)
             return
@@ -175,7 +175,7 @@ class GroupedStorage(QuantizedStorage):
             is_alone = writes.is_alone(sys.getrefcount(self.initial))
             if not is_alone:  # copies have the same, and optimizers know it by that
                 self.initial = self.initial.clone()
-            self.initial.view(self.shape)[index] = matrix
+            self.initial.view(self.shape)[index].copy_(matrix)
 
     @property
     def _member_cut_dims(self) -> frozenset[int]:

@@ -126,7 +126,7 @@ def change_part(storage: QuantizedStorage, values: Tensor, index: int) -> None:
     others = sys.getrefcount(storage.mastered) - (storage.latest_mastered is storage.mastered)
     if isinstance(storage.mastered, Write) and not is_alone(others):
         storage.mastered.values = master.clone()
-    master.view(storage.shape)[index] = values
+    master.view(storage.shape)[index].copy_(values)
     storage.note_master()
     note_master(storage, master)
 
