@@ -44,7 +44,7 @@ def _select(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     """One member, as a view."""
     tensor, dim, index = args
     _check_members(tensor, "select", dim)
-    return tensor.members[index]
+    return QuantizedTensor(tensor.storage.view(index))
 
 
 def _check_members(tensor: GroupedTensor, op: str, dim: int) -> None:

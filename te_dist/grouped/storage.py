@@ -131,7 +131,7 @@ class GroupedStorage(QuantizedStorage):
         """Each matrix, as views of the buffers. What is written into one is written into the group.
 
         They take no note of it, as the group does (`unsettled`, `mastered`): use its `quantize_` to write all of them,
-        or `views`.
+        or `view`.
         """
         if self._members is not None:
             buffers, members = self._members
@@ -145,10 +145,9 @@ class GroupedStorage(QuantizedStorage):
         self._members = dict(self.buffers), members
         return members
 
-    @property
-    def views(self) -> tuple[MemberView, ...]:
-        """Each matrix for whoever may write into one alone: the group takes note of it."""
-        return tuple(MemberView(self, index) for index in range(len(self.regions)))
+    def view(self, index: int) -> MemberView:
+        """One matrix for whoever may write into it alone: the group takes note of that."""
+        return MemberView(self, range(len(self.regions))[index])
 
     def note_written(self, index: int, values: Tensor) -> None:
         """Takes note that one member was given these values, by whoever wrote them into the buffers.

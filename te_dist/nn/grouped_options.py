@@ -38,7 +38,7 @@ class GroupedLinearOptions(LinearOptions, total=False):
 
 def check(options: Mapping[str, Any], num_gemms: int, *, bias: bool) -> None:
     """Raises ValueError for keywords that do not go together, TypeError for a number of groups that is none."""
-    if not isinstance(num_gemms, int):
+    if not hasattr(num_gemms, "__index__"):
         raise TypeError(f"GroupedLinear: num_gemms is a whole number, got {num_gemms!r}")
     if num_gemms < 1:
         raise ValueError(f"GroupedLinear: num_gemms is 1 or more, got {num_gemms}")

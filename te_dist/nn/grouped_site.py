@@ -142,7 +142,7 @@ class GroupedSite(LinearSite):
         try:
             out = grouped_linear(x, weights, given=given, biases=biases, beside=beside)
         except NotImplementedError as error:
-            if isinstance(first, QuantizedTensor):
+            if isinstance(first, QuantizedTensor) and first.format != plan.weight.declare(first.dtype):
                 raise self._of_another_recipe(first, error) from error
             raise
         if is_one and (x.requires_grad or any(tensor.requires_grad for tensor in beside)):
@@ -150,7 +150,7 @@ class GroupedSite(LinearSite):
         return out
 
     def _of_another_recipe(self, weight: QuantizedTensor, error: NotImplementedError) -> NotImplementedError:
-        """Where no product takes quantized weights: with the most likely reason."""
+        """Where no product takes weights that this recipe would not have made."""
         return NotImplementedError(
             f"{self._label}: the weights are {catalog.name_of(weight.format)}, and autocast is by "
             f"{type(current_autocast().recipe).__name__}; pass it the recipe that made the weights. There are {error}"

@@ -110,7 +110,8 @@ def _fresh(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 def written(target: QuantizedTensor) -> Tensor:
     """What an op that changes values of a quantized tensor writes into: a copy of the best values known. Those of the
-    master that has them, in fp32; or what was quantized, where that is kept, not narrower; or else decoded ones."""
+    master that has them, in fp32; or what was quantized, where that is kept, not narrower; or else decoded ones. Of a
+    member, those that its group knows."""
     if target.storage.owner is not None and (best := target.storage.best_values) is not None:
         return best.to(target.device, torch.float32, copy=True)
     if (master := writes.master_of(target.storage)) is not None:

@@ -58,6 +58,14 @@ def test_weights_and_autocast_of_two_recipes_are_named(single: bool) -> None:
         module(normal(32, IN), [32, 0, 0])
 
 
+def test_a_recipe_that_has_no_products_is_not_taken_for_another() -> None:
+    with te.quantized_model_init(recipe=recipe.NVFP4BlockScaling()):
+        module = make()
+    made_by = recipe.NVFP4BlockScaling(row_scaled_activation=True)
+    with pytest.raises(NotImplementedError, match="^no products in groups of NVFP4"), te.autocast(recipe=made_by):
+        module(normal(32, IN), [32, 0, 0])
+
+
 def test_a_number_of_groups_is_whole() -> None:
     with pytest.raises(TypeError, match=r"num_gemms is a whole number, got 4\.0"):
         te.GroupedLinear(4.0, IN, OUT)  # type: ignore[arg-type]

@@ -77,8 +77,8 @@ struct Barrier {
                  : "memory");
   }
 
-  // Waits for the end of the phase of this parity. A thread sleeps until then, or for a
-  // millisecond, before it asks again; by itself it would ask sooner, for which others wait.
+  // Waits for the end of the phase of this parity. A thread sleeps until then, or for a millisecond before it asks again;
+  // without that hint it asks sooner, which takes issue slots from others.
   TE_DIST_DEVICE void wait(uint32_t parity) {
     asm volatile(
         "{\n.reg .pred done;\nagain:\n"
