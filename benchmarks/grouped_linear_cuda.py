@@ -30,6 +30,8 @@ from te_dist import recipe
 # (groups, rows of all, N, K): those of common mixtures of experts, and two that the CPU alone takes time for.
 SHAPES = (
     (8, 32768, 4096, 7168),
+    (8, 32768, 7168, 2048),
+    (32, 32768, 4096, 2048),
     (128, 65536, 1536, 2048),
     (128, 65536, 2048, 768),
     (8, 1024, 512, 512),

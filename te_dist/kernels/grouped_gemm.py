@@ -76,13 +76,19 @@ ROWS_RATES: dict[Kind, Rates] = {
 }
 # The same sums over the rows of groups.
 SUMS_RATES: dict[Kind, Rates] = {
-    Kind(False, 2): {Tiling(2, 1): 981, Tiling(2, 2): 1103, Tiling(3, 1): 1035, Tiling(3, 1, 2): 1071},
+    Kind(False, 2): {
+        Tiling(2, 1): 981,
+        Tiling(2, 2): 1103,
+        Tiling(2, 2, 2): 1185,
+        Tiling(3, 1): 1035,
+        Tiling(3, 1, 2): 1063,
+    },
     Kind(False, 4): gemm.RATES[Kind(False, 4)],
-    Kind(False, 4, True): {Tiling(2, 1): 850, Tiling(2, 2): 1002, Tiling(3, 1): 905},
+    Kind(False, 4, True): {Tiling(2, 1): 850, Tiling(2, 2, 2): 1085, Tiling(3, 1): 905},
 }
 # To begin and to write a tile takes longer with more waves, which counts where few tiles of the depth are summed.
 # Fitted: 128 groups of 65536 rows, N = 1536 and 2048 there, are given what was measured fastest.
-_BESIDE_SUMS = 0.3
+_BESIDE_SUMS = 0.57
 # To turn B in shared memory makes a product slower by a fifth, however many rows read it; to transpose it in memory
 # takes as long as that fifth does of 1600 to 2800 rows of each group (benchmarks/results/grouped_blocks_cuda.md).
 _TURNED_ROWS = 1536

@@ -40,7 +40,6 @@ ALLOWED_SPILLS = {
         r"GemmDecoded": 32,
         r"GroupedGemm<GroupProducts.*Float32, \w+, 128, \d, \d, true": 8,
         r"GemmFloat8Block<DepthGroups": 32,
-        r"GemmFloat8Block<OneProduct.*Float32, false, 2, 2, 128, 1, 3, true": 64,
         r"GemmFloat8Block<OneProduct.*Float32, \w+, 2, 1, 128, 1, 4, true": 80,
         r"GemmFloat8Block<.*Float32, \w+, 3, 1, 128, 1, 3, true": 248,
         r"Amax<SwiGlu": 24,

@@ -58,11 +58,11 @@ def test_short_sums_are_added_in_shared_memory():
     assert grouped_gemm.sums_tiling(1536, 2048, 128, 512, kind).waves == 1
 
 
-def test_short_sums_are_given_tilings_of_one_wave():
-    kind = gemm.Kind(False, 2)
-    for rows, cols in ((1536, 2048), (2048, 768)):
-        assert grouped_gemm.sums_tiling(rows, cols, 128, 512, kind).waves == 1
-    assert grouped_gemm.sums_tiling(4096, 7168, 8, 256, kind).waves == 2
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sums_in_groups_are_given_the_tiling_that_was_measured_fastest(shape):
+    groups, tokens, rows, cols = shape
+    chosen = grouped_gemm.sums_tiling(rows, cols, groups, tokens // gemm.DEPTH, gemm.Kind(False, 2))
+    assert chosen == (gemm.Tiling(3, 1, 2) if (groups, rows) == (128, 1536) else gemm.Tiling(2, 2, 2))
 
 
 def test_every_tiling_that_is_chosen_is_one_to_choose_from():

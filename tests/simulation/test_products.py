@@ -106,8 +106,9 @@ def test_tiles_that_follow_each_other_wait_for_their_boxes(cols, monkeypatch):
     [
         (Tiling(3, 1, 2, band=3), True),
         (Tiling(2, 2, band=3), False),
+        (Tiling(2, 2, 2, band=3), False),
         pytest.param(Tiling(3, 1, 2, band=3), False, marks=pytest.mark.exhaustive),
-        pytest.param(Tiling(2, 2, band=3), True, marks=pytest.mark.exhaustive),
+        pytest.param(Tiling(2, 2, 2, band=3), True, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

@@ -22,6 +22,7 @@ struct Epilogue {
   static constexpr int kBoxes = kWaves * kCols / kBoxCols, kTurns = kBoxes / kBoxesInTurn, kParts = kTurns > 1 ? 2 : 1;
   static constexpr bool kHolds = kAdds && kTurns == kParts;
   static_assert(!kHolds || kWaves == 1, "the sums of several waves are fetched one after the other");
+  static constexpr bool kFindsAnew = kAdds && kWaves > 1;  // where these need all registers
   using Buffer = uint8_t[kParts][kBoxesInTurn * kBoxBytes];
   using Sums = float[kWaves][kSums];
 
@@ -103,15 +104,25 @@ struct Epilogue {
     if (p.row_factor) scale_rows(t, sums);
   }
 
+  // The number of this thread; of kFindsAnew for each tile, or else what is found by it is found once for all tiles, and held
+  // in registers while products are computed.
+  TE_DIST_INLINE uint32_t thread_anew() {
+    uint32_t thread = threadIdx.x;
+    if constexpr (kFindsAnew) asm volatile("" : "+r"(thread));
+    return thread;
+  }
+
   // Where this thread puts the first of its values into a box whose rows of 128 bytes lie in the 128-byte swizzle: 16
   // bytes, number c of a row, change places with number c ^ (row % 8).
   TE_DIST_DEVICE uint32_t first_in_box() const {
-    const int lane = threadIdx.x % 32;
+    const uint32_t thread = thread_anew();
+    const int lane = thread % 32, first_row = thread / 32 % 4 * 16;
     if constexpr (Out::kBytes == 2) {
-      const int its_row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+      const int its_row = first_row + lane % 16;
       return its_row * 128 + ((lane / 16) ^ (its_row & 7)) * 16;
     } else {
-      return row * 128 + ((lane % 4 / 2) ^ (row & 7)) * 16 + lane % 2 * 8;
+      const int its_row = kFindsAnew ? first_row + lane / 4 : row;
+      return its_row * 128 + ((lane % 4 / 2) ^ (its_row & 7)) * 16 + lane % 2 * 8;
     }
   }
 
@@ -144,11 +155,12 @@ struct Epilogue {
 
   // A box in shared memory to memory, but for what is not inside: each warp its 16 rows, 8 threads 128 bytes of a row.
   TE_DIST_DEVICE void write_rows(int first_row, int first_col, int out_end, const uint8_t* box) const {
-    const int lane = threadIdx.x % 32, chunk = lane % 8, its_col = first_col + chunk * 16 / Out::kBytes;
+    const uint32_t thread = thread_anew();
+    const int lane = thread % 32, chunk = lane % 8, its_col = first_col + chunk * 16 / Out::kBytes;
     const Inside cols = Inside::of(its_col, 16 / Out::kBytes, p.cols).scaled(Out::kBytes);
 #pragma unroll
     for (int i = 0; i < 16; i += 4) {
-      const int in_box = threadIdx.x / 32 % 4 * 16 + i + lane / 8, its_row = first_row + in_box;
+      const int in_box = thread / 32 % 4 * 16 + i + lane / 8, its_row = first_row + in_box;
       const uint4 v = *reinterpret_cast<const uint4*>(box + in_box * 128 + (chunk ^ (in_box & 7)) * 16);
       const uint32_t words[4] = {v.x, v.y, v.z, v.w};
       char* target = static_cast<char*>(p.out_data) + (its_row * p.out_stride + its_col) * Out::kBytes;

@@ -32,13 +32,15 @@ struct Persistent {
   TE_DIST_DEVICE int first_tile() const { return blockIdx.x / kCluster; }
   TE_DIST_DEVICE int tile_step() const { return gridDim.x / kCluster; }
 
-  // One lane says that all of its warp have read, which have come together: to all blocks of the cluster, which write.
+  // One lane says that all of its warp have read, which have come together: to all blocks of the cluster, which write. Of
+  // several blocks it says so to one after the other: lanes that each told one would have to know their number, for which
+  // no register is left while products are computed.
   TE_DIST_INLINE void release(Barrier& empty) {
-    const int lane = threadIdx.x % 32;
-    if constexpr (kCluster > 1) {
-      if (lane < kCluster) empty.arrive_at(lane);
-    } else {
-      if (lane == 0) empty.arrive();
+    if constexpr (kCluster == 1) {
+      if (threadIdx.x % 32 == 0) empty.arrive();
+    } else if (elect()) {
+#pragma unroll
+      for (int block = 0; block < kCluster; ++block) empty.arrive_at(block);
     }
   }
 
