@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from te_dist.checkpoints import conversion, initial, model_state, optimizer_state, replicas, weight_files
 from te_dist.checkpoints.errors import CheckpointError, Ranks, listed
+from te_dist.checkpoints.packing import Packing
 from te_dist.checkpoints.part import Part
 from te_dist.conventions import Convention, names_a_scale
 from te_dist.formats import Field, Region
@@ -128,17 +129,22 @@ def import_safetensors(model: nn.Module, directory: str | os.PathLike[str]) -> N
     Args:
         model: sharded or not, not on the meta device.
         directory: of `.safetensors` files, each tensor whole, under the names the model has; of those its index names,
-            where it has one. Weights take float64, float32, bfloat16 and float16.
+            where it has one. Weights take float64, float32, bfloat16 and float16; those of experts may be packed in the
+            files and separate in the model, or the other way round.
 
     Raises:
         CheckpointError: names, shapes or dtypes do not fit, files and index are not of one export, or a file cannot be
             read; on every rank alike, before any change.
     """
     ranks, where = Ranks.all(), Path(directory)
-    named, places = ranks.together(lambda: _matched(model, where))
-    for name, path in places.items():
-        with safe_open(path, framework="pt") as file:
-            conversion.fill(named[name], file.get_tensor(name))
+    named, places, packing = ranks.together(lambda: _matched(model, where))
+
+    def read(key: str, index: int | None) -> Tensor:
+        with safe_open(places[key], framework="pt") as file:
+            return file.get_tensor(key) if index is None else file.get_slice(key)[index]
+
+    for name, tensor in named.items():
+        conversion.fill(tensor, packing.read(name, name, read))
 
 
 def _kept(model: nn.Module, ranks: Ranks) -> set[str]:
@@ -269,8 +275,8 @@ def _files(entries: list[_Entry]) -> dict[str, list[_Entry]]:
     return {weight_files.name_of(i, len(files)): file for i, file in enumerate(files)}
 
 
-def _matched(model: nn.Module, where: Path) -> tuple[Named, dict[str, Path]]:
-    """(tensors of the model, file of each)."""
+def _matched(model: nn.Module, where: Path) -> tuple[Named, dict[str, Path], Packing]:
+    """(Tensors of the model that are filled, file of each stored one, how their names differ)."""
     every = model_state.named_tensors(model)
     named = _values(model, every)
     model_state.check_quantized(named)
@@ -281,17 +287,21 @@ def _matched(model: nn.Module, where: Path) -> tuple[Named, dict[str, Path]]:
             f"cannot import {where}: got codes with scales ({scales[0]}), an export for inference, wanted "
             "high-precision weights; import what export_safetensors writes without convention="
         )
-    found = {id(named[name]) for name in stored if name in named}  # of a tied one under either of its names
+    packing = Packing.of(named, {name: {"shape": each.shape} for name, each in stored.items()})
+    targets = {name: packing.targets_of(name, named) for name in stored}
+    filled = {target: named[target] for wanted in targets.values() for target in wanted}
+    found = {id(tensor) for tensor in filled.values()}  # of a tied one under either of its names
     problems = [f"{name} is in no file" for tensor, name in _first_names(named).items() if tensor not in found]
     for name, (path, shape, dtype) in stored.items():
-        if name not in named:
+        if not targets[name]:
             problems.append(f"{name} is in {path.name} only")
             continue
-        if shape != list(named[name].shape):
-            problems.append(f"{name} has shape {shape}, wanted {list(named[name].shape)}")
-        problems += model_state.dtype_problems(name, dtype, named[name])
+        target, wanted = next(iter(targets[name].items()))
+        if shape != wanted:
+            problems.append(f"{name} has shape {shape}, wanted {wanted}")
+        problems += model_state.dtype_problems(name, dtype, named[target])
     if problems:
         raise CheckpointError(
             f"cannot import {where}: {listed(problems)}; rename, reshape or convert what is in the files"
         )
-    return named, {name: each.path for name, each in stored.items()}
+    return filled, {name: each.path for name, each in stored.items()}, packing

@@ -112,7 +112,7 @@ def load(path: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer
 def _plan(path: Path, model: nn.Module, optimizer: Optimizer | None) -> _Plan:
     where = folder.resolve(path)
     manifest, named = Manifest.read(where), model_state.named_tensors(model)
-    packing = Packing.of(named, manifest)
+    packing = Packing.of(named, manifest.model)
     manifest = packing.adapted(manifest)
     model_state.check_quantized(named)
     converted, problems = conversion.compare(named, manifest)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,9 +39,13 @@ class Packing:
     separate: dict[str, list[str]] = field(default_factory=dict)
 
     @staticmethod
-    def of(named: Mapping[str, Tensor], manifest: Manifest) -> Packing:
-        """What has to be packed or taken apart so that a checkpoint can be read into tensors of these names."""
-        found, saved = Packing(), manifest.model
+    def of(named: Mapping[str, Tensor], saved: Mapping[str, dict[str, Any]]) -> Packing:
+        """What has to be packed or taken apart so that what is saved can be read into tensors of these names.
+
+        Args:
+            saved: by name, what is said of a tensor: its "shape" among others.
+        """
+        found = Packing()
         for stem, names in _families(named).items():
             if stem not in named and _is_stack(saved.get(stem), len(names)) and not any(n in saved for n in names):
                 found.packed[stem] = names
@@ -48,6 +53,26 @@ class Packing:
             if stem not in saved and stem in named and named[stem].dim() and named[stem].shape[0] == len(names):
                 found.separate[stem] = names
         return found
+
+    @cached_property
+    def _place_of(self) -> dict[str, tuple[str, int]]:
+        """By name of a separate tensor of the model, that of the packed one that is saved, and its place there."""
+        return {name: (stem, i) for stem, names in self.packed.items() for i, name in enumerate(names)}
+
+    @cached_property
+    def _packed_by(self) -> dict[str, str]:
+        """By saved name of a separate tensor, that of the packed one that the model has."""
+        return {name: stem for stem, names in self.separate.items() for name in names}
+
+    def targets_of(self, name: str, named: Mapping[str, Tensor]) -> dict[str, list[int]]:
+        """By names of the model, what a saved tensor fills at least a part of: the shape it has for that."""
+        if name in self.packed:
+            names = self.packed[name]
+            return {each: [len(names), *named[each].shape] for each in names}
+        if name in self._packed_by:
+            stem = self._packed_by[name]
+            return {stem: list(named[stem].shape[1:])}
+        return {name: list(named[name].shape)} if name in named else {}
 
     def adapted(self, manifest: Manifest) -> Manifest:
         """The manifest that the checkpoint would have, had it been saved from a model of these names."""
@@ -63,7 +88,6 @@ class Packing:
         Returns:
             The targets, and pairs of tensors the first of which is copied into the second once it is filled.
         """
-        index_of = {name: (stem, i) for stem, names in self.packed.items() for i, name in enumerate(names)}
         found: ByName = {}
         stacks: dict[tuple[str, str], dict[int, Tensor]] = {}
         copies = []
@@ -72,27 +96,32 @@ class Packing:
                 if name in self.separate:
                     for i, part in _members(target).items():
                         found.setdefault(self.separate[name][i], {})[key] = part
-                elif name not in index_of:
+                elif name not in self._place_of:
                     found.setdefault(name, {})[key] = target
                 elif target.dim():
-                    stem, i = index_of[name]
+                    stem, i = self._place_of[name]
                     stacks.setdefault((stem, key), {})[i] = target
                 else:  # the count of steps, which is one for all
-                    first = found.setdefault(index_of[name][0], {}).setdefault(key, target)
+                    first = found.setdefault(self._place_of[name][0], {}).setdefault(key, target)
                     copies += [(first, target)] if first is not target else []
         for (stem, key), members in stacks.items():
             found.setdefault(stem, {})[key] = Stack(members, len(self.packed[stem]))
         return found, copies
 
-    def read(self, name: str, key: str, read: Callable[[str], Tensor]) -> Tensor:
-        """The whole of a tensor that belongs to `name` of the model, by what reads whole saved ones by their keys."""
+    def read(self, name: str, key: str, read: Callable[[str, int | None], Tensor]) -> Tensor:
+        """The whole of a tensor that belongs to `name` of the model.
+
+        Args:
+            key: of the tensor, as if it were saved under the name that the model has.
+            read: a saved tensor by its key, whole or the one at this place of its first dimension.
+        """
         start, _, rest = key.partition(name)
-        for stem, names in self.packed.items():
-            if name in names:
-                return read(start + stem + rest)[names.index(name)]
+        if name in self._place_of:
+            stem, index = self._place_of[name]
+            return read(start + stem + rest, index)
         if name in self.separate:
-            return torch.stack([read(start + each + rest) for each in self.separate[name]])
-        return read(key)
+            return torch.stack([read(start + each + rest, None) for each in self.separate[name]])
+        return read(key, None)
 
 
 class Stack(Part):

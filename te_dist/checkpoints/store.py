@@ -59,14 +59,14 @@ class WholeReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
 
-    def read(self, key: str) -> Tensor:
-        """The whole of a saved tensor, on the CPU."""
+    def read(self, key: str, index: int | None = None) -> Tensor:
+        """A saved tensor, on the CPU: the whole, or the one at this place of its first dimension."""
         saved = self._metadata.state_dict_metadata[key]
         assert isinstance(saved, TensorStorageMetadata)
         target = {key: torch.empty(saved.size, dtype=saved.properties.dtype)}
         with _translated(f"reading {key} of {self.path} failed", Ranks(None)):
             dcp_load(target, storage_reader=self, no_dist=True)
-        return target[key]
+        return target[key] if index is None else target[key][index]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -284,3 +284,51 @@ def fill(rank: int, world: int, path: Path, cut: str) -> None:
 def test_values_of_groups_leave_and_come_back(tmp_path: Path) -> None:
     pool(2).run(export, tmp_path, "members", None)
     pool(4).run(fill, tmp_path, "rows")
+
+
+def export_values(rank: int, world: int, path: Path, kind: type[nn.Module], cut: str) -> None:
+    model = made(kind, 1, FEW, world, cut)
+    checkpoints.export_safetensors(model, path, dtype=torch.float32)
+
+
+def fill_values(rank: int, world: int, path: Path, kind: type[nn.Module], cut: str) -> None:
+    model = made(kind, 2, FEW, world, cut)
+    checkpoints.import_safetensors(model, path)
+    for name in FEW:
+        whole = grouped.quantize(random_group(1), FORMATS[name]).dequantize()
+        for index, got in members_of(model, name):
+            want = quantize(whole[index], FORMATS[name]).storage
+            for field in got.fields:
+                part = geometry.narrow(field, want.buffers[field.name], want.region, got.region)
+                assert_bitwise(got.buffers[field.name], part, f"{name}.{field.name} of member {index}")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "cuts"),
+    [((Packed, Separate), ("members", "rows")), ((Separate, Packed), ("rows", "experts"))],
+    ids=("packed to separate", "separate to packed"),
+)
+def test_values_of_packed_and_separate_experts_fit_each_other(
+    kinds: tuple[type[nn.Module], type[nn.Module]], cuts: tuple[str, str], tmp_path: Path
+) -> None:
+    pool(2).run(export_values, tmp_path, kinds[0], cuts[0])
+    pool(4).run(fill_values, tmp_path, kinds[1], cuts[1])
+
+
+def test_values_of_fewer_experts_are_refused_by_name(tmp_path: Path) -> None:
+    values = {f"weight{index}": matrix.clone() for index, matrix in enumerate(random_group(1)[:2])}
+    save_file(values, tmp_path / "model.safetensors")
+    model = One(GroupedParameter(grouped.quantize(random_group(2), FORMATS["float8_block_2d"]).storage))
+    before = model.weight.detach().dequantize()
+    with pytest.raises(checkpoints.CheckpointError, match="weight is in no file.*weight0 is in model.safetensors only"):
+        checkpoints.import_safetensors(model, tmp_path)
+    assert_bitwise(model.weight.detach().dequantize(), before, "values")
+
+
+def test_values_of_one_expert_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:
+    values = {f"weight{index}": matrix.clone() for index, matrix in enumerate(random_group(1))}
+    values["weight1"] = values["weight1"][:-1].clone()
+    save_file(values, tmp_path / "model.safetensors")
+    model = One(GroupedParameter(grouped.quantize(random_group(2), FORMATS["float8_block_2d"]).storage))
+    with pytest.raises(checkpoints.CheckpointError, match="weight1 has shape"):
+        checkpoints.import_safetensors(model, tmp_path)
