@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from te_dist.checkpoints.errors import CheckpointError, Ranks
 from te_dist.checkpoints.initial import SAVED
+from te_dist.checkpoints.part import Part
 
 Tree = dict[str, Any]  # nested dictionaries of tensors; DCP joins keys by dots
 
@@ -63,10 +64,13 @@ class WholeReader(FileSystemReader):
         """A saved tensor, on the CPU: the whole, or the one at this place of its first dimension."""
         saved = self._metadata.state_dict_metadata[key]
         assert isinstance(saved, TensorStorageMetadata)
-        target = {key: torch.empty(saved.size, dtype=saved.properties.dtype)}
+        target = held = torch.empty(saved.size if index is None else saved.size[1:], dtype=saved.properties.dtype)
+        if index is not None:
+            place = (index, *(0 for _ in held.shape))
+            target = Part(tuple(saved.size), held[None], offset=place, skipped=(0,) * len(place))
         with _translated(f"reading {key} of {self.path} failed", Ranks(None)):
-            dcp_load(target, storage_reader=self, no_dist=True)
-        return target[key] if index is None else target[key][index]
+            dcp_load({key: target}, storage_reader=self, no_dist=True)
+        return held
 
 
 @contextmanager
