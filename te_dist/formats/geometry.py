@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from te_dist.formats.field import Field
-from te_dist.formats.region import WHOLE, Region, Span
+from te_dist.formats.region import Region, Span
 
 
 def empty(field: Field, region: Region, *, device: torch.device | str, leading: tuple[int, ...] = ()) -> Tensor:
@@ -46,7 +46,7 @@ def load(field: Field, stored: Tensor, region: Region) -> Tensor:
     if field.grain == field.tile:
         return values
     for dim, span in enumerate((region.rows, region.cols)):
-        values = values.index_select(dim - 2, _first_grains(field, dim, span, values.device))
+        values = _by_tile(field, dim, span, values)
     return values
 
 
@@ -54,7 +54,7 @@ def store(field: Field, values: Tensor, region: Region, out: Tensor | None = Non
     """Inverse of `load`: writes `values` into `out` (or a new stored tensor) and zeros into its padding."""
     if field.grain != field.tile:
         for dim, span in enumerate((region.rows, region.cols)):
-            values = values.index_select(dim - 2, _tile_of_grain(field, dim, span, values.device))
+            values = _by_grain(field, dim, span, values)
     if field.order == "km":
         values = values.mT
     if field.pack == 2:
@@ -165,19 +165,32 @@ def _unpack(field: Field, wire: Tensor, region: Region) -> Tensor:
     return wire.mT if field.order == "km" else wire
 
 
-def _first_grains(field: Field, dim: int, span: Span, device: torch.device) -> Tensor:
-    """For every tile that `span` touches, the first stored value of it, as index into the grain grid."""
-    tiles, grains = span.blocks(field.tile[dim]), span.blocks(field.grain[dim])
-    if field.grain[dim] == WHOLE:
-        return torch.zeros(1, dtype=torch.long, device=device)
-    step = field.tile[dim] // field.grain[dim]
-    return (torch.arange(tiles.start, tiles.stop, device=device) * step - grains.start).clamp_(min=0)
+def _by_tile(field: Field, dim: int, span: Span, values: Tensor) -> Tensor:
+    """Of the grain grid along `dim`: for every tile that `span` touches the first stored value of it."""
+    if field.grain[dim] == field.tile[dim]:
+        return values
+    step, before = _grains_of_tile(field, dim, span)
+    if before == 0 or not len(span):
+        return values[_along(dim, slice(0, None, step))]
+    parts = values.narrow(dim - 2, 0, 1), values[_along(dim, slice(step - before, None, step))]
+    return torch.cat(parts, dim=dim - 2)
 
 
-def _tile_of_grain(field: Field, dim: int, span: Span, device: torch.device) -> Tensor:
-    """For every stored value that `span` touches, the index of its tile in the tile grid."""
-    tiles, grains = span.blocks(field.tile[dim]), span.blocks(field.grain[dim])
-    if field.grain[dim] == WHOLE:
-        return torch.zeros(1, dtype=torch.long, device=device)
+def _by_grain(field: Field, dim: int, span: Span, values: Tensor) -> Tensor:
+    """Of the tile grid along `dim`: for every stored value that `span` touches that of its tile."""
+    if field.grain[dim] == field.tile[dim]:
+        return values
+    step, before = _grains_of_tile(field, dim, span)
+    repeated, count = values.repeat_interleave(step, dim - 2), len(span.blocks(field.grain[dim]))
+    return repeated if count == repeated.shape[dim - 2] else repeated.narrow(dim - 2, before, count)
+
+
+def _grains_of_tile(field: Field, dim: int, span: Span) -> tuple[int, int]:
+    """How many stored values a tile has along `dim`, and how many of the first one's lie before `span`."""
     step = field.tile[dim] // field.grain[dim]
-    return torch.arange(grains.start, grains.stop, device=device) // step - tiles.start
+    return step, span.blocks(field.grain[dim]).start - span.blocks(field.tile[dim]).start * step
+
+
+def _along(dim: int, part: slice) -> tuple[Any, ...]:
+    """Index of a part of rows (0) or columns (1)."""
+    return (..., part, slice(None)) if dim == 0 else (..., part)
