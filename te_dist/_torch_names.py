@@ -242,4 +242,8 @@ ATTRIBUTES = (
         "torch._foreach_copy_",
         "copies many tensors in a fixed number of kernels; torch.optim uses it so",
     ),
+    Private(
+        "torch._foreach_zero_",
+        "fills many tensors with zeros in a fixed number of kernels; torch.optim uses it so",
+    ),
 )

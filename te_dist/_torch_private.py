@@ -77,6 +77,7 @@ __all__ = [
     "tree_map_only",
     "unpacks_by_checkpoint",
     "watched_collectives",
+    "zero_each",
 ]
 
 TESTED = ("2.11", "2.13")
@@ -124,6 +125,11 @@ def call_when_backward_ends(callback: Callable[[], None]) -> None:
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copies every source into its target, in a number of kernels that does not depend on theirs."""
     torch._foreach_copy_(list(targets), list(sources))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def zero_each(targets: Sequence[Tensor]) -> None:
+    """Fills every tensor with zeros, in a number of kernels that does not depend on theirs."""
+    torch._foreach_zero_(list(targets))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def current_cuda_stream(device: int) -> int:

@@ -29,7 +29,6 @@ from te_dist.ops.evaluate import values
 from te_dist.ops.panel_sums import column_sums
 from te_dist.ops.source import Source, SwiGlu, SwiGluGradient, row_sums_shape
 from te_dist.quantizers import IdentityQuantizer
-from te_dist.scaling import delayed
 from te_dist.tensor import GroupedRows, QuantizedStorage, QuantizedTensor
 
 ROWWISE, COLUMNWISE = BOTH = Direction.ROWWISE, Direction.COLUMNWISE
@@ -258,8 +257,8 @@ class _GroupedLinear(torch.autograd.Function):
         weights, beside = rest[: ctx.num_held], rest[ctx.num_held :]
         of = Backward(grad.contiguous(), inputs, x, beside, as_one(weights), None, wanted, ctx.shape, ctx.dtypes)
         of_x, of_weight, of_bias = _gradients(of, given, ctx.parameters, of_weights)
-        if given.plan.moves_histories:
-            delayed.update_when_backward_ends()
+        if given.plan.moves is not None:
+            given.plan.moves.move_when_backward_ends()
         of_x = of_x or (None,) * (1 + len(of_beside))
         each = *_each(of_weight, of_weights, ctx.is_one[0]), *_each(of_bias, of_biases, ctx.is_one[1])
         of_beside = (each if wants else None for each, wants in zip(of_x[1:], of_beside, strict=True))

@@ -30,7 +30,7 @@ from te_dist.ops.evaluate import values
 from te_dist.ops.panel_sums import column_sums, panel_sums
 from te_dist.ops.source import Source, SwiGlu, SwiGluGradient, sums_shape
 from te_dist.quantizers import Quantizer
-from te_dist.scaling import delayed
+from te_dist.scaling.delayed import DelayedScalingState
 from te_dist.tensor import QuantizedStorage, QuantizedTensor
 
 ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
@@ -43,7 +43,7 @@ class Plan:
     Attributes:
         input, weight, grad_output: by role; `weight` for plain weights only.
         row_multiple: inputs and gradients get rows of zeros up to it, so that no stored byte and no transform is cut.
-        moves_histories: whether the end of backward brings delayed scaling up to date.
+        moves: histories that the end of backward brings up to date.
         fuses_wgrad: whether the gradient of the weight is added to its `main_grad` by the product itself.
         tensors: those that the quantizers hold.
         tapes: of this map under its recipe, see [Note: Tapes].
@@ -53,7 +53,7 @@ class Plan:
     weight: Quantizer
     grad_output: Quantizer
     row_multiple: int = 1
-    moves_histories: bool = False
+    moves: DelayedScalingState | None = None
     fuses_wgrad: bool = False
     tensors: tuple[Tensor, ...] = ()
     tapes: Tapes = field(default_factory=Tapes, compare=False)
@@ -114,8 +114,8 @@ class _Linear(torch.autograd.Function):
         main_grad = main_grad_of(ctx.parameter) if wants[1] and plan.fuses_wgrad else None
         of = Backward(grad, inputs, weight, main_grad, wants, ctx.shape, ctx.dtypes, behind, ctx.front)
         grads = iter(backward(of, plan))
-        if plan.moves_histories:
-            delayed.update_when_backward_ends()
+        if plan.moves is not None:
+            plan.moves.move_when_backward_ends()
         returned = (wants[0], wants[1] and main_grad is None, wants[2])
         return *(next(grads) if wanted else None for wanted in returned), None, None, None
 

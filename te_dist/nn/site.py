@@ -58,7 +58,7 @@ class _Moving(NamedTuple):
     """A plan whose quantizers hold parts of these buffers, as long as they lie at these addresses."""
 
     scale: Tensor
-    amax_history: Tensor
+    running: Tensor
     addresses: tuple[int, int]
     plan: Plan
 
@@ -297,12 +297,12 @@ class LinearSite(nn.Module):
             scaling.take_part(current.state.amax_reduction_group)
         # What runs again in backward has its histories moved by the end of that backward pass.
         moves = records and not _torch_private.in_backward()
-        known, scale, history = current.moving.get((records, moves)), scaling.scale, scaling.amax_history
-        addresses = scale.data_ptr(), history.data_ptr()
-        same = known is not None and known.scale is scale and known.amax_history is history
+        known, scale, running = current.moving.get((records, moves)), scaling.scale, scaling.running
+        addresses = scale.data_ptr(), running.data_ptr()
+        same = known is not None and known.scale is scale and known.running is running
         if not same or known.addresses != addresses:
-            plan = replace(self._moving(current.plan, scaling, records=records), moves_histories=moves)
-            known = current.moving[records, moves] = _Moving(scale, history, addresses, plan)
+            plan = replace(self._moving(current.plan, scaling, records=records), moves=scaling if moves else None)
+            known = current.moving[records, moves] = _Moving(scale, running, addresses, plan)
         return known.plan
 
     @torch.inference_mode(False)  # what an evaluation came upon first, a later step writes into

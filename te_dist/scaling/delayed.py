@@ -2,13 +2,19 @@
 
 [Note: When histories move]
 Forward quantizes inputs, backward quantizes gradients, each by the scale of the step before, and both leave their amax
-in row 0 of the history. When backward ends, all states that took part move on together: one reduction of all amaxes
-per process group, one update of all scales. Forward passes that backward runs again (activation checkpointing) thus
-see the scales of the first time. Where that ends in a backward pass inside the outer one (reentrant checkpointing),
-the outer one's end counts: what was run again asks for it, its own backward does not; inside of two reentrant
-checkpoints, the end of the inner one counts, and amaxes of one step may end up in the next. With several forward passes
-before the first backward (pipelines) the first end moves histories; forward passes that are run again after that see
-the newer scales. Passes without gradients leave no trace.
+in `running`. When backward ends, all states that it came by move on together, in the order in which it did, which is
+the same on every rank: one reduction of all amaxes per process group, one update of all scales. Forward passes that
+backward runs again (activation checkpointing) thus see the scales of the first time. Where that ends in a backward pass
+inside the outer one (reentrant checkpointing), the outer one's end counts: what was run again asks for it, its own
+backward does not; inside of two reentrant checkpoints, the end of the inner one counts, and amaxes of one step may end
+up in the next. With several forward passes before the first backward (pipelines) the first end moves histories; forward
+passes that are run again after that see the newer scales. A forward pass that no backward pass comes by, on one rank or
+on all, moves nothing; its amaxes count in the next step of its map. Passes without gradients leave no trace.
+
+[Note: Beside the buffers]
+What a step collects is in no buffer. DistributedDataParallel overwrites the buffers of all ranks by those of rank 0 in
+front of every forward pass, which is in the midst of a step where two passes come before one backward. And `to_empty`
+and `load_state_dict(assign=True)` leave a buffer that no checkpoint holds without values.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ from te_dist.kernels.tape import Result, Tapes
 from te_dist.quantizers import Float8Quantizer
 from te_dist.scaling.history import DelayedScalingRequest, next_history, next_scale
 from te_dist.tensor import traffic
+from te_dist.tensor.tally import tally_on
 
 
 class DelayedScalingState(nn.Module):
@@ -36,11 +43,12 @@ class DelayedScalingState(nn.Module):
         requests: by name of a tensor ("input", "grad_output"), what it asked for.
         num_groups: scales of each: rows in groups have one for every group. Columns of the buffers come tensor by
             tensor.
+        scale: f32 (n,).
+        amax_history: f32 (length, n), see `next_history`; row 0 is zero.
     """
 
-    scale: Tensor  # f32 (n,)
-    amax_history: Tensor  # f32 (length, n), see `next_history`
-    scaled_max: Tensor  # f32 (n,), what the largest magnitude is scaled to; follows from the requests, so not saved
+    scale: Tensor
+    amax_history: Tensor
 
     def __init__(
         self, requests: Mapping[str, DelayedScalingRequest], *, device: torch.device | str, num_groups: int = 1
@@ -57,15 +65,35 @@ class DelayedScalingState(nn.Module):
         columns = len(requests) * num_groups
         self.register_buffer("scale", torch.empty(columns, dtype=torch.float32, device=device))
         self.register_buffer("amax_history", torch.empty(length, columns, dtype=torch.float32, device=device))
-        self.register_buffer("scaled_max", torch.empty_like(self.scale), persistent=False)
+        self._running = torch.zeros_like(self.scale)
+        self._scaled_max = self._find_scaled_max()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Scales of 1 and empty histories."""
         self.scale.fill_(1.0)
         self.amax_history.zero_()
+        self._running.zero_()
+
+    @property
+    def running(self) -> Tensor:
+        """f32 (n,), amaxes of the running step, where the scales are. See [Note: Beside the buffers]."""
+        self._running = tally_on(self.scale.device, self._running)
+        return self._running
+
+    @property
+    def scaled_max(self) -> Tensor:
+        """f32 (n,), what the largest magnitude is scaled to, where the scales are; follows from the requests."""
+        if self._scaled_max.device != self.scale.device:
+            self._scaled_max = self._find_scaled_max()
+        return self._scaled_max
+
+    @torch.inference_mode(False)
+    def _find_scaled_max(self) -> Tensor:
+        found = torch.empty_like(self.scale)
         for columns, request in zip(self._columns(), self.requests.values(), strict=True):
-            self.scaled_max[columns] = request.scaled_max
+            found[columns] = request.scaled_max
+        return found
 
     def _columns(self) -> list[slice]:
         """Of every tensor."""
@@ -77,19 +105,24 @@ class DelayedScalingState(nn.Module):
         return next(iter(self.requests.values())).reduce_amax
 
     def take_part(self, group: dist.ProcessGroup | None) -> None:
-        """Says that this step's amaxes are recorded here: the histories move when backward ends.
+        """Says that amaxes are recorded here: the histories move at the end of a backward pass that comes by.
 
         Args:
             group: ranks that take the largest amax of all, None for this rank alone.
         """
         _recording[self] = group if self.reduces_amax else None
         if _torch_private.in_backward():
-            update_when_backward_ends()
+            self.move_when_backward_ends()
+
+    def move_when_backward_ends(self) -> None:
+        """Called in a backward pass that has come by."""
+        _reached[self] = None
+        _torch_private.call_when_backward_ends(update)
 
     def quantizers(self, *, records: bool) -> dict[str, Float8Quantizer]:
         """By name, quantizers that use what scales are at the time. `records`: whether they keep amaxes."""
         return {
-            name: Float8Quantizer(self.scale[its], self.amax_history[0, its] if records else None, request.fp8)
+            name: Float8Quantizer(self.scale[its], self.running[its] if records else None, request.fp8)
             for its, (name, request) in zip(self._columns(), self.requests.items(), strict=True)
         }
 
@@ -99,31 +132,27 @@ class DelayedScalingState(nn.Module):
         return super()._apply(lambda t: fn(t.view(torch.int32)).view(torch.float32), recurse)
 
 
-# States that have amaxes of the running step, in the order of their first use, which is the same on every rank. A model
-# that is gone, after a forward pass that nothing followed, takes part in no other's step.
+# States that have amaxes, and those that the running backward pass has come by, in order. A model that is gone, after a
+# forward pass that nothing followed, takes part in no other's step.
 _recording: WeakKeyDictionary[DelayedScalingState, dist.ProcessGroup | None] = WeakKeyDictionary()
+_reached: WeakKeyDictionary[DelayedScalingState, None] = WeakKeyDictionary()
 
 
 _tapes = Tapes()  # of updates
 
 
-def update_when_backward_ends() -> None:
-    """Called in backward: all recording states move on when it ends."""
-    _torch_private.call_when_backward_ends(update)
-
-
 @torch.no_grad()
 def update() -> None:
-    """Moves all recording states one step on. Collective over each group they were given."""
+    """Moves all states that backward has come by one step on. Collective over each group they were given."""
     by_group: dict[dist.ProcessGroup | None, list[DelayedScalingState]] = {}
-    for state, group in _recording.items():
-        by_group.setdefault(group, []).append(state)
-    _recording.clear()
+    for state in [state for state in _reached if state in _recording]:
+        by_group.setdefault(_recording.pop(state), []).append(state)
+    _reached.clear()
     for group, states in by_group.items():
         if group is None:
             _warn_of_other_ranks(states)
         elif dist.get_world_size(group) > 1:
-            _reduce([state.amax_history[0] for state in states], group)
+            _reduce([state.running for state in states], group)
         for together in _alike(states):
             _move_on(together)
 
@@ -162,13 +191,16 @@ def _alike(states: Iterable[DelayedScalingState]) -> Iterable[list[DelayedScalin
 def _move_on(states: list[DelayedScalingState]) -> None:
     """One update of all histories laid side by side: the number of kernels does not depend on that of states."""
     algo = next(iter(states[0].requests.values())).amax_compute_algo
-    histories, scales, maxima = zip(*((s.amax_history, s.scale, s.scaled_max) for s in states), strict=True)
+    kept = ((s.amax_history, s.running, s.scale, s.scaled_max) for s in states)
+    histories, running, scales, maxima = zip(*kept, strict=True)
 
     def moved() -> Result:
         history, sizes = torch.cat(histories, dim=1), [len(scale) for scale in scales]
+        history[0].copy_(torch.cat(running))
         fresh = next_scale(history, torch.cat(scales), torch.cat(maxima), algo=algo)
         _torch_private.copy_each(scales, fresh.split(sizes))
         _torch_private.copy_each(histories, next_history(history).split(sizes, dim=1))
+        _torch_private.zero_each(running)
         return (), None
 
-    _tapes.run((algo, len(states)), (*histories, *scales, *maxima), moved)
+    _tapes.run((algo, len(states)), (*histories, *running, *scales, *maxima), moved)

@@ -214,6 +214,32 @@ def test_state_on_meta_is_materialized() -> None:
         module(train_with_bias).sum().backward()
 
 
+@pytest.mark.parametrize("assigns", [False, True])
+def test_a_model_from_the_meta_device_goes_on_where_a_checkpoint_ends(assigns: bool) -> None:
+    module = linear()
+    train(module, 3.0, 0.5)
+    with torch.device("meta"):
+        other = linear()
+    if not assigns:
+        other.to_empty(device="cpu")
+    other.load_state_dict(copy.deepcopy(module.state_dict()), assign=assigns)
+    for each in (module, other):
+        train(each, 5.0, 0.25)
+    for name, value in module.state_dict().items():
+        assert_bitwise(other.state_dict()[name], value, name)
+
+
+def test_a_pass_that_backward_never_comes_by_moves_nothing() -> None:
+    module, beside = linear(), linear()
+    with te.autocast(recipe=RECIPE):
+        beside(torch.ones(4, 16, requires_grad=True))
+    train(module, 2.0, 0.5)
+    assert_bitwise(module.gemm.scaling.amax_history[-1], torch.tensor([2.0, 0.5]), "history")
+    assert_bitwise(beside.gemm.scaling.amax_history, torch.zeros(3, 2), "history beside")
+    train(beside, 0.5, 0.25)
+    assert_bitwise(beside.gemm.scaling.amax_history[-1], torch.tensor([1.0, 0.25]), "with that of the pass before")
+
+
 def test_another_history_length_is_refused() -> None:
     module = linear()
     with te.autocast(recipe=recipe.DelayedScaling(amax_history_len=5)), pytest.raises(ValueError, match="start anew"):

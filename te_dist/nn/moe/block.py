@@ -16,6 +16,7 @@ from te_dist.nn.moe.router import Routed, TopKRouter
 from te_dist.nn.moe.routing import Routing
 from te_dist.nn.options import LinearOptions, read
 from te_dist.nn.site import autocast_of_torch
+from te_dist.tensor.tally import tally_on
 
 Payload = Literal["plain", "quantized"]
 
@@ -75,7 +76,7 @@ class MoE(nn.Module):
             shared["name"] = f"{prefix}shared_experts"
             self.shared_experts = SwiGluMLP(hidden_size, shared_ffn_hidden_size, **shared)
         self.dispatcher: Dispatcher = LocalDispatcher(routing.num_experts)
-        self.register_buffer("dropped", None, persistent=False)
+        self.dropped = None
 
     def reset_parameters(self) -> None:
         """Forgets what was dropped; parameters are those of the parts."""
@@ -119,6 +120,7 @@ class MoE(nn.Module):
         quantizer = self.experts.input_quantizer(x) if self.payload == "quantized" else None
         arrived = self.dispatcher.dispatch(x, routed, quantizer=quantizer)
         if arrived.dropped is not None and self.dropped is not None and self.training and not in_backward():
+            self.dropped = tally_on(arrived.dropped.device, self.dropped)
             self.dropped += arrived.dropped
         return self.dispatcher.combine(self.experts(arrived.rows, arrived, **kept), arrived)
 
@@ -167,5 +169,5 @@ class ExpertParallel(ParallelStyle):
         module.dispatcher, module.payload = dispatcher, self.payload
         if self.capacity is not None:
             device = module.router.weight.device
-            module.register_buffer("dropped", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
+            module.dropped = torch.zeros((), dtype=torch.int64, device=device)
         return module

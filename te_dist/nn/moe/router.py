@@ -31,6 +31,7 @@ from te_dist.nn.moe.routing import Routing
 from te_dist.nn.site import without_values
 from te_dist.ops._library import LIBRARY, define_writing
 from te_dist.tensor import placement
+from te_dist.tensor.tally import tally_on
 
 INIT_STD = 0.02
 
@@ -89,10 +90,9 @@ class TopKRouter(nn.Module):
         self.aux_loss_scale = 1.0
         self.last_aux_loss = None
         self.weight = nn.Parameter(torch.empty(routing.num_experts, hidden_size, dtype=params_dtype, device=device))
-        keeps_bias = routing.bias_update_rate > 0
-        for name in ("expert_bias", "tokens_per_expert"):
-            buffer = torch.empty(routing.num_experts, dtype=torch.float32, device=device) if keeps_bias else None
-            self.register_buffer(name, buffer, persistent=name == "expert_bias")
+        bias = torch.empty(routing.num_experts, dtype=torch.float32, device=device)
+        self.register_buffer("expert_bias", bias if routing.bias_update_rate > 0 else None)
+        self.tokens_per_expert = None if self.expert_bias is None else torch.zeros_like(bias)  # see tensor/tally.py
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -135,22 +135,29 @@ class TopKRouter(nn.Module):
         if self.tokens_per_expert is None and not self.routing.aux_loss_coefficient:
             return probabilities
         counts = rules.count_choices(experts, self.routing.num_experts)
-        if self.tokens_per_expert is not None:
-            torch.ops.te_dist.add_choices(self.tokens_per_expert, counts)
+        total = self.counted(counts.device)
+        if total is not None:
+            torch.ops.te_dist.add_choices(total, counts)
         if self.routing.aux_loss_coefficient:
             loss = rules.balancing_loss(scores, counts, self.routing)
             self.last_aux_loss = loss.detach()
             probabilities = attach_loss(probabilities, loss, scale=self.aux_loss_scale)
         return probabilities
 
+    def counted(self, device: torch.device) -> Tensor | None:
+        """`tokens_per_expert`, which is brought to `device`."""
+        counts = self.tokens_per_expert
+        if counts is not None and counts.device != device:
+            counts = self.tokens_per_expert = tally_on(device, counts)
+        return counts
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Moves what it holds; `bfloat16()` and the like leave bias and counts in fp32."""
-        kept = {name: tensor for name, tensor in self.named_buffers(recurse=False)}
+        """Moves what it holds; `bfloat16()` and the like leave the bias in fp32."""
+        before = self.expert_bias
         super()._apply(fn, recurse)
-        for name, before in kept.items():
-            if getattr(self, name).dtype != before.dtype:
-                # NOTE: conversions ask whether a tensor is floating-point; the same bits as integers are moved only.
-                setattr(self, name, fn(before.view(torch.int32)).view(torch.float32))
+        if before is not None and self.expert_bias is not None and self.expert_bias.dtype != before.dtype:
+            # NOTE: conversions ask whether a tensor is floating-point; the same bits as integers are moved only.
+            self.expert_bias = fn(before.view(torch.int32)).view(torch.float32)
         return self
 
     def extra_repr(self) -> str:
@@ -233,12 +240,9 @@ def update_expert_biases(model: nn.Module, *, mesh: DeviceMesh | None = None) ->
     Returns:
         How many routers were updated.
     """
-    held = [
-        (router, router.expert_bias, router.tokens_per_expert)
-        for router in model.modules()
-        if isinstance(router, TopKRouter)
-    ]
-    routers = [(r, bias, counts) for r, bias, counts in held if bias is not None and counts is not None]
+    found = [(router, router.expert_bias) for router in model.modules() if isinstance(router, TopKRouter)]
+    held = [(router, bias, router.counted(bias.device)) for router, bias in found if bias is not None]
+    routers = [(router, bias, counts) for router, bias, counts in held if counts is not None]
     if not routers:
         return 0
     total = torch.cat([counts for _, _, counts in routers])

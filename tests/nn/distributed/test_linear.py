@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import te_dist as te
 from te_dist import fsdp2, recipe
@@ -99,6 +100,51 @@ def test_without_reduction_each_rank_keeps_its_own(ranks: Ranks) -> None:
     (count, first), (_, second) = ranks(2).run(one_reduction, False)
     assert count == 0
     assert not torch.equal(first[0], second[0])
+
+
+def scales_of_two_passes(rank: int, world: int, wraps: bool) -> Tensor:
+    """Behind steps of two forward passes each, the larger input on the last rank."""
+    made_by = recipe.DelayedScaling(amax_history_len=4)
+    torch.manual_seed(0)
+    with te.quantized_model_init(recipe=made_by):
+        module: nn.Module = te.Linear(WIDTH, WIDTH, device=device())
+    state = module.gemm.scaling
+    module = DistributedDataParallel(module, init_sync=False) if wraps else module
+    for _ in range(2):
+        with te.autocast(recipe=made_by, amax_reduction_group=dist.group.WORLD):
+            first = module(normal(ROWS, WIDTH, seed=0) * (100 if rank == world - 1 else 1))
+            second = module(normal(ROWS, WIDTH, seed=1))
+        (first.sum() + second.sum()).backward()
+    return state.scale.cpu()
+
+
+def test_data_parallel_copies_do_not_overwrite_what_a_step_has_seen(ranks: Ranks) -> None:
+    (expected, _), wrapped = ranks(2).run(scales_of_two_passes, False), ranks(2).run(scales_of_two_passes, True)
+    for scales in wrapped:
+        assert_bitwise(scales, expected, "scales")
+
+
+def a_pass_of_one_rank(rank: int, world: int) -> list[Tensor]:
+    """Scales behind two steps of two maps, with one more pass of the first that rank 0 does something else with."""
+    made_by = recipe.DelayedScaling(amax_history_len=4)
+    torch.manual_seed(0)
+    with te.quantized_model_init(recipe=made_by), torch.device(device()):
+        head, body = te.Linear(WIDTH, 2 * WIDTH), te.LayerNormMLP(WIDTH, 2 * WIDTH)
+    x = normal(ROWS, WIDTH, seed=0)
+    for trained in (body, nn.Sequential(body, head)):
+        with te.autocast(recipe=made_by, amax_reduction_group=dist.group.WORLD):
+            if rank == 0:
+                head(x / 2)
+            out = trained(x)
+        out.sum().backward()
+    return [buffer.cpu() for each in (head, body) for buffer in each.buffers()]
+
+
+def test_passes_that_one_rank_has_beside_a_step_are_in_no_reduction(ranks: Ranks) -> None:
+    first, second = ranks(2).run(a_pass_of_one_rank)
+    assert len(first) == 6
+    for a, b in zip(first, second, strict=True):
+        assert_bitwise(a, b, "scales and histories of both ranks")
 
 
 def warnings_without_a_group(rank: int, world: int, reduce_amax: bool) -> list[str]:

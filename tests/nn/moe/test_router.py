@@ -147,6 +147,19 @@ def test_choices_are_counted_in_training_once() -> None:
     assert float(router.tokens_per_expert.sum()) == 2 * 2 * TOKENS
 
 
+@pytest.mark.parametrize("assigns", [False, True])
+def test_a_router_from_the_meta_device_counts_from_zero(assigns: bool) -> None:
+    whole, x = make(Routing(EXPERTS, 2, bias_update_rate=0.1)), tokens()
+    with torch.device("meta"):
+        router = TopKRouter(whole.hidden_size, whole.routing)
+    if not assigns:
+        router.to_empty(device="cpu")
+    router.load_state_dict(whole.state_dict(), assign=assigns)
+    experts = router(x).experts
+    assert_bitwise(router.tokens_per_expert, rules.count_choices(experts, EXPERTS), "counts")
+    assert update_expert_biases(router) == 1
+
+
 def checkpointed_by_torch(module: nn.Module, x: Tensor) -> Routed:
     return checkpoint(module, x, use_reentrant=False)
 
