@@ -94,14 +94,18 @@ def check(place: str, plan: str = "") -> None:
     if (is_lost or (waiting and plan not in waiting)) and repeated_autocast() is None:
         for records in (_recorded, _unrecorded, _plain, _ended):  # the backward pass that others wait for ends here
             records.clear()
-        name, in_features, out_features, *_ = literal_eval(place)
-        raise RuntimeError(
-            f"{name or 'Linear'} ({in_features} to {out_features}): a linear map is run again in backward, by torch's "
-            f"checkpoint, {'by another recipe' if plan else 'without a recipe'}: it, or a compiled map of the same "
-            "name and sizes, ran otherwise at first. Pass context_fn=te_dist.recompute.context_fn to torch's "
-            "checkpoint or checkpoint_wrapper, or use te_dist.checkpoint: both run maps as they ran first. Maps that "
-            "run differently may be told apart by name="
-        )
+        raise lost(place, "by another recipe" if plan else "without a recipe")
+
+
+def lost(place: str, how: str) -> RuntimeError:
+    """The error of a map of `place` that would be run again `how`."""
+    name, in_features, out_features, *_ = literal_eval(place)
+    return RuntimeError(
+        f"{name or 'Linear'} ({in_features} to {out_features}): a linear map is run again in backward, by torch's "
+        f"checkpoint, {how}: it, or a compiled map of the same name and sizes, may have run otherwise at first. Pass "
+        "context_fn=te_dist.recompute.context_fn to torch's checkpoint or checkpoint_wrapper, or use "
+        "te_dist.checkpoint: both run maps as they ran first. Maps that run differently may be told apart by name="
+    )
 
 
 def _wait(place: str, plan: str, *, records: bool) -> None:

@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from math import lcm
-from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 from uuid import uuid4
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +23,7 @@ from te_dist.fsdp2.ahead import prepare_kernels
 from te_dist.fsdp2.check import check_gathered, not_gathered
 from te_dist.kernels.runtime import is_recording, target_of
 from te_dist.nn import activations, forgotten, lost_recipes, rehearsal, traced
+from te_dist.nn.passes import MAX_PLANNED, WITHOUT, WITHOUT_BESIDE, Latest, Moving, Pass, latest_of, note, planned_of
 from te_dist.nn.products import FRONTS, Plan, linear
 from te_dist.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, Quantizer
 from te_dist.recipe import QuantizerRole, Recipe
@@ -36,38 +35,6 @@ ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
 Answers = Mapping[str, Quantizer | DelayedScalingRequest]
 
 
-class _Pass(NamedTuple):
-    """A forward pass of a map.
-
-    Attributes:
-        state: what surrounded it.
-        key: what else the plan depends on.
-        plan: how its products were computed; roles that have a history have no quantizer in it.
-        requests: by role, what asked for a history.
-        moving: with the quantizers of those as well, by whether they record amaxes and the histories move afterwards.
-    """
-
-    state: Autocast
-    key: Any = None
-    plan: Plan | None = None
-    requests: Mapping[str, DelayedScalingRequest] = MappingProxyType({})
-    moving: dict[tuple[bool, bool], _Moving] = MappingProxyType({})  # type: ignore[assignment]
-
-
-class _Moving(NamedTuple):
-    """A plan whose quantizers hold parts of these buffers, as long as they lie at these addresses."""
-
-    scale: Tensor
-    running: Tensor
-    addresses: tuple[int, int]
-    plan: Plan
-
-
-# The latest pass of every map, and those that have plans, by age; beside the modules, since they may hold a group.
-_latest: WeakKeyDictionary[nn.Module, _Pass] = WeakKeyDictionary()
-_planned: WeakKeyDictionary[nn.Module, list[_Pass]] = WeakKeyDictionary()
-_MAX_PLANNED = 4  # of a map
-_WITHOUT, _WITHOUT_BESIDE = _Pass(Autocast()), _Pass(Autocast())  # a recipe, beside compiled maps that have one
 _PROCESS = uuid4().hex
 _WEIGHT_ONLY = Plan(IdentityQuantizer(), IdentityQuantizer(), IdentityQuantizer())
 
@@ -208,33 +175,43 @@ class LinearSite(nn.Module):
         """How the products of `x` and `weight` are computed at this moment; None outside of `autocast`.
 
         A forward pass that torch's own checkpoint runs again, in backward and so outside of the `autocast` of the first
-        one, is computed as the latest one was. `te_dist.checkpoint` restores the very one.
+        one, is computed as the latest one was that may be: in training mode, or with gradients. `te_dist.checkpoint`
+        restores the very one.
+
+        Raises:
+            RuntimeError: a pass is run again, and there were others behind the first that ran otherwise.
         """
-        last, is_repeated = _latest.get(self), _torch_private.in_backward()
-        state = self._repeated(last) if is_repeated else current_autocast()
+        latest, is_repeated = latest_of.get(self), _torch_private.in_backward()
+        state = self._repeated(latest) if is_repeated else current_autocast()
+        may_repeat = not is_repeated and (self.training or torch.is_grad_enabled())
         if state.recipe is None:
             if not is_repeated:
                 forgotten.warn(weight, self.name or self.module_type)
+            if may_repeat:
                 # What ran without a recipe before compiled maps ran by one may have run by one since, compiled itself.
-                without = _WITHOUT_BESIDE if lost_recipes.waits(self.place) else _WITHOUT
-                if last is not without:
-                    _latest[self] = without
+                note(self, WITHOUT_BESIDE if lost_recipes.waits(self.place) else WITHOUT)
             return None
         key = (x.dtype, weight.device, self.placed, self.fuses_wgrad)
-        if last is None or last.key != key or (last.state is not state and last.state != state):
-            last = self._planned(state, key)
-            if not is_repeated:
-                _latest[self] = last
-        return self._with_histories(last, x, weight) if last.requests else last.plan
+        found = None if latest is None else latest.found
+        if found is None or found.key != key or (found.state is not state and found.state != state):
+            found = self._planned(state, key)
+        if may_repeat:
+            note(self, found)
+        return self._with_histories(found, x, weight) if found.requests else found.plan
 
-    def _repeated(self, last: _Pass | None) -> Autocast:
-        """What surrounded the pass that is run again in backward, the latest one of which is `last`."""
+    def _repeated(self, latest: Latest | None) -> Autocast:
+        """What surrounded the pass that is run again in backward."""
         said = repeated_autocast()
         if said is not None:
             return said
-        if last is None or last is _WITHOUT:
+        if latest is None or latest.found is WITHOUT:
             lost_recipes.check(self.place)
-        return current_autocast() if last is None else last.state
+        if latest is None:
+            return current_autocast()
+        if latest.overtaken is not None:
+            latest.overtaken = None  # the backward pass that others wait for ends here
+            raise lost_recipes.lost(self.place, "and passes followed the first that ran otherwise")
+        return latest.found.state
 
     def prepare(self, recipe: Recipe, device: torch.device) -> Answers:
         """Makes what this map keeps under `recipe` and checks that `device` can compute it; the answers by role."""
@@ -269,17 +246,17 @@ class LinearSite(nn.Module):
             )
         return quantizer.format(weight.dtype)
 
-    def _planned(self, state: Autocast, key: tuple[torch.dtype, torch.device, Any, bool]) -> _Pass:
+    def _planned(self, state: Autocast, key: tuple[torch.dtype, torch.device, Any, bool]) -> Pass:
         """A pass that was planned before, with its tapes, or a new one: training and evaluation may take turns."""
-        passes = _planned.setdefault(self, [])
+        passes = planned_of.setdefault(self, [])
         found = next((each for each in passes if each.key == key and each.state == state), None)
         if found is None:
             found = self._plan(state, key)
             passes.append(found)
-            del passes[:-_MAX_PLANNED]
+            del passes[:-MAX_PLANNED]
         return found
 
-    def _plan(self, state: Autocast, key: tuple[torch.dtype, torch.device, Any, bool]) -> _Pass:
+    def _plan(self, state: Autocast, key: tuple[torch.dtype, torch.device, Any, bool]) -> Pass:
         dtype, device, placed, fuses = key
         answers = self.prepare(state.recipe, device)
         requests = _requests(answers)
@@ -287,9 +264,9 @@ class LinearSite(nn.Module):
         if placed is not None:
             quantizers |= {kind: placed(kind, found) for kind, found in quantizers.items() if found is not None}
         multiple = self.row_multiple(state.recipe, dtype, target_of(device))
-        return _Pass(state, key, Plan(**quantizers, row_multiple=multiple, fuses_wgrad=fuses), requests, {})
+        return Pass(state, key, Plan(**quantizers, row_multiple=multiple, fuses_wgrad=fuses), requests, {})
 
-    def _with_histories(self, current: _Pass, x: Tensor, weight: Tensor) -> Plan:
+    def _with_histories(self, current: Pass, x: Tensor, weight: Tensor) -> Plan:
         """The plan of a pass that uses, and in training moves, the histories of this map."""
         scaling = self._histories(current.requests, weight.device)
         records = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
@@ -302,7 +279,7 @@ class LinearSite(nn.Module):
         same = known is not None and known.scale is scale and known.running is running
         if not same or known.addresses != addresses:
             plan = replace(self._moving(current.plan, scaling, records=records), moves=scaling if moves else None)
-            known = current.moving[records, moves] = _Moving(scale, running, addresses, plan)
+            known = current.moving[records, moves] = Moving(scale, running, addresses, plan)
         return known.plan
 
     @torch.inference_mode(False)  # what an evaluation came upon first, a later step writes into

@@ -72,6 +72,11 @@ WAYS: dict[str, Run] = {
         block, x, use_reentrant=False, context_fn=context_fn
     ),
 }
+# Those of torch alone, which do not know of recipes.
+OF_TORCH: dict[str, Run] = {
+    "torch": WAYS["torch"],
+    "torch_reentrant": lambda block, x: torch_checkpoint.checkpoint(block, x, use_reentrant=True),
+}
 NON_REENTRANT = [way for way in WAYS if "reentrant" not in way]
 
 
@@ -185,20 +190,48 @@ def test_arguments_that_have_no_meaning_say_where_to_go(name):
 
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("other", [None, "current"])
-@pytest.mark.parametrize("way", ["torch", "torch_with_context"])
+@pytest.mark.parametrize("way", [*OF_TORCH, "torch_with_context"])
 def test_a_pass_of_another_kind_between_forward_and_a_second_forward_is_told(way, other, quantized):
     recipe, x = RECIPES["block"], torch.randn(2 * WIDTH, 2 * WIDTH, requires_grad=True)
     with te.quantized_model_init(enabled=quantized, recipe=recipe):
         # Square, and of whole tiles: torch does not tell what it saves from what a plain map saves.
         block = te.Linear(2 * WIDTH, 2 * WIDTH)
     with te.autocast(recipe=recipe):
-        y = WAYS[way](block, x)
+        y = {**WAYS, **OF_TORCH}[way](block, x)
     with torch.no_grad(), te.autocast(enabled=other is not None, recipe=other and RECIPES[other]):
         block(x)
-    if way == "torch":
-        with pytest.raises(RuntimeError, match=r"^a forward pass .* context_fn=te_dist.recompute.context_fn"):
-            y.sum().backward()
+    if way == "torch_with_context":
+        y.sum().backward()
     else:
+        with pytest.raises(RuntimeError, match=r"ran otherwise.* context_fn=te_dist.recompute.context_fn"):
+            y.sum().backward()
+
+
+@pytest.mark.parametrize("way", OF_TORCH)
+def test_an_evaluation_between_forward_and_a_second_forward_changes_nothing(way):
+    gradients = []
+    for evaluates in (False, True):
+        torch.manual_seed(0)
+        block, x = te.Linear(2 * WIDTH, 2 * WIDTH), torch.randn(2 * WIDTH, 2 * WIDTH, requires_grad=True)
+        with te.autocast(recipe=RECIPES["block"]):
+            y = OF_TORCH[way](block, x)
+        if evaluates:
+            with torch.no_grad():
+                block.eval()(x)
+            block.train()
+        y.sum().backward()
+        gradients.append(x.grad)
+    assert_bitwise(*gradients, "gradient")
+
+
+@pytest.mark.parametrize("way", OF_TORCH)
+def test_passes_of_another_kind_before_a_step_or_behind_it_are_none_between(way):
+    block, x = te.Linear(2 * WIDTH, 2 * WIDTH), torch.randn(2 * WIDTH, 2 * WIDTH, requires_grad=True)
+    for _ in range(2):
+        with torch.no_grad():
+            block(x)
+        with te.autocast(recipe=RECIPES["block"]):
+            y = OF_TORCH[way](block, x)
         y.sum().backward()
 
 
