@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor, Shard
 from te_dist.fsdp2.check import not_gathered
 from te_dist.nn import rehearsal, splits
 from te_dist.nn.buffers import check_buffer
+from te_dist.nn.grouped_loading import take_either
 from te_dist.nn.grouped_options import GroupedLinearOptions, check, local_sizes
 from te_dist.nn.grouped_products import Given, GroupTable, group_table
 from te_dist.nn.grouped_site import PLAIN, GroupedSite
-from te_dist.nn.grouped_weights import apart, packed, together
+from te_dist.nn.grouped_weights import apart, packed
 from te_dist.nn.left_gradients import LeftGradients
 from te_dist.nn.module import QuantizedModule, weight_of
 from te_dist.nn.options import read
@@ -204,13 +205,11 @@ class GroupedLinear(QuantizedModule):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Takes weights and biases of all groups together, or one by one, whichever of the two this module has."""
+        errors: list[str] = args[-1]
         for what, names in (("weight", self.weight_names), ("bias", self.bias_names)):
-            each = [prefix + name for name in _names(what, self.num_gemms, is_one=False)]
-            if names == (what,) and prefix + what not in state_dict and all(key in state_dict for key in each):
-                values = [state_dict.pop(key) for key in each]
-                state_dict[prefix + what] = together(values, dims=values[0].dim() + 1)
-            elif names != (what,) and prefix + what in state_dict and len(state_dict[prefix + what]) == len(names):
-                state_dict |= dict(zip(each, state_dict.pop(prefix + what).unbind(), strict=True))
+            each = _names(what, self.num_gemms, is_one=False)
+            error = take_either(state_dict, prefix, what, names=names, each=each) if names else None
+            errors += [error] if error else []
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def rehearse(self, dtype: torch.dtype | None) -> None:

@@ -11,13 +11,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import te_dist as te
 from te_dist import checkpoints, fsdp2, grouped, optim
 from te_dist.conventions import FP8_BLOCK, Convention
 from te_dist.formats import geometry
 from te_dist.fsdp2 import GroupedParameter, QuantizedParameter
 from te_dist.tensor import quantize
 from te_dist.tensor.placement import local_part, local_tensor
-from te_dist.testing import assert_bitwise, mesh, pool
+from te_dist.testing import assert_bitwise, device, mesh, pool
 from tests.distributed.probe import FORMATS
 from tests.distributed.test_grouped_fsdp2 import MEMBERS, placed, random_group
 
@@ -116,6 +117,26 @@ def test_resharding_keeps_every_byte(ranks: tuple[int, int], cuts: tuple[str, st
     names = list(FORMATS)
     pool(ranks[0]).run(save, tmp_path / "c", Packed, names, cuts[0])
     pool(ranks[1]).run(load, tmp_path / "c", Packed, names, cuts[1])
+
+
+def load_the_other_kind(rank: int, world: int, packed: bool) -> str:
+    """What `load_state_dict` of a sharded module says."""
+    models = []
+    for single in (packed, not packed):
+        with te.quantized_model_init(recipe=te.recipe.Float8BlockScaling()):
+            model = te.GroupedLinear(MEMBERS, 128, 128, bias=False, single_grouped_weight=single, device=device())
+        fsdp2.fully_shard(model, mesh=mesh((world,), ("dp",)))
+        models.append(model)
+    with pytest.raises(RuntimeError, match="size mismatch|Error") as caught:
+        models[1].load_state_dict(models[0].state_dict())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_shards_of_the_other_kind_are_refused_by_name(packed: bool) -> None:
+    for message in pool(2).run(load_the_other_kind, packed):
+        assert "te_dist.checkpoints.load" in message
+        assert f"single_grouped_weight={packed}" in message
 
 
 def save_by_torch(rank: int, world: int, path: Path, names: list[str], cut: str) -> None:

@@ -122,29 +122,6 @@ def test_weights_are_transposed_only_where_many_rows_of_a_group_read_them(
         assert_bitwise(got, want, name)
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-def test_checkpoints_of_one_parameter_load_into_one_for_each_and_back(packed: bool, quantized: bool) -> None:
-    made_by = QUANTIZED["mxfp8"] if quantized else None
-    source = make(made_by, single_grouped_weight=packed, single_grouped_bias=packed)
-    with te.quantized_model_init(enabled=quantized, recipe=made_by):
-        kind = dict(single_grouped_weight=not packed, single_grouped_bias=not packed)
-        target = nn.Sequential(te.GroupedLinear(GROUPS, IN, OUT, **kind))
-    state = {f"0.{key}": value for key, value in source.state_dict().items()}
-    target.load_state_dict(state)
-    assert any(key.endswith("weight0") for key in state) != packed  # the caller's is left alone
-    want = step(source, made_by)
-    for key, value in step(target[0], made_by).items():
-        assert_bitwise(value, want[key], key)
-
-
-def test_a_checkpoint_that_lacks_a_group_is_refused() -> None:
-    state = make(None).state_dict()
-    del state["weight1"]
-    with pytest.raises(RuntimeError, match='Missing key.*"weight"'):
-        make(None, single_grouped_weight=True).load_state_dict(state)
-
-
 @pytest.mark.parametrize("single", [False, True])
 def test_copies_and_pickles_compute_the_same(single: bool) -> None:
     made_by = QUANTIZED["block"]
