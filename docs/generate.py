@@ -130,7 +130,7 @@ from te_dist.tensor import quantize
 
 q = quantize(x, FORMATS["float8_block_2d"])  # any leading dimensions, the last is K
 q.row_data, q.row_scale                      # buffers
-q.dequantize()                               # a plain tensor
+q.dequantize()                               # a plain tensor; of a parameter, autograd goes on
 q[:64], q.split(64), q.view(2, -1, 512)      # parts and views, in bytes
 q.update_usage(columnwise_usage=False)       # frees a direction; True derives it where it is a relayout
 q.copy_(y)                                   # quantizes values, or takes over bytes of the same format

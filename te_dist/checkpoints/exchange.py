@@ -239,7 +239,7 @@ def _placed(tensor: Tensor, *, keeps: bool) -> Tensor:
     if isinstance(local, QuantizedTensor):
         known = initial.values(local) if keeps else None
         dtype = torch.float32 if keeps else None  # alike on all ranks, also on those without rows
-        values = local.dequantize(dtype=dtype) if known is None else known
+        values = local.decoded(dtype) if known is None else known
     return Part.placed_as(tensor, values) if isinstance(tensor, DTensor) else values
 
 

@@ -135,7 +135,7 @@ def _checksum(name: str, tensor: Tensor) -> int:
 def _values(tensor: Tensor) -> Tensor:
     """Samples, decoded."""
     local = local_tensor(tensor)
-    values = local.dequantize() if isinstance(local, QuantizedTensor) else local.detach()
+    values = local.decoded() if isinstance(local, QuantizedTensor) else local.detach()
     return _sample(torch.view_as_real(values) if values.is_complex() else values).float()
 
 

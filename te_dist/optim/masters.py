@@ -51,7 +51,7 @@ def initial_master(param: Tensor) -> Tensor:
     for values in (local.storage.unsettled, local.storage.initial, _latest_master(param)):
         if values is not None:
             return values.to(local.device, torch.float32, copy=True).view(local.shape)
-    return local.dequantize(dtype=torch.float32)
+    return local.decoded(torch.float32)
 
 
 class _Known(NamedTuple):

@@ -247,20 +247,20 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     dst, src = args[:2]
     non_blocking = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
     if not isinstance(dst, QuantizedTensor):
-        return dst.copy_(src.dequantize(), non_blocking=non_blocking)
+        return dst.copy_(src.decoded(), non_blocking=non_blocking)
     if fill(dst, src):
         return dst
     check_writable(dst)
     if not isinstance(src, QuantizedTensor):
         dst.quantize_(src.to(dst.device).expand(dst.shape))
     elif src.format != dst.format:
-        dst.quantize_(src.dequantize())
+        dst.quantize_(src.decoded())
     elif _is_blank(dst):
         dst.storage.adopt(src.storage)
     elif _holds_bytes_of(src.storage, dst.storage):
         dst.storage.copy_(src.storage, non_blocking=non_blocking)
     else:
-        dst.quantize_(src.dequantize())
+        dst.quantize_(src.decoded())
     return dst
 
 

@@ -118,7 +118,7 @@ def written(target: QuantizedTensor) -> Tensor:
         return master.to(torch.float32, copy=True).view(target.shape)
     if (kept := _kept(target)) is not None:
         return kept.to(target.device, torch.promote_types(kept.dtype, target.dtype), copy=True).view(target.shape)
-    return target.dequantize()
+    return target.decoded()
 
 
 def _kept(target: QuantizedTensor) -> Tensor | None:

@@ -48,7 +48,7 @@ class InPieces(torch.Tensor):
 
     def dequantize(self) -> Tensor:
         """Plain tensor of the same shape and dtype."""
-        return torch.cat([piece.dequantize() for piece in self.pieces], self.along)
+        return torch.cat([piece.decoded() for piece in self.pieces], self.along)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"{type(self).__name__}({list(self.shape)}, {self.pieces})"

@@ -144,7 +144,16 @@ class QuantizedTensor(torch.Tensor):
         self.storage.update_usage(rowwise_usage, columnwise_usage)
 
     def dequantize(self, *, dtype: torch.dtype | None = None, direction: Direction | None = None) -> Tensor:
-        """Plain tensor of the same shape in `dtype` (default: the nominal one). Not differentiable."""
+        """Plain tensor of the same shape in `dtype` (default: the nominal one).
+
+        Its gradient is that of the values which this tensor stands for, as of any op on them.
+        """
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _Values.apply(self, dtype, direction)
+        return self.decoded(dtype, direction)
+
+    def decoded(self, dtype: torch.dtype | None = None, direction: Direction | None = None) -> Tensor:
+        """The same without a gradient, for whoever is below autograd."""
         return self.storage.dequantize(dtype, direction).view(self.shape)
 
     def numpy(self, *, force: bool = False) -> NoReturn:
@@ -264,3 +273,17 @@ OPS = OpTable()
 def quantize(x: Tensor, format: Format) -> QuantizedTensor:
     """Quantizes a whole tensor of shape (..., K)."""
     return QuantizedTensor(storages.quantize(x, format), x.shape)
+
+
+class _Values(torch.autograd.Function):
+    """The values of a quantized tensor, plain."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype | None, direction: Direction | None) -> Tensor:
+        ctx.dtype = tensor.dtype
+        # No view to autograd, which would refuse writes into it.
+        return torch.ops.aten._unsafe_view(tensor.storage.dequantize(dtype, direction), tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad.to(ctx.dtype), None, None

@@ -163,7 +163,7 @@ def _broadcast_bytes(own: QuantizedStorage, func: Any, rest: Sequence[Any]) -> A
 def _values(tensor: Tensor, *, known: bool) -> Tensor:
     if not isinstance(tensor, QuantizedTensor):
         return tensor
-    return tensor.dequantize() if known else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor.decoded() if known else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 @OPS.implements(*WAITS)

@@ -13,6 +13,7 @@ from torch import nn
 
 from te_dist import grouped
 from te_dist.formats import Direction, Group, geometry
+from te_dist.fsdp2 import GroupedParameter
 from te_dist.grouped import GroupedTensor
 from te_dist.grouped import storage as storage_module
 from te_dist.offload.saved import take_apart
@@ -399,3 +400,11 @@ def test_assigned_data_is_seen_by_whoever_holds_the_parameter(name: str) -> None
         param.data = quantize(x, FORMATS[name])
     assert_members(param, 2 * x, "as it was")
     assert len(param.split_into_quantized_tensors()) == SHAPE[0]
+
+
+def test_gradients_of_members_values_are_the_groups() -> None:
+    group = grouped.quantize(torch.randn(3, 128, 128), FORMATS["float8_block_2d"])
+    weight = nn.Parameter(GroupedParameter(group.storage))
+    for index, matrix in enumerate(weight.dequantize_members()):
+        (matrix.sum() * index).backward()
+    assert_bitwise(weight.grad, torch.arange(3.0)[:, None, None].expand(3, 128, 128).contiguous(), "gradient")

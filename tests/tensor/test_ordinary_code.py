@@ -57,6 +57,19 @@ def test_autograd_reaches_it(name: str) -> None:
 
 
 @every_format
+def test_gradients_of_its_values_are_its_own(name: str) -> None:
+    weight, grad = Holder(name).weight, signed(dtype=torch.float32)
+    for values in (weight.dequantize(), weight.dequantize(dtype=torch.bfloat16)):
+        weight.grad = None
+        values.backward(grad.to(values.dtype))
+        assert_bitwise(weight.grad, grad.to(values.dtype).float(), "gradient")
+    values.mul_(2)
+    with torch.no_grad():
+        assert not weight.dequantize().requires_grad
+    assert not weight.detach().dequantize().requires_grad
+
+
+@every_format
 def test_models_are_copied_moved_and_converted(name: str) -> None:
     module = Holder(name)
     twin = copy.deepcopy(module)
