@@ -160,14 +160,21 @@ ATTRIBUTES = (
     ),
     Private(
         "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
-        "which unit is the root, and which ones are gathered ahead; there are public ways to say so, none to ask",
+        "which unit is the root, which ones are gathered ahead, and whether a backward pass has still to end; there "
+        "are public ways to say so, none to ask",
         members=(
             "_is_root",
             "_modules",
             "_auto_reshard_after_forward",
             "_states_to_forward_prefetch",
             "_states_to_backward_prefetch",
+            "_state_ctx",
         ),
+    ),
+    Private(
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPStateContext",
+        "whether FSDP2 still waits for the end of a backward pass, which an exception has ended",
+        members=("post_backward_final_callback_queued",),
     ),
     Private(
         "torch.distributed.tensor._collective_utils.mesh_broadcast",

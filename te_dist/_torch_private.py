@@ -77,6 +77,7 @@ __all__ = [
     "tree_map_only",
     "unpacks_by_checkpoint",
     "watched_collectives",
+    "waits_for_backward",
     "zero_each",
 ]
 
@@ -384,6 +385,20 @@ def gathered_place(tensor: Tensor) -> tuple[nn.Module, str, int] | None:
     """Of a parameter that FSDP2 gathered: its module, its name there, and the dimension that is cut; else None."""
     param = _gathered(tensor)
     return None if param is None else (*_place(param), param.fsdp_placement.dim)
+
+
+def waits_for_backward(params: Sequence[Tensor]) -> bool:
+    """Whether FSDP2, outside of a backward pass, still waits for the end of one, which was to give these gradients."""
+    if in_backward():
+        return False
+    wanted = {id(param) for param in params}
+    return any(
+        id(param.sharded_param) in wanted
+        for unit in list(_composable_state._module_state_mapping)
+        if isinstance(unit, FSDPModule) and unit._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
+        for group in _parameter_groups(unit)
+        for param in group.fsdp_params
+    )
 
 
 def _gathered(tensor: Tensor) -> Any:

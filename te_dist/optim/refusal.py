@@ -4,7 +4,8 @@ Optimizers that know nothing of quantization could step on quantized parameters:
 quantized tensors. But an update is smaller than the distance between two codes, so that most of it would be rounded
 away, at every step and without a word. And an optimizer that was made before weights were exchanged for quantized ones,
 for shards or for those of a state dict, holds weights that no module has any more; one that was made while FSDP2 had
-gathered weights holds those, and what is trained are their shards.
+gathered weights holds those, and what is trained are their shards. Where a backward pass ended by an exception, FSDP2
+waits for its end, and gives no gradient to any shard.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     params = [(index, param) for index, group in enumerate(optimizer.param_groups) for param in group["params"]]
     _refuse_exchanged(optimizer, [param for _, param in params])
     _refuse_gathered(optimizer, [param for _, param in params])
+    _refuse_unfinished(optimizer, [param for _, param in params])
     if getattr(optimizer, "writes_quantized_parameters", False):
         return
     for index, param in params:
@@ -68,6 +70,18 @@ def _refuse_gathered(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> 
             f"{type(optimizer).__name__} holds {len(found)} parameters as FSDP2 gathered them for a pass, "
             f"{_first(names)}, and would train nothing of them; wanted their shards: make the optimizer before the "
             "first pass, or call module.reshard() first on units that an evaluation left gathered, as it does the root"
+        )
+
+
+def _refuse_unfinished(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> None:
+    """Not of a weight that is frozen."""
+    idle = [param for param in params if param.requires_grad and param.grad is None]
+    if idle and _torch_private.waits_for_backward(idle):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} has no gradients of {len(idle)} parameters: a backward pass ended by an "
+            "exception, and FSDP2, which waits for its end, gives none to shards from then on. Call "
+            "reset_iter_state() of the root module (torch 2.13 and later) where the exception is caught, or make and "
+            "load the model anew"
         )
 
 

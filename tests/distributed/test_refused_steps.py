@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -201,3 +202,43 @@ def go_on_after_a_refused_load(rank: int, world: int) -> None:
 
 def test_a_load_that_was_refused_leaves_the_optimizer_be(ranks) -> None:
     ranks(2).run(go_on_after_a_refused_load)
+
+
+def fail(gradient: Tensor) -> None:
+    raise ValueError("on purpose")
+
+
+def step_after_a_failure(rank: int, world: int, make: Make, quantized: bool) -> None:
+    """Refused as long as FSDP2 waits for the end of the failed pass; and then as if that had never been."""
+    found = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        model = layers(quantized=quantized).to(testing.device())
+        shard(model, world)
+        optimizer = make(model.parameters(), lr=0.1)
+        assert_trains(model, optimizer)
+        optimizer.zero_grad()
+        if fails:
+            handle = model[1].register_forward_hook(lambda module, args, out: (out.register_hook(fail), None)[1])
+            with pytest.raises(ValueError, match="on purpose"):
+                backward(model)
+            handle.remove()
+            with pytest.raises(RuntimeError, match=r"has no gradients of .*reset_iter_state\(\) of the root module"):
+                optimizer.step()
+            if not hasattr(model, "reset_iter_state"):  # before torch 2.13
+                return
+            model.reset_iter_state()
+        for _ in range(2):
+            assert_trains(model, optimizer)
+        found.append(values(model))
+    for name, want in found[0].items():
+        testing.assert_bitwise(found[1][name], want, name)
+
+
+def wrapped_adam(params: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    return optim.MasterWeights(params, lambda params: torch.optim.Adam(params, **options))
+
+
+@pytest.mark.parametrize("make", [optim.FusedAdam, wrapped_adam, torch.optim.Adam])
+def test_a_step_after_a_failed_backward_pass_is_refused(ranks, make: Make) -> None:
+    ranks(2).run(step_after_a_failure, make, make is not torch.optim.Adam)
