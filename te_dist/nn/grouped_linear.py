@@ -181,6 +181,10 @@ class GroupedLinear(QuantizedModule):
         """What is copied and pickled: the gradients that are left to compute are those of the original."""
         return self.__dict__ | {"_left": LeftGradients()}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.pack()
+
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
         """Adds what `backward_dw` calls once it has written gradients of weights, as TransformerEngine does.
 
