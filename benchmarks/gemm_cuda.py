@@ -22,7 +22,7 @@ from torch.nn.functional import ScalingType, scaled_mm
 
 from benchmarks import tilings
 from benchmarks.report import Report, number, text
-from benchmarks.timing import median_time
+from benchmarks.timing import median_times
 from te_dist import ops
 from te_dist.kernels import gemm
 
@@ -131,8 +131,7 @@ def measure(repeats: int) -> Iterator[Row]:
                 calls["fp32, added", "DeepGEMM"] = product.deep_gemm(fp32, accumulate=True)
             elif has_peer:
                 calls["bf16", "DeepGEMM"] = product.deep_gemm(bf16)
-            for (output, library), call in calls.items():
-                time = median_time(call, repeats)
+            for (output, library), time in zip(calls, median_times(list(calls.values()), repeats), strict=True):
                 flops = 2 * shape[0] * shape[1] * shape[2]
                 yield Row("x".join(map(str, shape)), name, output, library, time, flops / time / 1e6)
 
@@ -143,8 +142,8 @@ def measure_whole(repeats: int) -> Iterator[Row]:
         operands, out = WholeProduct.random(shape), torch.empty(shape[:2], device="cuda", dtype=dtype)
         output = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
         name = f"one scale each, {'fast' if fast else 'summed in fp32'}"
-        for library, call in {"te_dist": operands.ours, "torch": operands.torchs}.items():
-            time = median_time(call(out, fast=fast), repeats)
+        calls = {"te_dist": operands.ours(out, fast=fast), "torch": operands.torchs(out, fast=fast)}
+        for library, time in zip(calls, median_times(list(calls.values()), repeats), strict=True):
             flops = 2 * shape[0] * shape[1] * shape[2]
             yield Row("x".join(map(str, shape)), name, output, library, time, flops / time / 1e6)
 
@@ -176,7 +175,8 @@ def sweep(repeats: int) -> Iterator[tilings.Row]:
 REPORT = Report(
     "gemm_cuda",
     "Dense products of FP8",
-    "Cold L2, medians. torch's products with one scale make their outputs, te_dist's are given them.",
+    "Cold L2, medians, all of a product by turns. torch's products with one scale make their outputs, te_dist's are "
+    "given them.",
     {
         "M x N x K": text("shape"),
         "product": text("product"),

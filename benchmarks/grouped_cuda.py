@@ -8,7 +8,7 @@ Every leg (forward, gradient of rows, gradient of weights stored in bf16 and add
 scale, bf16, MXFP8 and NVFP4. Sizes of groups: even up to 30 %, skewed (Zipf), with a tenth of them empty; of each in
 multiples of 128 and not. Beside ours, in the same run: torch's grouped_mm and scaled_grouped_mm, loops of cuBLAS and
 cuBLASLt over groups, DeepGEMM. Peers that are not installed, and sizes that a peer does not take, are left out. Random
-codes, cold L2, medians. All of it takes some minutes; a shape takes half of one.
+codes, cold L2, medians of runs by turns in random order. All of it takes some minutes; a shape takes half of one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from benchmarks.grouped_cases import (
 )
 from benchmarks.grouped_peers import peers
 from benchmarks.report import Report, number, text
-from benchmarks.timing import median_time
+from benchmarks.timing import median_times
 from te_dist.kernels.runtime import prepare
 
 OURS = "te_dist"
@@ -109,15 +109,18 @@ def lines(
 ) -> Iterator[Row]:
     """Of one product; `times` and `aligned` hold what is known already."""
     routing, leg, kind = place
-    time = median_time(ours(problem, leg, kind), repeats)
+    calls = {OURS: ours(problem, leg, kind)}
+    made = {library: peer_call(make) for library, make in peers(problem, leg, kind).items() if library not in times}
+    calls |= {library: call for library, call in made.items() if callable(call)}
+    measured = dict(zip(calls, median_times(list(calls.values()), repeats), strict=True))
+    time = measured[OURS]
+    times |= {library: measured.get(library, call) for library, call in made.items()}  # type: ignore[arg-type]
     rate, key = problem.flops / time / 1e6, (problem.shape, leg, kind)
     if routing == "aligned":
         aligned[key] = rate
     of_aligned = rate / aligned[key] if routing != "aligned" and key in aligned else None
     yield Row(str(problem.shape), *place, OURS, time, rate, of_aligned=of_aligned)
-    for library, make in peers(problem, leg, kind).items():
-        if library not in times:
-            times[library] = peer_time(make, repeats)
+    for library in peers(problem, leg, kind):
         its = times[library]
         if isinstance(its, str):
             yield Row(str(problem.shape), *place, f"{library}: {its}", None, None)
@@ -125,11 +128,13 @@ def lines(
             yield Row(str(problem.shape), *place, library, its, problem.flops / its / 1e6, its / time)
 
 
-def peer_time(make: Callable[[], Call | None], repeats: int) -> float | str | None:
-    """Of a call; what it was refused with, or None where there is none."""
+def peer_call(make: Callable[[], Call | None]) -> Call | str | None:
+    """A call that runs; what it was refused with, or None where there is none."""
     try:
         call = make()
-        return None if call is None else median_time(call, repeats)
+        if call is not None:
+            call()
+        return call
     except torch.AcceleratorError:
         raise  # nothing runs after that
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
@@ -139,11 +144,11 @@ def peer_time(make: Callable[[], Call | None], repeats: int) -> float | str | No
 REPORT = Report(
     "grouped_cuda",
     "Products in groups",
-    "Cold L2, medians; real rows count. Ratio: time of a peer over te_dist's for the same product, more than 1 where "
-    "te_dist is faster; a peer may have another format or store. Rowwise weights are those of forward products. torch "
-    "stores gradients of weights in bf16, DeepGEMM adds them to fp32, in both legs. te_dist sums gradients of FP8 with "
-    "one scale in fp32, peers where it is said. Of "
-    "aligned: te_dist's TFLOP/s over its own with even groups of multiples of 128. "
+    "Cold L2, medians, all of a product by turns; real rows count. Ratio: time of a peer over te_dist's for the same "
+    "product, more than 1 where te_dist is faster; a peer may have another format or store. Rowwise weights are those "
+    "of forward products. torch stores gradients of weights in bf16, DeepGEMM adds them to fp32, in both legs. te_dist "
+    "sums gradients of FP8 with one scale in fp32, peers where it is said. Of aligned: te_dist's TFLOP/s over its own "
+    "with even groups of multiples of 128. "
     "Empty: the nearest to a tenth, 1 of 8 groups, 3 of 32, 13 of 128; 4 groups have none.",
     {
         "G, T, N, K": text("shape"),

@@ -24,7 +24,7 @@ import te_dist as te
 from benchmarks.grouped_cases import group_sizes
 from benchmarks.linear_cuda import COSTS, RECIPES, issue_time
 from benchmarks.report import Report, number, text
-from benchmarks.timing import median_time
+from benchmarks.timing import median_times
 from te_dist import recipe
 
 # (groups, rows of all, N, K): those of common mixtures of experts, and two that the CPU alone takes time for.
@@ -164,7 +164,7 @@ def lines_of(
         run = make()
         for _ in range(3):
             run()
-        peer, gpu = median_time(torch_pass, repeats), median_time(run, repeats)
+        peer, gpu = median_times([torch_pass, run], repeats)
         cpu = issue_time(run, repeats), issue_time(run, repeats // 3, in_row=10)
         shape = ", ".join(map(str, layer.shape))
         yield Row(shape, routing, name, kind, gpu, layer.flops / gpu / 1e6, *cpu, peak_memory(run), peer / gpu)

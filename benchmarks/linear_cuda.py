@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import te_dist as te
 from benchmarks.report import Report, number, text
-from benchmarks.timing import median_time
+from benchmarks.timing import median_times
 from te_dist import recipe
 
 SHAPES = ((16384, 4096, 7168), (16384, 7168, 2048), (512, 512, 512))
@@ -91,7 +91,7 @@ def lines_of(shape: tuple[int, int, int], chosen: tuple[str, ...], repeats: int)
     for weights, name, run in cases:
         for _ in range(3):
             run()
-        bf16, gpu = median_time(torch_pass, repeats), median_time(run, repeats)
+        bf16, gpu = median_times([torch_pass, run], repeats)
         flops = 6 * rows * features_in * features_out
         cpu = issue_time(run, 2 * repeats), issue_time(run, repeats // 3, in_row=10)
         lines.append(Row(", ".join(map(str, shape)), weights, name, gpu, flops / gpu / 1e6, *cpu, bf16 / gpu))

@@ -24,7 +24,7 @@ from benchmarks.grouped_linear_cuda import peak_memory
 from benchmarks.linear_cuda import COSTS, RECIPES, issue_time
 from benchmarks.report import Report, number, text
 from benchmarks.shares import shares_of
-from benchmarks.timing import median_time
+from benchmarks.timing import median_times
 from te_dist import recipe
 from te_dist.nn.moe import MoE, Routing
 
@@ -82,7 +82,7 @@ def lines_of(shape: Shape, chosen: tuple[str, ...], repeats: int, parts: list[st
     ]:
         for _ in range(3):
             run()
-        of_peer, gpu = median_time(peer, repeats), median_time(run, repeats)
+        of_peer, gpu = median_times([peer, run], repeats)
         cpu = issue_time(run, repeats), issue_time(run, repeats // 3, in_row=10)
         yield Row(", ".join(map(str, shape)), name, gpu, flops / gpu / 1e6, *cpu, peak_memory(run), of_peer / gpu)
         if parts is not None:

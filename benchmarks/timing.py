@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
+from statistics import median_high
 
 import torch
 
 FLUSHED_BYTES = 256 * 2**20
 COPY_GRAIN = 2**18  # copies of other sizes are slower
 _AHEAD = 2_000_000  # cycles that the device waits while the host issues a call
+_WARMUP = 3
 
 
 def median_time(call: Callable[[], object], repeats: int) -> float:
     """Microseconds of one call with a cold L2 cache, its launches issued before it begins."""
+    return median_times([call], repeats)[0]
+
+
+def median_times(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+    """The same of several calls, by turns in random order: the clock of a GPU falls as it gets warm."""
     flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for _ in range(3):
-        call()
-    for begin, end in events:
-        torch.cuda._sleep(_AHEAD)
-        flushed.zero_()
-        begin.record()
-        call()
-        end.record()
+    pairs = [[[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)] for _ in calls]
+    for call in calls:
+        for _ in range(_WARMUP):
+            call()
+    chance = random.Random(0)
+    for turn in range(repeats):
+        for place in chance.sample(range(len(calls)), len(calls)):
+            begin, end = pairs[place][turn]
+            torch.cuda._sleep(_AHEAD)
+            flushed.zero_()
+            begin.record()
+            calls[place]()
+            end.record()
     torch.cuda.synchronize()
-    return sorted(begin.elapsed_time(end) * 1e3 for begin, end in events)[repeats // 2]
+    return [median_high(begin.elapsed_time(end) * 1e3 for begin, end in events) for events in pairs]
 
 
 def copy_time(nbytes: int, repeats: int) -> float:

@@ -149,8 +149,9 @@ def on_cpu(monkeypatch: Any) -> None:
     for module in (grouped_cuda, grouped_tilings):
         monkeypatch.setattr(module, "prepare", lambda *_: None)
         monkeypatch.setattr(module, "Problem", partial(Problem, device="cpu"))
-    for module in (grouped_cuda, tilings):
-        monkeypatch.setattr(module, "median_time", lambda call, _: 5.0 if call() is None else 10.0)
+    time_of = lambda call: 5.0 if call() is None else 10.0  # noqa: E731
+    monkeypatch.setattr(tilings, "median_time", lambda call, _: time_of(call))
+    monkeypatch.setattr(grouped_cuda, "median_times", lambda calls, _: [time_of(call) for call in calls])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
