@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -177,7 +179,18 @@ def _made_of(old: nn.Module, name: str, quantized: Scope | None) -> QuantizedMod
         with quantized:
             setattr(new, key, weight_of(sites[key], weight.detach()))
         new.get_parameter(key).requires_grad_(weight.requires_grad)
+    new.exchanged = (_without_values(old),)
     return new.train(old.training)
+
+
+def _without_values(module: nn.Module) -> nn.Module:
+    """A copy whose parameters are on the meta device."""
+    found = copy.copy(module)
+    found._parameters = {
+        name: None if param is None else nn.Parameter(torch.empty_like(param, device="meta"))
+        for name, param in module._parameters.items()
+    }
+    return found
 
 
 def _sizes(down: Tensor) -> tuple[int, int, int]:

@@ -8,7 +8,8 @@ value. On one kind of device the result is bit for bit the same for every mesh a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -21,20 +22,30 @@ from te_dist.grouped import place_whole
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, *, device: torch.device | str, seed: int) -> None:
+def materialize(
+    model: nn.Module,
+    *,
+    device: torch.device | str,
+    seed: int,
+    initialize: Callable[[nn.Module], object] | None = None,
+) -> None:
     """Allocates all parameters and buffers of `model` on `device` and initializes them.
 
     A module that has `init_parameter(name, tensor)` fills each whole tensor in turn; any other one is asked for
-    `reset_parameters()`, with its own parameters whole in place. Not collective.
+    `reset_parameters()`, or handed to `initialize`, with its own parameters whole in place. Not collective.
 
     Args:
         model: on meta or anywhere, sharded or not; every parameter is initialized anew, one that modules share by the
             first of them.
         device: where parameters go.
         seed: any integer; equal seeds give equal models.
+        initialize: rule of the library that the model is from, such as `_init_weights` of a Hugging Face model; fills
+            the parameters and buffers of one module, not those of its children. What `te_dist.convert` has exchanged is
+            handed to it as the module that was there before.
 
     Raises:
-        ValueError: a module has parameters or buffers and no way to initialize them.
+        ValueError: a module has parameters or buffers and no way to initialize them, or `initialize` left parameters
+            without values.
     """
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
@@ -47,7 +58,15 @@ def materialize(model: nn.Module, *, device: torch.device | str, seed: int) -> N
         own = {n: p for n, p in module.named_parameters(recurse=False) if id(p) not in done}
         done |= {id(p) for p in own.values()}
         if own or any(True for _ in module.buffers(recurse=False)):
-            _initialize(module, given_name(prefix), own, seed)
+            if initialize is None or _has_rule_of_its_own(module):
+                _initialize(module, given_name(prefix), own, seed)
+            else:
+                _initialize_by(initialize, module, given_name(prefix), own, seed)
+
+
+def _has_rule_of_its_own(module: nn.Module) -> bool:
+    """Whether it is none of the library's that the model is from."""
+    return hasattr(module, "init_parameter") and not getattr(module, "exchanged", ())
 
 
 def _allocate(model: nn.Module, device: torch.device | str) -> None:
@@ -85,6 +104,25 @@ def _initialize(module: nn.Module, prefix: str, own: dict[str, nn.Parameter], se
         place_whole(param, wholes[name])
 
 
+def _initialize_by(
+    initialize: Callable[[nn.Module], object], module: nn.Module, prefix: str, own: dict[str, nn.Parameter], seed: int
+) -> None:
+    (known,) = getattr(module, "exchanged", ()) or (module,)
+    every = dict(module.named_parameters(recurse=False))
+    with _whole_in_place(known, every) as wholes, _seeded(seed, prefix, _device(module)):
+        for whole in wholes.values():
+            whole.fill_(math.nan if whole.is_floating_point() else 0)
+        initialize(known)
+    left = [name for name in own if wholes[name].isnan().any()]
+    if left:
+        raise ValueError(
+            f"{prefix or 'the root module'} ({type(known).__name__}): initialize left {left} without values; have it "
+            "fill these, or give the module a reset_parameters() and call materialize without initialize"
+        )
+    for name, param in own.items():
+        place_whole(param, wholes[name])
+
+
 def _device(module: nn.Module) -> torch.device:
     return next(t.device for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
 
@@ -97,12 +135,13 @@ def _whole(param: nn.Parameter) -> Tensor:
 def _whole_in_place(module: nn.Module, every: dict[str, nn.Parameter]) -> Iterator[dict[str, Tensor]]:
     """Plain parameters of whole size in the place of the module's own."""
     wholes = {name: _whole(param) for name, param in every.items()}
+    before = {name: module._parameters[name] for name in every}
     try:
         for name, whole in wholes.items():
             module.register_parameter(name, nn.Parameter(whole, requires_grad=False))
         yield wholes
     finally:
-        for name, param in every.items():
+        for name, param in before.items():
             module.register_parameter(name, param)
 
 

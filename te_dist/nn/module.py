@@ -35,9 +35,12 @@ class QuantizedModule(nn.Module):
         params_dtype: nominal dtype of the parameters.
         name: for messages and for the roles that a `CustomRecipe` sees.
         quantized_weights: by name of a parameter that was given quantized, its format; see `fsdp2.check`.
+        exchanged: the module that this one took the place of (`te_dist.convert`), with the same parameters, on the meta
+            device; or empty.
     """
 
     quantized_weights: dict[str, Format]
+    exchanged: tuple[nn.Module, ...] = ()
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -277,11 +276,14 @@ def begin_on_meta(rank: int, world: int, where: str) -> None:
     checkpoints.export_safetensors(whole, where)
     with torch.device("meta"):
         model = sharded_llama("block", keeps=True)
-    for module in model.modules():
-        if not hasattr(module, "reset_parameters") and not hasattr(module, "init_parameter"):
-            module.reset_parameters = functools.partial(model._init_weights, module)
-    fsdp2.materialize(model, device="cpu", seed=0)
+    fsdp2.materialize(model, device="cpu", seed=0, initialize=model._init_weights)
     assert (model.model.norm.weight.full_tensor() == 1).all()
+    wide = model.config.initializer_range
+    for name, param in model.named_parameters():  # as the library's own constructor has it
+        if param.dim() > 1:
+            values = param.full_tensor()
+            values = values.dequantize() if isinstance(values, QuantizedTensor) else values
+            assert abs(float(values.std()) / wide - 1) < 0.1, name  # noqa: PLR2004
     for (name, got), want in zip(model.named_buffers(), whole.buffers(), strict=True):
         assert_bitwise(got, want, name)
     checkpoints.import_safetensors(model, where)

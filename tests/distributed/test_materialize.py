@@ -7,18 +7,22 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+import te_dist as te
 from te_dist import fsdp2
 from te_dist.catalog import FORMATS
 from te_dist.formats import Format, Region
 from te_dist.fsdp2 import QuantizedParameter
+from te_dist.fsdp2.parameter import ShardedParameter
 from te_dist.tensor import empty
 from te_dist.tensor import storage as storages
 from te_dist.tensor.placement import local_tensor
 from te_dist.testing import assert_bitwise, mesh, pool
 from tests.distributed.probe import wires
+from tests.nn.test_convert_experts import HIDDEN, Experts
 
 ROWS, COLS = 336, 160
 
@@ -237,3 +241,63 @@ def test_buffers_of_others_are_computed_by_what_is_assigned() -> None:
     model[1].reset_parameters = lambda: model[1].inv_freq.copy_(Rotary.compute())
     fsdp2.materialize(model, device="cpu", seed=0)
     assert_bitwise(model[1].inv_freq, Rotary.compute(), "inv_freq")
+
+
+class Foreign(nn.Module):
+    """A linear map, experts and a scale, of a library whose rule initializes modules by their class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(HIDDEN, HIDDEN)
+        self.experts = Experts()
+        self.scale = nn.Parameter(torch.empty(HIDDEN))
+
+    @staticmethod
+    def rule(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.5)
+            nn.init.constant_(module.bias, 2.0)
+        elif isinstance(module, Experts):
+            nn.init.normal_(module.gate_up_proj, std=0.25)
+            nn.init.normal_(module.down_proj, std=0.125)
+        elif isinstance(module, Foreign):
+            nn.init.constant_(module.scale, 3.0)
+
+
+def initialized_by_a_rule(rank: int, world: int, converted: bool) -> dict[str, Tensor]:
+    """Whole values, of converted maps those that were quantized."""
+    with torch.device("meta"):
+        model = Foreign()
+    if converted:
+        plan = {"*": te.recipe.Float8BlockScaling()}
+        assert len(te.convert(model, plan, preserve_high_precision_init_val=True)) == 2  # noqa: PLR2004
+    if world > 1:
+        fsdp2.fully_shard(model.experts, mesh=mesh((world,), ("dp",)))
+        fsdp2.fully_shard(model, mesh=mesh((world,), ("dp",)))
+    fsdp2.materialize(model, device="cpu", seed=0, initialize=Foreign.rule)
+    found = {}
+    for name, param in model.named_parameters():
+        local = local_tensor(param)
+        kept = local.get_high_precision_init_val() if isinstance(local, ShardedParameter) else local
+        parts = [torch.empty_like(kept) for _ in range(world)]
+        if world > 1:
+            dist.all_gather(parts, kept.detach().contiguous())
+        found[name] = torch.cat(parts) if world > 1 else kept.detach()
+    return found
+
+
+def test_a_library_initializes_by_its_own_rule_what_is_converted_too() -> None:
+    (plain,), (whole,) = pool(1).run(initialized_by_a_rule, False), pool(1).run(initialized_by_a_rule, True)
+    sharded, _ = pool(2).run(initialized_by_a_rule, True)
+    assert plain.keys() == whole.keys() and len(plain) == 5  # noqa: PLR2004
+    for name, want in plain.items():
+        assert_bitwise(whole[name], want, name)
+        assert_bitwise(sharded[name], want, f"{name}, sharded")
+    assert float(plain["experts.down_proj"].std()) == pytest.approx(0.125, rel=0.05)
+
+
+def test_what_a_rule_leaves_without_values_is_named() -> None:
+    with torch.device("meta"):
+        model = Foreign()
+    with pytest.raises(ValueError, match=r"experts \(Experts\): initialize left \['gate_up_proj', 'down_proj'\]"):
+        fsdp2.materialize(model, device="cpu", seed=0, initialize=lambda m: isinstance(m, Experts) or Foreign.rule(m))
