@@ -37,7 +37,7 @@ def take_either(
     if any(key in state_dict for key in wanted) or not all(isinstance(value, Tensor) for value in values):
         return None
     if len(given) == 1 and values[0].shape[:1] != (len(wanted),):
-        return None
+        return f"{given[0]}: got shape {tuple(values[0].shape)}, wanted {len(wanted)} groups in front"
     shapes = {tuple(value.shape) for value in values}
     if len(shapes) > 1:
         return (

@@ -131,6 +131,11 @@ class NormedModule(QuantizedModule):
         weight = _as_multiplied(self.layer_norm_weight, label, zero_centered=self.zero_centered_gamma)
         bias = self.layer_norm_bias
         bias = bias.to_local() if isinstance(bias, DTensor) else bias
+        if inp.shape[-1:] != weight.shape:
+            raise ValueError(
+                f"{label}: the input of shape {tuple(inp.shape)} has {inp.shape[-1]} columns, its norm takes "
+                f"{weight.shape[0]}"
+            )
         return normalize(inp, self.normalization, weight=weight, bias=bias, eps=self.eps)
 
     def _output(self, *values: Tensor | None, normalized: Tensor) -> Any:

@@ -135,8 +135,9 @@ class Ledger:
                 f"a quantized weight of shape {tuple(param.shape)} was given values between steps that are nearly its "
                 "own, as a plain copy of itself is, and its master begins anew from values that are rounded: steps "
                 "smaller than the distance of two codes are lost each time. Keep what is to be swapped back as "
-                "param.detach().clone(), and change weights in place (clamp_, mul_); nothing is wrong where values "
-                "were loaded",
+                "param.detach().clone(), and change weights in place (clamp_, mul_). DistributedDataParallel gives "
+                "such values when it wraps a model: wrap it before the optimizer is made and a checkpoint is loaded. "
+                "Nothing is wrong where values were loaded on purpose",
                 stacklevel=_level_of_caller(),
             )
 

@@ -48,6 +48,8 @@ def test_values_that_are_none_of_a_group_are_told_of() -> None:
             module.load_state_dict(state)
         with pytest.raises(RuntimeError, match="weight"):
             make(None).load_state_dict({"weight": wrong})
+    with pytest.raises(RuntimeError, match=rf"weight: got shape \(2, {OUT}, {IN}\), wanted {GROUPS} groups in front"):
+        make(None).load_state_dict({"weight": torch.ones(2, OUT, IN)}, strict=False)
     state = {f"weight{index}": torch.ones(OUT + index, IN) for index in range(GROUPS)}
     with pytest.raises(RuntimeError, match="weight0 to weight2: got shapes .* wanted one for all"):
         module.load_state_dict(state, strict=False)

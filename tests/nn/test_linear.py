@@ -404,6 +404,9 @@ def test_inputs_of_another_width_are_refused_by_name(made_by: Recipe | None) -> 
     module = make(made_by, name="blocks.3.up")
     with te.autocast(recipe=recipe.Float8BlockScaling()), pytest.raises(ValueError, match="blocks.3.up: .* 95 columns"):
         module(normal(4, IN - 1))
+    for kind in (te.LayerNormLinear, te.LayerNormMLP):
+        with pytest.raises(ValueError, match=f"blocks.4: .* {IN - 1} columns, its norm takes {IN}"):
+            kind(IN, OUT, name="blocks.4")(normal(4, IN - 1))
 
 
 def test_a_hybrid_that_requantizes_rows_cannot_be_a_parameter() -> None:
