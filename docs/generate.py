@@ -183,7 +183,9 @@ average = AveragedModel(Values(model), multi_avg_fn=get_ema_multi_avg_fn(decay))
 average.update_parameters(model)             # after each step
 ```
 
-It works for shards as well; [checkpoints](checkpoints.md#averages-of-weights) has how it is saved and exported.
+It works for shards as well: make and update it when `model.parameters()` are shards, so call `model.reshard()` first
+where an evaluation has left the root gathered. [Checkpoints](checkpoints.md#averages-of-weights) has how it is saved
+and exported.
 
 ## Supported ops
 """
