@@ -2,8 +2,9 @@
 
 [Note: Which pass runs again]
 Torch's checkpoint runs a forward pass again in backward, outside of the `autocast` of the first one, and says nothing
-of it. It is computed as the latest pass was that may be run again: in training mode, or with gradients. Where such
-passes ran otherwise since, with no backward pass in between, the latest may be another one, and it is refused.
+of it. It is computed as the latest pass was; evaluations, without gradients and not in training mode, that come behind
+a training pass and before backward do not count. Where training passes ran otherwise since, with no backward pass in
+between, the latest may be another one, and it is refused.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from te_dist.context import Autocast
@@ -54,23 +56,28 @@ class Latest:
     """The latest pass of a map that may be run again.
 
     Attributes:
+        trains: whether it ran in training mode, or with gradients.
         count: of backward passes, see `backward_count`, when it ran.
         overtaken: what surrounded a pass by a recipe that this one followed and ran otherwise than, with no backward
             pass in between.
     """
 
     found: Pass
+    trains: bool
     count: int
     overtaken: Autocast | None = None
 
-    def follow(self, found: Pass) -> None:
+    def follow(self, found: Pass, *, trains: bool) -> None:
         """Goes on to the next one."""
         count, state = backward_count(), self.found.state
-        if self.count != count or self.overtaken == found.state:
+        waits = self.trains and self.count == count
+        if waits and not trains:
+            return
+        if not waits or self.overtaken == found.state:
             self.overtaken = None
         elif found is not self.found and self.overtaken is None and state.recipe is not None and state != found.state:
             self.overtaken = state
-        self.found, self.count = found, count
+        self.found, self.trains, self.count = found, trains, count
 
 
 # Of every map, and all its passes that have plans, by age; beside the modules, since they may hold a group.
@@ -82,8 +89,8 @@ WITHOUT, WITHOUT_BESIDE = Pass(Autocast()), Pass(Autocast())  # a recipe, beside
 
 def note(module: nn.Module, found: Pass) -> None:
     """Notes a pass of `module` that may be run again."""
-    latest = latest_of.get(module)
+    latest, trains = latest_of.get(module), module.training or torch.is_grad_enabled()
     if latest is None:
-        latest_of[module] = Latest(found, backward_count())
+        latest_of[module] = Latest(found, trains, backward_count())
     else:
-        latest.follow(found)
+        latest.follow(found, trains=trains)

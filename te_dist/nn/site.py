@@ -175,19 +175,17 @@ class LinearSite(nn.Module):
         """How the products of `x` and `weight` are computed at this moment; None outside of `autocast`.
 
         A forward pass that torch's own checkpoint runs again, in backward and so outside of the `autocast` of the first
-        one, is computed as the latest one was that may be: in training mode, or with gradients. `te_dist.checkpoint`
-        restores the very one.
+        one, is computed as the latest one was, see [Note: Which pass runs again]. `te_dist.checkpoint` restores the
+        very one.
 
         Raises:
             RuntimeError: a pass is run again, and there were others behind the first that ran otherwise.
         """
         latest, is_repeated = latest_of.get(self), _torch_private.in_backward()
         state = self._repeated(latest) if is_repeated else current_autocast()
-        may_repeat = not is_repeated and (self.training or torch.is_grad_enabled())
         if state.recipe is None:
             if not is_repeated:
                 forgotten.warn(weight, self.name or self.module_type)
-            if may_repeat:
                 # What ran without a recipe before compiled maps ran by one may have run by one since, compiled itself.
                 note(self, WITHOUT_BESIDE if lost_recipes.waits(self.place) else WITHOUT)
             return None
@@ -195,7 +193,7 @@ class LinearSite(nn.Module):
         found = None if latest is None else latest.found
         if found is None or found.key != key or (found.state is not state and found.state != state):
             found = self._planned(state, key)
-        if may_repeat:
+        if not is_repeated:
             note(self, found)
         return self._with_histories(found, x, weight) if found.requests else found.plan
 

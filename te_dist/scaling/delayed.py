@@ -78,7 +78,9 @@ class DelayedScalingState(nn.Module):
     @property
     def running(self) -> Tensor:
         """f32 (n,), amaxes of the running step, where the scales are. See [Note: Beside the buffers]."""
-        self._running = tally_on(self.scale.device, self._running)
+        device = self.scale.device
+        if self._running.device != device:
+            self._running = tally_on(device, self._running)
         return self._running
 
     @property

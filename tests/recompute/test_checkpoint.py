@@ -225,6 +225,21 @@ def test_an_evaluation_between_forward_and_a_second_forward_changes_nothing(way)
 
 
 @pytest.mark.parametrize("way", OF_TORCH)
+def test_what_is_evaluated_for_gradients_of_its_input_runs_again_as_it_did(way):
+    gradients = []
+    for run in (PLAIN, OF_TORCH[way]):
+        torch.manual_seed(0)
+        block, x = te.Linear(2 * WIDTH, 2 * WIDTH).eval().requires_grad_(False), torch.randn(2 * WIDTH, 2 * WIDTH)
+        with torch.no_grad():
+            block(x)
+        with te.autocast(recipe=RECIPES["block"]):
+            y = run(block, x.requires_grad_())
+        y.square().sum().backward()
+        gradients.append(x.grad)
+    assert_bitwise(*gradients, "gradient")
+
+
+@pytest.mark.parametrize("way", OF_TORCH)
 def test_passes_of_another_kind_before_a_step_or_behind_it_are_none_between(way):
     block, x = te.Linear(2 * WIDTH, 2 * WIDTH), torch.randn(2 * WIDTH, 2 * WIDTH, requires_grad=True)
     for _ in range(2):
