@@ -287,11 +287,13 @@ def _matched(model: nn.Module, where: Path) -> tuple[Named, dict[str, Path], Pac
             f"cannot import {where}: got codes with scales ({scales[0]}), an export for inference, wanted "
             "high-precision weights; import what export_safetensors writes without convention="
         )
-    packing = Packing.of(named, {name: {"shape": each.shape} for name, each in stored.items()})
+    described = {name: {"shape": each.shape} for name, each in stored.items()}
+    packing = Packing.of(named, described)
     targets = {name: packing.targets_of(name, named) for name in stored}
     filled = {target: named[target] for wanted in targets.values() for target in wanted}
     found = {id(tensor) for tensor in filled.values()}  # of a tied one under either of its names
-    problems = [f"{name} is in no file" for tensor, name in _first_names(named).items() if tensor not in found]
+    problems = Packing.miscounted(named, described)
+    problems += [f"{name} is in no file" for tensor, name in _first_names(named).items() if tensor not in found]
     for name, (path, shape, dtype) in stored.items():
         if not targets[name]:
             problems.append(f"{name} is in {path.name} only")

@@ -54,6 +54,19 @@ class Packing:
                 found.separate[stem] = names
         return found
 
+    @staticmethod
+    def miscounted(named: Mapping[str, Tensor], saved: Mapping[str, dict[str, Any]]) -> list[str]:
+        """What would be packed or taken apart, were there as many as in the model; `named`, `saved`: as of `of`."""
+        problems = []
+        for stem, names in _families(named).items():
+            shape = saved[stem]["shape"] if stem in saved and stem not in named else []
+            if shape[1:] == list(named[names[0]].shape) and shape and shape[0] != len(names):
+                problems.append(f"{stem} has {shape[0]} members, wanted {len(names)}: {names[0]} to {names[-1]}")
+        for stem, names in _families(saved).items():
+            if stem in named and stem not in saved and named[stem].dim() and named[stem].shape[0] != len(names):
+                problems.append(f"{names[0]} to {names[-1]} are {len(names)}, wanted {named[stem].shape[0]} for {stem}")
+        return problems
+
     @cached_property
     def _place_of(self) -> dict[str, tuple[str, int]]:
         """By name of a separate tensor of the model, that of the packed one that is saved, and its place there."""

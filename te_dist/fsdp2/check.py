@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from te_dist import _torch_private
 from te_dist.formats import Format
 from te_dist.fsdp2.parameter import ShardedParameter
+from te_dist.kernels.runtime import is_recording
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
@@ -75,17 +76,30 @@ def warn_of_others(model: nn.Module, *, stacklevel: int) -> None:
 
 
 def check_first_passes(unit: nn.Module) -> None:
-    """Has `check_quantized` called before the first passes of `unit`."""
+    """Has `check_quantized` called before the first passes of `unit`, and parameters looked at for values."""
     left = [_PASSES]
 
     @torch.compiler.disable(reason=_OUTSIDE)
     def before(module: nn.Module, args: Any) -> None:
+        if not is_recording():
+            _check_values(module)
         check_quantized(module)
         left[0] -= 1
         if not left[0]:
             handle.remove()
 
     handle = unit.register_forward_pre_hook(before, prepend=True)  # before anything is gathered
+
+
+def _check_values(unit: nn.Module) -> None:
+    """Raises RuntimeError where parameters are on the meta device, of which torch names some and says `to_empty`."""
+    names = [name for name, param in unit.named_parameters() if param.is_meta]
+    if names:
+        raise RuntimeError(
+            f"{len(names)} parameters are on the meta device and have no values ({', '.join(names[:4])}"
+            f"{', ...' if names[4:] else ''}); call te_dist.fsdp2.materialize(model, device=..., seed=...) before the "
+            "first pass, which initializes them alike for every number of ranks"
+        )
 
 
 @torch.compiler.disable(reason="a weight that was made quantized is plain; whether FSDP2 gathered it so is looked up")

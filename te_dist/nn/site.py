@@ -185,7 +185,7 @@ class LinearSite(nn.Module):
         state = self._repeated(latest) if is_repeated else current_autocast()
         if state.recipe is None:
             if not is_repeated:
-                forgotten.warn(weight, self.name or self.module_type)
+                forgotten.warn(weight, self.name or f"{self.module_type} ({self.in_features} to {self.out_features})")
                 # What ran without a recipe before compiled maps ran by one may have run by one since, compiled itself.
                 note(self, WITHOUT_BESIDE if lost_recipes.waits(self.place) else WITHOUT)
             return None

@@ -231,3 +231,21 @@ def test_shards_of_experts_are_not_multiplied_on_any_rank() -> None:
 def test_shards_are_not_multiplied_on_any_rank(quantized: bool) -> None:
     first, *others = testing.pool(3).run(use_shards, quantized)
     assert all(messages == first for messages in others)
+
+
+def run_without_values(rank: int, world: int) -> str:
+    with torch.device("meta"):
+        net = model()
+    fsdp2.fully_shard(net, mesh=testing.mesh((world,), ("dp",)))
+    with pytest.raises(RuntimeError) as error:
+        net(torch.randn(4, 128))
+    fsdp2.materialize(net, device="cpu", seed=0)
+    with te.autocast(recipe=Float8BlockScaling()):
+        net(torch.randn(4, 128)).sum().backward()
+    return str(error.value)
+
+
+def test_a_model_without_values_says_what_gives_it_some() -> None:
+    for message in testing.pool(2).run(run_without_values):
+        assert message.startswith("10 parameters are on the meta device and have no values (0.weight, 0.bias, 1.")
+        assert "te_dist.fsdp2.materialize" in message

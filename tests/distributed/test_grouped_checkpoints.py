@@ -329,9 +329,17 @@ def test_values_of_fewer_experts_are_refused_by_name(tmp_path: Path) -> None:
     save_file(values, tmp_path / "model.safetensors")
     model = One(GroupedParameter(grouped.quantize(random_group(2), FORMATS["float8_block_2d"]).storage))
     before = model.weight.detach().dequantize()
-    with pytest.raises(checkpoints.CheckpointError, match="weight is in no file.*weight0 is in model.safetensors only"):
+    counted = f"weight0 to weight1 are 2, wanted {MEMBERS} for weight; weight is in no file"
+    with pytest.raises(checkpoints.CheckpointError, match=f"{counted}.*weight0 is in model.safetensors only"):
         checkpoints.import_safetensors(model, tmp_path)
     assert_bitwise(model.weight.detach().dequantize(), before, "values")
+    (tmp_path / "packed").mkdir()
+    save_file({"block_weight": random_group(1)[:2].clone()}, tmp_path / "packed" / "model.safetensors")
+    separate = nn.ParameterDict({f"block_weight{index}": matrix for index, matrix in enumerate(random_group(2))})
+    with pytest.raises(
+        checkpoints.CheckpointError, match=f"block_weight has 2 members, wanted {MEMBERS}: block_weight0"
+    ):
+        checkpoints.import_safetensors(separate, tmp_path / "packed")
 
 
 def test_values_of_one_expert_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:
