@@ -29,37 +29,36 @@ def take_either(
     Returns:
         Why it does not, where the values are there and cannot be exchanged.
     """
-    if tuple(names) == (what,):
-        wanted, given = [prefix + what], [prefix + name for name in each]
-    else:
-        wanted, given = [prefix + name for name in each], [prefix + what]
+    one, all_of_them = [prefix + what], [prefix + name for name in each]
+    takes_one = tuple(names) == (what,)
+    wanted, given = (one, all_of_them) if takes_one else (all_of_them, one)
     values = [state_dict.get(key) for key in given]
     if any(key in state_dict for key in wanted) or not all(isinstance(value, Tensor) for value in values):
         return None
-    if len(given) == 1 and values[0].shape[:1] != (len(wanted),):
+    if not takes_one and values[0].shape[:1] != (len(wanted),):
         return f"{given[0]}: got shape {tuple(values[0].shape)}, wanted {len(wanted)} groups in front"
     shapes = {tuple(value.shape) for value in values}
     if len(shapes) > 1:
         return (
             f"{given[0]} to {given[-1]}: got shapes {sorted(shapes)}, wanted one for all: {wanted[0]} has them together"
         )
-    if any(isinstance(value, DTensor) and _cannot_be_exchanged(value, len(wanted)) for value in values):
-        has, takes = ("all groups", "one") if len(given) == 1 else ("one group", "all")
+    if any(isinstance(value, DTensor) and _cannot_be_exchanged(value, takes_one) for value in values):
+        has, takes = ("one group", "all") if takes_one else ("all groups", "one")
         return (
             f"{given[0]}: got the part of a sharded tensor of {has} where {wanted[0]} is of {takes}: values lie on "
             "other ranks, or in other tiles; load by te_dist.checkpoints.load or import_safetensors, which exchange "
-            f"them, or make the module with single_grouped_{what}={len(given) == 1}"
+            f"them, or make the module with single_grouped_{what}={not takes_one}"
         )
     for key in given:
         del state_dict[key]
-    made = _apart(values[0]) if len(given) == 1 else [_in_one(values)]
+    made = [_in_one(values)] if takes_one else _apart(values[0])
     state_dict.update(zip(wanted, made, strict=True))
     return None
 
 
-def _cannot_be_exchanged(value: DTensor, wanted: int) -> bool:
+def _cannot_be_exchanged(value: DTensor, takes_one: bool) -> bool:
     """Whether it is quantized, so that torch would decode it on the way, or cut where it would be taken apart."""
-    is_cut = wanted > 1 and any(placement.is_shard(0) for placement in value.placements)
+    is_cut = not takes_one and any(placement.is_shard(0) for placement in value.placements)
     return is_cut or isinstance(local_tensor(value), QuantizedTensor)
 
 

@@ -40,6 +40,14 @@ def test_values_at_initialization_are_loaded_into_the_other_kind(packed: bool) -
     assert_bitwise(torch.cat(target).view(-1), torch.cat(source).view(-1), "values at initialization")
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_one_group_alone_is_loaded_into_the_other_kind(packed: bool) -> None:
+    source, target = (te.GroupedLinear(1, IN, OUT, single_grouped_weight=single) for single in (packed, not packed))
+    target.load_state_dict(source.state_dict())
+    (weight,), (want,) = ([p for n, p in m.named_parameters() if "weight" in n] for m in (target, source))
+    assert_bitwise(weight.detach().view(OUT, IN), want.detach().view(OUT, IN), "weight")
+
+
 def test_values_that_are_none_of_a_group_are_told_of() -> None:
     module = make(None, single_grouped_weight=True)
     for wrong in ([1, 2], torch.tensor(1.0)):
