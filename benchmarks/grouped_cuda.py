@@ -109,8 +109,8 @@ def lines(
 ) -> Iterator[Row]:
     """Of one product; `times` and `aligned` hold what is known already."""
     routing, leg, kind = place
-    calls = {OURS: ours(problem, leg, kind)}
-    made = {library: peer_call(make) for library, make in peers(problem, leg, kind).items() if library not in times}
+    calls, libraries = {OURS: ours(problem, leg, kind)}, peers(problem, leg, kind)
+    made = {library: peer_call(make) for library, make in libraries.items() if library not in times}
     calls |= {library: call for library, call in made.items() if callable(call)}
     measured = dict(zip(calls, median_times(list(calls.values()), repeats), strict=True))
     time = measured[OURS]
@@ -120,7 +120,7 @@ def lines(
         aligned[key] = rate
     of_aligned = rate / aligned[key] if routing != "aligned" and key in aligned else None
     yield Row(str(problem.shape), *place, OURS, time, rate, of_aligned=of_aligned)
-    for library in peers(problem, leg, kind):
+    for library in libraries:
         its = times[library]
         if isinstance(its, str):
             yield Row(str(problem.shape), *place, f"{library}: {its}", None, None)

@@ -292,8 +292,7 @@ def _matched(model: nn.Module, where: Path) -> tuple[Named, dict[str, Path], Pac
     targets = {name: packing.targets_of(name, named) for name in stored}
     filled = {target: named[target] for wanted in targets.values() for target in wanted}
     found = {id(tensor) for tensor in filled.values()}  # of a tied one under either of its names
-    problems = Packing.miscounted(named, described)
-    problems += [f"{name} is in no file" for tensor, name in _first_names(named).items() if tensor not in found]
+    problems = [f"{name} is in no file" for tensor, name in _first_names(named).items() if tensor not in found]
     for name, (path, shape, dtype) in stored.items():
         if not targets[name]:
             problems.append(f"{name} is in {path.name} only")
@@ -303,6 +302,7 @@ def _matched(model: nn.Module, where: Path) -> tuple[Named, dict[str, Path], Pac
             problems.append(f"{name} has shape {shape}, wanted {wanted}")
         problems += model_state.dtype_problems(name, dtype, named[target])
     if problems:
+        problems = Packing.miscounted(named, described) + problems
         raise CheckpointError(
             f"cannot import {where}: {listed(problems)}; rename, reshape or convert what is in the files"
         )

@@ -8,7 +8,7 @@ the terms of the other, and nothing is read twice or copied.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -46,11 +46,11 @@ class Packing:
             saved: by name, what is said of a tensor: its "shape" among others.
         """
         found = Packing()
-        for stem, names in _families(named).items():
-            if stem not in named and _is_stack(saved.get(stem), len(names)) and not any(n in saved for n in names):
+        for stem, names in _split(named, saved):
+            if saved[stem]["shape"][:1] == [len(names)] and not any(name in saved for name in names):
                 found.packed[stem] = names
-        for stem, names in _families(saved).items():
-            if stem not in saved and stem in named and named[stem].dim() and named[stem].shape[0] == len(names):
+        for stem, names in _split(saved, named):
+            if named[stem].shape[:1] == (len(names),):
                 found.separate[stem] = names
         return found
 
@@ -58,13 +58,14 @@ class Packing:
     def miscounted(named: Mapping[str, Tensor], saved: Mapping[str, dict[str, Any]]) -> list[str]:
         """What would be packed or taken apart, were there as many as in the model; `named`, `saved`: as of `of`."""
         problems = []
-        for stem, names in _families(named).items():
-            shape = saved[stem]["shape"] if stem in saved and stem not in named else []
-            if shape[1:] == list(named[names[0]].shape) and shape and shape[0] != len(names):
-                problems.append(f"{stem} has {shape[0]} members, wanted {len(names)}: {names[0]} to {names[-1]}")
-        for stem, names in _families(saved).items():
-            if stem in named and stem not in saved and named[stem].dim() and named[stem].shape[0] != len(names):
-                problems.append(f"{names[0]} to {names[-1]} are {len(names)}, wanted {named[stem].shape[0]} for {stem}")
+        for stem, names in _split(named, saved):
+            count, *shape = saved[stem]["shape"] or [len(names)]
+            if count != len(names) and shape == list(named[names[0]].shape):
+                problems.append(f"{stem} has {count} members, wanted {len(names)}: {names[0]} to {names[-1]}")
+        for stem, names in _split(saved, named):
+            count, *_ = named[stem].shape or (len(names),)
+            if count != len(names):
+                problems.append(f"{names[0]} to {names[-1]} are {len(names)}, wanted {count} for {stem}")
         return problems
 
     @cached_property
@@ -175,8 +176,9 @@ def _families(names: Mapping[str, Any]) -> dict[str, list[str]]:
     return {s: [f"{s}{n}" for n in found] for s, found in whole.items() if found == list(range(len(found)))}
 
 
-def _is_stack(described: dict[str, Any] | None, count: int) -> bool:
-    return described is not None and described["shape"][:1] == [count]
+def _split(names: Mapping[str, Any], others: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """Families of `names` of which `others` have the stem, as one tensor, and `names` do not."""
+    return ((stem, its) for stem, its in _families(names).items() if stem in others and stem not in names)
 
 
 def _renamed(

@@ -67,9 +67,8 @@ def warn_of_others(model: nn.Module, *, stacklevel: int) -> None:
         if param.requires_grad and id(param) not in covered and not isinstance(param, DTensor)
     ]
     if covered and names:
-        first = ", ".join(names[:4]) + (", ..." if names[4:] else "")
         warnings.warn(
-            f"{len(names)} parameters belong to no unit of FSDP2 ({first}): nothing sums their gradients "
+            f"{len(names)} parameters belong to no unit of FSDP2 ({_first(names)}): nothing sums their gradients "
             "over ranks, which would train them apart; call fully_shard(model) for the model around its units too",
             stacklevel=stacklevel,
         )
@@ -96,10 +95,14 @@ def _check_values(unit: nn.Module) -> None:
     names = [name for name, param in unit.named_parameters() if param.is_meta]
     if names:
         raise RuntimeError(
-            f"{len(names)} parameters are on the meta device and have no values ({', '.join(names[:4])}"
-            f"{', ...' if names[4:] else ''}); call te_dist.fsdp2.materialize(model, device=..., seed=...) before the "
-            "first pass, which initializes them alike for every number of ranks"
+            f"{len(names)} parameters are on the meta device and have no values ({_first(names)}); call "
+            "te_dist.fsdp2.materialize(model, device=..., seed=...) before the first pass, which initializes them "
+            "alike for every number of ranks"
         )
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (", ..." if names[4:] else "")
 
 
 @torch.compiler.disable(reason="a weight that was made quantized is plain; whether FSDP2 gathered it so is looked up")

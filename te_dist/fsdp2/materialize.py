@@ -100,8 +100,7 @@ def _initialize(module: nn.Module, prefix: str, own: dict[str, nn.Parameter], se
     every = dict(module.named_parameters(recurse=False))  # with what an earlier module has initialized
     with _whole_in_place(module, every) as wholes, _seeded(seed, prefix, _device(module)):
         module.reset_parameters()
-    for name, param in own.items():
-        place_whole(param, wholes[name])
+    _place(wholes, own)
 
 
 def _initialize_by(
@@ -119,6 +118,10 @@ def _initialize_by(
             f"{prefix or 'the root module'} ({type(known).__name__}): initialize left {left} without values; have it "
             "fill these, or give the module a reset_parameters() and call materialize without initialize"
         )
+    _place(wholes, own)
+
+
+def _place(wholes: dict[str, Tensor], own: dict[str, nn.Parameter]) -> None:
     for name, param in own.items():
         place_whole(param, wholes[name])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,9 +85,7 @@ class GroupedTensor(QuantizedTensor):
 
     def dequantize_members(self, *, dtype: torch.dtype | None = None) -> list[Tensor]:
         """The plain matrix of each member, in `dtype` (default: the nominal one)."""
-        sizes = [region.shape for region in self.storage.regions]
-        parts = self.dequantize(dtype=dtype).reshape(-1).split([math.prod(size) for size in sizes])
-        return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
+        return self.storage.views(self.dequantize(dtype=dtype))
 
     def quantize_(self, x: Values) -> GroupedTensor:
         """Quantizes into the buffers of this tensor: a tensor of its shape, or one matrix for each member."""

@@ -196,18 +196,22 @@ class GroupedStorage(QuantizedStorage):
         """
         sizes = [region.shape for region in self.regions]
         if isinstance(values, Tensor):
-            counts = [math.prod(size) for size in sizes]
-            if values.numel() != sum(counts):
+            if values.numel() != sum(map(math.prod, sizes)):
                 raise ValueError(
                     f"got values of shape {tuple(values.shape)} for a group of shape {self.shape}; pass one tensor of "
                     "as many elements, or a list with one matrix for each member"
                 )
-            flat = values.detach().reshape(-1).split(counts)
-            return [part.view(size) for part, size in zip(flat, sizes, strict=True)]
+            return self.views(values.detach())
         got = [tuple(each.shape) for each in values]
         if got != sizes:
             raise ValueError(f"got matrices of {got} for members of {sizes}; pass one for each, of its shape")
         return [each.detach() for each in values]
+
+    def views(self, values: Tensor) -> list[Tensor]:
+        """The matrix of each member, of values of all in their order; autograd goes on."""
+        sizes = [region.shape for region in self.regions]
+        parts = values.reshape(-1).split([math.prod(size) for size in sizes])
+        return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
 
     # -- directions ---------------------------------------------------------------------------------------------
 

@@ -87,9 +87,9 @@ MAX_PLANNED = 4  # of a map
 WITHOUT, WITHOUT_BESIDE = Pass(Autocast()), Pass(Autocast())  # a recipe, beside compiled maps that have one
 
 
-def note(module: nn.Module, found: Pass) -> None:
-    """Notes a pass of `module` that may be run again."""
-    latest, trains = latest_of.get(module), module.training or torch.is_grad_enabled()
+def note(module: nn.Module, found: Pass, latest: Latest | None) -> None:
+    """Notes a pass of `module` that may be run again; `latest`: what is known of those before."""
+    trains = module.training or torch.is_grad_enabled()
     if latest is None:
         latest_of[module] = Latest(found, trains, backward_count())
     else:

@@ -185,16 +185,16 @@ class LinearSite(nn.Module):
         state = self._repeated(latest) if is_repeated else current_autocast()
         if state.recipe is None:
             if not is_repeated:
-                forgotten.warn(weight, self.name or f"{self.module_type} ({self.in_features} to {self.out_features})")
+                forgotten.warn(weight, self)
                 # What ran without a recipe before compiled maps ran by one may have run by one since, compiled itself.
-                note(self, WITHOUT_BESIDE if lost_recipes.waits(self.place) else WITHOUT)
+                note(self, WITHOUT_BESIDE if lost_recipes.waits(self.place) else WITHOUT, latest)
             return None
         key = (x.dtype, weight.device, self.placed, self.fuses_wgrad)
         found = None if latest is None else latest.found
         if found is None or found.key != key or (found.state is not state and found.state != state):
             found = self._planned(state, key)
         if not is_repeated:
-            note(self, found)
+            note(self, found, latest)
         return self._with_histories(found, x, weight) if found.requests else found.plan
 
     def _repeated(self, latest: Latest | None) -> Autocast:

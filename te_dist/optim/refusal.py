@@ -33,9 +33,12 @@ def install() -> None:
 def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raises RuntimeError where `optimizer` would update codes, weights that are nobody's, or what is gathered."""
     params = [(index, param) for index, group in enumerate(optimizer.param_groups) for param in group["params"]]
-    _refuse_exchanged(optimizer, [param for _, param in params])
-    _refuse_gathered(optimizer, [param for _, param in params])
-    _refuse_unfinished(optimizer, [param for _, param in params])
+    every = [param for _, param in params]
+    _refuse_exchanged(optimizer, every)
+    idle = [param for param in every if param.requires_grad and param.grad is None]
+    if idle:
+        _refuse_gathered(optimizer, _maybe_gathered(idle, every))
+        _refuse_unfinished(optimizer, idle)
     if getattr(optimizer, "writes_quantized_parameters", False):
         return
     for index, param in params:
@@ -62,8 +65,8 @@ def _refuse_exchanged(optimizer: torch.optim.Optimizer, params: list[Tensor]) ->
 
 
 def _refuse_gathered(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> None:
-    """Not of a weight that is frozen."""
-    found = [(param, *place) for param in _maybe_gathered(params) if (place := _gathered_place(param)) is not None]
+    """Of those that may be gathered."""
+    found = [(param, *place) for param in params if (place := _gathered_place(param)) is not None]
     if found:
         names = [f"{name} {tuple(param.shape)} of {type(module).__name__}" for param, module, name, _ in found]
         raise RuntimeError(
@@ -73,10 +76,9 @@ def _refuse_gathered(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> 
         )
 
 
-def _refuse_unfinished(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> None:
-    """Not of a weight that is frozen."""
-    idle = [param for param in params if param.requires_grad and param.grad is None]
-    if idle and _torch_private.waits_for_backward(idle):
+def _refuse_unfinished(optimizer: torch.optim.Optimizer, idle: list[Tensor]) -> None:
+    """Of what is to be trained and has no gradient."""
+    if _torch_private.waits_for_backward(idle):
         raise RuntimeError(
             f"{type(optimizer).__name__} has no gradients of {len(idle)} parameters: a backward pass ended by an "
             "exception, and FSDP2, which waits for its end, gives none to shards from then on. Call "
@@ -85,13 +87,12 @@ def _refuse_unfinished(optimizer: torch.optim.Optimizer, params: list[Tensor]) -
         )
 
 
-def _maybe_gathered(params: list[Tensor]) -> list[Tensor]:
-    """Those that are to be trained and have no gradient: FSDP2 takes it from what it gathered, and gives it to a shard.
+def _maybe_gathered(idle: list[Tensor], params: list[Tensor]) -> list[Tensor]:
+    """Of those that have no gradient: FSDP2 takes it from what it gathered, and gives it to a shard.
 
     What lies as a parameter with a gradient does is a shard as that is, of a module that was not used.
     """
-    idle = [param for param in params if param.requires_grad and param.grad is None]
-    trained = {_lies(param) for param in params if param.grad is not None} if idle else set()
+    trained = {_lies(param) for param in params if param.grad is not None}
     return [param for param in idle if not isinstance(param, DTensor) or _lies(param) not in trained]
 
 

@@ -240,9 +240,13 @@ def update_expert_biases(model: nn.Module, *, mesh: DeviceMesh | None = None) ->
     Returns:
         How many routers were updated.
     """
-    found = [(router, router.expert_bias) for router in model.modules() if isinstance(router, TopKRouter)]
-    held = [(router, bias, router.counted(bias.device)) for router, bias in found if bias is not None]
-    routers = [(router, bias, counts) for router, bias, counts in held if counts is not None]
+    routers = [
+        (router, bias, counts)
+        for router in model.modules()
+        if isinstance(router, TopKRouter)
+        and (bias := router.expert_bias) is not None
+        and (counts := router.counted(bias.device)) is not None
+    ]
     if not routers:
         return 0
     total = torch.cat([counts for _, _, counts in routers])
