@@ -7,14 +7,16 @@ two rounds that walk over all lines; torch's bf16 Linear is a line among them. W
 512 in FP8 blocks, 400 us for a GroupedLinear with one weight, 15 us for an op, whatever the number of groups.
 
 What is recorded serves inputs of the same number of rows, and only what comes again is recorded. Experts over ranks get
-another number in every step unless they have a capacity, so there are lines for calls whose numbers of rows come in
-turn, 16 of them, and for another one in every call.
+another number in every step unless they have a capacity, and texts of their own lengths give another in every batch. So
+there are lines for calls whose numbers of rows come in turn, 16 of them, and for another one in every call; of one
+layer, which finds everything out itself, and of several, which record for one another.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import cycle, product
 from pathlib import Path
@@ -22,16 +24,17 @@ from typing import Any
 
 import torch
 import tyro
-from torch import Tensor
+from torch import Tensor, nn
 
 import te_dist as te
 from benchmarks.grouped_linear_cuda import Layer, module_pass, module_step
 from benchmarks.linear_cuda import RECIPES, passes
 from benchmarks.report import Report, number, text
-from te_dist import ops
+from te_dist import ops, recipe
 
 WIDTH, ROWS = 512, 4096
 GROUPS = (8, 128)
+LAYERS = 16  # of a model
 CALLS, TOGETHER = 200, 20  # calls of a round, and how many are handed over before the GPU is waited for
 ROUNDS, WARMUP = 2, 40
 # Numbers of rows that come in turn, by name; as many as there are calls.
@@ -133,6 +136,33 @@ def grouped_linears_of_other_rows(*, device: str = "cuda") -> Iterator[tuple[str
         yield f"GroupedLinear, {groups} groups, quantized, {name}", OtherRows(call, count)
 
 
+def layers_of_other_rows(*, device: str = "cuda") -> Iterator[tuple[str, Callable[[], object]]]:
+    """Forward and backward of several layers behind one another, torch's in bf16 and te_dist's in FP8 blocks."""
+    options: dict[str, Any] = {"bias": False, "device": device}
+    made_by = RECIPES["block"]
+    models: dict[str, tuple[Any, Any]] = {
+        "torch's Linears, bf16": (lambda: nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16, **options), None),
+        "Linears, block, quantized": (lambda: _quantized(made_by, **options), made_by),
+    }
+    for (name, (layer, by)), (rows, count) in product(models.items(), {"": 1, **SEVERAL}.items()):
+        model = nn.Sequential(*(layer() for _ in range(LAYERS)))
+        whole = [torch.randn(ROWS + count, WIDTH, device=device, dtype=torch.bfloat16) for _ in range(2)]
+        inputs, grads = (parts(each, count) for each in whole)
+
+        def call(place: int, model: Any = model, by: Any = by, inputs: Any = inputs, grads: Any = grads) -> None:
+            model.zero_grad()
+            with nullcontext() if by is None else te.autocast(recipe=by):
+                out = model(inputs[place])
+            out.backward(grads[place])
+
+        yield f"{LAYERS} {name}{', ' if rows else ''}{rows}", OtherRows(call, count)
+
+
+def _quantized(made_by: recipe.Recipe, **options: Any) -> te.Linear:
+    with te.quantized_model_init(recipe=made_by):
+        return te.Linear(WIDTH, WIDTH, params_dtype=torch.bfloat16, **options)
+
+
 def bare_ops_of_other_rows(*, device: str = "cuda") -> Iterator[tuple[str, Callable[[], object]]]:
     """A product of FP8 blocks with other numbers of rows."""
     groups = GROUPS[0]
@@ -217,7 +247,7 @@ def issue_times(call: Callable[[], object]) -> list[float]:
 def rows() -> Iterator[Row]:
     """All lines."""
     calls = [*linears(), *grouped_linears(), *gradients_of_torch(), *grouped_linears_of_other_rows()]
-    calls += [*bare_ops(), *bare_ops_of_other_rows()]
+    calls += [*layers_of_other_rows(), *bare_ops(), *bare_ops_of_other_rows()]
     rounds = [[issue_times(call) for _, call in calls] for _ in range(ROUNDS)]
     for (what, _), *found in zip(calls, *rounds, strict=True):
         medians = [times[CALLS // 2] for times in found]

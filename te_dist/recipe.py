@@ -244,6 +244,10 @@ class NVFP4BlockScaling(Recipe):
         return choice in {"weight": ("weights", "all"), "input": ("activations", "all")}.get(kind, ())
 
 
+# Types that answer by their fields and by what a tensor is, whatever the module is called: all maps have one answer.
+UNIFORM = frozenset((DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling))
+
+
 @dataclass(frozen=True)
 class CustomRecipe(Recipe):
     """Whatever `qfactory` answers.

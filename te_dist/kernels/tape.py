@@ -9,7 +9,8 @@ Python decides nothing. What is recorded may therefore depend on these, and on w
 tape, but on no values. Ops that are called one by one have tapes too (`ops._taped`).
 
 To record costs more than to run. So a function is recorded when it is called for the second time with tensors of the
-same kind, and the tapes that were recorded last are kept: shapes that do not come again have none.
+same kind, and the tapes that were recorded last are kept: shapes that do not come again have none. Layers of a model
+share theirs, since nearly all that one of them is given comes again in the next.
 
 A tape stays blank, and its function always runs in the ordinary way, where something else happened: a collective, a
 tensor from elsewhere, an address that no tensor of the function holds. CPU tensors, subclasses of tensors (those of

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from ast import literal_eval
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import lcm
 from typing import ClassVar
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from te_dist import _torch_private, catalog
 from te_dist.codecs import grouped_gemm
@@ -18,11 +17,12 @@ from te_dist.context import current_autocast, recipe_named
 from te_dist.formats import Direction, Format
 from te_dist.fsdp2.check import check_gathered
 from te_dist.kernels.runtime import target_of
+from te_dist.kernels.tape import Tapes
 from te_dist.nn import grouped_traced, lost_recipes
 from te_dist.nn.grouped_cache import WeightCache
 from te_dist.nn.grouped_products import Given, grouped_linear
 from te_dist.nn.grouped_weights import OneBuffer
-from te_dist.nn.products import Plan
+from te_dist.nn.products import MAX_SHARED, Plan, plan_by
 from te_dist.nn.site import Answers, LinearSite, answers_of, check_features, check_reduced, described, quantizer_of
 from te_dist.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from te_dist.recipe import Recipe
@@ -36,8 +36,6 @@ NO_HISTORIES = (
     "experts of several ranks have none, since checkpoints hold those of one rank and a reduction mixes those of "
     "different experts; take Float8CurrentScaling or a recipe with a scale for each block"
 )
-# By site, type of the input and whether main gradients are added to; beside the modules, since tapes are not copied.
-_plain: WeakKeyDictionary[nn.Module, dict[tuple[torch.dtype, bool], Plan]] = WeakKeyDictionary()
 
 
 class GroupedSite(LinearSite):
@@ -206,10 +204,7 @@ class GroupedSite(LinearSite):
                 f"{self._label}: the input is quantized, and there is no product in groups of it with plain weights; "
                 "call this inside of te_dist.autocast(recipe=...), or dequantize it"
             )
-        plans = _plain.setdefault(self, {})
-        if (x.dtype, self.fuses_wgrad) not in plans:
-            plans[x.dtype, self.fuses_wgrad] = _plain_plan(x.dtype, fuses_wgrad=self.fuses_wgrad)
-        return given._replace(plan=plans[x.dtype, self.fuses_wgrad])
+        return given._replace(plan=_plain_plan(x.dtype, fuses_wgrad=self.fuses_wgrad))
 
     def _check_gathered(self, weights: Sequence[Tensor], given: Given) -> None:
         """What FSDP2 gathers sees its gradient in backward only, and is written anew without a trace."""
@@ -258,11 +253,14 @@ def _traced_plan(name: str, place: str, dtype: torch.dtype, device: torch.device
     _check(recipe, (site, *features), target)
     if any(not isinstance(answer, Quantizer) for answer in answers.values()):
         return None
-    return grouped_traced.name_of(Plan(**answers), described(name, place, dtype, target=target, trains=trains))
+    plan = plan_by(recipe, GroupedSite.module_type, answers)
+    return grouped_traced.name_of(plan, described(name, place, dtype, target=target, trains=trains))
 
 
+@cache
 def _plain_plan(dtype: torch.dtype, *, fuses_wgrad: bool) -> Plan:
-    return Plan(*(IdentityQuantizer(dtype=dtype) for _ in range(3)), fuses_wgrad=fuses_wgrad)
+    """Of all maps outside of `autocast`."""
+    return Plan(*(IdentityQuantizer(dtype=dtype) for _ in range(3)), fuses_wgrad=fuses_wgrad, tapes=Tapes(MAX_SHARED))
 
 
 @lru_cache(maxsize=4096)

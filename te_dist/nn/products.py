@@ -12,8 +12,9 @@ front of the quantizer, its values are never written: its own input is saved, of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +31,12 @@ from te_dist.ops.evaluate import values
 from te_dist.ops.panel_sums import column_sums, panel_sums
 from te_dist.ops.source import Source, SwiGlu, SwiGluGradient, sums_shape
 from te_dist.quantizers import Quantizer
+from te_dist.recipe import UNIFORM, Recipe
 from te_dist.scaling.delayed import DelayedScalingState
 from te_dist.tensor import QuantizedStorage, QuantizedTensor
 
 ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
+MAX_SHARED = 1024  # tapes of all maps that compute alike
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Plan:
         moves: histories that the end of backward brings up to date.
         fuses_wgrad: whether the gradient of the weight is added to its `main_grad` by the product itself.
         tensors: those that the quantizers hold.
-        tapes: of this map under its recipe, see [Note: Tapes].
+        tapes: of this map, or of all that compute alike, see `plan_by`.
     """
 
     input: Quantizer
@@ -57,6 +60,30 @@ class Plan:
     fuses_wgrad: bool = False
     tensors: tuple[Tensor, ...] = ()
     tapes: Tapes = field(default_factory=Tapes, compare=False)
+
+
+def plan_by(
+    recipe: Recipe,
+    module_type: str,
+    quantizers: Mapping[str, Any],
+    *,
+    row_multiple: int = 1,
+    fuses_wgrad: bool = False,
+) -> Plan:
+    """A plan that follows from a recipe: `quantizers` are its answers for maps of this type, None where it has others.
+
+    Maps of one recipe have their tapes in common. What the layers of a model are given for the first time, another
+    number of rows for instance, is worked out in the first, recorded in the second and played in all others. A recipe
+    that may answer by names leaves each map tapes of its own.
+    """
+    how = row_multiple, fuses_wgrad
+    tapes = _shared_tapes(recipe, module_type, *how) if type(recipe) in UNIFORM else Tapes()
+    return Plan(**quantizers, row_multiple=row_multiple, fuses_wgrad=fuses_wgrad, tapes=tapes)
+
+
+@cache
+def _shared_tapes(*_: Hashable) -> Tapes:
+    return Tapes(MAX_SHARED)
 
 
 class Front(NamedTuple):

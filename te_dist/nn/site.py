@@ -22,9 +22,10 @@ from te_dist.formats import Direction, Format
 from te_dist.fsdp2.ahead import prepare_kernels
 from te_dist.fsdp2.check import check_gathered, not_gathered
 from te_dist.kernels.runtime import is_recording, target_of
+from te_dist.kernels.tape import Tapes
 from te_dist.nn import activations, forgotten, lost_recipes, rehearsal, traced
 from te_dist.nn.passes import MAX_PLANNED, WITHOUT, WITHOUT_BESIDE, Latest, Moving, Pass, latest_of, note, planned_of
-from te_dist.nn.products import FRONTS, Plan, linear
+from te_dist.nn.products import FRONTS, Plan, linear, plan_by
 from te_dist.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, Quantizer
 from te_dist.recipe import QuantizerRole, Recipe
 from te_dist.scaling.delayed import DelayedScalingState
@@ -262,7 +263,8 @@ class LinearSite(nn.Module):
         if placed is not None:
             quantizers |= {kind: placed(kind, found) for kind, found in quantizers.items() if found is not None}
         multiple = self.row_multiple(state.recipe, dtype, target_of(device))
-        return Pass(state, key, Plan(**quantizers, row_multiple=multiple, fuses_wgrad=fuses), requests, {})
+        plan = plan_by(state.recipe, self.module_type, quantizers, row_multiple=multiple, fuses_wgrad=fuses)
+        return Pass(state, key, plan if placed is None else replace(plan, tapes=Tapes()), requests, {})
 
     def _with_histories(self, current: Pass, x: Tensor, weight: Tensor) -> Plan:
         """The plan of a pass that uses, and in training moves, the histories of this map."""
@@ -359,7 +361,8 @@ def _traced_plan(name: str, place: str, dtype: torch.dtype, device: torch.device
     _check(recipe, (site, *features), target)
     if _requests(answers):
         return None
-    plan = Plan(**answers, row_multiple=_row_multiple(recipe, site, dtype, target))
+    multiple = _row_multiple(recipe, site, dtype, target)
+    plan = plan_by(recipe, LinearSite.module_type, answers, row_multiple=multiple)
     return traced.name_of(plan, described(name, place, dtype, target=target, trains=trains))
 
 

@@ -21,3 +21,14 @@ def test_calls_with_other_numbers_of_rows_take_them_in_turn(make: Any, monkeypat
     for _ in range(4):
         call()
     assert seen == [0, 1, 2, 0]
+
+
+def test_layers_are_run_forward_and_backward(monkeypatch: Any) -> None:
+    monkeypatch.setattr(issue_cuda, "ROWS", 256)
+    monkeypatch.setattr(issue_cuda, "WIDTH", 128)
+    monkeypatch.setattr(issue_cuda, "LAYERS", 2)
+    monkeypatch.setattr(issue_cuda, "SEVERAL", {"three": 3})
+    lines = dict(issue_cuda.layers_of_other_rows(device="cpu"))
+    assert [name.startswith("2 ") for name in lines] == [True] * 4
+    for call in lines.values():
+        call()

@@ -11,10 +11,11 @@ from torch import Tensor
 
 import te_dist as te
 from te_dist import recipe
-from te_dist.nn import group_table
+from te_dist.nn import group_table, grouped_products
 from te_dist.nn.grouped_products import WEIGHTED_SWIGLU, Given
 from te_dist.recipe import Recipe
 from te_dist.testing import assert_bitwise
+from tests.gpu.twins import unrecorded
 from tests.gpu.waits import never_waiting
 from tests.nn.recipes import CASES, relative_error
 
@@ -100,9 +101,38 @@ def test_later_passes_and_other_kinds_of_parameters_give_the_same_bits(
         if name.startswith("delayed"):
             module = make(len(sizes), made_by if quantized else None, single=single)
         x = normal(ROWS, IN, seed=seed)
-        want = step(make(len(sizes)), made_by, splits, x)
+        with unrecorded():
+            want = step(make(len(sizes)), made_by, splits, x)
         for key, value in step(module, made_by, splits, x).items():
             assert_bitwise(value, want[key], f"{key} of {seed}")
+
+
+@every_kind
+def test_maps_of_a_recipe_play_what_one_of_them_recorded(
+    name: str, quantized: bool, single: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_by, splits, rows = RECIPES[name], torch.tensor(SIZES["ragged"], device="cuda"), 640 + 2 * quantized + single
+    runs: list[str] = []
+    for function in ("_forward", "_backward"):
+        known = getattr(grouped_products, function)
+        counted = lambda *args, its=function, of=known: (runs.append(its), of(*args))[1]  # noqa: E731
+        monkeypatch.setattr(grouped_products, function, counted)
+
+    def pass_of(number: int) -> dict[str, Tensor]:
+        module = make(6, made_by if quantized else None, single=single)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(1 + number)
+        return step(module, made_by, splits, normal(rows, IN, seed=number))
+
+    with unrecorded():
+        wanted = [pass_of(number) for number in range(4)]
+    runs.clear()
+    for number, want in enumerate(wanted):
+        for key, value in pass_of(number).items():
+            assert_bitwise(value, want[key], f"{key} of map {number}")
+    found_out = 2 if made_by is None or type(made_by) in recipe.UNIFORM else 4
+    assert runs == ["_forward", "_backward"] * found_out
 
 
 @every_kind
@@ -165,7 +195,8 @@ def test_a_captured_pass_replays_with_other_sizes(name: str, quantized: bool, si
             x.copy_(normal(ROWS, IN, seed=seed))
             splits.copy_(torch.tensor(sizes))
         graph.replay()
-        want = step(make(num, of), made_by, splits, x)
+        with unrecorded():
+            want = step(make(num, of), made_by, splits, x)
         for key, value in captured.items():
             assert_bitwise(value, want[key], f"{key} of {sizes}")
 
@@ -205,7 +236,8 @@ def test_a_flag_says_whether_a_captured_pass_quantizes_weights(name: str, single
             twin.load_state_dict(module.state_dict())
         flag.fill_(skips)
         graph.replay()
-        want = step(twin, made_by, splits, x)
+        with unrecorded():
+            want = step(twin, made_by, splits, x)
         assert_bitwise(out, want["y"], f"y of {factor} {skips}")
         assert_bitwise(x.grad, want["dx"], f"dx of {factor} {skips}")
         got = getattr(module, kept).grad

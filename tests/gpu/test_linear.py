@@ -11,8 +11,10 @@ from torch import Tensor
 import te_dist as te
 from te_dist import grouped, recipe
 from te_dist.catalog import FORMATS
+from te_dist.nn import products
 from te_dist.recipe import Recipe
 from te_dist.testing import assert_bitwise
+from tests.gpu.twins import unrecorded
 from tests.gpu.waits import never_waiting
 from tests.nn.recipes import CASES, exact_products, relative_error
 
@@ -82,15 +84,47 @@ def test_later_passes_are_those_of_a_fresh_module(case: Any, quantized: bool) ->
     module = make(made_by)
     wide = normal(65, IN)
     for seed, x in enumerate((normal(64, IN), normal(64, IN, seed=5), normal(2, 32, IN, seed=6), wide[1:], wide[:64])):
-        got, want = step(module, case.recipe, x), step(make(made_by), case.recipe, x)
+        with unrecorded():
+            want = step(make(made_by), case.recipe, x)
+        got = step(module, case.recipe, x)
         for name, a, b in zip(("y", "dx", "dw", "db"), got, want, strict=True):
             assert_bitwise(a, b, f"{name} of pass {seed}")
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@every_recipe
+def test_maps_of_a_recipe_play_what_one_of_them_recorded(
+    case: Any, quantized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if quantized and case is CASES["high_precision_backward"]:
+        pytest.skip("its weights cannot be parameters")
+    runs: list[str] = []
+    for name in ("_forward", "_backward"):
+        known = getattr(products, name)
+        monkeypatch.setattr(products, name, lambda *args, its=name, of=known: (runs.append(its), of(*args))[1])
+
+    def pass_of(number: int) -> tuple[Tensor, ...]:
+        module = make(case.recipe if quantized else None)
+        with torch.no_grad():
+            module.weight.mul_(1 + number)
+        return step(module, case.recipe, normal(88 + quantized, IN, seed=number))
+
+    with unrecorded():
+        wanted = [pass_of(number) for number in range(4)]
+    runs.clear()
+    for number, want in enumerate(wanted):
+        for name, a, b in zip(("y", "dx", "dw", "db"), pass_of(number), want, strict=True):
+            assert_bitwise(a, b, f"{name} of map {number}")
+    found_out = 2 if type(case.recipe) in recipe.UNIFORM else 4
+    assert runs == ["_forward", "_backward"] * found_out
 
 
 @pytest.mark.parametrize("name", ["block", "current", "mxfp8"])
 def test_passes_do_not_depend_on_autocast_of_torch(name: str) -> None:
     made_by, x = STATELESS[name].recipe, normal(64, IN)
-    module, want = make(), step(make(), made_by, x)
+    module = make()
+    with unrecorded():
+        want = step(make(), made_by, x)
     for _ in range(3):
         with torch.autocast("cuda", torch.bfloat16):
             got = step(module, made_by, x)
