@@ -40,7 +40,7 @@ IMPORTED = (
         "torch.utils._python_dispatch.TorchDispatchMode",
         "sees every op of a block (counters, storage tracker); the module is private, the class is documented",
         name="TorchDispatchMode",
-        members=("__torch_dispatch__",),
+        members=("__torch_dispatch__", "_should_skip_dynamo"),
     ),
     Private(
         "torch.utils._python_dispatch.is_traceable_wrapper_subclass",

@@ -45,6 +45,7 @@ __all__ = [
     "DTensorSpec",
     "Managed",
     "Private",
+    "QuickDispatchMode",
     "TensorMeta",
     "TorchDispatchMode",
     "applied",
@@ -136,6 +137,14 @@ def zero_each(targets: Sequence[Tensor]) -> None:
 def current_cuda_stream(device: int) -> int:
     """Handle of the current stream of a CUDA device."""
     return torch._C._cuda_getCurrentRawStream(device)
+
+
+class QuickDispatchMode(TorchDispatchMode):
+    """One for blocks that no compiler looks into: what guards it from those takes longer than what it does."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def is_dispatch_watched() -> bool:

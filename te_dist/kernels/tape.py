@@ -10,7 +10,8 @@ tape, but on no values. Ops that are called one by one have tapes too (`ops._tap
 
 To record costs more than to run. So a function is recorded when it is called for the second time with tensors of the
 same kind, and the tapes that were recorded last are kept: shapes that do not come again have none. Layers of a model
-share theirs, since nearly all that one of them is given comes again in the next.
+share theirs, since nearly all that one of them is given comes again in the next. Where most of the latest tapes were
+played, functions are recorded the first time.
 
 A tape stays blank, and its function always runs in the ordinary way, where something else happened: a collective, a
 tensor from elsewhere, an address that no tensor of the function holds. CPU tensors, subclasses of tensors (those of
@@ -19,19 +20,22 @@ compilers among them) and blocks in which torch's dispatch is watched are not re
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from te_dist import _C
-from te_dist._torch_private import TorchDispatchMode, current_cuda_stream, is_dispatch_watched, is_mutable
+from te_dist._torch_private import QuickDispatchMode, current_cuda_stream, is_dispatch_watched, is_mutable
 from te_dist.kernels.runtime import ALIGNMENT, Launch, listening
 
 _WORKSPACE_ALIGNMENT = 512  # bytes, as torch aligns allocations
 _MAX_TAPES = 64  # of a module
+_LATEST = 8  # tapes by which it is judged whether what is recorded comes again
 PLAIN = (Tensor, torch.nn.Parameter)  # classes of tensors that are recorded
 _QUICK = {  # the same without a look-up of overloads
     torch.ops.aten.t.default: Tensor.t,
@@ -52,6 +56,7 @@ class Tapes:
         self._max_tapes = max_tapes
         self._tapes: dict[Hashable, _Tape | None] = {}  # None: ran, and cannot be recorded
         self._once: dict[Hashable, None] = {}  # what ran once
+        self._latest: deque[_Tape] = deque(maxlen=_LATEST)
 
     def run(self, key: Hashable, tensors: tuple[Tensor, ...], function: Callable[[], Result]) -> Result:
         """What `function` returns: tensors, and something else, which is the same for equal keys.
@@ -71,7 +76,7 @@ class Tapes:
             return tape.play(tensors)
         if place in self._tapes:
             return function()
-        if place not in self._once:
+        if place not in self._once and not self._comes_again():
             result = function()
             self._keep(self._once, place, None)
             return result
@@ -79,8 +84,15 @@ class Tapes:
         with recorder, listening(recorder.launched):
             result = function()
         self._once.pop(place, None)
-        self._keep(self._tapes, place, recorder.tape(*result))
+        tape = recorder.tape(*result)
+        self._keep(self._tapes, place, tape)
+        if tape is not None:
+            self._latest.append(tape)
         return result
+
+    def _comes_again(self) -> bool:
+        """Whether what comes for the first time is likely to."""
+        return sum(tape.is_played for tape in tuple(self._latest)) > _LATEST // 2
 
     def _keep(self, entries: dict[Hashable, Any], place: Hashable, entry: _Tape | None) -> None:
         """Adds an entry, and drops the oldest of too many. (Threads of autograd may do the same meanwhile.)"""
@@ -163,18 +175,20 @@ class _Launches:
         return launch.failed(error, values)
 
 
-class _Tape(NamedTuple):
+@dataclass(eq=False, slots=True)
+class _Tape:
     device: torch.device
     num_slots: int
     steps: list[_Allocation | _Call | _Launches]
     outputs: list[int]
     rest: Any
+    is_played: bool = False
 
     def play(self, tensors: Sequence[Tensor]) -> Result:
         """The recorded function on other tensors."""
-        device, num_slots, steps, outputs, rest = self
-        slots: list[Any] = [*tensors, *[None] * (num_slots - len(tensors))]
-        for step in steps:
+        device, self.is_played = self.device, True
+        slots: list[Any] = [*tensors, *[None] * (self.num_slots - len(tensors))]
+        for step in self.steps:
             if type(step) is _Allocation:
                 slot, shape, strides, dtype = step
                 # NOTE: half the time of `torch.empty`.
@@ -186,7 +200,7 @@ class _Tape(NamedTuple):
                     raise step.failed(error, slots) from None
             else:
                 step.play(device, slots)
-        return tuple([slots[slot] for slot in outputs]), rest
+        return tuple([slots[slot] for slot in self.outputs]), self.rest
 
 
 def _filled(value: Any, slots: list[Any]) -> Any:
@@ -196,13 +210,14 @@ def _filled(value: Any, slots: list[Any]) -> Any:
     return [_filled(item, slots) for item in value] if type(value) is list else value
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(QuickDispatchMode):
     """Writes a tape while a function runs."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self._tensors = list(tensors)  # by slot; kept, so that no address is given out twice
         self._slots = {id(tensor): slot for slot, tensor in enumerate(tensors)}
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         self._aliases: list[Tensor] = []  # kept like the others
         self._steps: list[_Allocation | _Call | _Launched] = []
         self._ranges = dict(enumerate(map(_range, tensors)))  # by slot, of tensors that are no views of others
@@ -286,9 +301,10 @@ class _Recorder(TorchDispatchMode):
             self._slots[id(made[0])] = self._slots[id(args[0])]
             self._aliases.append(made[0])
             return
-        storages = {tensor.untyped_storage().data_ptr() for tensor in self._tensors}
+        storages = [tensor.untyped_storage().data_ptr() for tensor in made]
         arguments, keywords = self._by_slot(list(args)), {name: self._by_slot(v) for name, v in kwargs.items()}
-        slots = [self._slot(tensor, tensor.untyped_storage().data_ptr() not in storages) for tensor in made]
+        slots = [self._slot(*each) for each in zip(made, [s not in self._storages for s in storages], strict=True)]
+        self._storages.update(storages)
         if func is torch.ops.aten.empty.memory_format and made[0].is_contiguous():
             self._steps.append(_Allocation(slots[0], tuple(made[0].shape), made[0].stride(), made[0].dtype))
         else:

@@ -319,3 +319,24 @@ def test_what_does_not_come_again_is_not_recorded(monkeypatch: pytest.MonkeyPatc
     assert [len(x) for (x,) in recorded] == [1]
     assert (len(counted.tapes._tapes), len(counted.tapes._once)) == (1, tape._MAX_TAPES)
     assert counted.runs == 3 * tape._MAX_TAPES - 2 + 2
+
+
+def test_what_is_like_what_came_again_is_recorded_the_first_time() -> None:
+    counted = Counted(lambda x: (x + 1,))
+
+    def runs_of(length: int, calls: int) -> int:
+        counted.runs = 0
+        for _ in range(calls):
+            assert counted(torch.zeros(length))[0].shape == (length,)
+        return counted.runs
+
+    played = tape._LATEST // 2 + 1
+    assert [runs_of(length, 3) for length in range(1, played + 3)] == [2] * played + [1, 1]
+    # As many as were played in vain end it.
+    lengths = range(100, 100 + 2 * tape._LATEST)
+    assert [runs_of(length, 1) for length in lengths] == [1] * len(lengths)
+    recorded = [runs_of(length, 1) == 0 for length in lengths]
+    wasted = sum(recorded)
+    assert recorded == [True] * wasted + [False] * (len(lengths) - wasted)
+    assert 0 < wasted < tape._LATEST
+    assert runs_of(1000, 3) == 2
