@@ -12,7 +12,7 @@ struct FindGroups {
   static constexpr int kThreads = 512, kBlocks = 1, kWarps = kThreads / 32, kRows = 1 + sizeof...(kHeights);
 
   struct Params {
-    const Offset* given;  // of each group
+    const Offset* given;  // of each group; null where there is one alone, which has all rows
     int64_t groups;
     int64_t rows;  // of the matrix
     int32_t* table;  // (1 + heights, groups + 1)
@@ -57,7 +57,7 @@ struct FindGroups {
   // First row of a group and the one behind its last; `before`: end of the groups that were walked over already. An end is
   // never read as one before the last, nor as one behind the matrix.
   TE_DIST_INLINE void find(const Params& p, int64_t group, int64_t& before, Shared& shared, int64_t& begin, int64_t& end) {
-    const int64_t given = group < p.groups ? clamped(p.given[group], p.rows) : 0;
+    const int64_t all = p.rows, given = group < p.groups ? clamped(p.given ? p.given[group] : all, p.rows) : 0;
     int64_t total;
     const int64_t start = join<kAreSizes>(before, joined_before<kAreSizes>(given, shared, total));
     before = join<kAreSizes>(before, total);

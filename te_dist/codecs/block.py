@@ -36,6 +36,11 @@ class Block(TiledCodec):
         ops.quantize_float8_block(x, phase=phase, fp8=self.fp8, pow2=self.pow2, eps=self.eps, **outputs)
 
     def encode_groups(self, x: Tensor | Source, table: Tensor, planes: Sequence[Plane]) -> None:
+        if any(1 not in plane.encoding.codec.tile and plane.encoding.fields[1].order == "km" for plane in planes):
+            raise NotImplementedError(
+                f"no quantizer of groups of rows for the columnwise direction of {self}, with scales of squares; take "
+                "runs (block_scaling_dim=1)"
+            )
         rule = dict(fp8=self.fp8, pow2=self.pow2, eps=self.eps)
         ops.grouped_quantize_float8_block(x, table=table, **rule, **group_arguments(planes))
 

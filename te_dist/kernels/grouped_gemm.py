@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from te_dist.formats.region import Pair
 from te_dist.kernels import gemm
-from te_dist.kernels.arguments import CODES, ELEMENTS, INTEGERS, access_bytes, matrix_map
+from te_dist.kernels.arguments import CODES, ELEMENTS, INTEGERS, access_bytes, matrix_map, pointer
 from te_dist.kernels.gemm import DEPTH, Extents, Kind, Rates, Tiling
 from te_dist.kernels.runtime import launch, multiprocessors, record
 from te_dist.kernels.spec import Layout, Spec, once
@@ -31,10 +32,11 @@ def find_groups(offset: str, *, are_sizes: bool) -> Spec:
     return Spec("group_table.cuh", f"FindGroups<{constants}>", _TABLE)
 
 
-def group_table(given: Tensor, are_sizes: bool, rows: int, table: Tensor) -> None:
+def group_table(given: Tensor | None, are_sizes: bool, rows: int, table: Tensor) -> None:
     """See te_dist.ops.group_table."""
-    values = (given.data_ptr(), given.shape[0], rows, table.data_ptr())
-    launch(find_groups(INTEGERS[given.dtype], are_sizes=are_sizes), table, (1, 1), values)
+    offset = INTEGERS[torch.int64 if given is None else given.dtype]
+    values = (pointer(given), table.shape[1] - 1, rows, table.data_ptr())
+    launch(find_groups(offset, are_sizes=are_sizes), table, (1, 1), values)
 
 
 @once

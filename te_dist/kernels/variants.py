@@ -138,7 +138,7 @@ def grouped_quantizers(element: str) -> Iterator[Spec]:
         yield quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=(_RUN, _RUN), panels=GROUPED_ROWS)
         yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_PLAIN_RULE, shares=(_RUN, _RUN), panels=GROUPED_ROWS)
     yield from gradients(element, GROUPED_ROWS)
-    for source in of_experts:
+    for source in (swiglu(element), *of_experts):
         yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_TRANSFORMED, shares=(_RUN, _RUN), panels=GROUPED_ROWS)
         yield quantize.direction_amaxes(source, (16,), transforms="true", panels=GROUPED_ROWS)
     for source in (plain(element), *computed):
@@ -268,7 +268,7 @@ def masters() -> Iterator[Spec]:
     for scales in ("FloatScales", "PowerScales"):
         yield dequantize.decoder("Float32", "E4M3", scales, "kRows", (8, 16))
     yield dequantize.decoder("Float32", "E2M1", "NvFp4Scales", "kPairsInRows", (4, 16))
-    yield evaluation.values(summed(source), (16, 0))
+    yield from (evaluation.values(summed(source), (width, 0)) for width in (16, 8, 4))  # of any number of rows
 
 
 def movers() -> Iterator[Spec]:

@@ -7,6 +7,12 @@ one is the very object that FSDP2 frees and fills again; a plain one is quantize
 than kept in two formats. Backward quantizes the gradient once, into the directions that are needed. What is frozen
 costs nothing: without wgrad the input is not saved, without dgrad the weight is not. Where an activation is computed in
 front of the quantizer, its values are never written: its own input is saved, of which backward computes the gradient.
+
+[Note: Rows that do not fit]
+What sums over rows takes a multiple of them: bytes that hold several values, transforms and copies of 16 bytes are not
+cut. Other numbers of rows are quantized as those of one group, whose columnwise codes are followed by zeros up to a
+tile of 128; zeros are exact in every format: they raise no amax and add nothing to a sum. The bytes are those of a
+matrix that was padded before, and nothing is copied for them. A quantizer that knows no groups is given such a matrix.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -28,15 +34,17 @@ from te_dist.kernels.tape import Tapes
 from te_dist.nn.once import once_differentiable
 from te_dist.nn.saved import save, saved
 from te_dist.ops.evaluate import values
+from te_dist.ops.group_table import one_group
 from te_dist.ops.panel_sums import column_sums, panel_sums
 from te_dist.ops.source import Source, SwiGlu, SwiGluGradient, sums_shape
 from te_dist.quantizers import Quantizer
 from te_dist.recipe import UNIFORM, Recipe
 from te_dist.scaling.delayed import DelayedScalingState
-from te_dist.tensor import QuantizedStorage, QuantizedTensor
+from te_dist.tensor import GroupedRows, QuantizedStorage, QuantizedTensor
 
 ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
 MAX_SHARED = 1024  # tapes of all maps that compute alike
+_ByDirection = dict[Direction, QuantizedStorage]  # what a product that sums along each direction reads
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class Plan:
 
     Attributes:
         input, weight, grad_output: by role; `weight` for plain weights only.
-        row_multiple: inputs and gradients get rows of zeros up to it, so that no stored byte and no transform is cut.
+        row_multiple: of which products take inputs and gradients, see [Note: Rows that do not fit].
         moves: histories that the end of backward brings up to date.
         fuses_wgrad: whether the gradient of the weight is added to its `main_grad` by the product itself.
         tensors: those that the quantizers hold.
@@ -60,6 +68,12 @@ class Plan:
     fuses_wgrad: bool = False
     tensors: tuple[Tensor, ...] = ()
     tapes: Tapes = field(default_factory=Tapes, compare=False)
+
+    @cached_property
+    def takes_groups(self) -> bool:
+        """Whether inputs and gradients may be quantized as rows of one group."""
+        quantizers = self.input, self.grad_output
+        return all(isinstance(quantizer, Quantizer) and quantizer.takes_groups for quantizer in quantizers)
 
 
 def plan_by(
@@ -201,11 +215,11 @@ def _forward(
     """(output, buffers of the input that are saved), what these are."""
     inputs = quantized_input(x, plan, (ROWWISE, COLUMNWISE) if saves_input else (ROWWISE,), front=front)
     weights = _quantized_weight(weight, plan, ROWWISE)
-    out = multiply(operand(inputs, ROWWISE), operand(weights, ROWWISE), dtype=x.dtype, bias=bias)
+    out = multiply(operand(inputs[ROWWISE], ROWWISE), operand(weights, ROWWISE), dtype=x.dtype, bias=bias)
     out = _shaped(out, (*x.shape[:-1], weight.shape[0]))
     if not saves_input:
         return (out,), None
-    buffers, saved = saved_part(inputs)
+    buffers, saved = saved_part(inputs[COLUMNWISE])
     return (out, *buffers), saved
 
 
@@ -223,13 +237,13 @@ def _backward(of: Backward, plan: Plan) -> tuple[Tensor, ...]:
     grads, sums = _quantized_grad(grad, plan, directions, wants_bias)
     if wants_input:
         weights = _quantized_weight(weight, plan, COLUMNWISE)
-        product = multiply(operand(grads, ROWWISE), operand(weights, COLUMNWISE), dtype=dtypes[0])
+        product = multiply(operand(grads[ROWWISE], ROWWISE), operand(weights, COLUMNWISE), dtype=dtypes[0])
         if front:
             matrix = _matrix(behind).contiguous()
             product = values(FRONTS[front].gradient(matrix, product[: matrix.shape[0]]))
         gradients.append(_shaped(product, shape))
     if wants_weight:
-        pair = operand(grads, COLUMNWISE), operand(inputs.storage, COLUMNWISE)
+        pair = operand(grads[COLUMNWISE], COLUMNWISE), operand(inputs.storage, COLUMNWISE)
         if main_grad is None:
             gradients.append(multiply(*pair, dtype=dtypes[1]))
         else:
@@ -241,11 +255,17 @@ def _backward(of: Backward, plan: Plan) -> tuple[Tensor, ...]:
 
 def _quantized_grad(
     grad: Tensor, plan: Plan, directions: tuple[Direction, ...], wants_sums: bool
-) -> tuple[QuantizedStorage | None, Tensor | None]:
+) -> tuple[_ByDirection, Tensor | None]:
     """`grad` along `directions`, and the sums of its columns, in one pass over it where one quantizer sees it whole."""
-    if wants_sums and directions and isinstance(plan.grad_output, Quantizer):
-        return plan.grad_output.encode_and_sum(_padded(grad, plan), *directions)
-    grads = plan.grad_output.encode(_padded(grad, plan), *directions) if directions else None
+    quantizer = plan.grad_output
+    if wants_sums and directions and isinstance(quantizer, Quantizer):
+        if _is_one_group(grad, plan):
+            matrix = _matrix(grad).contiguous()
+            rows, sums = quantizer.encode_groups_and_sum(matrix, one_group(len(matrix), matrix.device), *directions)
+            return _of_one_group(rows, directions), sums[0]
+        storage, sums = quantizer.encode_and_sum(_padded(grad, plan), *directions)
+        return dict.fromkeys(directions, storage), sums
+    grads = _encoded(grad, quantizer, plan, directions) if directions else {}
     if not wants_sums:
         return grads, None
     matrix = _matrix(grad.dequantize() if isinstance(grad, QuantizedTensor) else grad).contiguous()
@@ -309,18 +329,45 @@ def operand(storage: QuantizedStorage, direction: Direction) -> Operand:
     return Operand(storage.format[source], storage.stored(source), storage.region, 1 if direction is ROWWISE else 0)
 
 
-def quantized_input(x: Tensor, plan: Plan, directions: tuple[Direction, ...], *, front: str) -> QuantizedStorage:
-    """`x`, or what is computed of it, as a product along `directions` reads it."""
-    if front:
-        return plan.input.encode(FRONTS[front].source(_padded(x, plan).contiguous()), *directions)
+def quantized_input(x: Tensor, plan: Plan, directions: tuple[Direction, ...], *, front: str) -> _ByDirection:
+    """`x`, or what is computed of it, as a product along each of `directions` reads it."""
     if not isinstance(x, QuantizedTensor):
-        return plan.input.encode(_padded(x, plan), *directions)
+        return _encoded(x, plan.input, plan, directions, front=front)
     if x.storage.shape[0] % plan.row_multiple:
         raise ValueError(
             f"a quantized input of {x.storage.shape[0]} rows does not fit the product with the gradient, which takes "
             f"multiples of {plan.row_multiple}; pad it with zeros before quantizing, or pass it unquantized"
         )
-    return x.storage
+    return dict.fromkeys(directions, x.storage)
+
+
+def _encoded(
+    x: Tensor, quantizer: Quantizer, plan: Plan, directions: tuple[Direction, ...], *, front: str = ""
+) -> _ByDirection:
+    """`x`, or what is computed of it, quantized. See [Note: Rows that do not fit]."""
+    is_one_group = _is_one_group(x, plan)
+    matrix = _matrix(x).contiguous() if is_one_group else _padded(x, plan)
+    source = FRONTS[front].source(matrix.contiguous()) if front else matrix
+    if not is_one_group:
+        return dict.fromkeys(directions, quantizer.encode(source, *directions))
+    rows = quantizer.encode_groups(source, one_group(len(matrix), matrix.device), *directions)
+    return _of_one_group(rows, directions)
+
+
+def _is_one_group(x: Tensor, plan: Plan) -> bool:
+    """Of both operands of the product that sums over rows, or of neither, which are padded to other numbers of rows."""
+    return x.shape[:-1].numel() % plan.row_multiple != 0 and plan.takes_groups
+
+
+def _of_one_group(rows: GroupedRows, directions: tuple[Direction, ...]) -> _ByDirection:
+    """As matrices, of which each has what is one value for the group."""
+    found = {}
+    for direction in directions:
+        part = rows.as_matrix(direction)
+        shapes = {field.name: field.shape(part.region) for field in part.format[direction].fields}
+        part.buffers.update({name: part.buffers[name].view(shape) for name, shape in shapes.items() if shape == (1, 1)})
+        found[direction] = part
+    return found
 
 
 def _quantized_weight(weight: Tensor, plan: Plan, direction: Direction) -> QuantizedStorage:
@@ -340,10 +387,7 @@ def _columnwise_part(inputs: QuantizedStorage) -> QuantizedStorage:
 
 
 def _padded(x: Tensor, plan: Plan) -> Tensor:
-    """`x` (..., K) as a matrix, its rows padded with zeros to a multiple.
-
-    Zeros are exact in every format: they raise no amax, add nothing to wgrad, and the rows they make are dropped.
-    """
+    """`x` (..., K) as a matrix, its rows padded with zeros to a multiple. The rows that these make are dropped."""
     matrix = _matrix(x)
     missing = -matrix.shape[0] % plan.row_multiple
     return F.pad(matrix, (0, 0, 0, missing)) if missing else matrix

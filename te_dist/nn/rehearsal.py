@@ -14,7 +14,8 @@ from te_dist.recipe import Recipe
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
-ROWS = (512, 8192)  # of the input: products cut few rows and many in different ways
+# Of the input: products cut few rows and many in different ways, and odd ones are quantized as those of one group.
+ROWS = (512, 8192, 513)
 ROWS_OF_A_GROUP = (512, 4096)  # besides: matrices that few rows read are multiplied as they lie
 
 # The recipe that a linear map was made for; beside the modules, since it may hold a function that cannot be pickled.
@@ -28,8 +29,6 @@ def expect(site: nn.Module, recipe: Recipe) -> None:
 
 def rehearse(module: nn.Module, dtype: torch.dtype | None, *rest: Tensor, groups: int = 0) -> None:
     """Runs forward and backward of `module` by the recipe its maps expect; nothing where they expect none.
-
-    The number of rows is taken to be a multiple of 16.
 
     Args:
         module: of linear maps, its first weight taking the input.

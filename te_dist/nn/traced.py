@@ -101,7 +101,8 @@ def _fake_forward(x: Tensor, weight: list[Tensor], bias: Tensor | None, plan: st
     out = x.new_empty((*shape[:-1], _weight(weight, kind).shape[0]))
     if not saves_input:
         return [out]
-    buffers, saved = saved_part(quantized_input(x.new_empty(shape), _plans[plan], BOTH, front=front))
+    inputs = quantized_input(x.new_empty(shape), _plans[plan], BOTH, front=front)
+    buffers, saved = saved_part(inputs[Direction.COLUMNWISE])
     _saved[plan, front, torch.Size(shape), x.dtype] = saved
     return [out, *buffers]
 

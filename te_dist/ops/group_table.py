@@ -27,8 +27,15 @@ def check_table(table: Tensor) -> int:
     return table.shape[1] - 1
 
 
+def one_group(rows: int, device: torch.device) -> Tensor:
+    """The table of one group that has all rows of a matrix."""
+    table = torch.empty((1 + len(HEIGHTS), 2), dtype=torch.int32, device=device)
+    group_table(None, rows=rows, out=table)
+    return table
+
+
 @taped
-def group_table(given: Tensor, *, rows: int, out: Tensor, are_sizes: bool = False) -> None:
+def group_table(given: Tensor | None, *, rows: int, out: Tensor, are_sizes: bool = False) -> None:
     """Writes the first row of every group, and how many tiles of 128, 192 and 256 rows lie before it.
 
     The rows of group g are those from the end of the group before it, or 0, up to its own; rows behind the last end are
@@ -37,6 +44,7 @@ def group_table(given: Tensor, *, rows: int, out: Tensor, are_sizes: bool = Fals
 
     Args:
         given: int32 or int64 (G,): ends of groups, which do not decrease (equal ones make an empty group), or sizes.
+            None for one group that has all rows.
         rows: of the matrix, less than 2^31.
         out: int32 (4, G + 1); at G stand the end of the last group and the numbers of tiles of all groups.
         are_sizes: whether sizes are given, whose sums are the ends.
@@ -46,12 +54,15 @@ def group_table(given: Tensor, *, rows: int, out: Tensor, are_sizes: bool = Fals
     """
     if not 0 <= rows < 2**31:
         raise ValueError(f"rows: got {rows}, wanted 0 to {2**31 - 1}, which a table can hold; cut the matrix")
-    check_packed("given", given, (torch.int32, torch.int64), (given.numel(),))
-    check_output("out", out, torch.int32, (1 + len(HEIGHTS), given.shape[0] + 1))
+    if given is not None:
+        check_packed("given", given, (torch.int32, torch.int64), (given.numel(),))
+    groups = 1 if given is None else given.shape[0]
+    check_output("out", out, torch.int32, (1 + len(HEIGHTS), groups + 1))
     torch.ops.te_dist.group_table(given, are_sizes, rows, out)
 
 
-def _cpu(given: Tensor, are_sizes: bool, rows: int, out: Tensor) -> None:
+def _cpu(given: Tensor | None, are_sizes: bool, rows: int, out: Tensor) -> None:
+    given = torch.tensor([rows]) if given is None else given
     given = torch.cat((given.new_zeros(1), given.clamp(0, rows)))
     begins = given.cumsum(0).clamp(max=rows) if are_sizes else given.cummax(0).values
     sizes = begins[1:] - begins[:-1]
@@ -61,4 +72,4 @@ def _cpu(given: Tensor, are_sizes: bool, rows: int, out: Tensor) -> None:
         tiles[1:] = torch.cumsum((sizes + height - 1) // height, 0)
 
 
-register("group_table(Tensor given, bool are_sizes, int rows, Tensor(a!) out) -> ()", _cpu, kernels.group_table)
+register("group_table(Tensor? given, bool are_sizes, int rows, Tensor(a!) out) -> ()", _cpu, kernels.group_table)

@@ -157,6 +157,11 @@ class Quantizer:
         """Whether `write` does what the format alone says, and nothing else."""
         return type(self).write is Quantizer.write
 
+    @property
+    def takes_groups(self) -> bool:
+        """Whether `encode_groups` gives rows of one group the bytes that `encode` gives them."""
+        return False
+
     def update_quantized(self, src: Tensor, dst: QuantizedTensor) -> QuantizedTensor:
         """Quantizes `src` into the buffers that `dst` has."""
         self.write(src, dst.storage)

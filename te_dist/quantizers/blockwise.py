@@ -38,6 +38,10 @@ class Float8BlockQuantizer(Quantizer):
         fp8, pow2 = fp8_name(self.fp8_dtype), self.force_pow_2_scales
         return with_eps(declared(catalog.float8_block, self.block_scaling_dim, fp8=fp8, pow2=pow2), self.amax_epsilon)
 
+    @property
+    def takes_groups(self) -> bool:
+        return self.writes_by_format and self.block_scaling_dim == 1
+
 
 @dataclass
 class MXFP8Quantizer(Quantizer):
@@ -56,6 +60,10 @@ class MXFP8Quantizer(Quantizer):
 
     def declare(self, dtype: torch.dtype) -> Format:
         return declared(catalog.mxfp8, 2 if self.with_2d_quantization else 1, fp8=fp8_name(self.fp8_dtype))
+
+    @property
+    def takes_groups(self) -> bool:
+        return self.writes_by_format
 
 
 @dataclass
@@ -102,6 +110,10 @@ class NVFP4Quantizer(AgreeingQuantizer):
         if self.row_scaled_nvfp4:
             return _row_scaled(options, mask)
         return _nvfp4(2 if self.with_2d_quantization else 1, options, mask)
+
+    @property
+    def takes_groups(self) -> bool:
+        return self.writes_by_format and not self.row_scaled_nvfp4
 
 
 @cache

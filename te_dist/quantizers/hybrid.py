@@ -72,6 +72,10 @@ class HybridQuantizer(Quantizer):
         is_plain = type(self).write is HybridQuantizer.write and self.columnwise_source == "original"
         return is_plain and all(part.writes_by_format for part in parts)
 
+    @property
+    def takes_groups(self) -> bool:
+        return self.writes_by_format and self.rowwise_quantizer.takes_groups and self.columnwise_quantizer.takes_groups
+
     def write(self, x: Tensor | Source, storage: QuantizedStorage) -> None:
         for direction in storage.directions:
             part = storage.select(direction)

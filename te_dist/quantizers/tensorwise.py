@@ -41,6 +41,10 @@ class Float8Quantizer(Quantizer):
     def declare(self, dtype: torch.dtype) -> Format:
         return declared(catalog.float8_tensorwise, fp8=fp8_name(self.fp8_dtype), columnwise="transposed")
 
+    @property
+    def takes_groups(self) -> bool:
+        return type(self).write_groups is Float8Quantizer.write_groups
+
     def write(self, x: Tensor | Source, storage: QuantizedStorage) -> None:
         if self.scale.numel() != 1:
             raise ValueError(
@@ -80,3 +84,7 @@ class Float8CurrentScalingQuantizer(AgreeingQuantizer):
         fp8, pow2 = fp8_name(self.fp8_dtype), self.force_pow_2_scales
         format = declared(catalog.float8_tensorwise, fp8=fp8, pow2=pow2, columnwise="transposed")
         return with_eps(format, self.amax_epsilon)
+
+    @property
+    def takes_groups(self) -> bool:
+        return self.writes_by_format

@@ -11,6 +11,7 @@ from torch import Tensor
 from te_dist import ops
 from te_dist.kernels import grouped_gemm
 from te_dist.kernels.gemm import Tiling
+from te_dist.ops.group_table import one_group
 from te_dist.testing import assert_bitwise
 from tests.ops.groups import ROUNDING, RUN, SIZES, SQUARE, Operand, check_product, group_ends, table_of
 
@@ -48,6 +49,11 @@ def test_table_is_that_of_the_cpu(sizes, dtype, are_sizes):
     got = torch.full_like(want, -1, device="cuda")
     ops.group_table(given.cuda(), rows=rows, out=got, are_sizes=are_sizes)
     assert_bitwise(got.cpu(), want, "a group table")
+
+
+@pytest.mark.parametrize("rows", [0, 1, 300])
+def test_table_of_one_group_is_that_of_the_cpu(rows):
+    assert_bitwise(one_group(rows, torch.device("cuda")).cpu(), one_group(rows, torch.device("cpu")), "a group table")
 
 
 def test_table_of_ends_that_decrease_is_that_of_the_cpu():

@@ -65,6 +65,20 @@ def test_products_are_those_of_the_quantized_operands(case: Any, rows: int) -> N
     assert relative_error(grad_b.cpu(), grad.cpu().double().sum(0)) < 4e-3
 
 
+@pytest.mark.parametrize("rows", [1, 37, 1000])
+@pytest.mark.parametrize("name", ["block", "mxfp8", "nvfp4"])
+def test_rows_that_do_not_fit_have_the_bits_of_padded_ones(
+    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_by, x = STATELESS[name].recipe, normal(rows, IN)
+    got = step(make(), made_by, x)
+    with unrecorded():
+        monkeypatch.setattr(products.Plan, "takes_groups", False)
+        want = step(make(), made_by, x)
+    for label, a, b in zip(("y", "dx", "dw", "db"), got, want, strict=True):
+        assert_bitwise(a, b, label)
+
+
 @every_recipe
 def test_a_pass_without_rows_gives_zeros(case: Any) -> None:
     module = make()

@@ -121,7 +121,7 @@ def test_backward_saves_the_columnwise_input_and_the_weight_itself(case: Any, qu
     module, x = make(case.recipe if quantized else None), normal(40, IN).requires_grad_()
     saved = saved_by(lambda: module(x), case.recipe)
     found = quantizer(case.recipe, "input")
-    region = Region.whole(48 if rows_are_padded(case.recipe) else 40, IN)
+    region = Region.whole(saved_rows(40, case.recipe), IN)
     inputs, weight = saved
     if hasattr(found, "fp8"):
         want = region.shape[0] * IN + 4
@@ -135,9 +135,12 @@ def test_backward_saves_the_columnwise_input_and_the_weight_itself(case: Any, qu
         assert weight.data_ptr() == module.weight.data_ptr()
 
 
-def rows_are_padded(made_by: Recipe) -> bool:
-    """Whether 16 rows belong together: transformed, or one choice of 4 over 6 columnwise."""
-    return isinstance(made_by, recipe.NVFP4BlockScaling) and (not made_by.disable_rht or made_by.nvfp4_4over6 == "all")
+def saved_rows(rows: int, made_by: Recipe) -> int:
+    """Tiles of 128 where 16 rows belong together: transformed, or one choice of 4 over 6 columnwise."""
+    if not isinstance(made_by, recipe.NVFP4BlockScaling) or (made_by.disable_rht and made_by.nvfp4_4over6 != "all"):
+        return rows
+    tile = 16 if made_by.row_scaled_activation else 128  # no groups have an amax for each row
+    return -(-rows // tile) * tile
 
 
 def saved_by(function: Any, made_by: Recipe) -> list[Any]:

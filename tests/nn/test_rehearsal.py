@@ -17,7 +17,7 @@ from te_dist.fsdp2.ahead import kernels_of
 from te_dist.kernels import gemm as gemm_kernels
 from te_dist.kernels import grouped_gemm, movement, runtime
 from te_dist.kernels.cache import Compiled
-from te_dist.nn import products, rehearsal
+from te_dist.nn import products, rehearsal, site
 from te_dist.nn.moe import MoE, Routing, StackedExperts
 from te_dist.quantizers import base
 from tests.nn.recipes import DEFAULTS
@@ -66,6 +66,14 @@ def made_by_conversion(model_recipe: recipe.Recipe, *, quantized: bool) -> nn.Mo
     return model
 
 
+@pytest.fixture
+def forgets_multiples():
+    """The multiples that products take are looked up anew, and again behind the test."""
+    site._row_multiple.cache_clear()
+    yield
+    site._row_multiple.cache_clear()
+
+
 class Launches(TorchDispatchMode):
     """Notes which kernels the ops that run on the CPU would launch on a GPU."""
 
@@ -83,8 +91,8 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step(model: nn.Module, model_recipe: recipe.Recipe) -> None:
-    x = torch.randn(ROWS, 128, dtype=torch.bfloat16, requires_grad=True)
+def step(model: nn.Module, model_recipe: recipe.Recipe, rows: int = ROWS) -> None:
+    x = torch.randn(rows, 128, dtype=torch.bfloat16, requires_grad=True)
     with te.autocast(recipe=model_recipe):
         out = model(x)
     out.float().square().mean().backward()
@@ -93,18 +101,20 @@ def step(model: nn.Module, model_recipe: recipe.Recipe) -> None:
 @pytest.mark.pairwise
 @pytest.mark.parametrize("make", [made, made_of_experts, made_by_conversion])
 @pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("rows", [ROWS, ROWS + 1])
 @pytest.mark.parametrize("model_recipe", DEFAULTS, ids=lambda r: type(r).__name__)
-def test_a_rehearsal_notes_what_a_step_launches(model_recipe, quantized, make, monkeypatch):
-    monkeypatch.setattr(rehearsal, "ROWS", (ROWS,))
+def test_a_rehearsal_notes_what_a_step_launches(model_recipe, rows, quantized, make, monkeypatch, forgets_multiples):
+    monkeypatch.setattr(rehearsal, "ROWS", (rows,))
     for module in (products, base):
         monkeypatch.setattr(module, "READS_ANY_ORDER", ())
     for a, b, device in list(gemm._TABLE):  # on a GPU other functions multiply than those that run here
-        monkeypatch.setitem(gemm._TABLE, (a, b, device), gemm._TABLE[a, b, "cpu"])
+        entry = gemm._TABLE[a, b, "cpu"]._replace(multiple=gemm._TABLE[a, b, "sm_90a"].multiple)
+        monkeypatch.setitem(gemm._TABLE, (a, b, device), entry)
     model = make(model_recipe, quantized=quantized)
     optimizer = te.optim.FusedAdam(model.parameters())
     with Launches() as launches:
         for _ in range(2):
-            step(model, model_recipe)
+            step(model, model_recipe, rows)
             optimizer.step()
             optimizer.zero_grad()
     launched = {spec.template for spec in launches.specs}

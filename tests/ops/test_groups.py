@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from te_dist import ops
+from te_dist.ops.group_table import one_group
 from te_dist.testing import assert_bitwise
 from tests.ops.groups import RUN, SQUARE, Operand, group_ends, table_of
 
@@ -27,6 +28,13 @@ def test_table_counts_rows_and_tiles_before_each_group(sizes, dtype, are_sizes):
     ops.group_table(given.to(dtype), rows=sum(sizes) + 7, out=table, are_sizes=are_sizes)
     for row, height in zip(table.tolist(), (1, 128, 192, 256), strict=True):
         assert row == [sum(-(-size // height) for size in sizes[:group]) for group in range(len(sizes) + 1)]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 128, 300])
+def test_one_group_has_all_rows(rows):
+    table = torch.full((4, 2), -1, dtype=torch.int32)
+    ops.group_table(torch.tensor([rows]), rows=rows, out=table)
+    assert torch.equal(one_group(rows, table.device), table)
 
 
 def test_ends_behind_the_matrix_are_read_as_its_last_row():

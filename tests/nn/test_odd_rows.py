@@ -1,0 +1,123 @@
+"""Rows that are no multiple of what products take: quantized as one group, with the bytes of a matrix padded before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import te_dist as te
+from te_dist import quantizers as q
+from te_dist.formats import Direction, Region, geometry
+from te_dist.nn import products
+from te_dist.nn.products import Plan
+from te_dist.nn.site import LinearSite
+from te_dist.ops.group_table import one_group
+from te_dist.testing import assert_bitwise
+from tests.nn.recipes import CASES, relative_error
+
+ROWWISE, COLUMNWISE = Direction
+TILE, IN, OUT = 128, 96, 160
+TAKERS: dict[str, q.Quantizer] = {
+    "block": q.Float8BlockQuantizer(block_scaling_dim=1),
+    "current": q.Float8CurrentScalingQuantizer(),
+    "delayed": q.Float8Quantizer(torch.tensor([3.0]), None),
+    "mxfp8": q.MXFP8Quantizer(),
+    "mxfp8_2d": q.MXFP8Quantizer(with_2d_quantization=True),
+    "nvfp4": q.NVFP4Quantizer(),
+    "nvfp4_2d": q.NVFP4Quantizer(with_2d_quantization=True),
+    "nvfp4_transformed": q.NVFP4Quantizer(with_rht=True),
+    "hybrid": q.HybridQuantizer(rowwise_quantizer=q.MXFP8Quantizer(), columnwise_quantizer=q.NVFP4Quantizer()),
+}
+
+
+class Mine(q.MXFP8Quantizer):
+    """Writes what it likes."""
+
+    def write(self, x: Any, storage: Any) -> None:
+        super().write(x * 2, storage)
+
+
+OTHERS: dict[str, q.Quantizer] = {
+    "squares": q.Float8BlockQuantizer(block_scaling_dim=2),
+    "row_scaled": q.NVFP4Quantizer(row_scaled_nvfp4=True),
+    "agreeing": q.Float8CurrentScalingQuantizer(with_amax_reduction=True),
+    "plain": q.IdentityQuantizer(),
+    "of others": Mine(),
+    "hybrid": q.HybridQuantizer(rowwise_quantizer=q.MXFP8Quantizer(), columnwise_quantizer=q.IdentityQuantizer()),
+    "of rowwise values": q.HybridQuantizer(
+        rowwise_quantizer=q.MXFP8Quantizer(),
+        columnwise_quantizer=q.NVFP4Quantizer(),
+        columnwise_source="rowwise_dequantized",
+    ),
+}
+
+
+def normal(*shape: int, seed: int = 1) -> Tensor:
+    """Rows of different magnitudes."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return values * torch.logspace(-2, 2, shape[0])[:, None]
+
+
+@pytest.mark.parametrize("rows", [1, 37, 128, 201])
+@pytest.mark.parametrize("quantizer", TAKERS.values(), ids=TAKERS)
+def test_one_group_has_the_bytes_of_a_padded_matrix(quantizer: q.Quantizer, rows: int) -> None:
+    assert quantizer.takes_groups
+    x = normal(rows, IN)
+    padded = F.pad(x, (0, 0, 0, -rows % TILE))
+    grouped = quantizer.encode_groups(x, one_group(rows, x.device), *Direction)
+    for direction in Direction:
+        # As on a device whose products read each direction as it is stored.
+        whole = quantizer.make_empty(padded.shape, dtype=x.dtype).storage
+        quantizer.write(padded, whole)
+        region = Region.whole(rows if direction is ROWWISE else len(padded), IN)
+        for field in whole.format[direction].fields:
+            got = geometry.compact(field, grouped.buffers[field.name].view(field.shape(region)), region)
+            want = geometry.compact(field, whole.buffers[field.name], whole.region)
+            assert_bitwise(got, want[tuple(map(slice, got.shape))].contiguous(), f"{direction.value} {field.name}")
+
+
+@pytest.mark.parametrize("quantizer", OTHERS.values(), ids=OTHERS)
+def test_what_knows_no_groups_says_so(quantizer: q.Quantizer) -> None:
+    assert not quantizer.takes_groups
+
+
+def test_squares_along_columns_are_no_groups() -> None:
+    quantizer, x = OTHERS["squares"], normal(200, IN)
+    quantizer.encode_groups(x, one_group(200, x.device), ROWWISE)
+    with pytest.raises(NotImplementedError, match="columnwise direction of Block.* squares; take runs"):
+        quantizer.encode_groups(x, one_group(200, x.device), *Direction)
+
+
+def test_operands_of_one_product_are_groups_or_none() -> None:
+    mx, row_scaled = q.MXFP8Quantizer(), OTHERS["row_scaled"]
+    assert Plan(mx, mx, mx).takes_groups
+    assert not Plan(row_scaled, mx, mx).takes_groups
+    assert not Plan(mx, mx, row_scaled).takes_groups
+
+
+@pytest.mark.parametrize("rows", [1, 37, 201])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_pass_gives_what_padded_rows_give(case: Any, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables: list[int] = []
+    monkeypatch.setattr(products, "one_group", lambda n, device: (tables.append(n), one_group(n, device))[1])
+    monkeypatch.setattr(LinearSite, "row_multiple", lambda *_: 16)  # as products of a GPU take them
+
+    def step(x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        module, x = te.Linear(IN, OUT), x.clone().requires_grad_()
+        with te.autocast(recipe=case.recipe):
+            out = module(x)
+            plans.append(module.gemm.plan(x, module.weight))
+        out.backward(grad)
+        return out.detach()[:rows], x.grad[:rows], module.weight.grad, module.bias.grad
+
+    plans: list[Any] = []
+    x, grad = normal(rows, IN), normal(rows, OUT, seed=2)
+    wanted = step(*(F.pad(each, (0, 0, 0, -rows % TILE)) for each in (x, grad)))
+    for name, got, want in zip(("y", "dx", "dw", "db"), step(x, grad), wanted, strict=True):
+        assert relative_error(got, want.double()) < 1e-6, name  # fp32 sums in another order
+    assert tables == [rows, rows] * plans[0].takes_groups
