@@ -94,7 +94,7 @@ def fused(element: str) -> Iterator[Spec]:
             yield quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=shares)
         yield quantize.float8(source, (16, 8, 16), code="E4M3", shares=(_TENSOR, _TENSOR))
         yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_PLAIN_RULE, shares=(_RUN, _RUN))
-    yield from gradients(element, ONE_MATRIX)
+    yield from gradients(summed(plain(element)), ONE_MATRIX)
     yield quantize.nvfp4(swiglu(element), (16, 8, 16, 8, 8), rule=_TRANSFORMED, shares=(_RUN, _RUN))
     yield quantize.direction_amaxes(swiglu(element), (16,), transforms="true")
     for source in (*computed, swiglu(element, "kWeighted"), swiglu_gradient(element, "kWeighted")):
@@ -105,9 +105,8 @@ def fused(element: str) -> Iterator[Spec]:
     yield evaluation.rstd(plain(element), 16)
 
 
-def gradients(element: str, panels: Panels) -> Iterator[Spec]:
-    """What quantizes the gradient of an output and sums its columns, by each recipe."""
-    source = summed(plain(element))
+def gradients(source: Source, panels: Panels) -> Iterator[Spec]:
+    """What quantizes the gradient of an output by each recipe."""
     for shares in ((_RUN, _RUN), (_TENSOR, _TENSOR)):
         yield quantize.float8(source, (16, 8, 16), code="E5M2", shares=shares, panels=panels)
     yield quantize.mxfp8(source, (16, 8, 4), code="E5M2", shares=(_RUN, _RUN), panels=panels)
@@ -137,7 +136,8 @@ def grouped_quantizers(element: str) -> Iterator[Spec]:
             yield quantize.float8(source, wide, code="E4M3", shares=shares, panels=GROUPED_ROWS)
         yield quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=(_RUN, _RUN), panels=GROUPED_ROWS)
         yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_PLAIN_RULE, shares=(_RUN, _RUN), panels=GROUPED_ROWS)
-    yield from gradients(element, GROUPED_ROWS)
+    for source in (summed(plain(element)), of_experts[0]):
+        yield from gradients(source, GROUPED_ROWS)
     for source in (swiglu(element), *of_experts):
         yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_TRANSFORMED, shares=(_RUN, _RUN), panels=GROUPED_ROWS)
         yield quantize.direction_amaxes(source, (16,), transforms="true", panels=GROUPED_ROWS)

@@ -53,6 +53,20 @@ class GroupFront(NamedTuple):
     gradients: Callable[..., tuple[Tensor, ...]]
 
 
+class GroupEpilogue(NamedTuple):
+    """What is made of the rows of the output, before anybody sees them. It is linear in them.
+
+    Attributes:
+        name: two of one name are one.
+        apply: of the rows and the tensors behind the product.
+        gradient: of the gradient of what was made and the same tensors, that of the rows, as a source of as many.
+    """
+
+    name: Hashable
+    apply: Callable[..., Tensor]
+    gradient: Callable[..., Source]
+
+
 def _swiglu_gradients(x: Tensor, product: Tensor, table: Tensor) -> tuple[Tensor, ...]:
     gradient = values(SwiGluGradient(x, product))
     ops.clear_rest(gradient, table=table)  # a product with what `x` holds there, which may be NaN
@@ -79,6 +93,8 @@ class Given(NamedTuple):
         table: int32 (4, G + 1), see `GroupTable`; of as many rows as the input has.
         plan: how operands are quantized.
         front: what of the input is multiplied; None for itself.
+        epilogue: what becomes of the rows of the output; None where they are it. Not with a caller's `out`.
+        behind: what the epilogue reads, none of which has a gradient.
         out: (T, N), where the output goes; made where None.
         dgrad_out: (T, K), where the gradient of the input goes; made where None. Not with a front.
         saves_original: whether backward quantizes the input once more, instead of forward saving it quantized.
@@ -91,6 +107,8 @@ class Given(NamedTuple):
     table: Tensor
     plan: Plan
     front: GroupFront | None = None
+    epilogue: GroupEpilogue | None = None
+    behind: tuple[Tensor, ...] = ()
     out: Tensor | None = None
     dgrad_out: Tensor | None = None
     saves_original: bool = False
@@ -114,20 +132,28 @@ class Given(NamedTuple):
         """What is multiplied."""
         return x if self.front is None else self.front.source(x, *beside)
 
+    def made_of(self, rows: Tensor) -> Tensor:
+        """The output, of its rows."""
+        return rows if self.epilogue is None else self.epilogue.apply(rows, *self.behind)
+
+    def of_rows(self, grad: Tensor) -> Tensor | Source:
+        """The gradient of the rows of the output, of its own."""
+        return grad if self.epilogue is None else self.epilogue.gradient(grad, *self.behind)
+
     @property
     def kind(self) -> Hashable:
         """What is to be known of this besides its tensors."""
         cached = None if self.cached is None else (self.cached.format, self.cached.group, tuple(self.cached.buffers))
-        front = None if self.front is None else self.front.name
+        around = [None if each is None else each.name for each in (self.front, self.epilogue)]
         given = self.out is None, self.dgrad_out is None, self.saves_original, self.later is None, self.adds
-        return front, *given, cached
+        return *around, *given, cached
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All that are read or written."""
         made = [tensor for tensor in (self.out, self.dgrad_out) if tensor is not None]
         cached = () if self.cached is None else self.cached.buffers.values()
-        return (self.table, *made, *cached, *self.plan.tensors)
+        return (self.table, *made, *cached, *self.behind, *self.plan.tensors)
 
 
 class GroupTable(NamedTuple):
@@ -164,7 +190,8 @@ def grouped_linear(
     biases: Sequence[Tensor] = (),
     beside: Sequence[Tensor] = (),
 ) -> Tensor:
-    """The rows of every group of `x` (T, K) times its matrix (N, K) transposed, plus its bias: (T, N).
+    """The rows of every group of `x` (T, K) times its matrix (N, K) transposed, plus its bias: (T, N), or what an
+    epilogue makes of them.
 
     Rows behind the last group are zeros, in the output and in the gradient of `x`; where the caller owns the memory,
     they are left as they are.
@@ -200,7 +227,7 @@ class Backward(NamedTuple):
     """What backward is about: `wants` gradients of the input or what is beside it, of weights, and of biases.
 
     Attributes:
-        grad: (T, N); None once it is quantized.
+        grad: that of the output, (T, N) without an epilogue; None once it is quantized.
         inputs: the input columnwise, as `GroupedRows.as_matrix`; None where it is quantized once more.
         x: the input itself, where that or a front needs it.
         beside: what the front reads beside it.
@@ -229,7 +256,7 @@ class _GroupedLinear(torch.autograd.Function):
         weights, biases, beside = counts.split(tensors)
         (out, *buffers), kind = taped_forward(x, (as_one(weights), as_one(biases), beside), counts, given=given)
         wants_input = ctx.needs_input_grad[0] or any(counts.split(ctx.needs_input_grad[3:])[2])
-        ctx.given = given if given.out is None else given._replace(out=None)
+        ctx.given = given._replace(out=None, behind=()) if given.out is not None or given.behind else given
         ctx.counts, ctx.shape = counts, shape_of(weights)
         ctx.dtypes = x.dtype, weights[0].dtype, biases[0].dtype if biases else None
         ctx.is_one = weights[0].dim() == 3, bool(biases) and biases[0].dim() == 2
@@ -237,8 +264,9 @@ class _GroupedLinear(torch.autograd.Function):
         inputs = None if kind is None else QuantizedTensor(kind.storage(buffers))
         keeps_x = (counts.saves_input and kind is None) or (given.front is not None and wants_input)
         held = tuple(weights) if wants_input and given.cached is None else ()
-        ctx.num_held = len(held)
-        save(ctx, given.table, inputs, x if keeps_x else None, *held, *(beside if keeps_x else ()), inputs=1)
+        ctx.num_held, ctx.num_behind = len(held), len(given.behind)
+        around = *given.behind, *(beside if keeps_x else ())
+        save(ctx, given.table, inputs, x if keeps_x else None, *held, *around, inputs=1)
         return out.detach() if out is given.out else out
 
     @staticmethod
@@ -246,7 +274,10 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         table, inputs, x, *rest = saved(ctx)
         wants, given = ctx.needs_input_grad, ctx.given
-        given = given if table is given.table else given._replace(table=table)  # hooks hand out another one
+        weights, around = rest[: ctx.num_held], rest[ctx.num_held :]
+        behind, beside = tuple(around[: ctx.num_behind]), around[ctx.num_behind :]
+        if behind or table is not given.table:  # hooks hand out another one
+            given = given._replace(table=table, behind=behind)
         of_weights, of_biases, of_beside = ctx.counts.split(wants[3:])
         if given.plan.fuses_wgrad or given.later is not None:  # what is written beside autograd has to be asked for
             nodes = ctx.next_functions[1 : 1 + len(of_weights)]
@@ -254,7 +285,6 @@ class _GroupedLinear(torch.autograd.Function):
         if given.dgrad_out is not None and wants[0]:
             _check_apart(given, grad, x if any(of_weights) else None)
         wanted = (wants[0] or any(of_beside), any(of_weights), any(of_biases))
-        weights, beside = rest[: ctx.num_held], rest[ctx.num_held :]
         of = Backward(grad.contiguous(), inputs, x, beside, as_one(weights), None, wanted, ctx.shape, ctx.dtypes)
         of_x, of_weight, of_bias = _gradients(of, given, ctx.parameters, of_weights)
         if given.plan.moves is not None:
@@ -307,6 +337,7 @@ def _forward(x: Tensor, tensors: _Operands, counts: Counts, given: Given) -> tup
     if out is None:
         out = _blank((operand.region.shape[0], weights[0].shape[-2]), x.dtype, given.table)
     multiply_rows(operand, members_of(stack, ROWWISE, operand, out=out), Result(given.table, bias, False, out))
+    out = given.made_of(out)
     if not saves:
         return (out,), None
     buffers, saved = saved_part(rows)
@@ -408,7 +439,7 @@ def taped_backward(of: Backward, given: Given) -> tuple[tuple[Tensor, ...], Save
 def _backward(of: Backward, given: Given) -> tuple[tuple[Tensor, ...], Saved | None]:
     wants_input, wants_weight, wants_bias = of.wants
     directions = (ROWWISE,) * wants_input + (COLUMNWISE,) * wants_weight
-    grads, sums = _quantized_grad(of.grad, given, directions, wants_bias)
+    grads, sums = _quantized_grad(given.of_rows(of.grad), given, directions, wants_bias)
     gradients: list[Tensor] = []
     if wants_input:
         gradients += _input_gradients(of, grads.as_matrix(ROWWISE), given)
@@ -425,7 +456,7 @@ def _backward(of: Backward, given: Given) -> tuple[tuple[Tensor, ...], Saved | N
 
 def _input_gradients(of: Backward, grads: QuantizedStorage, given: Given) -> Sequence[Tensor]:
     stack = given.cached or stacked(of.weights, given.plan.weight, COLUMNWISE)
-    shape = of.grad.shape[0], of.shape[2]
+    shape = grads.region.shape[0], of.shape[2]
     out = _blank(shape, of.dtypes[0], given.table) if given.dgrad_out is None else given.dgrad_out
     operand = _operand(grads, ROWWISE)
     multiply_rows(operand, members_of(stack, COLUMNWISE, operand, out=out), Result(given.table, None, False, out))
@@ -445,7 +476,7 @@ def _weight_gradient(of: Backward, grads: QuantizedStorage, given: Given) -> Ten
 
 
 def _quantized_grad(
-    grad: Tensor, given: Given, directions: tuple[Direction, ...], wants_sums: bool
+    grad: Tensor | Source, given: Given, directions: tuple[Direction, ...], wants_sums: bool
 ) -> tuple[GroupedRows | None, Tensor | None]:
     """`grad` along `directions`, and the sums (G, N) of its columns, in one pass over it where a quantizer reads it."""
     quantizer = given.plan.grad_output
@@ -455,7 +486,7 @@ def _quantized_grad(
     return grads, _plain_sums(grad, given.table) if wants_sums else None
 
 
-def _plain_sums(x: Tensor, table: Tensor) -> Tensor:
+def _plain_sums(x: Tensor | Source, table: Tensor) -> Tensor:
     """The sums of the columns of every group, f32 (G, N): its product with ones."""
     ones = torch.ones((x.shape[0], _ONES), dtype=x.dtype, device=x.device)
     out = torch.empty((table.shape[1] - 1, _ONES, x.shape[1]), dtype=torch.float32, device=x.device)

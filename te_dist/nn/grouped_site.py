@@ -95,7 +95,7 @@ class GroupedSite(LinearSite):
         if not name and trains:
             lost_recipes.refuse_again(self.place)
         front = grouped_traced.PLAIN if given.front is None else given.front.name
-        asked = given.out, given.dgrad_out, given.later, given.is_first, given.skip
+        asked = given.epilogue, given.out, given.dgrad_out, given.later, given.is_first, given.skip
         is_plain = not isinstance(x, QuantizedTensor) and front in grouped_traced.FRONTS
         plan = None
         if is_plain and not self.fuses_wgrad and all([value is None for value in asked]):

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from te_dist.nn.moe.exchange import Exchange, bring_back, send
 from te_dist.nn.moe.payload import Route, check_rows, send_quantized
-from te_dist.nn.moe.permutation import Permutation, permute_probabilities, sort_by_expert, unpermute
+from te_dist.nn.moe.permutation import Permutation, permute_probabilities, sort_by_expert
 from te_dist.nn.moe.router import Routed
 from te_dist.quantizers import Quantizer
 
@@ -72,7 +72,7 @@ class Dispatcher(Protocol):
         ...
 
     def combine(self, y: Tensor, arrived: Arrived) -> Tensor:
-        """(T, H): sums of what experts made, `y` (R, H) in their order, of every token's copies."""
+        """(T, H): sums of what experts made of every token's copies, of those of experts here, `y` (S, H)."""
         ...
 
 
@@ -88,8 +88,8 @@ class LocalDispatcher:
         return Arrived(x, by_expert, permute_probabilities(routed.probabilities, by_expert))
 
     def combine(self, y: Tensor, arrived: Arrived) -> Tensor:
-        """See `Dispatcher`."""
-        return unpermute(y, arrived.by_expert)
+        """See `Dispatcher`; there are no others."""
+        return y
 
 
 class AllToAllDispatcher:
@@ -145,7 +145,7 @@ class AllToAllDispatcher:
     def combine(self, y: Tensor, arrived: Arrived) -> Tensor:
         """See `Dispatcher`."""
         assert arrived.outgoing is not None and arrived.exchange is not None
-        return bring_back(unpermute(y, arrived.by_expert), arrived.outgoing, by=arrived.exchange)
+        return bring_back(y, arrived.outgoing, by=arrived.exchange)
 
     def _plan_any_sizes(self, experts: Tensor) -> tuple[Permutation, Permutation, Exchange]:
         if experts.is_cuda and torch.cuda.is_current_stream_capturing():

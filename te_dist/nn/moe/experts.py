@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from te_dist.context import current_autocast
 from te_dist.nn import activations, rehearsal
 from te_dist.nn.grouped_linear import GroupedLinear
-from te_dist.nn.grouped_products import WEIGHTED_SWIGLU, Given, GroupFront, group_table
+from te_dist.nn.grouped_products import WEIGHTED_SWIGLU, Given, GroupEpilogue, GroupFront, group_table
 from te_dist.nn.grouped_site import NO_HISTORIES, PLAIN, GroupedSite
 from te_dist.nn.module import QuantizedModule
 from te_dist.nn.moe.dispatch import Arrived
-from te_dist.nn.moe.permutation import Permutation, gather_sum, unpermute
+from te_dist.nn.moe.permutation import Permutation, gather_sum
 from te_dist.nn.options import LinearOptions, read
 from te_dist.nn.products import FRONTS
 from te_dist.nn.site import LinearSite, autocast_of_torch
@@ -35,6 +35,10 @@ def _gradients_of_gathered(
 
 # Rows of the input by their numbers, gathered on the way into the quantizer; beside: `Permutation.index`, `.positions`.
 GATHERED = GroupFront("gathered", lambda x, index, positions: Gathered(x, index), _gradients_of_gathered)
+# Copies of a row are summed, and gradients of sums gathered on the way into the quantizer; behind: the same two.
+SUMMED = GroupEpilogue(
+    "summed", lambda rows, index, positions: gather_sum(rows, positions), lambda grad, index, _: Gathered(grad, index)
+)
 
 
 class ExpertOptions(LinearOptions, total=False):
@@ -48,9 +52,10 @@ class ExpertOptions(LinearOptions, total=False):
 
 
 class GroupedMLP(nn.Module):
-    """Experts, each `fc2(probability * silu(gate) * up)`, gates and ups by `fc1`, for rows sorted by expert.
+    """Experts, each `fc2(probability * silu(gate) * up)`, gates and ups by `fc1`, for rows sorted by expert, and sums.
 
-    SwiGLU and the probability are computed in fp32 on the way into the quantizer of `fc2`, rounded once; their
+    Rows are gathered on the way into `fc1`, and gradients of sums of rows on their way back into `fc2`. SwiGLU and the
+    probability are computed in fp32 on the way into the quantizer of `fc2`, rounded once; their
     gradients are found in one pass. No host reads how many rows an expert has.
 
     The two maps are parts of one computation: hooks on `fc1` or `fc2` never run, and FSDP2 wraps the whole.
@@ -86,11 +91,11 @@ class GroupedMLP(nn.Module):
         is_first_microbatch: bool | None = None,
         skip_weight_quantization: Tensor | None = None,
     ) -> Tensor:
-        """(R, hidden_size): what experts make of `rows[arrived.by_expert.index]`; zeros behind the last expert's rows.
+        """(S, hidden_size): sums, in fp32 and rounded once, of what experts make of the copies of each row.
 
         Args:
             rows: those of `arrived`, plain or quantized; they stand alone so that FSDP2 sees them.
-            arrived: how they are sorted, and their probabilities.
+            arrived: how copies of them are sorted, and the probabilities of these.
             is_first_microbatch: as of `GroupedLinear`, of both maps.
             skip_weight_quantization: the same.
 
@@ -158,7 +163,7 @@ def multiply(maps: tuple[tuple[GroupedSite, Tensor], ...], rows: Tensor, arrived
     else:
         gathered = given._replace(front=GATHERED)
         hidden = fc1(rows.contiguous(), [first], beside=[index, positions], given=gathered)
-    weighted = given._replace(front=WEIGHTED_SWIGLU)
+    weighted = given._replace(front=WEIGHTED_SWIGLU, epilogue=SUMMED, behind=(index, positions))
     return fc2(hidden, [second], beside=[arrived.probabilities], given=weighted)
 
 
@@ -190,7 +195,7 @@ def _check_cut(fc: GroupedLinear, mesh: DeviceMesh) -> None:
 
 
 class TwoEach(nn.Module):
-    """Experts of rows of which each goes to two of them, and the sums of what they make.
+    """Experts of rows of which each goes to two of them.
 
     Args:
         experts: which hold the weights.
@@ -210,7 +215,7 @@ class TwoEach(nn.Module):
         counts = torch.empty(self.num_experts, dtype=torch.int64, device=x.device)
         by_expert = Permutation(index, index, index.view(-1, 2), counts)
         probabilities = torch.empty(index.shape[0], dtype=torch.float32, device=x.device, requires_grad=True)
-        return unpermute(self.compute(self.experts, x, Arrived(x, by_expert, probabilities)), by_expert)
+        return self.compute(self.experts, x, Arrived(x, by_expert, probabilities))
 
 
 class SwiGluMLP(QuantizedModule):

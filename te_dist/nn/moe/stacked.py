@@ -17,7 +17,7 @@ from te_dist.nn.grouped_site import PLAIN, GroupedSite
 from te_dist.nn.module import QuantizedModule, weight_of
 from te_dist.nn.moe.dispatch import Arrived
 from te_dist.nn.moe.experts import TwoEach, multiply, table_of
-from te_dist.nn.moe.permutation import permute_probabilities, sort_by_expert, unpermute
+from te_dist.nn.moe.permutation import permute_probabilities, sort_by_expert
 from te_dist.nn.options import ModuleOptions, read
 from te_dist.nn.site import without_values
 
@@ -81,7 +81,7 @@ class StackedExperts(QuantizedModule):
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         by_expert = sort_by_expert(top_k_index, self.num_experts)
         arrived = Arrived(x, by_expert, permute_probabilities(top_k_weights.float(), by_expert))
-        return unpermute(self._of_arrived(x, arrived), by_expert).view(hidden_states.shape)
+        return self._of_arrived(x, arrived).view(hidden_states.shape)
 
     @torch.compiler.disable(
         reason="experts are multiplied by code that decides in Python; leave out fullgraph=True: what surrounds them "

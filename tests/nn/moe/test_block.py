@@ -13,7 +13,9 @@ from torch import Tensor
 import te_dist as te
 from te_dist import recipe
 from te_dist.kernels.runtime import recording
-from te_dist.nn.moe import ExpertParallel, MoE, Routing, SwiGluMLP
+from te_dist.nn.grouped_products import GroupEpilogue
+from te_dist.nn.moe import ExpertParallel, MoE, Routing, SwiGluMLP, experts, unpermute
+from te_dist.nn.moe.dispatch import Arrived
 from te_dist.recipe import Recipe
 from te_dist.tensor import QuantizedTensor
 from te_dist.testing import assert_bitwise
@@ -67,14 +69,14 @@ def expected(module: MoE, x: Tensor) -> list[Tensor]:
     router, first, second, *dense = params
     x = x.detach().double().requires_grad_()
     with torch.no_grad():
-        experts = module.router(x.float()).experts
+        chosen_experts = module.router(x.float()).experts
     scores = (x @ router.T).sigmoid()
-    chosen = scores.gather(1, experts)
+    chosen = scores.gather(1, chosen_experts)
     weights = chosen / chosen.sum(1, keepdim=True) * ROUTING.scaling_factor
-    spread = torch.zeros_like(scores).scatter(1, experts, weights)
+    spread = torch.zeros_like(scores).scatter(1, chosen_experts, weights)
     out = sum(swiglu(x, first[e], second[e]) * spread[:, e, None] for e in range(EXPERTS))
     out = out + (swiglu(x, *dense) if dense else 0)
-    counts = torch.bincount(experts.flatten(), minlength=EXPERTS) / (TOKENS * ROUTING.top_k)
+    counts = torch.bincount(chosen_experts.flatten(), minlength=EXPERTS) / (TOKENS * ROUTING.top_k)
     balance = 0.01 * EXPERTS * (counts * (scores / scores.sum(1, keepdim=True)).mean(0)).sum()
     torch.autograd.backward([out, balance], [tokens(TOKENS, seed=2).double(), torch.ones((), dtype=torch.float64)])
     return [out.detach(), x.grad, *(param.grad for param in params)]
@@ -87,6 +89,26 @@ def test_outputs_and_gradients_are_those_of_the_definition(name: str, shared_ffn
     names = ["out", "x", *(key for key, _ in module.named_parameters())]
     for what, got, want in zip(names, run(module, name, x), expected(module, x), strict=True):
         assert relative_error(got, want) < TOLERANCES.get(name, 0.1), what
+
+
+@every_recipe
+def test_sums_behind_the_experts_have_the_bits_of_sums_on_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    got = run(make(), name, tokens(TOKENS))
+    apart: list[Tensor] = []
+
+    def sums(rows: Tensor, *_: Tensor) -> Tensor:
+        apart.append(rows)
+        return rows
+
+    def multiply(maps: Any, rows: Tensor, arrived: Arrived, *, given: Any) -> Tensor:
+        return unpermute(in_one(maps, rows, arrived, given=given), arrived.by_expert)
+
+    in_one = experts.multiply
+    monkeypatch.setattr(experts, "SUMMED", GroupEpilogue("none", sums, lambda grad, *_: grad))
+    monkeypatch.setattr(experts, "multiply", multiply)
+    for what, (a, b) in enumerate(zip(got, run(make(), name, tokens(TOKENS)), strict=True)):
+        assert_bitwise(a, b, f"result {what}")
+    assert [rows.shape for rows in apart] == [(TOKENS * ROUTING.top_k, HIDDEN)]
 
 
 @every_recipe
