@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from te_dist.kernels.arguments import ELEMENTS, EXTENTS, PANEL, access_bytes, blocks_for
-from te_dist.kernels.inputs import Source, layout, read
+from te_dist.kernels.arguments import ELEMENTS, EXTENTS, INTEGERS, PANEL, access_bytes, blocks_for
+from te_dist.kernels.inputs import GATHERED, Source, layout, read
 from te_dist.kernels.runtime import launch
 from te_dist.kernels.spec import Layout, Spec, once
 
@@ -15,7 +15,8 @@ _EVALUATE = f"{EXTENTS} out:P"
 _RMS_RSTD = f"{EXTENTS} eps:f out:P"
 _WIDEST = 16  # bytes
 _RSTD_ROWS = 8  # rows of a block of threads
-_GATHERED_ROWS = 8  # the same
+_GATHERED_ROWS = 8  # the same, of gathered rows and of sums of them
+_ROWS_BY_NUMBER = Layout("x:P x_rows:q row_bytes:q index:P rows:q out:P")
 _GATHERED = Layout("x:P x_rows:q cols:q positions:P rows:q copies:q out:P")
 
 
@@ -33,9 +34,21 @@ def evaluate(
     if out.numel() == 0:
         return
     input = read(x, source, beside, sums, row_sums)
-    widths = (input.load_bytes(), access_bytes(16, out.data_ptr(), out.shape[1] * out.element_size()))
+    row_bytes = out.shape[1] * out.element_size()
+    widths = (input.load_bytes(), access_bytes(_WIDEST, out.data_ptr(), row_bytes))
+    if source == GATHERED + "plain" and sums is None:
+        (index,) = beside
+        arguments = (x.data_ptr(), x.shape[0], row_bytes, index.data_ptr(), index.shape[0], out.data_ptr())
+        blocks = (-(-index.shape[0] // _GATHERED_ROWS), 1)
+        return launch(rows_by_number(INTEGERS[index.dtype], min(widths)), x, blocks, arguments)
     arguments = (*input.values, *input.shape, out.data_ptr())
     launch(values(input.source, widths), x, (blocks_for(input.shape, PANEL), 1), arguments)
+
+
+@once
+def rows_by_number(index: str, width: int) -> Spec:
+    """Spec of what writes gathered rows of a tensor. `width`: bytes read and written at a time."""
+    return Spec("gather_rows.cuh", f"GatherRows<{index}, {width}>", _ROWS_BY_NUMBER)
 
 
 def panel_sums(x: Tensor, source: str, beside: Sequence[Tensor], out: Tensor) -> None:

@@ -99,8 +99,10 @@ def fused(element: str) -> Iterator[Spec]:
     yield quantize.direction_amaxes(swiglu(element), (16,), transforms="true")
     for source in (*computed, swiglu(element, "kWeighted"), swiglu_gradient(element, "kWeighted")):
         yield amax.of_matrix(source, (16,), parts="true")
-    for source in (*computed, *routed):
+    for source in (*computed[:-1], *routed):
         yield evaluation.values(source, (16, 16))
+    for index, width in product(("int32_t", "int64_t"), (16, _BYTES[element])):
+        yield evaluation.rows_by_number(index, width)
     yield evaluation.values(summed(plain(element)), (16, 0))
     yield evaluation.rstd(plain(element), 16)
 

@@ -16,7 +16,7 @@ from te_dist.formats import WHOLE
 from te_dist.ops._checks import grid_shape
 from te_dist.ops.gemm_decoded import Coded
 from te_dist.ops.quantize_float8_current import WORKSPACE
-from te_dist.ops.source import Source, sums_shape
+from te_dist.ops.source import Gathered, Source, sums_shape
 from tests.codecs.kernel_inputs import matrix, scale_view
 from tests.ops import grouped_quantize
 from tests.ops.grouped_decoded import DecodedOperand
@@ -191,6 +191,11 @@ def sources() -> Iterator[Call]:
         yield Call(f"rstd {shape} {dtype}", ops.rms_rstd, dict(x=x, eps=1e-5), dict(out=torch.zeros(shape[0])))
         sums = dict(out=torch.zeros(sums_shape(x)))
         yield Call(f"sums {shape} {dtype}", ops.panel_sums, dict(x=x), sums)
+        for kind in (torch.int32, torch.int64):
+            index = torch.arange(-2, shape[0] + 3, dtype=kind).flip(0)  # rows that there are, and others
+            out = shifted(torch.zeros(len(index), shape[1], dtype=dtype), shift)
+            gathered = of_source(ops.evaluate, Gathered, ("of", "index"))
+            yield Call(f"gathered {shape} {dtype} {kind}", gathered, dict(of=x, index=index), dict(out=out))
         for case in cases(shape, dtype, "wide"):
             name = f"{case.name} {shape} {dtype}"
             tensors = {key: shifted(tensor, shift) for key, tensor in case.tensors.items()}
