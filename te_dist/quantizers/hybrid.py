@@ -10,6 +10,7 @@ from torch import Tensor
 
 from te_dist import catalog
 from te_dist.formats import Direction, Format
+from te_dist.ops.evaluate import values
 from te_dist.ops.source import Source, unsummed
 from te_dist.quantizers.base import Quantizer, declared
 from te_dist.tensor import GroupedRows, QuantizedStorage, QuantizedTensor, as_matrix
@@ -27,12 +28,13 @@ class IdentityQuantizer(Quantizer):
         return declared(catalog.high_precision, self.dtype or dtype)
 
     def encode_groups(self, x: Tensor | Source, table: Tensor, *directions: Direction) -> GroupedRows:
-        """As every quantizer; a tensor that has the type already is taken as it is, not copied."""
+        """As every quantizer; values that have the type already are taken as they are, not copied."""
         format = self.declare(x.dtype)
         (field,) = format.canonical.fields
-        if isinstance(x, Source) or x.dtype != field.dtype:
+        if x.dtype != field.dtype:
             return super().encode_groups(x, table, *directions)
-        return GroupedRows(format, {field.name: as_matrix(x, tuple(x.shape))}, tuple(x.shape), table, x.dtype)
+        shape = (x.shape[0], x.shape[1])
+        return GroupedRows(format, {field.name: as_matrix(values(x), shape)}, shape, table, x.dtype)
 
 
 @dataclass(kw_only=True)
