@@ -32,6 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # As worker processes of tests have it: libraries may sum in another order with another number of threads.
+    torch.set_num_threads(1)
     config.addinivalue_line("markers", "distributed: runs in worker processes of te_dist.testing.pool")
     config.addinivalue_line("markers", "gloo_only(reason): not run over NCCL, for this reason")
     for marker in selection.MARKERS:

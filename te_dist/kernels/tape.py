@@ -9,13 +9,13 @@ Python decides nothing. What is recorded may therefore depend on these, and on w
 tape, but on no values. Ops that are called one by one have tapes too (`ops._taped`).
 
 To record costs more than to run. So a function is recorded when it is called for the second time with tensors of the
-same kind, and the tapes that were recorded last are kept: shapes that do not come again have none. Layers of a model
-share theirs, since nearly all that one of them is given comes again in the next. Where most of the latest tapes were
-played, functions are recorded the first time.
+same kind; the first time where most of the latest tapes were played, and much later where none was. Kept are those that
+were recorded or played last: shapes that do not come again have none. Layers of a model share theirs, since nearly all
+that one of them is given comes again in the next.
 
 A tape stays blank, and its function always runs in the ordinary way, where something else happened: a collective, a
-tensor from elsewhere, an address that no tensor of the function holds. CPU tensors, subclasses of tensors (those of
-compilers among them) and blocks in which torch's dispatch is watched are not recorded at all.
+tensor from elsewhere, an address that no tensor of the function holds. Tensors that overlap, CPU tensors, subclasses of
+tensors (those of compilers among them) and blocks in which torch's dispatch is watched are not recorded at all.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ from te_dist._torch_private import QuickDispatchMode, current_cuda_stream, is_di
 from te_dist.kernels.runtime import ALIGNMENT, Launch, listening
 
 _WORKSPACE_ALIGNMENT = 512  # bytes, as torch aligns allocations
-_MAX_TAPES = 64  # of a module
-_LATEST = 8  # tapes by which it is judged whether what is recorded comes again
+_MAX_TAPES = 64  # of an owner that says nothing else
+# Of the latest recordings, the newer of which have had no time to be played; and those by which it is judged whether
+# what is recorded comes again. A layer has fewer.
+_LATEST, _JUDGED = 32, 16
+_RARELY = 8  # calls before a recording where the latest were in vain
 PLAIN = (Tensor, torch.nn.Parameter)  # classes of tensors that are recorded
 _QUICK = {  # the same without a look-up of overloads
     torch.ops.aten.t.default: Tensor.t,
@@ -50,13 +53,13 @@ Result = tuple[tuple[Tensor, ...], Any]
 
 
 class Tapes:
-    """The tapes of one owner, such as a module: the `max_tapes` that were recorded last."""
+    """The tapes of one owner, such as a module: `max_tapes` of those that were recorded or played last."""
 
     def __init__(self, max_tapes: int = _MAX_TAPES) -> None:
         self._max_tapes = max_tapes
         self._tapes: dict[Hashable, _Tape | None] = {}  # None: ran, and cannot be recorded
-        self._once: dict[Hashable, None] = {}  # what ran once
-        self._latest: deque[_Tape] = deque(maxlen=_LATEST)
+        self._runs: dict[Hashable, int] = {}  # how often what has no tape ran
+        self._latest: deque[_Tape | None] = deque(maxlen=_LATEST)
 
     def run(self, key: Hashable, tensors: tuple[Tensor, ...], function: Callable[[], Result]) -> Result:
         """What `function` returns: tensors, and something else, which is the same for equal keys.
@@ -73,28 +76,40 @@ class Tapes:
         place = (signature, key)
         tape = self._tapes.get(place)
         if tape is not None:
+            if len(self._tapes) == self._max_tapes:  # others may be dropped soon
+                self._tapes.pop(place, None)
+                self._tapes[place] = tape
             return tape.play(tensors)
         if place in self._tapes:
             return function()
-        if place not in self._once and not self._comes_again():
-            result = function()
-            self._keep(self._once, place, None)
-            return result
-        recorder = _Recorder(tensors)
-        with recorder, listening(recorder.launched):
-            result = function()
-        self._once.pop(place, None)
-        tape = recorder.tape(*result)
-        self._keep(self._tapes, place, tape)
-        if tape is not None:
-            self._latest.append(tape)
+        runs = self._runs.get(place, 0)
+        if runs >= self._patience():
+            return self._recorded(place, tensors, function)
+        result = function()
+        self._keep(self._runs, place, runs + 1)
         return result
 
-    def _comes_again(self) -> bool:
-        """Whether what comes for the first time is likely to."""
-        return sum(tape.is_played for tape in tuple(self._latest)) > _LATEST // 2
+    def _recorded(self, place: Hashable, tensors: tuple[Tensor, ...], function: Callable[[], Result]) -> Result:
+        recorder = _Recorder(tensors)
+        if recorder.overlaps:  # others of the same kind may not
+            return function()
+        with recorder, listening(recorder.launched):
+            result = function()
+        self._runs.pop(place, None)
+        tape = recorder.tape(*result)
+        self._keep(self._tapes, place, tape)
+        self._latest.append(tape)
+        return result
 
-    def _keep(self, entries: dict[Hashable, Any], place: Hashable, entry: _Tape | None) -> None:
+    def _patience(self) -> int:
+        """How often a function runs before it is recorded."""
+        latest = tuple(self._latest)
+        if len(latest) < _LATEST:
+            return 1
+        played = sum(tape is not None and tape.was_played for tape in latest[:_JUDGED])
+        return 0 if played > _JUDGED // 2 else 1 if played else _RARELY
+
+    def _keep(self, entries: dict[Hashable, Any], place: Hashable, entry: _Tape | int | None) -> None:
         """Adds an entry, and drops the oldest of too many. (Threads of autograd may do the same meanwhile.)"""
         entries[place] = entry
         while len(entries) > self._max_tapes:
@@ -182,11 +197,11 @@ class _Tape:
     steps: list[_Allocation | _Call | _Launches]
     outputs: list[int]
     rest: Any
-    is_played: bool = False
+    was_played: bool = False
 
     def play(self, tensors: Sequence[Tensor]) -> Result:
         """The recorded function on other tensors."""
-        device, self.is_played = self.device, True
+        device, self.was_played = self.device, True
         slots: list[Any] = [*tensors, *[None] * (self.num_slots - len(tensors))]
         for step in self.steps:
             if type(step) is _Allocation:
@@ -222,10 +237,11 @@ class _Recorder(QuickDispatchMode):
         self._steps: list[_Allocation | _Call | _Launched] = []
         self._ranges = dict(enumerate(map(_range, tensors)))  # by slot, of tensors that are no views of others
         # An address does not tell apart tensors that lie in one place; one without elements, or freed, has none.
-        ordered = sorted(self._ranges.values())
-        self._is_blank = any(a[1] > b[0] for a, b in zip(ordered, ordered[1:], strict=False)) or any(
+        self._is_blank = any(
             tensor.numel() == 0 or tensor.data_ptr() == 0 or tensor.device != tensors[0].device for tensor in tensors
         )
+        ordered = sorted(self._ranges.values())
+        self.overlaps = any(a[1] > b[0] for a, b in zip(ordered, ordered[1:], strict=False)) and not self._is_blank
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -13,6 +13,7 @@ What sums over rows takes a multiple of them: bytes that hold several values, tr
 cut. Other numbers of rows are quantized as those of one group, whose columnwise codes are followed by zeros up to a
 tile of 128; zeros are exact in every format: they raise no amax and add nothing to a sum. The bytes are those of a
 matrix that was padded before, and nothing is copied for them. A quantizer that knows no groups is given such a matrix.
+Rows that nobody sums over are taken as they are.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Plan:
 
     @cached_property
     def takes_groups(self) -> bool:
-        """Whether inputs and gradients may be quantized as rows of one group."""
+        """Whether inputs and gradients, both of which a product sums over, may be quantized as rows of one group."""
         quantizers = self.input, self.grad_output
         return all(isinstance(quantizer, Quantizer) and quantizer.takes_groups for quantizer in quantizers)
 
@@ -90,8 +91,8 @@ def plan_by(
     number of rows for instance, is worked out in the first, recorded in the second and played in all others. A recipe
     that may answer by names leaves each map tapes of its own.
     """
-    how = row_multiple, fuses_wgrad
-    tapes = _shared_tapes(recipe, module_type, *how) if type(recipe) in UNIFORM else Tapes()
+    is_shared = type(recipe) in UNIFORM
+    tapes = _shared_tapes(recipe, module_type, row_multiple, fuses_wgrad) if is_shared else Tapes()
     return Plan(**quantizers, row_multiple=row_multiple, fuses_wgrad=fuses_wgrad, tapes=tapes)
 
 
@@ -259,11 +260,11 @@ def _quantized_grad(
     """`grad` along `directions`, and the sums of its columns, in one pass over it where one quantizer sees it whole."""
     quantizer = plan.grad_output
     if wants_sums and directions and isinstance(quantizer, Quantizer):
-        if _is_one_group(grad, plan):
+        if _is_cut(grad, plan, directions) and plan.takes_groups:
             matrix = _matrix(grad).contiguous()
             rows, sums = quantizer.encode_groups_and_sum(matrix, one_group(len(matrix), matrix.device), *directions)
             return _of_one_group(rows, directions), sums[0]
-        storage, sums = quantizer.encode_and_sum(_padded(grad, plan), *directions)
+        storage, sums = quantizer.encode_and_sum(_fitting(grad, plan, directions), *directions)
         return dict.fromkeys(directions, storage), sums
     grads = _encoded(grad, quantizer, plan, directions) if directions else {}
     if not wants_sums:
@@ -345,8 +346,8 @@ def _encoded(
     x: Tensor, quantizer: Quantizer, plan: Plan, directions: tuple[Direction, ...], *, front: str = ""
 ) -> _ByDirection:
     """`x`, or what is computed of it, quantized. See [Note: Rows that do not fit]."""
-    is_one_group = _is_one_group(x, plan)
-    matrix = _matrix(x).contiguous() if is_one_group else _padded(x, plan)
+    is_one_group = _is_cut(x, plan, directions) and plan.takes_groups
+    matrix = _matrix(x).contiguous() if is_one_group else _fitting(x, plan, directions)
     source = FRONTS[front].source(matrix.contiguous()) if front else matrix
     if not is_one_group:
         return dict.fromkeys(directions, quantizer.encode(source, *directions))
@@ -354,9 +355,9 @@ def _encoded(
     return _of_one_group(rows, directions)
 
 
-def _is_one_group(x: Tensor, plan: Plan) -> bool:
-    """Of both operands of the product that sums over rows, or of neither, which are padded to other numbers of rows."""
-    return x.shape[:-1].numel() % plan.row_multiple != 0 and plan.takes_groups
+def _is_cut(x: Tensor, plan: Plan, directions: tuple[Direction, ...]) -> bool:
+    """Whether a product is to sum over another number of rows than it takes."""
+    return COLUMNWISE in directions and x.shape[:-1].numel() % plan.row_multiple != 0
 
 
 def _of_one_group(rows: GroupedRows, directions: tuple[Direction, ...]) -> _ByDirection:
@@ -386,11 +387,15 @@ def _columnwise_part(inputs: QuantizedStorage) -> QuantizedStorage:
     )
 
 
-def _padded(x: Tensor, plan: Plan) -> Tensor:
-    """`x` (..., K) as a matrix, its rows padded with zeros to a multiple. The rows that these make are dropped."""
+def _fitting(x: Tensor, plan: Plan, directions: tuple[Direction, ...]) -> Tensor:
+    """`x` (..., K) as a matrix, its rows padded with zeros where a product sums over them.
+
+    The rows that these make in other products are dropped.
+    """
     matrix = _matrix(x)
-    missing = -matrix.shape[0] % plan.row_multiple
-    return F.pad(matrix, (0, 0, 0, missing)) if missing else matrix
+    if not _is_cut(x, plan, directions):
+        return matrix
+    return F.pad(matrix, (0, 0, 0, -matrix.shape[0] % plan.row_multiple))
 
 
 def _shaped(product: Tensor, shape: Sequence[int]) -> Tensor:

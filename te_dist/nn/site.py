@@ -264,6 +264,7 @@ class LinearSite(nn.Module):
             quantizers |= {kind: placed(kind, found) for kind, found in quantizers.items() if found is not None}
         multiple = self.row_multiple(state.recipe, dtype, target_of(device))
         plan = plan_by(state.recipe, self.module_type, quantizers, row_multiple=multiple, fuses_wgrad=fuses)
+        # Quantizers of parts that ranks hold know their ranks.
         return Pass(state, key, plan if placed is None else replace(plan, tapes=Tapes()), requests, {})
 
     def _with_histories(self, current: Pass, x: Tensor, weight: Tensor) -> Plan:

@@ -159,7 +159,7 @@ class Quantizer:
 
     @property
     def takes_groups(self) -> bool:
-        """Whether `encode_groups` gives rows of one group the bytes that `encode` gives them."""
+        """Whether `encode_groups` gives rows of one group the bytes of `encode`. What inherits from others may not."""
         return False
 
     def update_quantized(self, src: Tensor, dst: QuantizedTensor) -> QuantizedTensor:

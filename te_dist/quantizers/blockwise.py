@@ -40,7 +40,7 @@ class Float8BlockQuantizer(Quantizer):
 
     @property
     def takes_groups(self) -> bool:
-        return self.writes_by_format and self.block_scaling_dim == 1
+        return type(self) is Float8BlockQuantizer and self.block_scaling_dim == 1
 
 
 @dataclass
@@ -63,7 +63,7 @@ class MXFP8Quantizer(Quantizer):
 
     @property
     def takes_groups(self) -> bool:
-        return self.writes_by_format
+        return type(self) is MXFP8Quantizer
 
 
 @dataclass
@@ -113,7 +113,7 @@ class NVFP4Quantizer(AgreeingQuantizer):
 
     @property
     def takes_groups(self) -> bool:
-        return self.writes_by_format and not self.row_scaled_nvfp4
+        return type(self) is NVFP4Quantizer and not (self.with_amax_reduction or self.row_scaled_nvfp4)
 
 
 @cache

@@ -76,7 +76,9 @@ class HybridQuantizer(Quantizer):
 
     @property
     def takes_groups(self) -> bool:
-        return self.writes_by_format and self.rowwise_quantizer.takes_groups and self.columnwise_quantizer.takes_groups
+        if type(self) is not HybridQuantizer or self.columnwise_source != "original":
+            return False
+        return self.rowwise_quantizer.takes_groups and self.columnwise_quantizer.takes_groups
 
     def write(self, x: Tensor | Source, storage: QuantizedStorage) -> None:
         for direction in storage.directions:

@@ -43,7 +43,7 @@ class Float8Quantizer(Quantizer):
 
     @property
     def takes_groups(self) -> bool:
-        return type(self).write_groups is Float8Quantizer.write_groups
+        return type(self) is Float8Quantizer
 
     def write(self, x: Tensor | Source, storage: QuantizedStorage) -> None:
         if self.scale.numel() != 1:
@@ -56,11 +56,12 @@ class Float8Quantizer(Quantizer):
         planes[0].encoding.codec.encode_scaled(matrix, self.scale, planes, recorded=self.amax)
 
     def write_groups(self, x: Tensor | Source, rows: GroupedRows) -> None:
-        """Scale and amax are those of every group, (G,)."""
+        """Scale and amax have one value for every group."""
         planes = [codecs.Plane(rows.format[d], rows.stored(d)) for d in rows.format.directions]
         codec = planes[0].encoding.codec
         matrix = as_matrix(x, rows.shape)
-        codec.encode_groups_scaled(matrix, self.scale, planes, table=rows.table, recorded=self.amax)
+        scale, recorded = (None if each is None else each.view(-1) for each in (self.scale, self.amax))
+        codec.encode_groups_scaled(matrix, scale, planes, table=rows.table, recorded=recorded)
 
 
 @dataclass
@@ -87,4 +88,4 @@ class Float8CurrentScalingQuantizer(AgreeingQuantizer):
 
     @property
     def takes_groups(self) -> bool:
-        return self.writes_by_format
+        return type(self) is Float8CurrentScalingQuantizer and not self.with_amax_reduction

@@ -66,17 +66,20 @@ def test_products_are_those_of_the_quantized_operands(case: Any, rows: int) -> N
 
 
 @pytest.mark.parametrize("rows", [1, 37, 1000])
-@pytest.mark.parametrize("name", ["block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["block", "current", "delayed", "nvfp4"])
 def test_rows_that_do_not_fit_have_the_bits_of_padded_ones(
     name: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made_by, x = STATELESS[name].recipe, normal(rows, IN)
+    made_by, x = CASES[name].recipe, normal(rows, IN)
     got = step(make(), made_by, x)
     with unrecorded():
         monkeypatch.setattr(products.Plan, "takes_groups", False)
         want = step(make(), made_by, x)
     for label, a, b in zip(("y", "dx", "dw", "db"), got, want, strict=True):
-        assert_bitwise(a, b, label)
+        if name in ("current", "delayed"):  # cuBLASLt may sum in another order
+            assert relative_error(a.cpu(), b.cpu().double()) < 2e-3, label
+        else:
+            assert_bitwise(a, b, label)
 
 
 @every_recipe
@@ -112,6 +115,7 @@ def test_maps_of_a_recipe_play_what_one_of_them_recorded(
 ) -> None:
     if quantized and case is CASES["high_precision_backward"]:
         pytest.skip("its weights cannot be parameters")
+    products._shared_tapes.cache_clear()  # of other tests
     runs: list[str] = []
     for name in ("_forward", "_backward"):
         known = getattr(products, name)
@@ -129,8 +133,45 @@ def test_maps_of_a_recipe_play_what_one_of_them_recorded(
     for number, want in enumerate(wanted):
         for name, a, b in zip(("y", "dx", "dw", "db"), pass_of(number), want, strict=True):
             assert_bitwise(a, b, f"{name} of map {number}")
-    counts = {runs.count(name) for name in ("_forward", "_backward")}
-    assert max(counts) <= 2 if type(case.recipe) in recipe.UNIFORM else counts == {4}
+    assert runs == ["_forward", "_backward"] * (2 if type(case.recipe) in recipe.UNIFORM else 4)
+
+
+@pytest.mark.parametrize("name", ["block", "current", "delayed", "mxfp8", "nvfp4"])
+def test_maps_of_other_options_do_not_play_each_others_tapes(name: str) -> None:
+    made_by, x, grad = CASES[name].recipe, normal(72, IN), normal(72, OUT, seed=2)
+    main = torch.zeros(OUT, IN, device="cuda")
+
+    def pass_of(*, bias: bool, quantized: bool, frozen: str = "", **options: Any) -> list[Tensor | None]:
+        with te.quantized_model_init(enabled=quantized, recipe=made_by):
+            module = te.Linear(IN, OUT, bias=bias, device="cuda", params_dtype=torch.bfloat16, **options)
+        with torch.no_grad():
+            for number, parameter in enumerate(module.parameters()):
+                parameter.copy_(normal(*parameter.shape, seed=3 + number) / 16)
+        for parameter_name, parameter in module.named_parameters():
+            parameter.requires_grad_(parameter_name != frozen)
+        if options:
+            module.weight.main_grad = main.zero_()
+        asking = x.clone().requires_grad_(frozen != "input")
+        with te.autocast(recipe=made_by):
+            out = module(asking)
+        out.backward(grad)
+        return [out.detach(), asking.grad, *(p.grad for p in module.parameters()), main.clone() if options else None]
+
+    kinds: list[dict[str, Any]] = [
+        dict(bias=bias, quantized=quantized, frozen=frozen)
+        for bias in (False, True)
+        for quantized in (False, True)
+        for frozen in ("", "weight", "input", "bias")
+    ]
+    kinds += [dict(bias=False, quantized=value, fuse_wgrad_accumulation=True) for value in (False, True)]
+    with unrecorded():
+        wanted = [pass_of(**kind) for kind in kinds]
+    for turn in range(4):
+        for kind, want in zip(kinds, wanted, strict=True):
+            for place, (a, b) in enumerate(zip(pass_of(**kind), want, strict=True)):
+                assert (a is None) == (b is None), (kind, place)
+                if a is not None and b is not None:
+                    assert_bitwise(a, b, f"result {place} of {kind}, turn {turn}")
 
 
 @pytest.mark.parametrize("name", ["block", "current", "mxfp8"])

@@ -289,18 +289,30 @@ def test_what_an_op_refuses_it_refuses_again(kernel: CopyKernel) -> None:
     assert kernel.launches == 0
 
 
+def runs_of(counted: Counted, length: int, calls: int) -> int:
+    """How often the function runs itself in calls with tensors of one length."""
+    counted.runs = 0
+    for _ in range(calls):
+        assert counted(torch.zeros(length))[0].shape == (length,)
+    return counted.runs
+
+
 def test_what_was_recorded_last_is_kept() -> None:
     counted = Counted(lambda x: (x + 1,))
     for length in range(1, 2 * tape._MAX_TAPES):
-        for _ in range(2):
-            assert counted(torch.zeros(length))[0].shape == (length,)
+        runs_of(counted, length, 3)
     assert len(counted.tapes._tapes) == tape._MAX_TAPES
-    counted.runs = 0
-    for length in range(tape._MAX_TAPES, 2 * tape._MAX_TAPES):
-        assert counted(torch.zeros(length))[0].shape == (length,)
-    assert counted.runs == 0
-    counted(torch.zeros(1))
-    assert counted.runs == 1
+    assert all(runs_of(counted, length, 1) == 0 for length in range(tape._MAX_TAPES, 2 * tape._MAX_TAPES))
+    assert runs_of(counted, 1, 1) == 1
+
+
+def test_what_is_played_is_kept() -> None:
+    counted = Counted(lambda x: (x + 1,))
+    runs_of(counted, 1, 2)
+    for length in range(2, 5 * tape._MAX_TAPES):
+        runs_of(counted, length, 3)
+        assert runs_of(counted, 1, 1) == 0
+    assert len(counted.tapes._tapes) == tape._MAX_TAPES
 
 
 def test_what_does_not_come_again_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,26 +329,53 @@ def test_what_does_not_come_again_is_not_recorded(monkeypatch: pytest.MonkeyPatc
         counted(torch.zeros(length))
         counted(often)
     assert [len(x) for (x,) in recorded] == [1]
-    assert (len(counted.tapes._tapes), len(counted.tapes._once)) == (1, tape._MAX_TAPES)
+    assert (len(counted.tapes._tapes), len(counted.tapes._runs)) == (1, tape._MAX_TAPES)
     assert counted.runs == 3 * tape._MAX_TAPES - 2 + 2
 
 
 def test_what_is_like_what_came_again_is_recorded_the_first_time() -> None:
     counted = Counted(lambda x: (x + 1,))
-
-    def runs_of(length: int, calls: int) -> int:
-        counted.runs = 0
-        for _ in range(calls):
-            assert counted(torch.zeros(length))[0].shape == (length,)
-        return counted.runs
-
-    played = tape._LATEST // 2 + 1
-    assert [runs_of(length, 3) for length in range(1, played + 3)] == [2] * played + [1, 1]
+    runs = [runs_of(counted, length, 3) for length in range(1, 2 * tape._LATEST)]
+    assert runs == [2] * tape._LATEST + [1] * (tape._LATEST - 1)
     # As many as were played in vain end it.
-    lengths = range(100, 100 + 2 * tape._LATEST)
-    assert [runs_of(length, 1) for length in lengths] == [1] * len(lengths)
-    recorded = [runs_of(length, 1) == 0 for length in lengths]
+    lengths = range(100, 100 + 3 * tape._LATEST)
+    assert [runs_of(counted, length, 1) for length in lengths] == [1] * len(lengths)
+    recorded = [length in {shape_of(place) for place in counted.tapes._tapes} for length in lengths]
     wasted = sum(recorded)
     assert recorded == [True] * wasted + [False] * (len(lengths) - wasted)
     assert 0 < wasted < tape._LATEST
-    assert runs_of(1000, 3) == 2
+
+
+def shape_of(place: Any) -> int:
+    """The length of the one tensor, of one dimension, that a place in tapes is of."""
+    return struct.unpack("@q", place[0][-16:-8])[0]
+
+
+def test_what_comes_twice_and_never_again_is_soon_not_recorded() -> None:
+    counted = Counted(lambda x: (x + 1,))
+    for length in range(1, 4 * tape._LATEST):
+        assert runs_of(counted, length, 2) == 2
+    assert len(counted.tapes._tapes) == tape._LATEST
+    assert runs_of(counted, 1000, tape._RARELY + 5) == tape._RARELY + 1
+
+
+def test_what_cannot_be_recorded_is_not_tried_for_ever() -> None:
+    elsewhere = torch.ones(())
+    counted = Counted(lambda x: (x + elsewhere,))
+    for length in range(1, 4 * tape._LATEST):
+        runs_of(counted, length, 2)
+    assert list(counted.tapes._tapes.values()) == [None] * tape._LATEST
+
+
+def test_tensors_that_overlap_leave_others_their_tapes() -> None:
+    counted = Counted(lambda x, y: (x + y,))
+    same = torch.randn(64)
+    for _ in range(3):
+        assert torch.equal(counted(same, same)[0], same + same)
+    assert not counted.tapes._tapes
+    for _ in range(4):
+        x, y = torch.randn(2, 64)
+        x, y = x.clone(), y.clone()
+        assert torch.equal(counted(x, y)[0], x + y)
+    (made,) = counted.tapes._tapes.values()
+    assert made is not None and made.was_played

@@ -35,10 +35,15 @@ TAKERS: dict[str, q.Quantizer] = {
 
 
 class Mine(q.MXFP8Quantizer):
-    """Writes what it likes."""
+    """May do what it likes."""
 
-    def write(self, x: Any, storage: Any) -> None:
-        super().write(x * 2, storage)
+
+class MineDelayed(q.Float8Quantizer):
+    """The same."""
+
+
+class MineHybrid(q.HybridQuantizer):
+    """The same."""
 
 
 OTHERS: dict[str, q.Quantizer] = {
@@ -47,6 +52,9 @@ OTHERS: dict[str, q.Quantizer] = {
     "agreeing": q.Float8CurrentScalingQuantizer(with_amax_reduction=True),
     "plain": q.IdentityQuantizer(),
     "of others": Mine(),
+    "of others, delayed": MineDelayed(torch.ones(1), None),
+    "of others, hybrid": MineHybrid(rowwise_quantizer=q.MXFP8Quantizer(), columnwise_quantizer=q.NVFP4Quantizer()),
+    "hybrid with others": q.HybridQuantizer(rowwise_quantizer=Mine(), columnwise_quantizer=q.NVFP4Quantizer()),
     "hybrid": q.HybridQuantizer(rowwise_quantizer=q.MXFP8Quantizer(), columnwise_quantizer=q.IdentityQuantizer()),
     "of rowwise values": q.HybridQuantizer(
         rowwise_quantizer=q.MXFP8Quantizer(),
@@ -78,6 +86,16 @@ def test_one_group_has_the_bytes_of_a_padded_matrix(quantizer: q.Quantizer, rows
             got = geometry.compact(field, grouped.buffers[field.name].view(field.shape(region)), region)
             want = geometry.compact(field, whole.buffers[field.name], whole.region)
             assert_bitwise(got, want[tuple(map(slice, got.shape))].contiguous(), f"{direction.value} {field.name}")
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_scale_and_amax_of_one_group_have_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
+    x, amax = normal(37, IN), torch.zeros(shape)
+    quantizer = q.Float8Quantizer(torch.full(shape, 3.0), amax)
+    rows = quantizer.encode_groups(x, one_group(37, x.device), ROWWISE)
+    want = TAKERS["delayed"].encode_groups(x, one_group(37, x.device), ROWWISE)
+    assert_bitwise(rows.buffers["qdata"], want.buffers["qdata"], "codes")
+    assert float(amax) == float(x.abs().max())
 
 
 @pytest.mark.parametrize("quantizer", OTHERS.values(), ids=OTHERS)
@@ -121,3 +139,32 @@ def test_a_pass_gives_what_padded_rows_give(case: Any, rows: int, monkeypatch: p
     for name, got, want in zip(("y", "dx", "dw", "db"), step(x, grad), wanted, strict=True):
         assert relative_error(got, want.double()) < 1e-6, name  # fp32 sums in another order
     assert tables == [rows, rows] * plans[0].takes_groups
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_rows_that_nobody_sums_over_are_taken_as_they_are(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LinearSite, "row_multiple", lambda *_: 16)
+    for name in ("one_group", "F"):
+        monkeypatch.setattr(products, name, None)
+    torch.manual_seed(0)
+    module, x = te.Linear(IN, OUT), normal(37, IN).requires_grad_()
+    module.weight.requires_grad_(False)
+    with te.autocast(recipe=case.recipe):
+        out = module(x)
+        with torch.no_grad():
+            assert_bitwise(module(x), out, "an evaluation")
+    out.backward(normal(37, OUT, seed=2))
+    assert x.grad is not None and module.bias.grad is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(products, "F", F)
+        twin, y = te.Linear(IN, OUT), F.pad(x.detach(), (0, 0, 0, 11)).requires_grad_()
+        twin.load_state_dict(module.state_dict())
+        with te.autocast(recipe=case.recipe):
+            padded = twin(y)
+        padded.backward(F.pad(normal(37, OUT, seed=2), (0, 0, 0, 11)))
+    for name, got, want in (
+        ("y", out, padded[:37]),
+        ("dx", x.grad, y.grad[:37]),
+        ("db", module.bias.grad, twin.bias.grad),
+    ):
+        assert relative_error(got.detach(), want.detach().double()) < 1e-6, name
