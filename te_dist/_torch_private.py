@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import CodeType
 from typing import Any
 
@@ -190,6 +191,7 @@ def _is_inside(code: CodeType) -> bool:
     return frame is not None
 
 
+@cache
 def is_mutable(op: Any) -> bool:
     """Whether an op of torch (an OpOverload) writes into an argument."""
     return op._schema.is_mutable

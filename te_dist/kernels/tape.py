@@ -45,6 +45,7 @@ _QUICK = {  # the same without a look-up of overloads
     torch.ops.aten.view.default: Tensor.view,
     torch.ops.aten.view.dtype: Tensor.view,
 }
+_EMPTY = torch.ops.aten.empty.memory_format
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # without autograd, their argument itself
 
 Program = _C.cuda.Program
@@ -246,7 +247,9 @@ class _Recorder(QuickDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func.namespace != "te_dist":  # the launches of its ops are recorded
+        if func is _EMPTY and out.is_contiguous():
+            self._record_allocation(out)
+        elif func.namespace != "te_dist":  # the launches of its ops are recorded
             made = list(out) if isinstance(out, tuple | list) else [] if out is None else [out]
             known = func.namespace == "aten" and all(kind in PLAIN for kind in types)
             if known and all(isinstance(tensor, Tensor) for tensor in made):
@@ -254,6 +257,15 @@ class _Recorder(QuickDispatchMode):
             else:
                 self._is_blank = True
         return out
+
+    def _record_allocation(self, tensor: Tensor) -> None:
+        slot, address = len(self._tensors), tensor.data_ptr()
+        self._slots[id(tensor)] = slot
+        self._tensors.append(tensor)
+        self._storages.add(address)
+        self._ranges[slot] = address, address + tensor.nbytes
+        self._is_blank |= address == 0 or tensor.device != self._tensors[0].device
+        self._steps.append(_Allocation(slot, tuple(tensor.shape), tensor.stride(), tensor.dtype))
 
     def launched(self, launch: Launch) -> None:
         """Records a launch."""
@@ -321,17 +333,14 @@ class _Recorder(QuickDispatchMode):
         arguments, keywords = self._by_slot(list(args)), {name: self._by_slot(v) for name, v in kwargs.items()}
         slots = [self._slot(*each) for each in zip(made, [s not in self._storages for s in storages], strict=True)]
         self._storages.update(storages)
-        if func is torch.ops.aten.empty.memory_format and made[0].is_contiguous():
-            self._steps.append(_Allocation(slots[0], tuple(made[0].shape), made[0].stride(), made[0].dtype))
-        else:
-            self._steps.append(_Call(_QUICK.get(func, func), arguments, keywords, slots, is_mutable(func)))
+        self._steps.append(_Call(_QUICK.get(func, func), arguments, keywords, slots, is_mutable(func)))
 
     def _by_slot(self, value: Any) -> Any:
         """`value` with slots in the place of tensors."""
         if isinstance(value, Tensor):
             self._is_blank |= id(value) not in self._slots
             return _Slot(self._slots.get(id(value), 0))
-        return [self._by_slot(item) for item in value] if isinstance(value, list | tuple) else value
+        return [self._by_slot(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def _slot(self, tensor: Tensor, is_root: bool) -> int:
         """That of a tensor; a new one has a place in memory of its own unless it is a view."""
