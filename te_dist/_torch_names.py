@@ -107,6 +107,15 @@ ATTRIBUTES = (
         "a Function does not know what `torch.autograd.grad` was asked for",
     ),
     Private(
+        "torch._C._autograd._get_current_graph_task_keep_graph",
+        "whether backward may run again with what was saved, whose memory is given up early where it may not; torch "
+        "itself gives it up when a Function has returned, at the earliest",
+    ),
+    Private(
+        "torch._C._autograd._top_saved_tensors_default_hooks",
+        "whether hooks take what is saved, whose memory is theirs then; the public context managers do not say so",
+    ),
+    Private(
         "torch._C._FunctionBase._raw_saved_tensors",
         "which hook gives back what an autograd Function saved, asked for the text of an error; the public tensors do "
         "not say where they come from, and torch before `SavedTensor.unpack_hook` does not either",

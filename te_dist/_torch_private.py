@@ -160,6 +160,16 @@ def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args)
 
 
+def keeps_graph() -> bool:
+    """Whether what the backward pass that runs has saved is kept, for another one (`retain_graph`)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def has_saving_hooks() -> bool:
+    """Whether what is saved for backward now goes through hooks, see `torch.autograd.graph.saved_tensors_hooks`."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def unpacks_by_checkpoint(ctx: Any) -> bool | None:
     """Whether what an autograd Function saved is made by torch's checkpoint; None where torch does not say."""
     hooks = [getattr(each, "unpack_hook", NotImplemented) for each in getattr(ctx, "_raw_saved_tensors", ())]

@@ -72,7 +72,7 @@ TE_DIST_INLINE void load_once(const char* first, const Inside& inside, uint32_t*
 template <class Grad, class Value>
 struct Adam {
   using Element = Float32;
-  static constexpr bool kIsComputed = true, kHasSums = false, kHasRowSums = false;
+  static constexpr bool kIsComputed = true, kHasSums = false, kHasRowSums = false, kIsPaired = false;
 
   struct Params {
     void* value;

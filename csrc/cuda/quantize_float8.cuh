@@ -23,7 +23,8 @@ template <class Source, class Code, Share kRow, Share kCol, int kLoad, int kRowS
 struct QuantizeFloat8 {
   using Element = typename Source::Element;
   static constexpr int kThreads = kPanelThreads;
-  static constexpr int kBlocks = Element::kPerWord == 2 && kLoad >= 8 ? (Source::kIsComputed ? 3 : 4) : 2;
+  static constexpr bool kIsNarrow = Element::kPerWord == 2 && kLoad >= 8;
+  static constexpr int kBlocks = !kIsNarrow || Source::kIsPaired ? 2 : Source::kIsComputed ? 3 : 4;
   static constexpr bool kHasRow = kRow != Share::kAbsent, kHasCol = kCol != Share::kAbsent;
   static constexpr bool kIsTensor = kRow == Share::kTensor || kCol == Share::kTensor;
   static constexpr bool kHasSquare = kRow == Share::kSquare || kCol == Share::kSquare;
@@ -200,8 +201,7 @@ struct QuantizeFloat8 {
     }
   }
 
-  TE_DIST_DEVICE void quantize() {
-    load_patch<Source, kLoad, Panels::kIsGrouped>(p.source, place, patch);
+  TE_DIST_DEVICE void encode() {
     float by_row = 0.0f, by_col = 0.0f, recorded = 0.0f;  // multipliers of what is no run, amax of the panel
     if constexpr (kCol == Share::kRun) patch.share_col_amax(place, shared.columns);
     if constexpr (kHasSquare) {
@@ -234,13 +234,17 @@ struct QuantizeFloat8 {
   TE_DIST_INLINE void run(const Params& p, int64_t panel) {
     if (is_set(p.noop)) return;
     __shared__ Shared shared;
-    const View view = p.panels.template view<Lanes>(p.extents, panel);
-    QuantizeFloat8 self{p, view, Place::of<Lanes>(view.extents, view.phase, panel), shared, {}};
+    View view = p.panels.template view<Lanes>(walked<Source>(p.extents), panel);
+    Place place = Place::of<Lanes>(view.extents, view.phase, panel);
+    view.extents.cols = place.extents.cols = p.extents.cols;
     if constexpr (Panels::kIsGrouped) {
-      if (kIsTensor && panel == 0) self.write_group_scales();
-      if (self.place.first_row() >= view.extents.rows) return;  // there are blocks for as many panels as groups may have
+      if (kIsTensor && panel == 0) QuantizeFloat8{p, view, place, shared, {}}.write_group_scales();
+      if (place.first_row() >= view.extents.rows) return;  // there are blocks for as many panels as groups may have
     }
-    self.quantize();
+    with_patches<Source, kLoad, Panels::kIsGrouped, Lanes>(
+        p.source, place, [&](const Place& at, const Patch<Element>& patch) {
+          QuantizeFloat8{p, view, at, shared, patch}.encode();
+        });
   }
 
   // A tensor whose amax has just been found is walked backwards: its end is still in the L2 cache.

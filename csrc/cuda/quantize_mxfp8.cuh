@@ -13,7 +13,7 @@ template <class Source, class Code, Share kRow, Share kCol, int kLoad, int kStor
 struct QuantizeMxFp8 {
   using Element = typename Source::Element;
   static constexpr int kThreads = kPanelThreads;
-  static constexpr int kBlocks = Element::kPerWord == 2 && kLoad >= 8 ? 3 : 2;
+  static constexpr int kBlocks = Element::kPerWord == 2 && kLoad >= 8 && !Source::kIsPaired ? 3 : 2;
   static constexpr int kTile = 32;
 
   struct Params {
@@ -179,9 +179,8 @@ struct QuantizeMxFp8 {
     }
   }
 
-  TE_DIST_DEVICE void quantize() {
+  TE_DIST_DEVICE void encode() {
     float by_row[kPatch], by_col[kPatch];
-    load_patch<Source, kLoad, Panels::kIsGrouped>(p.source, place, patch);
     if constexpr (kCol == Share::kRun || kHasSquare) {
       share_amaxes();
       __syncthreads();
@@ -201,13 +200,17 @@ struct QuantizeMxFp8 {
   TE_DIST_INLINE void run(const Params& p, int64_t panel) {
     if (is_set(p.noop)) return;
     __shared__ Shared shared;
-    const View view = p.panels.template view<Lanes>(p.extents, panel);
-    QuantizeMxFp8 self{p, view, Place::of<Lanes>(view.extents, view.phase, panel), shared, {}};
+    View view = p.panels.template view<Lanes>(walked<Source>(p.extents), panel);
+    Place place = Place::of<Lanes>(view.extents, view.phase, panel);
+    view.extents.cols = place.extents.cols = p.extents.cols;
     // There are blocks for as many tiles of rows as groups may have; such a tile is written by columns to its end.
     constexpr int kPanels = kPanel / Lanes::kRows;
-    const int64_t first_of_tile = self.place.panel_row / kPanels * kPanel - view.phase.row;
+    const int64_t first_of_tile = place.panel_row / kPanels * kPanel - view.phase.row;
     if (Panels::kIsGrouped && first_of_tile >= view.extents.rows) return;
-    self.quantize();
+    with_patches<Source, kLoad, Panels::kIsGrouped, Lanes>(
+        p.source, place, [&](const Place& at, const Patch<Element>& patch) {
+          QuantizeMxFp8{p, view, at, shared, patch}.encode();
+        });
   }
 
   TE_DIST_INLINE void run(const Params& p) { run(p, blockIdx.x); }

@@ -71,13 +71,14 @@ def grouped_direction_amax(x: Tensor, source: str, beside: Sequence[Tensor], tab
 
 def _blocks(x: Input, table: Tensor, lanes: Lanes = SQUARE) -> int:
     """For as many panels as there may be: how many there are the device alone knows."""
-    (rows, cols), (high, wide) = x.shape, lanes.panel
+    (rows, cols), (high, wide) = x.walked, lanes.panel
     return tiles_at_most(rows, table.shape[1] - 1) * (PANEL[0] // high) * -(-cols // wide)
 
 
 def _float8(x: Input, table: Tensor, shares: tuple[str, str], *rest: object) -> Task:
     """`rest`: type, codes of both directions, values of the parameters behind the panels."""
     fp8, row_data, col_data, values = rest
+    x = x.in_pairs()
     padded_rows = 0 if col_data is None else col_data.shape[1]
     widths = (
         x.load_bytes(),
@@ -150,7 +151,7 @@ def grouped_quantize_mxfp8(
 ) -> None:
     """See te_dist.ops.grouped_quantize_mxfp8."""
     table, fp8, row_tile, row_data, row_scale, col_tile, col_data, col_scale, noop = rest
-    matrix = read(x, source, beside, sums, row_sums)
+    matrix = read(x, source, beside, sums, row_sums).in_pairs()
     if quantize.is_idle(matrix, row_data, col_data) or table.shape[1] == 1:
         return
     rows, cols = matrix.shape

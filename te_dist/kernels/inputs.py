@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from te_dist.formats.region import Pair
-from te_dist.kernels.arguments import ELEMENTS, INTEGERS, access_bytes
+from te_dist.kernels.arguments import ELEMENTS, INTEGERS, PANEL, access_bytes
 from te_dist.kernels.spec import Layout
 
 GATHERED = "gathered "  # in front of the name of a source whose rows are gathered; the index is last beside it
@@ -32,10 +32,14 @@ class Source:
     Attributes:
         template: its type, as C++.
         fields: of its `Params`, as a `Layout` has them.
+        pair: the same, whose panels of both halves of the columns are read together; None where there is none.
+        is_pair: whether this is such a one.
     """
 
     template: str
     fields: str
+    pair: Source | None = None
+    is_pair: bool = False
 
 
 class Input(NamedTuple):
@@ -64,6 +68,18 @@ class Input(NamedTuple):
         return self.tensor.element_size()
 
     @property
+    def walked(self) -> Pair:
+        """(rows, cols) that a kernel goes over, a panel at a time: half the columns where it reads pairs."""
+        rows, cols = self.shape
+        return rows, cols // 2 if self.source.is_pair else cols
+
+    def in_pairs(self, col: int = 0) -> Input:
+        """The same read in pairs, where it can be: halves are whole panels, which begin `col` before the matrix."""
+        pair = self.source.pair
+        is_whole = not col and self.numel() > 0 and self.shape[1] % (2 * PANEL[1]) == 0 and self.widest == _WIDTH
+        return self._replace(source=pair) if pair is not None and is_whole else self
+
+    @property
     def is_plain(self) -> bool:
         """Whether it lies in memory as it is, and nothing is found on the way."""
         return self.source is plain(ELEMENTS[self.tensor.dtype])
@@ -88,7 +104,9 @@ def swiglu(element: str, routing: str = "kNone") -> Source:
 @cache
 def swiglu_gradient(element: str, routing: str = "kNone") -> Source:
     """The gradient of that by gate and up; `kDifferentiated`: and by what rows are multiplied by."""
-    return Source(f"SwiGluGradient<{element}, Routing::{routing}>", f"{_ROUTED[routing]} x:P grad:P")
+    of, fields = f"SwiGluGradient<{element}, Routing::{routing}", f"{_ROUTED[routing]} x:P grad:P"
+    fits = element == "BFloat16"  # pairs of others take more registers than there are
+    return Source(f"{of}>", fields, Source(f"{of}, true>", fields, is_pair=True) if fits else None)
 
 
 @cache

@@ -80,6 +80,7 @@ def float8(
 
 def _float8(x: Input, phase: Pair, shares: tuple[str, str], *rest: object) -> Task:
     fp8, row_data, col_data, values = rest
+    x = x.in_pairs(phase[1])
     rows, cols = x.shape
     widths = (
         x.load_bytes(phase[1]),
@@ -89,7 +90,7 @@ def _float8(x: Input, phase: Pair, shares: tuple[str, str], *rest: object) -> Ta
     lanes = float8_lanes(x.source, shares)
     kernel = partial(float8, code=CODES[fp8], shares=shares, lanes=lanes)
     shape = x.shape if x.numel() else (0, 1)  # one block writes the scale of an empty matrix
-    blocks = max(1, blocks_for(shape, lanes.panel, phase))
+    blocks = max(1, blocks_for(x.walked, lanes.panel, phase))
     return Task(x, kernel, widths, (x.element_size(), 1, 1), blocks, (*shape, *phase, *values))
 
 
@@ -177,13 +178,14 @@ def mxfp8_task(x: Input, phase: Pair, fp8: str, *rest: Pair | Tensor | None) -> 
     if is_idle(x, row_data, col_data):
         return None
     phase = phase_in(MX_TILE, phase)
+    x = x.in_pairs(phase[1])
     store = access_bytes(8, pointer(row_data), pointer(col_data), x.shape[1], phase[1])
     lanes = mxfp8_lanes(x)
     widths = (x.load_bytes(phase[1]), store, scale_store_bytes(row_scale, lanes))
     shares = (share(row_tile, row_data), share(col_tile, col_data))
     kernel = partial(mxfp8, code=CODES[fp8], shares=shares, lanes=lanes)
     outputs = (*output(row_amax, row_data, row_scale), *output(col_amax, col_data, col_scale))
-    blocks = blocks_for(x.shape, lanes.panel, phase)
+    blocks = blocks_for(x.walked, lanes.panel, phase)
     values = (*x.shape, *phase, pointer(noop), *outputs)
     return Task(x, kernel, widths, (x.element_size(), 1, 1), blocks, values)
 

@@ -54,6 +54,13 @@ def _mxfp8(source: Source, widths: Widths | None = None, **constants: Any) -> It
         yield quantize.mxfp8(source, widths or whole, lanes=lanes, **constants)
 
 
+def _and_pair(source: Source) -> Iterator[Source]:
+    """It, and what reads whole halves in pairs."""
+    yield source
+    if source.pair is not None:
+        yield source.pair
+
+
 def quantizers(element: str) -> Iterator[Spec]:
     """All codecs and directions for inputs of one type."""
     source, narrow = plain(element), _BYTES[element]
@@ -89,10 +96,11 @@ def fused(element: str) -> Iterator[Spec]:
     computed = (*computed, gathered(plain(element), "int32_t"))
     routed = (swiglu(element, "kWeighted"), swiglu_gradient(element, "kDifferentiated"))
     for source in (*computed, *routed, summed(plain(element)), summed(swiglu_gradient(element))):
-        for shares in ((_RUN, _RUN), (_RUN, _ABSENT)):
-            yield quantize.float8(source, (16, 8, 16), code="E4M3", shares=shares)
-            yield quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=shares)
-        yield quantize.float8(source, (16, 8, 16), code="E4M3", shares=(_TENSOR, _TENSOR))
+        for read in _and_pair(source):
+            for shares in ((_RUN, _RUN), (_RUN, _ABSENT)):
+                yield quantize.float8(read, (16, 8, 16), code="E4M3", shares=shares)
+                yield quantize.mxfp8(read, (16, 8, 4), code="E4M3", shares=shares)
+            yield quantize.float8(read, (16, 8, 16), code="E4M3", shares=(_TENSOR, _TENSOR))
         yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_PLAIN_RULE, shares=(_RUN, _RUN))
     yield from gradients(summed(plain(element)), ONE_MATRIX)
     yield quantize.nvfp4(swiglu(element), (16, 8, 16, 8, 8), rule=_TRANSFORMED, shares=(_RUN, _RUN))
@@ -115,6 +123,13 @@ def gradients(source: Source, panels: Panels) -> Iterator[Spec]:
     yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_OF_GRADIENTS, shares=(_RUN, _RUN), panels=panels)
 
 
+def _both_ways(source: Source, code: str) -> Iterator[Spec]:
+    """Groups of rows in both directions, by what reads them once."""
+    for shares in ((_RUN, _RUN), (_TENSOR, _TENSOR)):
+        yield quantize.float8(source, (16, 8, 16), code=code, shares=shares, panels=GROUPED_ROWS)
+    yield quantize.mxfp8(source, (16, 8, 4), code=code, shares=(_RUN, _RUN), panels=GROUPED_ROWS)
+
+
 def grouped_quantizers(element: str) -> Iterator[Spec]:
     """Of groups of rows of one type, and what is computed in front of them."""
     source, wide, narrow = plain(element), (16, 8, 16), (_BYTES[element], 1, 1)
@@ -134,12 +149,14 @@ def grouped_quantizers(element: str) -> Iterator[Spec]:
     of_experts = (gathered(plain(element), "int64_t"), swiglu(element, "kWeighted"))
     computed = (swiglu(element), swiglu_gradient(element), rms_norm(element, element, "false"), *of_experts)
     for source in (*computed, summed(plain(element)), summed(swiglu_gradient(element))):
-        for shares in ((_RUN, _RUN), (_TENSOR, _TENSOR)):
-            yield quantize.float8(source, wide, code="E4M3", shares=shares, panels=GROUPED_ROWS)
-        yield quantize.mxfp8(source, (16, 8, 4), code="E4M3", shares=(_RUN, _RUN), panels=GROUPED_ROWS)
+        for read in _and_pair(source):
+            yield from _both_ways(read, "E4M3")
         yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_PLAIN_RULE, shares=(_RUN, _RUN), panels=GROUPED_ROWS)
     for source in (summed(plain(element)), of_experts[0]):
         yield from gradients(source, GROUPED_ROWS)
+    handed = swiglu_gradient(element, "kDifferentiated")  # to quantizers that read once
+    for read, code in product(_and_pair(handed), _CODES):
+        yield from _both_ways(read, code)
     for source in (swiglu(element), *of_experts):
         yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_TRANSFORMED, shares=(_RUN, _RUN), panels=GROUPED_ROWS)
         yield quantize.direction_amaxes(source, (16,), transforms="true", panels=GROUPED_ROWS)

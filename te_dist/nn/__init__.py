@@ -1,7 +1,7 @@
 """Modules that multiply in the formats of a recipe."""
 
+from te_dist.nn.group_tables import GroupTable, group_table
 from te_dist.nn.grouped_linear import GroupedLinear
-from te_dist.nn.grouped_products import GroupTable, group_table
 from te_dist.nn.layernorm_linear import LayerNormLinear
 from te_dist.nn.layernorm_mlp import LayerNormMLP
 from te_dist.nn.linear import Linear

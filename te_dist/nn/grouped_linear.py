@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor, Shard
 from te_dist.fsdp2.check import not_gathered
 from te_dist.nn import rehearsal, splits
 from te_dist.nn.buffers import check_buffer
+from te_dist.nn.group_tables import GroupTable, group_table
 from te_dist.nn.grouped_loading import take_either
 from te_dist.nn.grouped_options import GroupedLinearOptions, check, local_sizes
-from te_dist.nn.grouped_products import Given, GroupTable, group_table
+from te_dist.nn.grouped_products import Given
 from te_dist.nn.grouped_site import PLAIN, GroupedSite
 from te_dist.nn.grouped_weights import apart, packed
 from te_dist.nn.left_gradients import LeftGradients

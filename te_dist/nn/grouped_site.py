@@ -6,7 +6,7 @@ from ast import literal_eval
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from math import lcm
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from te_dist.kernels.runtime import target_of
 from te_dist.kernels.tape import Tapes
 from te_dist.nn import grouped_traced, lost_recipes
 from te_dist.nn.grouped_cache import WeightCache
-from te_dist.nn.grouped_products import Given, grouped_linear
+from te_dist.nn.grouped_products import Around, Given, differentiable, grouped_linear, reads_weights
 from te_dist.nn.grouped_weights import OneBuffer
 from te_dist.nn.products import MAX_SHARED, Plan, plan_by
 from te_dist.nn.site import Answers, LinearSite, answers_of, check_features, check_reduced, described, quantizer_of
@@ -67,9 +67,8 @@ class GroupedSite(LinearSite):
         weights: Sequence[Tensor],
         *,
         given: Given,
-        biases: Sequence[Tensor] = (),
-        beside: Sequence[Tensor] = (),
-    ) -> Tensor:
+        **around: Unpack[Around],
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """(T, N) in the dtype of `x`, see `grouped_products.grouped_linear`; `given.plan` is replaced by the recipe's.
 
         Inside of `autocast` all three products are computed by its recipe; a quantized weight is used in its own
@@ -83,25 +82,26 @@ class GroupedSite(LinearSite):
         if self.made_quantized and not isinstance(weights[0], QuantizedTensor):
             check_gathered(weights[0])
         if torch.compiler.is_compiling():
-            return self._in_graph(x, weights, given=given, biases=biases, beside=beside)
-        return self._eager(x, weights, given=given, biases=biases, beside=beside)
+            return self._in_graph(x, weights, given=given, **around)
+        return self._eager(x, weights, given=given, **around)
 
     def _in_graph(
-        self, x: Tensor, weights: Sequence[Tensor], *, given: Given, biases: Sequence[Tensor], beside: Sequence[Tensor]
-    ) -> Tensor:
+        self, x: Tensor, weights: Sequence[Tensor], *, given: Given, **around: Unpack[Around]
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """As `_eager`, see [Note: Compiled linear maps]."""
         name = current_autocast().name
         trains = self.training or torch.is_grad_enabled()
         if not name and trains:
             lost_recipes.refuse_again(self.place)
         front = grouped_traced.PLAIN if given.front is None else given.front.name
-        asked = given.epilogue, given.out, given.dgrad_out, given.later, given.is_first, given.skip
+        asked = given.epilogue, given.hands_to, given.out, given.dgrad_out, given.later, given.is_first, given.skip
         is_plain = not isinstance(x, QuantizedTensor) and front in grouped_traced.FRONTS
         plan = None
         if is_plain and not self.fuses_wgrad and all([value is None for value in asked]):
             plan = _traced_plan(name, self.place, x.dtype, weights[0].device, trains)
         if plan is None:
-            return self._outside_of_graphs(x, weights, given=given, biases=biases, beside=beside)
+            return self._outside_of_graphs(x, weights, given=given, **around)
+        biases, beside = around.get("biases", ()), around.get("beside", ())
         differentiates = torch.is_grad_enabled()
         saves = differentiates and any([weight.requires_grad for weight in weights])
         reads = differentiates and any([tensor.requires_grad for tensor in (x, *beside)])
@@ -113,15 +113,15 @@ class GroupedSite(LinearSite):
         "microbatches, buffers of the caller or a quantized input. Leave these out, or fullgraph=True"
     )
     def _outside_of_graphs(
-        self, x: Tensor, weights: Sequence[Tensor], *, given: Given, biases: Sequence[Tensor], beside: Sequence[Tensor]
-    ) -> Tensor:
-        out = self._eager(x, weights, given=given, biases=biases, beside=beside)
-        lost_recipes.outside_of_graph(self.place, out, trains=self.training)
+        self, x: Tensor, weights: Sequence[Tensor], *, given: Given, **around: Unpack[Around]
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        out = self._eager(x, weights, given=given, **around)
+        lost_recipes.outside_of_graph(self.place, differentiable(out), trains=self.training)
         return out
 
     def _eager(
-        self, x: Tensor, weights: Sequence[Tensor], *, given: Given, biases: Sequence[Tensor], beside: Sequence[Tensor]
-    ) -> Tensor:
+        self, x: Tensor, weights: Sequence[Tensor], *, given: Given, **around: Unpack[Around]
+    ) -> Tensor | tuple[Tensor, Tensor]:
         is_one = self.one_buffer is not None and self.one_buffer.holds(weights)
         if not is_one:
             self._check_weights(weights)
@@ -131,20 +131,20 @@ class GroupedSite(LinearSite):
         plan = self.plan(x, trained)
         if plan is None:
             given = self._outside(x, weights, given=given)
-            return grouped_linear(x, weights, given=given, biases=biases, beside=beside)
+            return grouped_linear(x, weights, given=given, **around)
         given = given._replace(plan=plan, cached=self.one_buffer.storage if is_one else None)
         if given.skip is not None:
-            return self._by_flag(x, weights, given=given, biases=biases, beside=beside)
+            return self._by_flag(x, weights, given=given, **around)
         if given.is_first is not None and not isinstance(weights[0], QuantizedTensor):
             given = given._replace(cached=self.kept.by_host(weights, plan.weight, is_first=given.is_first))
         try:
-            out = grouped_linear(x, weights, given=given, biases=biases, beside=beside)
+            out = grouped_linear(x, weights, given=given, **around)
         except NotImplementedError as error:
             if isinstance(first, QuantizedTensor) and first.format != plan.weight.declare(first.dtype):
                 raise self._of_another_recipe(first, error) from error
             raise
-        if is_one and (x.requires_grad or any(tensor.requires_grad for tensor in beside)):
-            self.one_buffer.guard(out, weights, self._label)
+        if is_one and reads_weights(x, **around):
+            self.one_buffer.guard(differentiable(out), weights, self._label)
         return out
 
     def _of_another_recipe(self, weight: QuantizedTensor, error: NotImplementedError) -> NotImplementedError:
@@ -155,15 +155,15 @@ class GroupedSite(LinearSite):
         )
 
     def _by_flag(
-        self, x: Tensor, weights: Sequence[Tensor], *, given: Given, biases: Sequence[Tensor], beside: Sequence[Tensor]
-    ) -> Tensor:
+        self, x: Tensor, weights: Sequence[Tensor], *, given: Given, **around: Unpack[Around]
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """As `_eager`, see [Note: Weights kept by a flag]."""
         if isinstance(weights[0], QuantizedTensor) or given.is_first is not None:
             why = "the weights are quantized already" if given.is_first is None else "is_first_microbatch says it too"
             raise ValueError(f"{self._label}: skip_weight_quantization: {why}; leave skip_weight_quantization out")
         flagged = self.kept.by_flag(weights, given.plan.weight, given.skip)
-        out = grouped_linear(x, weights, given=given._replace(cached=flagged.stack), biases=biases, beside=beside)
-        flagged.guard(out)
+        out = grouped_linear(x, weights, given=given._replace(cached=flagged.stack), **around)
+        flagged.guard(differentiable(out))
         return out
 
     def prepare(self, recipe: Recipe, device: torch.device) -> Answers:

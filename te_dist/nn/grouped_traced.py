@@ -18,7 +18,8 @@ from te_dist.grouped import OPS as OF_GROUPS
 from te_dist.grouped import GroupedStorage, GroupedTensor
 from te_dist.nn import grouped_products as products
 from te_dist.nn import lost_recipes
-from te_dist.nn.grouped_products import SWIGLU, WEIGHTED_SWIGLU, Given
+from te_dist.nn.group_fronts import SWIGLU, WEIGHTED_SWIGLU
+from te_dist.nn.grouped_products import Given
 from te_dist.nn.grouped_weights import as_one, shape_of
 from te_dist.nn.products import Plan, Saved
 from te_dist.nn.traced import check_columns
@@ -159,12 +160,12 @@ def _place(x: Tensor, table: Tensor, how: How) -> tuple[Any, ...]:
 
 def _forward(x: Tensor, weights: list[Tensor], biases: list[Tensor], beside: list[Tensor], *rest: Any) -> list[Tensor]:
     table, kind, how = rest[0], rest[1], How(*rest[2:])
-    counts = products.Counts(how.num_weights, how.num_biases, how.saves_input)
+    counts = products.Counts(how.num_weights, how.num_biases, len(beside), how.saves_input)
     whole = _weights(weights, kind)
     if how.reads_columns:
         check_columns(whole[0])  # all are of one kind
     lost_recipes.forward(how.plan, records=how.saves_input or how.reads_columns)
-    operands = as_one(whole), as_one(biases), beside
+    operands = as_one(whole), as_one(biases), beside, ()
     tensors, saved = products.taped_forward(x, operands, counts, given=how.given(table))
     _saved[_place(x, table, how)] = saved
     return list(tensors)

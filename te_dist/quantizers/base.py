@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, ClassVar, Literal, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,10 @@ class Quantizer:
     Attributes:
         rowwise: whether `quantize` writes the rowwise direction.
         columnwise: whether it writes the columnwise one.
+        reads_groups_once: whether `encode_groups` reads its input in one pass, where that may as well be computed.
     """
+
+    reads_groups_once: ClassVar[bool] = False
 
     rowwise: bool = field(default=True, kw_only=True)
     columnwise: bool = field(default=True, kw_only=True)

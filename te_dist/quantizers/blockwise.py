@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -25,6 +25,8 @@ class Float8BlockQuantizer(Quantizer):
         amax_epsilon: lower bound of every amax.
         block_scaling_dim: 1 for runs along the contraction, 2 for squares.
     """
+
+    reads_groups_once: ClassVar[bool] = True
 
     fp8_dtype: Fp8Type = torch.float8_e4m3fn
     force_pow_2_scales: bool = field(default=True, kw_only=True)
@@ -51,6 +53,8 @@ class MXFP8Quantizer(Quantizer):
         fp8_dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
         with_2d_quantization: squares instead of runs.
     """
+
+    reads_groups_once: ClassVar[bool] = True
 
     fp8_dtype: Fp8Type = torch.float8_e4m3fn
     with_2d_quantization: bool = field(default=False, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ class Float8Quantizer(Quantizer):
         amax: f32, one element, raised to the largest magnitude of what is quantized; None to leave that unrecorded.
         fp8_dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
     """
+
+    reads_groups_once: ClassVar[bool] = True
 
     scale: Tensor
     amax: Tensor | None

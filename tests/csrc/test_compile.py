@@ -48,7 +48,7 @@ ALLOWED_SPILLS = {
         r"QuantizeFloat8": 8,
         r"QuantizeFloat8<Adam": 120,
         r"QuantizeFloat8<(RmsNorm|(Summed<)?SwiGlu)": 48,
-        r"QuantizeFloat8<.*kDifferentiated": 80,
+        r"QuantizeFloat8<.*kDifferentiated>": 136,
         r"QuantizeMxFp8": 16,
         r"QuantizeMxFp8<(RmsNorm|(Summed<)?SwiGlu)": 112,
         r"QuantizeMxFp8<Summed<\w+<Float16": 304,

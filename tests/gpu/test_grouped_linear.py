@@ -12,7 +12,8 @@ from torch import Tensor
 import te_dist as te
 from te_dist import recipe
 from te_dist.nn import group_table, grouped_products, grouped_site, products
-from te_dist.nn.grouped_products import WEIGHTED_SWIGLU, Given
+from te_dist.nn.group_fronts import WEIGHTED_SWIGLU
+from te_dist.nn.grouped_products import Given
 from te_dist.recipe import Recipe
 from te_dist.testing import assert_bitwise
 from tests.gpu.twins import unrecorded

@@ -24,8 +24,8 @@ BF16 = torch.bfloat16
 # Whole panels and ragged ones, halves that end inside of eight columns, single rows and columns, nothing; elements
 # between the start of every storage and its tensor.
 PLACES = [((256, 512), 0), ((140, 264), 0), ((130, 36), 0), ((1, 514), 1), ((260, 2), 3), ((0, 128), 0), ((128, 0), 0)]
-FEW = [((256, 512), 0), ((140, 70), 0), ((130, 36), 1)]
-MATRICES = [*((*place, BF16) for place in FEW), *((*FEW[1], dtype) for dtype in DTYPES if dtype != BF16)]
+FEW = [((256, 512), 0), ((140, 256), 0), ((140, 70), 0), ((130, 36), 1)]
+MATRICES = [*((*place, BF16) for place in FEW), *((*FEW[2], dtype) for dtype in DTYPES if dtype != BF16)]
 
 
 def placed(case: Case, shift: int) -> Case:

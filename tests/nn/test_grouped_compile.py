@@ -9,7 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 import te_dist as te
 from te_dist import recipe
-from te_dist.nn.grouped_products import WEIGHTED_SWIGLU, Given, group_table
+from te_dist.nn.group_fronts import WEIGHTED_SWIGLU
+from te_dist.nn.group_tables import group_table
+from te_dist.nn.grouped_products import Given
 from te_dist.nn.grouped_site import PLAIN
 from te_dist.recipe import Recipe
 from te_dist.testing import assert_bitwise

@@ -17,7 +17,9 @@ from te_dist.formats import Direction
 from te_dist.fsdp2 import GroupedParameter
 from te_dist.grouped import GroupedStorage
 from te_dist.kernels import grouped_gemm
-from te_dist.nn.grouped_products import SWIGLU, WEIGHTED_SWIGLU, Given, group_table
+from te_dist.nn.group_fronts import SWIGLU, WEIGHTED_SWIGLU
+from te_dist.nn.group_tables import group_table
+from te_dist.nn.grouped_products import Given
 from te_dist.nn.grouped_weights import as_one, in_one_piece
 from te_dist.recipe import Recipe
 from te_dist.tensor import QuantizedTensor

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from te_dist.nn import group_table
-from te_dist.nn.grouped_products import SWIGLU, WEIGHTED_SWIGLU, Given, GroupFront
+from te_dist.nn.group_fronts import SWIGLU, WEIGHTED_SWIGLU, GroupFront
+from te_dist.nn.grouped_products import Given
 from te_dist.testing import assert_bitwise
 from tests.nn.test_grouped_linear import COMPUTED, IN, OUT, inside, make, normal
 

@@ -58,6 +58,16 @@ struct Place {
     return place;
   }
 
+  // The same in the panel that lies so many columns to the right.
+  template <class Lanes = SquareLanes>
+  TE_DIST_DEVICE Place moved(int64_t columns) const {
+    Place place = *this;
+    place.panel_col += columns / Lanes::kCols;
+    place.col += columns;
+    place.cols = Inside::of(place.col, kPatch, extents.cols);
+    return place;
+  }
+
   TE_DIST_DEVICE int64_t first_row() const { return row - local_row; }
   TE_DIST_DEVICE int64_t first_col() const { return col - local_col; }
 };

@@ -3,7 +3,8 @@
 //
 // A source is a type with an Element, with Params, and with a Reader<kWidth> that goes down the rows of eight columns.
 // kWidth: bytes that every address is a multiple of. kIsComputed: it takes registers for more than the elements.
-// kHasSums, kHasRowSums: columns, or rows, are summed on the way, over panels of kPanel rows, or columns.
+// kHasSums, kHasRowSums: columns, or rows, are summed on the way, over panels of kPanel rows, or columns. kIsPaired: panels
+// of the left half are read with those as far in the right half, of columns that are whole panels.
 #pragma once
 
 #include "../../numerics/activation.h"
@@ -54,7 +55,7 @@ struct Column {
 template <class Element_>
 struct Plain {
   using Element = Element_;
-  static constexpr bool kIsComputed = false, kHasSums = false, kHasRowSums = false;
+  static constexpr bool kIsComputed = false, kHasSums = false, kHasRowSums = false, kIsPaired = false;
 
   struct Params {
     const void* x;
@@ -106,7 +107,7 @@ struct Routed<Routing::kDifferentiated> : Routed<Routing::kWeighted> {
 template <class Element_, Routing kRouting>
 struct SwiGlu {
   using Element = Element_;
-  static constexpr bool kIsComputed = true, kHasSums = false, kHasRowSums = false;
+  static constexpr bool kIsComputed = true, kHasSums = false, kHasRowSums = false, kIsPaired = false;
 
   struct Params : Routed<kRouting> {
     const void* x;
@@ -143,10 +144,12 @@ struct SwiGlu {
 
 // The gradient of swiglu by x (rows, cols), from grad (rows, cols / 2). What is found of the probabilities' is the sum of
 // grad * swiglu over each panel of columns: from left to right over 8 columns; 16 such sums are folded in halves.
-template <class Element_, Routing kRouting>
+// kIsPaired_: gates and ups of the same columns are read together, which computes the sigmoid once, not twice.
+template <class Element_, Routing kRouting, bool kIsPaired_ = false>
 struct SwiGluGradient {
   using Element = Element_;
   static constexpr bool kIsComputed = true, kHasSums = false, kHasRowSums = kRouting == Routing::kDifferentiated;
+  static constexpr bool kIsPaired = kIsPaired_;
 
   struct Params : Routed<kRouting> {
     const void* x;
@@ -209,6 +212,39 @@ struct SwiGluGradient {
       row += kRows;
     }
 
+    // Those by the gates, and those by the ups of the same columns; of a few rows at a time, for which there are registers.
+    template <int kRows>
+    TE_DIST_DEVICE void read(const Inside& rows, Octet<Element> (&by_gate)[kRows], Octet<Element> (&by_up)[kRows]) {
+      constexpr int kStep = 4;
+      const Inside all{0, kPatch};
+      auto grad = Column<Element, kWidth>::of(p.grad, half, row, col, all);
+      auto gate = Column<Element, kWidth>::of(p.x, extents, row, col, all);
+      auto up = Column<Element, kWidth>::of(p.x, extents, row, half.cols + col, all);
+      float weights[kRows];
+      p.weights(row, rows, weights);
+#pragma unroll
+      for (int first = 0; first < kRows; first += kStep) {
+        Octet<Element> g[kStep], x[kStep], y[kStep];
+        const Inside inside{rows.begin - first, rows.end - first};
+        grad.read(inside, g);
+        gate.read(inside, x);
+        up.read(inside, y);
+#pragma unroll
+        for (int k = 0; k < kStep; ++k) {
+          const int i = first + k;
+          if constexpr (kHasRowSums) sums[i] = sum_of_products(g[k], x[k], y[k]);
+          store_values<Element>(by_gate[i], [&](int w, int h) {
+            return swiglu_gradient_of_gate(Element::value(g[k][w], h) * weights[i], Element::value(x[k][w], h),
+                                           Element::value(y[k][w], h));
+          });
+          store_values<Element>(by_up[i], [&](int w, int h) {
+            return swiglu_gradient_of_up(Element::value(g[k][w], h) * weights[i], Element::value(x[k][w], h));
+          });
+        }
+      }
+      row += kRows;
+    }
+
     // Of the eight rows read last; the lanes of a warp have read 16 rows of a panel, as `SquareLanes` says.
     TE_DIST_DEVICE void write_row_sums() {
       using Rows = SharedOut<16, 8, 4, 2>;
@@ -243,7 +279,7 @@ struct SwiGluGradient {
 template <class Element_, class Gamma, bool kZeroCentered>
 struct RmsNorm {
   using Element = Element_;
-  static constexpr bool kIsComputed = true, kHasSums = false, kHasRowSums = false;
+  static constexpr bool kIsComputed = true, kHasSums = false, kHasRowSums = false, kIsPaired = false;
 
   struct Params {
     const void* x;
@@ -290,7 +326,7 @@ struct RmsNorm {
 template <class Source, class Index>
 struct Gathered {
   using Element = typename Source::Element;
-  static constexpr bool kIsComputed = true, kHasSums = false, kHasRowSums = false;
+  static constexpr bool kIsComputed = true, kHasSums = false, kHasRowSums = false, kIsPaired = false;
 
   struct Params {
     typename Source::Params source;
@@ -341,6 +377,7 @@ template <class Source>
 struct Summed {
   using Element = typename Source::Element;
   static constexpr bool kIsComputed = Source::kIsComputed, kHasSums = true, kHasRowSums = Source::kHasRowSums;
+  static constexpr bool kIsPaired = false;
 
   struct Params {
     typename Source::Params source;
@@ -393,6 +430,32 @@ TE_DIST_INLINE void load_patch(const typename Source::Params& p, const Place& pl
   if constexpr (Source::kHasRowSums) reader.write_row_sums();
   if constexpr (kIsPadded && Source::kIsComputed) patch.keep_rows(place.rows);
   if constexpr (Source::kHasSums) Source::sum(p, place, patch);
+}
+
+// What is walked over, a panel at a time.
+template <class Source>
+TE_DIST_INLINE Extents walked(const Extents& extents) {
+  return {extents.rows, Source::kIsPaired ? extents.cols / 2 : extents.cols};
+}
+
+// Calls `use` with a place and the patch there: the one that is read, or one after the other of a pair, both read before.
+template <class Source, int kWidth, bool kIsPadded, class Lanes, class Use>
+TE_DIST_INLINE void with_patches(const typename Source::Params& p, const Place& place, const Use& use) {
+  Patch<typename Source::Element> patch;
+  if constexpr (Source::kIsPaired) {
+    const Place beside = place.template moved<Lanes>(place.extents.cols / 2);
+    Patch<typename Source::Element> right;
+    typename Source::template Reader<kWidth> reader(p, place.extents, place.row, place.col, place.cols);
+    reader.read(place.rows, patch.words, right.words);
+    if constexpr (Source::kHasRowSums) reader.write_row_sums();
+    if constexpr (kIsPadded) patch.keep_rows(place.rows), right.keep_rows(place.rows);
+    use(place, patch);
+    __syncthreads();  // what threads share has been read
+    use(beside, right);
+  } else {
+    load_patch<Source, kWidth, kIsPadded>(p, place, patch);
+    use(place, patch);
+  }
 }
 
 }  // namespace te_dist::cuda

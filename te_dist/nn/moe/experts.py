@@ -12,8 +12,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from te_dist.context import current_autocast
 from te_dist.nn import activations, rehearsal
+from te_dist.nn.group_fronts import WEIGHTED_SWIGLU, GroupEpilogue, GroupFront
+from te_dist.nn.group_tables import group_table
 from te_dist.nn.grouped_linear import GroupedLinear
-from te_dist.nn.grouped_products import WEIGHTED_SWIGLU, Given, GroupEpilogue, GroupFront, group_table
+from te_dist.nn.grouped_products import Given
 from te_dist.nn.grouped_site import NO_HISTORIES, PLAIN, GroupedSite
 from te_dist.nn.module import QuantizedModule
 from te_dist.nn.moe.dispatch import Arrived
@@ -26,15 +28,13 @@ from te_dist.quantizers import Quantizer
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
-
-def _gradients_of_gathered(
-    x: Tensor, index: Tensor, positions: Tensor, product: Tensor, table: Tensor
-) -> tuple[Tensor, ...]:
-    return gather_sum(product, positions), index, positions  # whole numbers have no gradient: autograd reads the first
-
-
 # Rows of the input by their numbers, gathered on the way into the quantizer; beside: `Permutation.index`, `.positions`.
-GATHERED = GroupFront("gathered", lambda x, index, positions: Gathered(x, index), _gradients_of_gathered)
+GATHERED = GroupFront(
+    "gathered",
+    source=lambda x, index, positions: Gathered(x, index),
+    gradient=lambda grad, x, index, positions: gather_sum(grad, positions),
+    of_beside=lambda found, index, positions: (),
+)
 # Copies of a row are summed, and gradients of sums gathered on the way into the quantizer; behind: the same two.
 SUMMED = GroupEpilogue(
     "summed", lambda rows, index, positions: gather_sum(rows, positions), lambda grad, index, _: Gathered(grad, index)
@@ -55,8 +55,8 @@ class GroupedMLP(nn.Module):
     """Experts, each `fc2(probability * silu(gate) * up)`, gates and ups by `fc1`, for rows sorted by expert, and sums.
 
     Rows are gathered on the way into `fc1`, and gradients of sums of rows on their way back into `fc2`. SwiGLU and the
-    probability are computed in fp32 on the way into the quantizer of `fc2`, rounded once; their
-    gradients are found in one pass. No host reads how many rows an expert has.
+    probability are computed in fp32 on the way into the quantizer of `fc2`, rounded once; their gradients on the way
+    back into that of `fc1`. No host reads how many rows an expert has.
 
     The two maps are parts of one computation: hooks on `fc1` or `fc2` never run, and FSDP2 wraps the whole.
 
@@ -158,13 +158,14 @@ def multiply(maps: tuple[tuple[GroupedSite, Tensor], ...], rows: Tensor, arrived
     rows = autocast_of_torch(rows)
     index, _, positions, _ = arrived.by_expert
     (fc1, first), (fc2, second) = maps
+    weighed, handing = [arrived.probabilities], given._replace(hands_to=WEIGHTED_SWIGLU)
     if isinstance(rows, QuantizedTensor):
-        hidden = fc1(rows, [first], given=given)
+        hidden, values = fc1(rows, [first], behind=weighed, given=handing)
     else:
-        gathered = given._replace(front=GATHERED)
-        hidden = fc1(rows.contiguous(), [first], beside=[index, positions], given=gathered)
-    weighted = given._replace(front=WEIGHTED_SWIGLU, epilogue=SUMMED, behind=(index, positions))
-    return fc2(hidden, [second], beside=[arrived.probabilities], given=weighted)
+        gathered = handing._replace(front=GATHERED)
+        hidden, values = fc1(rows.contiguous(), [first], beside=[index, positions], behind=weighed, given=gathered)
+    summed = given._replace(front=WEIGHTED_SWIGLU.handed(), epilogue=SUMMED)
+    return fc2(hidden, [second], beside=weighed, behind=[index, positions], values=values, given=summed)
 
 
 def _weight_of(fc: GroupedLinear) -> Tensor:

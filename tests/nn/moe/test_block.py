@@ -13,7 +13,7 @@ from torch import Tensor
 import te_dist as te
 from te_dist import recipe
 from te_dist.kernels.runtime import recording
-from te_dist.nn.grouped_products import GroupEpilogue
+from te_dist.nn.group_fronts import GroupEpilogue
 from te_dist.nn.moe import ExpertParallel, MoE, Routing, SwiGluMLP, experts, unpermute
 from te_dist.nn.moe.dispatch import Arrived
 from te_dist.recipe import Recipe

@@ -1,0 +1,94 @@
+"""What linear maps of rows in groups compute on the way: of their input, before it is quantized, and of their output.
+
+[Note: Fronts of the map behind]
+What a map's front computes has its gradient found in that map's backward pass, and written, for the map in front to
+read and quantize. Where the map in front is told of it (`Given.hands_to`), its own backward pass finds that gradient on
+the way into its quantizer instead, and nothing is written between. It returns two tensors then: the rows, which the map
+behind reads and which have no gradient; and one that stands for the values the front makes of them, to which the map
+behind returns the gradient of its input (`values` of `grouped_linear`). Nobody reads that one: it has the shape of
+those values, and memory of the rows. Bits are the same, since a quantizer does with a source what it does with values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_dist import ops
+from te_dist.ops.evaluate import values
+from te_dist.ops.panel_sums import column_sums
+from te_dist.ops.source import Source, SwiGlu, SwiGluGradient, row_sums_shape
+
+
+class GroupFront(NamedTuple):
+    """What is computed of an input on its way into the quantizer of groups.
+
+    Attributes:
+        name: two fronts of one name are one.
+        source: of the input and the tensors beside it, of as many rows as there are in groups.
+        gradient: of the gradient of the source's values and the same tensors: that of the input, as it is, or as a
+            source of as many rows. None where the map in front finds it, see [Note: Fronts of the map behind].
+        of_beside: of that, a source once it was read, and the tensors beside: the gradients of these. Of rows behind
+            the last group they hold anything; of whole numbers autograd reads none.
+    """
+
+    name: Hashable
+    source: Callable[..., Source]
+    gradient: Callable[..., Tensor | Source] | None
+    of_beside: Callable[..., tuple[Tensor, ...]]
+
+    def handed(self) -> GroupFront:
+        """The same for a map that has handed its gradient to the one in front."""
+        return self._replace(name=("handed", self.name), gradient=None)
+
+    def gradients(self, grad: Tensor, x: Tensor, *beside: Tensor, table: Tensor) -> tuple[Tensor, ...]:
+        """By the input and each tensor beside it; rows behind the last group of `table` are zeros, whatever `x` holds.
+
+        Args:
+            grad: of the values.
+        """
+        assert self.gradient is not None
+        found = self.gradient(grad, x, *beside)
+        if isinstance(found, Tensor):
+            return found, *self.of_beside(found, *beside)
+        gradients = values(found), *self.of_beside(found, *beside)
+        for gradient in gradients:
+            clear_rest(gradient, table)
+        return gradients
+
+
+class GroupEpilogue(NamedTuple):
+    """What is made of the rows of the output, before anybody sees them. It is linear in them.
+
+    Attributes:
+        name: two of one name are one.
+        apply: of the rows and the tensors behind the product, which have no gradients.
+        gradient: of the gradient of what was made and the same tensors, that of the rows, as a source of as many.
+    """
+
+    name: Hashable
+    apply: Callable[..., Tensor]
+    gradient: Callable[..., Source]
+
+
+def clear_rest(rows: Tensor, table: Tensor) -> None:
+    """Writes zeros behind the last group: of what was computed with anything that lay there, which may be NaN."""
+    ops.clear_rest(rows.view(rows.shape[0], -1), table=table)
+
+
+def _of_swiglu(grad: Tensor, x: Tensor) -> Source:
+    return SwiGluGradient(x, grad)
+
+
+def _of_weighted_swiglu(grad: Tensor, x: Tensor, probability: Tensor) -> Source:
+    row_sums = torch.empty(row_sums_shape(grad), dtype=torch.float32, device=grad.device)
+    return SwiGluGradient(x, grad, probability, row_sums)
+
+
+SWIGLU = GroupFront("swiglu", SwiGlu, _of_swiglu, lambda _: ())
+WEIGHTED_SWIGLU = GroupFront(  # beside: f32 (T,), see `SwiGlu`
+    "weighted_swiglu", SwiGlu, _of_weighted_swiglu, lambda source, _: (column_sums(source.row_sums),)
+)
