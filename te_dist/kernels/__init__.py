@@ -37,6 +37,7 @@ from te_dist.kernels.quantize import (
     quantize_mxfp8,
     quantize_nvfp4,
 )
+from te_dist.kernels.sorting import sort_by_expert, top_k
 
 __all__ = [
     "CompilerError",
@@ -76,6 +77,8 @@ __all__ = [
     "quantize_mxfp8",
     "quantize_nvfp4",
     "rms_rstd",
+    "sort_by_expert",
     "tile_amax",
+    "top_k",
     "transpose",
 ]

@@ -23,6 +23,7 @@ from te_dist.kernels import (
     grouped_whole,
     movement,
     quantize,
+    sorting,
 )
 from te_dist.kernels.gemm_decoded import WIDTHS, decoded
 from te_dist.kernels.gemm_decoded import source as coded
@@ -300,6 +301,7 @@ def movers() -> Iterator[Spec]:
     yield from (grouped_gemm.find_groups(kind, are_sizes=f) for kind in ("int32_t", "int64_t") for f in (False, True))
     yield grouped_quantize.SUMS
     yield from map(grouped_gemm.rest, (16, 4, 2))
+    yield from (sorting.count(4), sorting.BEFORE, sorting.place(4), sorting.TOP_K)
 
 
 def variants(*elements: str) -> list[Spec]:

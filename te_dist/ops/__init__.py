@@ -39,7 +39,9 @@ from te_dist.ops.quantize_float8_tensor import quantize_float8_tensor
 from te_dist.ops.quantize_mxfp8 import quantize_mxfp8
 from te_dist.ops.quantize_nvfp4 import quantize_nvfp4
 from te_dist.ops.rms_rstd import rms_rstd
+from te_dist.ops.sort_by_expert import sort_by_expert
 from te_dist.ops.tile_amax import tile_amax
+from te_dist.ops.top_k import top_k
 from te_dist.ops.transpose import transpose
 
 __all__ = [
@@ -79,6 +81,8 @@ __all__ = [
     "quantize_mxfp8",
     "quantize_nvfp4",
     "rms_rstd",
+    "sort_by_expert",
     "tile_amax",
+    "top_k",
     "transpose",
 ]

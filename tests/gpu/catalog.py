@@ -16,11 +16,13 @@ from te_dist.formats import WHOLE
 from te_dist.ops._checks import grid_shape
 from te_dist.ops.gemm_decoded import Coded
 from te_dist.ops.quantize_float8_current import WORKSPACE
+from te_dist.ops.sort_by_expert import workspace_shape
 from te_dist.ops.source import Gathered, Source, sums_shape
 from tests.codecs.kernel_inputs import matrix, scale_view
 from tests.ops import grouped_quantize
 from tests.ops.grouped_decoded import DecodedOperand
 from tests.ops.groups import RUN, SQUARE, Operand, group_ends, table_of
+from tests.ops.sorting import experts_of, scores, sorted_outputs
 from tests.ops.sources import cases, sums_of, with_sums
 from tests.ops.whole_groups import HALVES, KINDS, padded
 
@@ -98,6 +100,7 @@ def calls() -> Iterator[Call]:
     yield from fp4_quantizers()
     yield from sources()
     yield from gathers()
+    yield from sorts()
     yield from dequantizers()
     yield from movers()
     yield from products_of_blocks()
@@ -206,6 +209,19 @@ def sources() -> Iterator[Call]:
             rule = dict(phase=(0, 0), fp8="e4m3", row_tile=(1, 32), col_tile=(32, 1))
             op = of_source(ops.quantize_mxfp8, case.make, tuple(tensors))
             yield Call(f"mx of {name}", op, tensors | rule, outputs)
+
+
+def sorts() -> Iterator[Call]:
+    """Choices of rows, some of them equal, and copies sorted by expert, some of them nobody's."""
+    for (rows, cols, count), biased in product(((70, 40, 8), (9, 130, 3), (1, 1, 1)), (False, True)):
+        x, bias = scores(rows, cols), torch.linspace(-1, 1, cols) if biased else None
+        out = torch.zeros(rows, count, dtype=torch.int64)
+        yield Call(f"top {count} of {cols} {biased}", ops.top_k, dict(x=x, bias=bias), dict(out=out))
+    for rows, copies, num_experts in ((300, 3, 7), (1, 1, 1), (0, 2, 3), (257, 8, 100), (40, 2, 3000)):
+        name, inputs = f"{rows} rows of {copies} to {num_experts}", experts_of(rows, copies, num_experts)
+        workspace = torch.zeros(workspace_shape(rows * copies, num_experts), dtype=torch.int32)
+        given = dict(experts=inputs, workspace=workspace)
+        yield Call(name, ops.sort_by_expert, given, sorted_outputs(inputs, num_experts))
 
 
 def gathers() -> Iterator[Call]:

@@ -178,6 +178,12 @@ T __shfl_down_sync(unsigned, T value, int by) {
   return sim::exchange(value, sim::lane() + unsigned(by) > 31 ? sim::lane() : sim::lane() + unsigned(by));
 }
 unsigned __reduce_max_sync(unsigned, unsigned value);
+template <class T>
+unsigned __match_any_sync(unsigned, T value) {
+  unsigned same = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) same |= unsigned(sim::exchange(value, lane) == value) << lane;
+  return same;
+}
 
 template <class T>
 T __ldg(const T* place) {
@@ -190,6 +196,12 @@ T __ldcg(const T* place) {
 template <class T>
 T __ldcs(const T* place) {
   return *place;
+}
+template <class T>
+T atomicAdd(T* place, T value) {
+  T found = *place;  // nobody else has a turn meanwhile
+  *place = found + value;
+  return found;
 }
 template <class T>
 T atomicMax(T* place, T value) {
@@ -223,6 +235,7 @@ inline uint32_t __cvta_generic_to_shared(const void* pointer) { return sim::addr
 inline unsigned __float_as_uint(float value) { return __builtin_bit_cast(unsigned, value); }
 inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
 inline int __clz(int value) { return value ? __builtin_clz(unsigned(value)) : 32; }
+inline int __popc(unsigned value) { return __builtin_popcount(value); }
 inline int __ffs(int value) { return __builtin_ffs(value); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned((unsigned long long)a * b >> 32); }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {

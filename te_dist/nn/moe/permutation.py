@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 
 from te_dist import ops
+from te_dist.kernels.sorting import MOST_EXPERTS
+from te_dist.kernels.tape import Tapes
+from te_dist.ops.sort_by_expert import sorted_copies, workspace_shape
 
-NARROW = torch.iinfo(torch.int16).max  # experts that int16 holds: a radix sort passes over fewer bytes
+_sorts = Tapes(max_tapes=1024)
 
 
 class Permutation(NamedTuple):
@@ -46,16 +49,23 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> Permutation:
         experts: int64 (S, k), numbers from 0 to below `num_experts`; all others sort behind and are nobody's.
         num_experts: E.
     """
-    num_copies = experts.shape[1]
-    keys = experts.flatten().clamp(-1, num_experts).remainder(num_experts + 1)  # E for nobody's, also -1
-    keys = keys.to(torch.int16) if num_experts < NARROW else keys
-    found, choices = keys.sort(stable=True)
-    numbers = torch.arange(num_experts, dtype=found.dtype, device=found.device)
-    ends = torch.searchsorted(found, numbers, right=True)
-    counts = torch.diff(ends, prepend=ends.new_zeros(1))
-    positions = torch.empty_like(choices)
-    positions[choices] = torch.arange(choices.shape[0], device=choices.device)
-    return Permutation(choices // num_copies, choices, positions.view_as(experts), counts)
+    if num_experts > MOST_EXPERTS:
+        return Permutation(*sorted_copies(experts, num_experts))
+    experts = experts.contiguous()
+    if torch.compiler.is_compiling():
+        return Permutation(*_sorted(experts, num_experts))
+    found, _ = _sorts.run(num_experts, (experts,), lambda: (_sorted(experts, num_experts), None))
+    return Permutation(*found)
+
+
+def _sorted(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(index, choices, positions, counts)."""
+    copies, device = experts.numel(), experts.device
+    workspace = torch.empty(workspace_shape(copies, num_experts), dtype=torch.int32, device=device)
+    shapes = (copies,), (copies,), experts.shape, (num_experts,)
+    index, choices, positions, counts = (torch.empty(shape, dtype=torch.int64, device=device) for shape in shapes)
+    ops.sort_by_expert(experts, workspace=workspace, index=index, choices=choices, positions=positions, counts=counts)
+    return index, choices, positions, counts
 
 
 def permute(x: Tensor, permutation: Permutation) -> Tensor:

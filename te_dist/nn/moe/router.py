@@ -130,6 +130,12 @@ class TopKRouter(nn.Module):
                 probabilities = self._balance(probabilities, scores, experts)
         return Routed(probabilities, experts)
 
+    def rehearse(self, dtype: torch.dtype | None) -> None:
+        """Launches what chooses, see `rehearsal.rehearse`; scores are fp32 whatever `dtype` is."""
+        scores = torch.empty(1, self.routing.num_experts, dtype=torch.float32, device="meta")
+        bias = None if self.expert_bias is None else torch.empty_like(scores[0])
+        rules.choose(scores, bias, self.routing)
+
     def _balance(self, probabilities: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
         """Counts choices and attaches the balancing loss. See [Note: When choices are counted]."""
         if self.tokens_per_expert is None and not self.routing.aux_loss_coefficient:

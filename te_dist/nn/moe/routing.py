@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from te_dist import ops
+
 TINY = 1e-20  # beside a sum of scores that is divided by
 BEST_OF_GROUP = 2  # scores of a group that are added up to rank it
 
@@ -73,7 +75,7 @@ def scores_of(logits: Tensor, routing: Routing) -> Tensor:
 
 
 def choose(scores: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
-    """int64 (T, k): experts of every token, of falling score.
+    """int64 (T, k): experts of every token, of falling score; of equal scores the first.
 
     With groups, the best are chosen of those groups whose two best experts have the largest sum (DeepSeek-V3, section
     2.1.2, as its published code ranks groups).
@@ -82,10 +84,13 @@ def choose(scores: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
         scores: f32 (T, E).
         bias: f32 (E,), added for the choice alone, or None.
     """
-    ranked = scores.detach() if bias is None else scores.detach() + bias
+    ranked = scores.detach()
     if routing.num_groups > 1:
-        ranked = ranked.masked_fill(~_in_best_groups(ranked, routing), -torch.inf)
-    return ranked.topk(routing.top_k, dim=-1).indices
+        ranked = ranked if bias is None else ranked + bias
+        ranked, bias = ranked.masked_fill(~_in_best_groups(ranked, routing), -torch.inf), None
+    chosen = torch.empty((*scores.shape[:1], routing.top_k), dtype=torch.int64, device=scores.device)
+    ops.top_k(ranked.contiguous(), bias=bias, out=chosen)
+    return chosen
 
 
 def _in_best_groups(ranked: Tensor, routing: Routing) -> Tensor:

@@ -1,0 +1,55 @@
+"""Launches of what chooses and sorts. Arguments are those of the ops, in the order of their schemas."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from te_dist.kernels.arguments import pointer
+from te_dist.kernels.runtime import launch
+from te_dist.kernels.spec import Layout, Spec, once
+
+CHUNK = 256  # copies that a warp sorts
+MOST_EXPERTS = 8192
+_MOST_OF_FOUR = MOST_EXPERTS // 4  # that four warps of a block can count
+_ROWS = 8  # of a block of threads
+_COPIES = Layout(
+    "experts:P copies:q num_experts:q chunks:q before:P copies_each:q index:P choices:P positions:P counts:P"
+)
+BEFORE = Spec("sort_copies.cuh", "CountBefore", _COPIES)
+TOP_K = Spec("top_k.cuh", "TopK", Layout("x:P bias:P rows:q cols:q count:q out:P"))
+
+
+@once
+def count(warps: int) -> Spec:
+    """Spec of what counts the copies of chunks. `warps`: of a block."""
+    return Spec("sort_copies.cuh", f"CountCopies<{warps}>", _COPIES)
+
+
+@once
+def place(warps: int) -> Spec:
+    """Spec of what writes where copies go. `warps`: of a block."""
+    return Spec("sort_copies.cuh", f"PlaceCopies<{warps}>", _COPIES)
+
+
+def sort_by_expert(experts: Tensor, workspace: Tensor, *rest: Tensor) -> None:
+    """See te_dist.ops.sort_by_expert."""
+    index, choices, positions, counts = rest
+    num_experts, (rows, copies) = counts.shape[0], experts.shape
+    chunks, warps = workspace.shape[1], 4 if num_experts <= _MOST_OF_FOUR else 1
+    outputs = tuple(tensor.data_ptr() for tensor in rest)
+    values = (experts.data_ptr(), rows * copies, num_experts, chunks, workspace.data_ptr(), copies, *outputs)
+    blocks = (-(-chunks // warps), 1)
+    if chunks:
+        launch(count(warps), experts, blocks, values)
+    launch(BEFORE, experts, (-(-(num_experts + 1) // 4), 1), values)
+    if chunks:
+        launch(place(warps), experts, blocks, values)
+
+
+def top_k(x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """See te_dist.ops.top_k."""
+    if out.numel() == 0:
+        return
+    (rows, cols), found = x.shape, out.shape[1]
+    values = (x.data_ptr(), pointer(bias), rows, cols, found, out.data_ptr())
+    launch(TOP_K, x, (-(-rows // _ROWS), 1), values)

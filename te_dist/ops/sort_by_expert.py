@@ -1,0 +1,82 @@
+"""Copies of rows sorted by the expert each goes to: what brings the rows of a mixture of experts together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from te_dist import kernels
+from te_dist.formats.region import Pair
+from te_dist.kernels.sorting import CHUNK, MOST_EXPERTS
+from te_dist.ops._checks import check_output, check_packed
+from te_dist.ops._library import register
+from te_dist.ops._taped import taped
+
+_NARROW = torch.iinfo(torch.int16).max  # experts that int16 holds: a radix sort passes over fewer bytes
+
+
+def workspace_shape(num_copies: int, num_experts: int) -> Pair:
+    """Of the int32 that `sort_by_expert` works in."""
+    return num_experts + 1, -(-num_copies // CHUNK)
+
+
+@taped
+def sort_by_expert(
+    experts: Tensor, *, workspace: Tensor, index: Tensor, choices: Tensor, positions: Tensor, counts: Tensor
+) -> None:
+    """Sorts copies by their expert; copies for one expert keep their order. Copy j of row s has the number s * k + j.
+
+    Args:
+        experts: int64 (S, k), contiguous: numbers of experts from 0 to below E; copies with others sort behind.
+        workspace: int32, `workspace_shape(S * k, E)`, is overwritten.
+        index: int64 (S * k,): the row of every sorted copy.
+        choices: int64 (S * k,): its number.
+        positions: int64 (S, k): where a copy is once sorted.
+        counts: int64 (E,): copies for each expert.
+
+    Raises:
+        ValueError: a type or shape that does not fit, more than 8192 experts, or 2^31 copies.
+    """
+    if experts.dim() != 2:  # noqa: PLR2004
+        raise ValueError(f"experts: got {experts.dim()} dimensions, wanted (rows, copies); reshape it")
+    copies, num_experts = experts.numel(), counts.numel()
+    if not 0 < num_experts <= MOST_EXPERTS or copies >= 2**31:
+        raise ValueError(
+            f"got {copies} copies for {num_experts} experts, wanted less than 2^31 for 1 to {MOST_EXPERTS}; cut them"
+        )
+    check_packed("experts", experts, (torch.int64,), experts.shape)
+    check_output("workspace", workspace, torch.int32, workspace_shape(copies, num_experts))
+    for name, output, shape in (
+        ("index", index, (copies,)),
+        ("choices", choices, (copies,)),
+        ("positions", positions, tuple(experts.shape)),
+        ("counts", counts, (num_experts,)),
+    ):
+        check_output(name, output, torch.int64, shape)
+    torch.ops.te_dist.sort_by_expert(experts, workspace, index, choices, positions, counts)
+
+
+def sorted_copies(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(index, choices, positions, counts) as `sort_by_expert` defines them, of any number of experts, by torch."""
+    keys = experts.flatten().clamp(-1, num_experts).remainder(num_experts + 1)  # E for nobody's, also -1
+    keys = keys.to(torch.int16) if num_experts < _NARROW else keys
+    found, order = keys.sort(stable=True)
+    positions = torch.empty_like(order)
+    positions[order] = torch.arange(order.shape[0], device=order.device)
+    numbers = torch.arange(num_experts, dtype=found.dtype, device=found.device)
+    ends = torch.searchsorted(found, numbers, right=True)
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    return order // max(experts.shape[1], 1), order, positions.view_as(experts), counts
+
+
+def _cpu(experts: Tensor, _: Tensor, *outputs: Tensor) -> None:
+    for output, found in zip(outputs, sorted_copies(experts, outputs[-1].shape[0]), strict=True):
+        output.copy_(found)
+
+
+register(
+    "sort_by_expert(Tensor experts, Tensor(w!) workspace, Tensor(a!) index, Tensor(b!) choices, Tensor(c!) positions, "
+    "Tensor(d!) counts) -> ()",
+    _cpu,
+    kernels.sort_by_expert,
+)
