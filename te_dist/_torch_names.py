@@ -93,6 +93,7 @@ ATTRIBUTES = (
     Private("torch.nn.Module._forward_hooks", "the same of those who see what it is given and returns"),
     Private("torch.nn.Module._backward_hooks", "the same of those who see gradients"),
     Private("torch.nn.Module._backward_pre_hooks", "the same of those who see gradients of outputs"),
+    Private("torch.nn.modules.module._has_any_global_hook", "the same of those who see all modules"),
     Private(
         "torch._C._len_torch_dispatch_stack",
         "whether ops are being watched, asked on every pass; the public class tells of no mode but its own",
@@ -105,15 +106,6 @@ ATTRIBUTES = (
         "torch._C._will_engine_execute_node",
         "whether a backward pass wants the gradient of a weight that is written beside autograd; `needs_input_grad` of "
         "a Function does not know what `torch.autograd.grad` was asked for",
-    ),
-    Private(
-        "torch._C._autograd._get_current_graph_task_keep_graph",
-        "whether backward may run again with what was saved, whose memory is given up early where it may not; torch "
-        "itself gives it up when a Function has returned, at the earliest",
-    ),
-    Private(
-        "torch._C._autograd._top_saved_tensors_default_hooks",
-        "whether hooks take what is saved, whose memory is theirs then; the public context managers do not say so",
     ),
     Private(
         "torch._C._FunctionBase._raw_saved_tensors",

@@ -160,14 +160,15 @@ def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args)
 
 
-def keeps_graph() -> bool:
-    """Whether what the backward pass that runs has saved is kept, for another one (`retain_graph`)."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-def has_saving_hooks() -> bool:
-    """Whether what is saved for backward now goes through hooks, see `torch.autograd.graph.saved_tensors_hooks`."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+def is_watched(module: nn.Module) -> bool:
+    """Whether hooks see what `module` is given, what it returns, or gradients of these: its own, or those of all."""
+    of_module = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+    return any(of_module) or bool(torch.nn.modules.module._has_any_global_hook())
 
 
 def unpacks_by_checkpoint(ctx: Any) -> bool | None:

@@ -5,9 +5,11 @@
 
 namespace te_dist::cuda {
 
-// A warp for a row. It looks through all columns for each of those that are found.
+// A warp for a row. It looks through all columns for each of those that are found. kHeld: columns that a lane holds in
+// registers, of at most 32 * kHeld; 0: it reads them again and again.
+template <int kHeld>
 struct TopK {
-  static constexpr int kThreads = 256, kBlocks = 4, kRows = kThreads / 32;
+  static constexpr int kThreads = 256, kBlocks = 2, kRows = kThreads / 32;
 
   struct Params {
     const float* x;     // (rows, cols)
@@ -34,11 +36,24 @@ struct TopK {
     const int64_t row = int64_t(blockIdx.x) * kRows + threadIdx.x / 32;
     if (row >= p.rows) return;
     const float* x = p.x + row * p.cols;
+    const int lane = threadIdx.x % 32;
+    const auto rank_of = [&](int64_t col) {
+      return rank(__ldg(x + col) + (p.bias ? __ldg(p.bias + col) : 0.0f), uint32_t(col));
+    };
+    uint64_t held[kHeld ? kHeld : 1] = {};
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      if (lane + 32 * i < p.cols) held[i] = rank_of(lane + 32 * i);
+    }
     uint64_t last = ~uint64_t(0);  // that was found
     for (int64_t k = 0; k < p.count; ++k) {
       uint64_t found = 0;
-      for (int64_t col = threadIdx.x % 32; col < p.cols; col += 32) {
-        const uint64_t its = rank(__ldg(x + col) + (p.bias ? __ldg(p.bias + col) : 0.0f), uint32_t(col));
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        if (held[i] < last && held[i] > found) found = held[i];
+      }
+      for (int64_t col = lane; kHeld == 0 && col < p.cols; col += 32) {
+        const uint64_t its = rank_of(col);
         if (its < last && its > found) found = its;
       }
       last = largest_of_warp(found);

@@ -16,7 +16,8 @@ _COPIES = Layout(
     "experts:P copies:q num_experts:q chunks:q before:P copies_each:q index:P choices:P positions:P counts:P"
 )
 BEFORE = Spec("sort_copies.cuh", "CountBefore", _COPIES)
-TOP_K = Spec("top_k.cuh", "TopK", Layout("x:P bias:P rows:q cols:q count:q out:P"))
+_TOP_K = Layout("x:P bias:P rows:q cols:q count:q out:P")
+HELD = (4, 8, 16, 0)  # columns that a lane can hold; 0 for any number, which it does not hold
 
 
 @once
@@ -29,6 +30,12 @@ def count(warps: int) -> Spec:
 def place(warps: int) -> Spec:
     """Spec of what writes where copies go. `warps`: of a block."""
     return Spec("sort_copies.cuh", f"PlaceCopies<{warps}>", _COPIES)
+
+
+@once
+def largest(held: int) -> Spec:
+    """Spec of what finds the largest of rows. `held`: columns of a lane, of `HELD`."""
+    return Spec("top_k.cuh", f"TopK<{held}>", _TOP_K)
 
 
 def sort_by_expert(experts: Tensor, workspace: Tensor, *rest: Tensor) -> None:
@@ -52,4 +59,5 @@ def top_k(x: Tensor, bias: Tensor | None, out: Tensor) -> None:
         return
     (rows, cols), found = x.shape, out.shape[1]
     values = (x.data_ptr(), pointer(bias), rows, cols, found, out.data_ptr())
-    launch(TOP_K, x, (-(-rows // _ROWS), 1), values)
+    held = next(held for held in HELD if cols <= 32 * held or held == 0)
+    launch(largest(held), x, (-(-rows // _ROWS), 1), values)

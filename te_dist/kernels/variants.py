@@ -301,7 +301,7 @@ def movers() -> Iterator[Spec]:
     yield from (grouped_gemm.find_groups(kind, are_sizes=f) for kind in ("int32_t", "int64_t") for f in (False, True))
     yield grouped_quantize.SUMS
     yield from map(grouped_gemm.rest, (16, 4, 2))
-    yield from (sorting.count(4), sorting.BEFORE, sorting.place(4), sorting.TOP_K)
+    yield from (sorting.count(4), sorting.BEFORE, sorting.place(4), *map(sorting.largest, sorting.HELD))
 
 
 def variants(*elements: str) -> list[Spec]:

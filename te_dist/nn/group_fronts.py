@@ -3,10 +3,12 @@
 [Note: Fronts of the map behind]
 What a map's front computes has its gradient found in that map's backward pass, and written, for the map in front to
 read and quantize. Where the map in front is told of it (`Given.hands_to`), its own backward pass finds that gradient on
-the way into its quantizer instead, and nothing is written between. It returns two tensors then: the rows, which the map
-behind reads and which have no gradient; and one that stands for the values the front makes of them, to which the map
-behind returns the gradient of its input (`values` of `grouped_linear`). Nobody reads that one: it has the shape of
-those values, and memory of the rows. Bits are the same, since a quantizer does with a source what it does with values.
+the way into its quantizer instead, and nothing is written between unless the quantizer would read it twice. It returns
+two tensors then: the rows, which the map behind reads and which have no gradient; and one that stands for the values
+the front makes of them, to which the map behind returns the gradient of its input (`values` of `grouped_linear`).
+Nobody reads that one: it has the shape of those values, and memory of the rows. Bits are the same, since a quantizer
+does with a source what it does with values. Rows are let go before the products of backward, where torch's Functions
+can let go. Hooks would see neither: maps that hooks watch do not hand over.
 """
 
 from __future__ import annotations

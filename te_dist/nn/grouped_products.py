@@ -8,7 +8,7 @@ for], which is saved beside. The gradient of all matrices is one tensor, (G, N, 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
@@ -25,9 +25,9 @@ from te_dist.nn.grouped_weights import MainGrads, as_one, members_of, shape_of, 
 from te_dist.nn.left_gradients import LeftGradients
 from te_dist.nn.once import once_differentiable
 from te_dist.nn.products import Plan, Saved, taken_apart
-from te_dist.nn.saved import give_up, save, saved
+from te_dist.nn.saved import let_go, save, saved
 from te_dist.ops.evaluate import values
-from te_dist.ops.source import Source
+from te_dist.ops.source import Source, unsummed
 from te_dist.quantizers import IdentityQuantizer
 from te_dist.tensor import GroupedRows, QuantizedStorage, QuantizedTensor
 
@@ -109,11 +109,12 @@ class Given(NamedTuple):
 
 
 class Around(TypedDict, total=False):
-    """Further tensors of `grouped_linear`, as keywords; all are differentiable.
+    """Further tensors of `grouped_linear`, as keywords.
 
     biases: none, one tensor (G, N), or (N,) for each group.
     beside: what the front reads beside the input.
-    behind: what an epilogue reads beside the rows of the product, or the front that they are handed to.
+    behind: what an epilogue reads beside the rows of the product, without a gradient; or the front that they are handed
+        to, which finds gradients.
     values: what stands for the values of the front, where that was handed over: the gradient of these goes there.
     """
 
@@ -247,24 +248,28 @@ class _GroupedLinear(torch.autograd.Function):
         if table is not given.table:  # hooks hand out another one
             given = given._replace(table=table)
         of_weights, of_biases, of_beside, of_behind = ctx.counts.split(wants[_CONSTANTS:])
-        if given.plan.fuses_wgrad or given.later is not None:  # what is written beside autograd has to be asked for
+        wants_input = _wants_input(wants, ctx.counts)
+        if given.plan.fuses_wgrad or given.later is not None or given.hands_to is not None:
+            # What is written beside autograd has to be asked for; and what is behind may be wanted alone.
+            nodes = [node for node, _ in ctx.next_functions]
             first = 1 + ctx.num_values
-            nodes = ctx.next_functions[first : first + len(of_weights)]
-            of_weights = [w and is_executed(node) for w, (node, _) in zip(of_weights, nodes, strict=True)]
+            of_weights = [w and is_executed(node) for w, node in zip(of_weights, nodes[first:], strict=False)]
+            if given.hands_to is not None and not any(of_beside):
+                wants_input = wants_input and is_executed(nodes[first - 1])
         if given.dgrad_out is not None and wants[0]:
             _check_apart(given, grad, x if any(of_weights) else None)
-        wanted = (_wants_input(wants, ctx.counts), any(of_weights), any(of_biases))
+        wanted = (wants_input, any(of_weights), any(of_biases))
         of = Backward(grad.contiguous(), inputs, x, beside, as_one(weights), None, wanted, ctx.shape, ctx.dtypes)
         of, of_rest = of._replace(rows=rows, behind=behind), ()
         if given.hands_to is not None:
             of, of_rest = _read_handed(of, given, any(of_behind))
-            give_up(ctx, rows, grad)
+            let_go(ctx)
             del rows
         of_x, of_weight, of_bias = _gradients(of, given, ctx.parameters, of_weights)
-        if given.plan.moves is not None:
+        if given.plan.moves is not None and any(wanted):
             given.plan.moves.move_when_backward_ends()
         each = *_each(of_weight, of_weights, ctx.is_one[0]), *_each(of_bias, of_biases, ctx.is_one[1])
-        first, *each_beside = _where_wanted(of_x, (wants[0] or wants[1], *of_beside))
+        first, *each_beside = _where_wanted(of_x, ((wants[0] or wants[1]) and wants_input, *of_beside))
         of_input = (None, first) if ctx.num_values else (first, None)
         return *of_input, None, None, *each, *each_beside, *_where_wanted(of_rest, of_behind)
 
@@ -275,8 +280,11 @@ def _wants_input(wants: Sequence[bool], counts: Counts) -> bool:
 
 
 def _where_wanted(gradients: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
-    """One for each that might want one; they may be fewer, where nobody knows of others."""
-    return [each if wants else None for each, wants in zip_longest(gradients, wanted)]
+    """One for each that might want one; they may be fewer, where no other wants any."""
+    rest = wanted[len(gradients) :]
+    assert not any(rest), "a gradient is wanted that nobody finds"
+    found = [each if wants else None for each, wants in zip(gradients, wanted, strict=False)]
+    return [*found, *(None for _ in rest)]
 
 
 def _check_apart(given: Given, grad: Tensor, x: Tensor | None) -> None:
@@ -404,7 +412,7 @@ def _finish(
 def _read_handed(of: Backward, given: Given, wants_behind: bool) -> tuple[Backward, tuple[Tensor, ...]]:
     """What is left to do when the gradient of handed rows is quantized, and the gradients of what is behind them.
 
-    It is a step of its own, behind which neither the rows nor the gradient of the values is needed.
+    It is a step of its own, behind which the rows are not needed.
     """
     parts = (of.grad, of.rows, *of.behind)
     key = ("handed", taken_apart(*parts)[1], of.wants, wants_behind, given.kind)
@@ -415,6 +423,7 @@ def _read_handed(of: Backward, given: Given, wants_behind: bool) -> tuple[Backwa
 
 def _handed(of: Backward, given: Given, wants_behind: bool) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
     source = given.hands_to.gradient(of.grad, of.rows, *of.behind)
+    source = source if wants_behind else unsummed(source)
     is_read_once = any(of.wants[:2]) and given.plan.grad_output.reads_groups_once
     read = _read(source if is_read_once else values(source), of.wants, given)
     of_behind = given.hands_to.of_beside(source, *of.behind) if wants_behind else ()

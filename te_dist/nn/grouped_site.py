@@ -128,7 +128,8 @@ class GroupedSite(LinearSite):
         self._check_gathered(weights, given)
         first = weights[0]
         trained = first if first.requires_grad else next((each for each in weights if each.requires_grad), first)
-        plan = self.plan(x, trained)
+        values = around.get("values")
+        plan = self.plan(x if values is None else values, trained)
         if plan is None:
             given = self._outside(x, weights, given=given)
             return grouped_linear(x, weights, given=given, **around)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from te_dist._torch_private import has_saving_hooks, keeps_graph, unpacks_by_checkpoint
+from te_dist._torch_private import unpacks_by_checkpoint
 from te_dist.codecs.base import MOVE_SAVED
 from te_dist.tensor import QuantizedTensor
 
@@ -27,7 +27,6 @@ def save(ctx: Any, *tensors: Tensor | None, inputs: int) -> None:
         inputs: place of the tensor that the map has quantized itself, which nothing else changes.
     """
     ctx.save_for_backward(*tensors)
-    ctx.has_hooks = has_saving_hooks()
     ctx.quantized = [place for place, tensor in enumerate(tensors) if isinstance(tensor, QuantizedTensor)]
     found = tensors[inputs]
     ctx.inputs = (inputs, found.storage.format) if isinstance(found, QuantizedTensor) else None
@@ -52,19 +51,14 @@ def saved(ctx: Any) -> tuple[Any, ...]:
     return tensors
 
 
-def give_up(ctx: Any, saved: Tensor, grad: Tensor) -> None:
-    """Returns the memory of two tensors to its allocator, unless backward may run again.
+def let_go(ctx: Any) -> None:
+    """What `saved` gave is held by its caller alone from here on, unless backward may run again (`retain_graph`).
 
-    Autograd would hold both until the backward pass of `ctx` ends. Where hooks hand out what was saved, it is theirs.
-
-    Args:
-        saved: by `ctx`, which made it and nobody else reads after this.
-        grad: what it was given, the only gradient of what it stands for.
+    Else autograd holds it until this backward pass has ended; so does a torch whose Functions cannot let go.
     """
-    if keeps_graph():
-        return
-    for tensor in (grad,) if ctx.has_hooks else (saved, grad):
-        tensor.untyped_storage().resize_(0)
+    clear = getattr(ctx, "maybe_clear_saved_tensors", None)
+    if clear is not None:
+        clear()
 
 
 def _other(ctx: Any) -> RuntimeError:

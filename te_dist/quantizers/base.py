@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, ClassVar, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -52,10 +52,7 @@ class Quantizer:
     Attributes:
         rowwise: whether `quantize` writes the rowwise direction.
         columnwise: whether it writes the columnwise one.
-        reads_groups_once: whether `encode_groups` reads its input in one pass, where that may as well be computed.
     """
-
-    reads_groups_once: ClassVar[bool] = False
 
     rowwise: bool = field(default=True, kw_only=True)
     columnwise: bool = field(default=True, kw_only=True)
@@ -163,6 +160,11 @@ class Quantizer:
     @property
     def takes_groups(self) -> bool:
         """Whether `encode_groups` gives rows of one group the bytes of `encode`. What inherits from others may not."""
+        return False
+
+    @property
+    def reads_groups_once(self) -> bool:
+        """Whether `encode_groups` reads its input in one pass, and takes sources. What inherits from others may not."""
         return False
 
     def update_quantized(self, src: Tensor, dst: QuantizedTensor) -> QuantizedTensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
@@ -26,8 +26,6 @@ class Float8BlockQuantizer(Quantizer):
         block_scaling_dim: 1 for runs along the contraction, 2 for squares.
     """
 
-    reads_groups_once: ClassVar[bool] = True
-
     fp8_dtype: Fp8Type = torch.float8_e4m3fn
     force_pow_2_scales: bool = field(default=True, kw_only=True)
     amax_epsilon: float = field(default=0.0, kw_only=True)
@@ -44,6 +42,10 @@ class Float8BlockQuantizer(Quantizer):
     def takes_groups(self) -> bool:
         return type(self) is Float8BlockQuantizer and self.block_scaling_dim == 1
 
+    @property
+    def reads_groups_once(self) -> bool:
+        return type(self) is Float8BlockQuantizer
+
 
 @dataclass
 class MXFP8Quantizer(Quantizer):
@@ -53,8 +55,6 @@ class MXFP8Quantizer(Quantizer):
         fp8_dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
         with_2d_quantization: squares instead of runs.
     """
-
-    reads_groups_once: ClassVar[bool] = True
 
     fp8_dtype: Fp8Type = torch.float8_e4m3fn
     with_2d_quantization: bool = field(default=False, kw_only=True)
@@ -67,6 +67,10 @@ class MXFP8Quantizer(Quantizer):
 
     @property
     def takes_groups(self) -> bool:
+        return type(self) is MXFP8Quantizer
+
+    @property
+    def reads_groups_once(self) -> bool:
         return type(self) is MXFP8Quantizer
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,8 +24,6 @@ class Float8Quantizer(Quantizer):
         fp8_dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
     """
 
-    reads_groups_once: ClassVar[bool] = True
-
     scale: Tensor
     amax: Tensor | None
     fp8_dtype: Fp8Type = torch.float8_e4m3fn
@@ -46,6 +43,10 @@ class Float8Quantizer(Quantizer):
 
     @property
     def takes_groups(self) -> bool:
+        return type(self) is Float8Quantizer
+
+    @property
+    def reads_groups_once(self) -> bool:
         return type(self) is Float8Quantizer
 
     def write(self, x: Tensor | Source, storage: QuantizedStorage) -> None:

@@ -13,7 +13,7 @@ from tests.ops.sorting import experts_of, largest, scores, sorted_outputs, wante
 
 # Less than a chunk of copies, chunks to the last and beyond, fewer and more experts than four warps count for.
 COPIES = [(1, 1, 1), (0, 2, 3), (32, 8, 5), (257, 8, 100), (700, 3, 7), (40, 2, 3000), (64, 4, 8192)]
-VALUES = [(70, 40, 8), (9, 130, 3), (1, 1, 1), (33, 31, 31), (5, 300, 0), (0, 4, 2)]
+VALUES = [(70, 40, 8), (9, 130, 3), (1, 1, 1), (33, 31, 31), (7, 500, 9), (5, 1000, 6), (5, 300, 0), (0, 4, 2)]
 
 
 def sort(experts: Tensor, num_experts: int) -> dict[str, Tensor]:

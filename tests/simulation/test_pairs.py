@@ -18,8 +18,8 @@ from tests.nn.test_grouped_linear import normal
 from tests.ops.grouped_quantize import POISON, routed
 from tests.ops.sources import sums_of
 
-HALF = 256  # columns, two panels
-SIZES = [5, 0, 300, 64]
+HALVES = (256, 384)  # columns, two panels and three
+ROWS, SIZES = 300, [5, 0, 300, 64]
 
 
 def by_scales(count: int) -> Float8Quantizer:
@@ -79,27 +79,29 @@ def amax_of(quantizer: Quantizer) -> dict[str, Tensor]:
 
 
 @weighing
+@pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(
-    ("encode", "quantizer", "rows"),
+    ("encode", "quantizer"),
     [
-        *((encoded, quantizer, 300) for quantizer in MATRICES.values()),
-        *((encoded_groups, quantizer, routed(SIZES)[0]) for quantizer in GROUPS.values()),
+        *((encoded, quantizer) for quantizer in MATRICES.values()),
+        *((encoded_groups, quantizer) for quantizer in GROUPS.values()),
     ],
     ids=[*MATRICES, *(f"groups, {name}" for name in GROUPS)],
 )
 def test_bytes_are_those_of_the_cpu(
     encode: Callable[[Quantizer, SwiGluGradient], dict[str, Tensor]],
     quantizer: Quantizer,
-    rows: int,
+    half: int,
     weighs: bool,
     pairs: list[bool],
     request: pytest.FixtureRequest,
 ) -> None:
-    source = gradient(rows, HALF, weighs=weighs)
+    rows = ROWS if encode is encoded else routed(SIZES)[0]
+    source = gradient(rows, half, weighs=weighs)
     want = encode(quantizer, source)
     sums, end = source.row_sums, rows if encode is encoded else sum(SIZES)
     request.getfixturevalue("simulated")
-    source = gradient(rows, HALF, weighs=weighs)
+    source = gradient(rows, half, weighs=weighs)
     got = encode(quantizer, source)
     assert pairs == [True]
     for key, value in want.items():
@@ -117,8 +119,8 @@ def test_pairs_are_of_whole_panels(half: int, is_pair: bool, pairs: list[bool]) 
 
 @pytest.mark.usefixtures("simulated")
 def test_a_matrix_that_begins_inside_of_a_panel_is_read_one_by_one(pairs: list[bool]) -> None:
-    source = gradient(40, HALF, weighs=False)
-    wide = torch.zeros(40, 2 * HALF + 8).bfloat16()
-    wide[:, 1 : 2 * HALF + 1] = source.x
-    MATRICES["mxfp8"].encode(replace(source, x=wide.flatten()[1 : 40 * 2 * HALF + 1].view(40, 2 * HALF)))
+    source = gradient(40, HALVES[0], weighs=False)
+    wide = torch.zeros(40, 2 * HALVES[0] + 8).bfloat16()
+    wide[:, 1 : 2 * HALVES[0] + 1] = source.x
+    MATRICES["mxfp8"].encode(replace(source, x=wide.flatten()[1 : 40 * 2 * HALVES[0] + 1].view(40, 2 * HALVES[0])))
     assert pairs == [False]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from te_dist._torch_private import is_watched
 from te_dist.context import current_autocast
 from te_dist.nn import activations, rehearsal
 from te_dist.nn.group_fronts import WEIGHTED_SWIGLU, GroupEpilogue, GroupFront
@@ -55,8 +56,8 @@ class GroupedMLP(nn.Module):
     """Experts, each `fc2(probability * silu(gate) * up)`, gates and ups by `fc1`, for rows sorted by expert, and sums.
 
     Rows are gathered on the way into `fc1`, and gradients of sums of rows on their way back into `fc2`. SwiGLU and the
-    probability are computed in fp32 on the way into the quantizer of `fc2`, rounded once; their gradients on the way
-    back into that of `fc1`. No host reads how many rows an expert has.
+    probability are computed in fp32 on the way into the quantizer of `fc2`, rounded once; their gradients, in one pass,
+    on the way back into that of `fc1` where it reads once what it quantizes. No host reads how many rows an expert has.
 
     The two maps are parts of one computation: hooks on `fc1` or `fc2` never run, and FSDP2 wraps the whole.
 
@@ -158,14 +159,18 @@ def multiply(maps: tuple[tuple[GroupedSite, Tensor], ...], rows: Tensor, arrived
     rows = autocast_of_torch(rows)
     index, _, positions, _ = arrived.by_expert
     (fc1, first), (fc2, second) = maps
-    weighed, handing = [arrived.probabilities], given._replace(hands_to=WEIGHTED_SWIGLU)
-    if isinstance(rows, QuantizedTensor):
-        hidden, values = fc1(rows, [first], behind=weighed, given=handing)
+    copies, beside, reading, front, values = (index, positions), (), given, WEIGHTED_SWIGLU, None
+    if not isinstance(rows, QuantizedTensor):
+        rows, beside, reading = rows.contiguous(), copies, given._replace(front=GATHERED)
+    probabilities = arrived.probabilities
+    if is_watched(fc1) or is_watched(fc2):  # what hooks see has its gradient
+        hidden = fc1(rows, [first], beside=beside, given=reading)
     else:
-        gathered = handing._replace(front=GATHERED)
-        hidden, values = fc1(rows.contiguous(), [first], beside=[index, positions], behind=weighed, given=gathered)
-    summed = given._replace(front=WEIGHTED_SWIGLU.handed(), epilogue=SUMMED)
-    return fc2(hidden, [second], beside=weighed, behind=[index, positions], values=values, given=summed)
+        handing = reading._replace(hands_to=front)
+        hidden, values = fc1(rows, [first], beside=beside, behind=[probabilities], given=handing)
+        front, probabilities = front.handed(), probabilities.detach()
+    summed = given._replace(front=front, epilogue=SUMMED)
+    return fc2(hidden, [second], beside=[probabilities], behind=copies, values=values, given=summed)
 
 
 def _weight_of(fc: GroupedLinear) -> Tensor:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
+from torch.nn.modules.module import register_module_forward_hook
 
 import te_dist as te
 from te_dist.nn import group_fronts, grouped_products
@@ -56,7 +59,9 @@ def test_bits_are_those_of_a_gradient_that_is_written(
             assert_bitwise(a, b, f"result {number}")
 
 
-@pytest.mark.parametrize(("name", "written"), [("block", 0), ("mxfp8", 0), ("current", 1), ("nvfp4", 1), ("plain", 1)])
+@pytest.mark.parametrize(
+    ("name", "written"), [("block", 0), ("mxfp8", 0), ("delayed", 0), ("current", 1), ("nvfp4", 1), ("plain", 1)]
+)
 def test_it_is_written_only_for_what_reads_it_twice_or_as_it_is(
     name: str, written: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,22 +78,25 @@ def test_it_is_written_only_for_what_reads_it_twice_or_as_it_is(
     assert sum(isinstance(source, SwiGluGradient) for source in seen) == written
 
 
-class Kept:
-    """What is made of rows and of the gradient of their values, while a backward pass runs."""
+@pytest.fixture
+def alive(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of every backward pass of the first map: whether the rows are there when its products are computed."""
+    found: list[bool] = []
+    rows: list[weakref.ref[Tensor]] = []
+    read, multiply = grouped_products._read_handed, grouped_products._gradients
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.found: list[tuple[Tensor, Tensor]] = []
-        read = grouped_products._read_handed
+    def reading(of: Any, *rest: Any) -> Any:
+        rows.append(weakref.ref(of.rows))
+        return read(of, *rest)
 
-        def noting(of: Any, *rest: Any) -> Any:
-            self.found.append((of.rows, of.grad))
-            return read(of, *rest)
+    def multiplying(*args: Any) -> Any:
+        if rows:
+            found.append(rows.pop()() is not None)
+        return multiply(*args)
 
-        monkeypatch.setattr(grouped_products, "_read_handed", noting)
-
-    @property
-    def bytes(self) -> list[tuple[int, ...]]:
-        return [tuple(tensor.untyped_storage().nbytes() for tensor in pair) for pair in self.found]
+    monkeypatch.setattr(grouped_products, "_read_handed", reading)
+    monkeypatch.setattr(grouped_products, "_gradients", multiplying)
+    return found
 
 
 def backward(module: MoE, x: Tensor, **options: Any) -> Tensor:
@@ -98,40 +106,94 @@ def backward(module: MoE, x: Tensor, **options: Any) -> Tensor:
     return out
 
 
-def test_neither_rows_nor_their_gradient_stay_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Kept(monkeypatch)
+def test_rows_are_let_go_before_the_products(alive: list[bool]) -> None:
     backward(make(), tokens(TOKENS))
-    assert kept.bytes == [(0, 0)]
+    assert alive == [not hasattr(torch.autograd.Function, "maybe_clear_saved_tensors")]
 
 
-def test_both_stay_for_another_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, module = Kept(monkeypatch), make()
+def test_rows_stay_for_another_backward_pass(alive: list[bool]) -> None:
+    module = make()
     out = backward(module, tokens(TOKENS), retain_graph=True)
     want = [param.grad.clone() for param in module.parameters()]
-    assert all(min(pair) > 0 for pair in kept.bytes)
+    assert alive == [True]
     module.zero_grad()
     out.sum().backward()
-    assert kept.bytes[1] == (0, 0)
     for param, wanted in zip(module.parameters(), want, strict=True):
         assert_bitwise(param.grad, wanted, "gradient of the second pass")
 
 
-def test_what_hooks_hold_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, held = Kept(monkeypatch), []
-
-    def pack(tensor: Tensor) -> Tensor:
-        held.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), te.autocast(recipe=RECIPES["block"]):
-        out = make()(tokens(TOKENS))
-    out.sum().backward()
-    ((rows, grad),) = kept.bytes
-    assert rows > 0 and grad == 0
-    assert all(tensor.numel() == 0 or tensor.untyped_storage().nbytes() for tensor in held if type(tensor) is Tensor)
+def hooked(module: MoE, where: str, seen: list[Tensor]) -> Any:
+    fc1 = module.experts.fc1.gemm
+    if where == "global":
+        return register_module_forward_hook(lambda mod, _, out: seen.append(out) if mod is fc1 else None)
+    if where == "backward":
+        return fc1.register_full_backward_hook(lambda _, __, grads: seen.extend(grads))
+    return fc1.register_forward_hook(lambda _, __, out: seen.append(out))
 
 
-def test_gradients_of_part_of_the_graph_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["forward", "backward", "global"])
+def test_hooks_see_rows_and_gradients_that_stay_what_they_are(where: str) -> None:
+    want, module, seen = run(make(), "block", tokens(TOKENS)), make(), []
+    handle = hooked(module, where, seen)
+    try:
+        got = run(module, "block", tokens(TOKENS))
+    finally:
+        handle.remove()
+    for number, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert_bitwise(a, b, f"result {number}")
+    (rows,) = seen
+    assert rows.shape == (TOKENS * 2, 2 * 128) and rows.isfinite().all()
+    assert where == "backward" or rows.requires_grad
+
+
+@pytest.mark.parametrize("frozen", [(), ("experts.fc2.weight",), ("experts.fc1.weight",), ("router.weight",)], ids=str)
+def test_histories_move_as_if_the_gradient_were_written(
+    frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = []
+    for multiply in (experts.multiply, in_turn):
+        monkeypatch.setattr(experts, "multiply", multiply)
+        module = freeze(make(), *frozen)
+        for step in range(3):
+            run(module, "delayed", tokens(TOKENS, seed=step) * 2**step)
+        states.append({key: value for key, value in module.state_dict().items() if "scaling" in key})
+    got, want = states
+    assert any("fc2" in key for key in want) and any("fc1" in key for key in want)
+    for key, value in want.items():
+        assert_bitwise(got[key], value, key)
+
+
+def test_a_gradient_of_probabilities_alone_moves_no_history_and_multiplies_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, products = make(), []
+    run(module, "delayed", tokens(TOKENS))
+    with te.autocast(recipe=RECIPES["delayed"]):
+        out = module(tokens(TOKENS))
+    before = {key: value.clone() for key, value in module.experts.fc1.state_dict().items() if "scaling" in key}
+    for name in ("multiply_rows", "multiply_sums"):
+        function = getattr(grouped_products, name)
+        monkeypatch.setattr(grouped_products, name, lambda *args, f=function, n=name: products.append(n) or f(*args))
+    torch.autograd.grad(out.sum(), module.router.weight)
+    assert products.count("multiply_rows") == 1  # by the second map
+    for key, value in before.items():
+        assert_bitwise(module.experts.fc1.state_dict()[key], value, key)
+
+
+def test_compiled_backward_passes_take_it() -> None:
+    want, module = run(make(), "block", tokens(TOKENS)), make()
+    x = tokens(TOKENS).requires_grad_()
+    torch.manual_seed(3)
+    with te.autocast(recipe=RECIPES["block"]):
+        out = module(x)
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        out.backward(tokens(TOKENS, seed=2))
+    got = [out.detach(), x.grad, *(param.grad for param in module.parameters())]
+    for number, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert_bitwise(a, b, f"result {number}")
+
+
+def test_gradients_of_part_of_the_graph_are_those_of_all() -> None:
     module, x = make(), tokens(TOKENS).requires_grad_()
     backward(module, x)
     with te.autocast(recipe=RECIPES["block"]):
