@@ -124,11 +124,11 @@ def gradients(source: Source, panels: Panels) -> Iterator[Spec]:
     yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_OF_GRADIENTS, shares=(_RUN, _RUN), panels=panels)
 
 
-def _both_ways(source: Source, code: str) -> Iterator[Spec]:
-    """Groups of rows in both directions, by what reads them once."""
+def _both_ways(source: Source, code: str, panels: Panels = GROUPED_ROWS) -> Iterator[Spec]:
+    """In both directions, by what reads once."""
     for shares in ((_RUN, _RUN), (_TENSOR, _TENSOR)):
-        yield quantize.float8(source, (16, 8, 16), code=code, shares=shares, panels=GROUPED_ROWS)
-    yield quantize.mxfp8(source, (16, 8, 4), code=code, shares=(_RUN, _RUN), panels=GROUPED_ROWS)
+        yield quantize.float8(source, (16, 8, 16), code=code, shares=shares, panels=panels)
+    yield quantize.mxfp8(source, (16, 8, 4), code=code, shares=(_RUN, _RUN), panels=panels)
 
 
 def grouped_quantizers(element: str) -> Iterator[Spec]:
@@ -155,9 +155,11 @@ def grouped_quantizers(element: str) -> Iterator[Spec]:
         yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_PLAIN_RULE, shares=(_RUN, _RUN), panels=GROUPED_ROWS)
     for source in (summed(plain(element)), of_experts[0]):
         yield from gradients(source, GROUPED_ROWS)
-    handed = swiglu_gradient(element, "kDifferentiated")  # to quantizers that read once
-    for read, code in product(_and_pair(handed), _CODES):
-        yield from _both_ways(read, code)
+    handed = swiglu_gradient(element), swiglu_gradient(element, "kDifferentiated")  # to quantizers that read once
+    for source, code in product((*handed, summed(handed[0])), _CODES):
+        for read in _and_pair(source):
+            yield from _both_ways(read, code)
+            yield from _both_ways(read, code, ONE_MATRIX)
     for source in (swiglu(element), *of_experts):
         yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_TRANSFORMED, shares=(_RUN, _RUN), panels=GROUPED_ROWS)
         yield quantize.direction_amaxes(source, (16,), transforms="true", panels=GROUPED_ROWS)

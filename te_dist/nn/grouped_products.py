@@ -424,7 +424,7 @@ def _read_handed(of: Backward, given: Given, wants_behind: bool) -> tuple[Backwa
 def _handed(of: Backward, given: Given, wants_behind: bool) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
     source = given.hands_to.gradient(of.grad, of.rows, *of.behind)
     source = source if wants_behind else unsummed(source)
-    is_read_once = any(of.wants[:2]) and given.plan.grad_output.reads_groups_once
+    is_read_once = any(of.wants[:2]) and given.plan.grad_output.reads_once
     read = _read(source if is_read_once else values(source), of.wants, given)
     of_behind = given.hands_to.of_beside(source, *of.behind) if wants_behind else ()
     for gradient in of_behind:

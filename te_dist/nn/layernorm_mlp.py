@@ -7,16 +7,17 @@ from typing import Any, Unpack
 from torch import Tensor, nn
 
 from te_dist.nn import activations
+from te_dist.nn.gated import in_turn
 from te_dist.nn.norms import NormedModule
 from te_dist.nn.options import LayerNormMLPOptions, read
-from te_dist.nn.products import FRONTS
 from te_dist.nn.site import LinearSite
 
 
 class LayerNormMLP(NormedModule):
     """`y = f(norm(x) fc1_weight^T + fc1_bias) fc2_weight^T + fc2_bias`.
 
-    Inside of `autocast`, "swiglu" is computed in fp32 on the way into the quantizer of `fc2`, rounded once.
+    Inside of `autocast`, "swiglu" is computed in fp32 on the way into the quantizer of `fc2`, rounded once; in eager
+    mode its gradient on the way into that of `fc1`, where that reads once what it quantizes.
 
     Attributes:
         fc1_weight: (ffn_hidden_size, hidden_size), of twice as many rows with a gated activation.
@@ -56,12 +57,10 @@ class LayerNormMLP(NormedModule):
     def forward(self, inp: Tensor) -> Any:
         """(..., hidden_size) of `inp` of that shape; a tuple with `return_bias`, `return_layernorm_output`."""
         normalized = self._normalize(inp)
-        hidden, front = self.fc1(normalized, self.fc1_weight, self.fc1_bias), self.activation
-        if front not in FRONTS or self.fc2.is_hooked:
-            hidden, front = activations.find(self.activation)(hidden), ""
-        if self.return_bias:
-            return self._output(self.fc2(hidden, self.fc2_weight, front=front), self.fc2_bias, normalized=normalized)
-        return self._output(self.fc2(hidden, self.fc2_weight, self.fc2_bias, front=front), normalized=normalized)
+        first = self.fc1, self.fc1_weight, self.fc1_bias
+        second = self.fc2, self.fc2_weight, None if self.return_bias else self.fc2_bias
+        out = in_turn(first, second, normalized, activation=self.activation)
+        return self._output(out, *((self.fc2_bias,) if self.return_bias else ()), normalized=normalized)
 
     def _made_with(self) -> str:
         return f"{self.hidden_size}, {self.ffn_hidden_size}, {self.activation}, {self.normalization}"

@@ -19,10 +19,11 @@ Rows that nobody sums over are taken as they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -32,12 +33,13 @@ from te_dist._torch_private import applied, is_executed
 from te_dist.codecs.gemm import READS_ANY_ORDER, Operand, multiply
 from te_dist.formats import Direction, Format, Region
 from te_dist.kernels.tape import Tapes
+from te_dist.nn.fronts import FRONTS, Fronts
 from te_dist.nn.once import once_differentiable
-from te_dist.nn.saved import save, saved
+from te_dist.nn.saved import let_go, save, saved
 from te_dist.ops.evaluate import values
 from te_dist.ops.group_table import one_group
 from te_dist.ops.panel_sums import column_sums, panel_sums
-from te_dist.ops.source import Source, SwiGlu, SwiGluGradient, sums_shape
+from te_dist.ops.source import Source, sums_shape
 from te_dist.quantizers import Quantizer
 from te_dist.recipe import UNIFORM, Recipe
 from te_dist.scaling.delayed import DelayedScalingState
@@ -101,33 +103,18 @@ def _shared_tapes(*_: Hashable) -> Tapes:
     return Tapes(MAX_SHARED)
 
 
-class Front(NamedTuple):
-    """What is computed of an input on its way into the quantizer.
-
-    Attributes:
-        source: of the input, a matrix.
-        gradient: the gradient by the input, of it and of that by the source's values.
-        widens: columns of the input for a column of the source.
-    """
-
-    source: Callable[[Tensor], Source]
-    gradient: Callable[[Tensor, Tensor], Source]
-    widens: int
-
-
-FRONTS = {"swiglu": Front(SwiGlu, SwiGluGradient, 2)}  # "" for none
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, plan: Plan, front: str = "") -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, plan: Plan, **fronts: Unpack[Fronts]
+) -> Tensor | tuple[Tensor, Tensor]:
     """`x` (..., K) times `weight` (N, K) transposed, plus `bias` (N,): (..., N) in the dtype of `x`.
 
     Args:
         x: plain, or a QuantizedTensor whose rowwise direction is multiplied and whose columnwise one is saved.
         weight: plain or quantized. Its gradient is plain, in its nominal dtype.
-        front: see `FRONTS`: what of `x`, which is plain then, is multiplied.
     """
     saves_input = torch.is_grad_enabled() and weight.requires_grad
-    return applied(_Linear, x, weight, bias, plan, saves_input, front)
+    front, hands_to = fronts.get("front", ""), fronts.get("hands_to", "")
+    return applied(_Linear, x, weight, bias, fronts.get("values"), plan, saves_input, front, hands_to)
 
 
 class _Linear(torch.autograd.Function):
@@ -135,31 +122,54 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0913  (what autograd hands over)
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, saves_input: bool, front: str
-    ) -> Tensor:
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        values: Tensor | None,
+        plan: Plan,
+        saves_input: bool,
+        front: str,
+        hands_to: str,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         (out, *buffers), kind = forward(x, weight, bias, plan, saves_input, front)
-        ctx.plan, ctx.shape, ctx.front = plan, x.shape, front
+        ctx.plan, ctx.hands_to, ctx.has_values = plan, hands_to, values is not None
+        ctx.shape, ctx.front = (x.shape, front) if values is None else (values.shape, "")
         ctx.parameter = weight if plan.fuses_wgrad and saves_input else None
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         inputs = None if kind is None else QuantizedTensor(kind.storage(buffers))
-        wants_input = ctx.needs_input_grad[0]
-        save(ctx, inputs, weight if wants_input else None, x if front and wants_input else None, inputs=0)
-        return out
+        wants_input = ctx.needs_input_grad[0] or ctx.needs_input_grad[3]
+        rows = out if hands_to else None
+        save(ctx, inputs, weight if wants_input else None, x if ctx.front and wants_input else None, rows, inputs=0)
+        if rows is None:
+            return out
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(rows)
+        return rows, rows[..., : rows.shape[-1] // FRONTS[hands_to].widens]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, weight, behind = saved(ctx)
-        plan, wants = ctx.plan, ctx.needs_input_grad[:3]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        inputs, weight, behind, rows = saved(ctx)
+        if grads[-1] is None:  # nothing came of the values
+            return (None,) * len(ctx.needs_input_grad)
+        plan, (of_x, *wants, of_values) = ctx.plan, ctx.needs_input_grad[:4]
+        wants = of_x or of_values, *wants
         if plan.fuses_wgrad and wants[1]:  # what is written beside autograd has to be asked for
             wants = wants[0], is_executed(ctx.next_functions[1][0]), wants[2]
         main_grad = main_grad_of(ctx.parameter) if wants[1] and plan.fuses_wgrad else None
-        of = Backward(grad, inputs, weight, main_grad, wants, ctx.shape, ctx.dtypes, behind, ctx.front)
-        grads = iter(backward(of, plan))
+        of = Backward(grads[-1], inputs, weight, main_grad, wants, ctx.shape, ctx.dtypes, behind, ctx.front)
+        if ctx.hands_to:
+            of = _read_handed(of, rows, ctx.hands_to, plan)
+            let_go(ctx)
+            del rows
+        found = iter(backward(of, plan))
         if plan.moves is not None:
             plan.moves.move_when_backward_ends()
         returned = (wants[0], wants[1] and main_grad is None, wants[2])
-        return *(next(grads) if wanted else None for wanted in returned), None, None, None
+        of_input, *others = (next(found) if wanted else None for wanted in returned)
+        of_inputs = (None, *others, of_input) if ctx.has_values else (of_input, *others, None)
+        return *of_inputs, None, None, None, None
 
 
 def forward(
@@ -173,9 +183,10 @@ def forward(
 
 def backward(of: Backward, plan: Plan) -> tuple[Tensor, ...]:
     """The gradients that are wanted, in order, but for that of the weight where it has a `main_grad`; no autograd."""
-    grad, inputs, weight, main_grad, wants, shape, dtypes, behind, front = of
-    parts, kinds = taken_apart(grad, inputs, weight, main_grad, behind)
-    key = ("backward", kinds, wants, shape, dtypes, front)
+    grad, inputs, weight, main_grad, wants, shape, dtypes, behind, front, read = of
+    tensors, kind = ((), None) if read is None else (read.tensors, read.kind)
+    parts, kinds = taken_apart(grad, *tensors, inputs, weight, main_grad, behind)
+    key = ("backward", kinds, kind, wants, shape, dtypes, front)
     return plan.tapes.run(key, (*parts, *plan.tensors), lambda: (_backward(of, plan), None))[0]
 
 
@@ -196,10 +207,10 @@ class Backward(NamedTuple):
     """What backward is about: `wants` a gradient of input, weight and bias, in the shape and the dtypes of these.
 
     The gradient of the weight is added to `main_grad` (fp32) where there is one. `behind` is the input itself where a
-    `front` was computed of it.
+    `front` was computed of it, `read` what became of `grad` where it was read beforehand.
     """
 
-    grad: Tensor
+    grad: Tensor | None
     inputs: QuantizedTensor | None
     weight: Tensor | None
     main_grad: Tensor | None
@@ -208,6 +219,61 @@ class Backward(NamedTuple):
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]
     behind: Tensor | None = None
     front: str = ""
+    read: Gradient | None = None
+
+
+class Gradient(NamedTuple):
+    """That of an output, quantized along the directions that are wanted, and the sums of its columns, or None."""
+
+    by_direction: _ByDirection
+    sums: Tensor | None
+
+    @property
+    def storages(self) -> list[QuantizedStorage]:
+        """Each once."""
+        return list({id(storage): storage for storage in self.by_direction.values()}.values())
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that this holds."""
+        buffers = chain.from_iterable(storage.buffers.values() for storage in self.storages)
+        return (*buffers, *(() if self.sums is None else (self.sums,)))
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What is to be known besides, to put it together again."""
+        storages = self.storages
+        kinds = tuple(Saved(each.format, tuple(each.buffers), each.region, each.dtype) for each in storages)
+        ids = [id(each) for each in storages]
+        places = tuple((direction, ids.index(id(each))) for direction, each in self.by_direction.items())
+        return kinds, places, self.sums is not None
+
+
+def _read_handed(of: Backward, rows: Tensor, front: str, plan: Plan) -> Backward:
+    """What is left to do when the gradient of handed rows is quantized: a step of its own, behind which these go."""
+    key = ("handed", of.wants, front)
+    tensors, (kinds, places, has_sums) = plan.tapes.run(
+        key, (of.grad, rows, *plan.tensors), lambda: _handed(of, rows, front, plan)
+    )
+    left = iter(tensors)
+    storages = [kind.storage([next(left) for _ in kind.names]) for kind in kinds]
+    read = Gradient({direction: storages[place] for direction, place in places}, next(left) if has_sums else None)
+    return of._replace(grad=None, read=read)
+
+
+def _handed(of: Backward, rows: Tensor, front: str, plan: Plan) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+    source: Tensor | Source = FRONTS[front].gradient(_matrix(rows), _matrix(of.grad).contiguous())
+    quantizer, directions = plan.grad_output, _directions(of.wants)
+    reads_once = bool(directions) and isinstance(quantizer, Quantizer) and quantizer.reads_once
+    if not reads_once or (_is_cut(source, plan, directions) and not plan.takes_groups):
+        source = values(source)
+    read = _quantized_grad(source, plan, directions, of.wants[2])
+    return read.tensors, read.kind
+
+
+def _directions(wants: tuple[bool, bool, bool]) -> tuple[Direction, ...]:
+    wants_input, wants_weight, _ = wants
+    return (ROWWISE,) * wants_input + (COLUMNWISE,) * wants_weight
 
 
 def _forward(
@@ -232,10 +298,9 @@ def saved_part(inputs: QuantizedStorage) -> tuple[tuple[Tensor, ...], Saved]:
 
 def _backward(of: Backward, plan: Plan) -> tuple[Tensor, ...]:
     """The gradients that are wanted, in order."""
-    grad, inputs, weight, main_grad, (wants_input, wants_weight, wants_bias), shape, dtypes, behind, front = of
+    grad, inputs, weight, main_grad, (wants_input, wants_weight, wants_bias), shape, dtypes, behind, front, read = of
     gradients = []
-    directions = (ROWWISE,) * wants_input + (COLUMNWISE,) * wants_weight
-    grads, sums = _quantized_grad(grad, plan, directions, wants_bias)
+    grads, sums = read or _quantized_grad(grad, plan, _directions(of.wants), wants_bias)
     if wants_input:
         weights = _quantized_weight(weight, plan, COLUMNWISE)
         product = multiply(operand(grads[ROWWISE], ROWWISE), operand(weights, COLUMNWISE), dtype=dtypes[0])
@@ -254,25 +319,24 @@ def _backward(of: Backward, plan: Plan) -> tuple[Tensor, ...]:
     return tuple(gradients)
 
 
-def _quantized_grad(
-    grad: Tensor, plan: Plan, directions: tuple[Direction, ...], wants_sums: bool
-) -> tuple[_ByDirection, Tensor | None]:
+def _quantized_grad(grad: Tensor | Source, plan: Plan, directions: tuple[Direction, ...], wants_sums: bool) -> Gradient:
     """`grad` along `directions`, and the sums of its columns, in one pass over it where one quantizer sees it whole."""
     quantizer = plan.grad_output
     if wants_sums and directions and isinstance(quantizer, Quantizer):
         if _is_cut(grad, plan, directions) and plan.takes_groups:
-            matrix = _matrix(grad).contiguous()
-            rows, sums = quantizer.encode_groups_and_sum(matrix, one_group(len(matrix), matrix.device), *directions)
-            return _of_one_group(rows, directions), sums[0]
+            matrix = _contiguous(grad)
+            table = one_group(matrix.shape[0], matrix.device)
+            rows, sums = quantizer.encode_groups_and_sum(matrix, table, *directions)
+            return Gradient(_of_one_group(rows, directions), sums[0])
         storage, sums = quantizer.encode_and_sum(_fitting(grad, plan, directions), *directions)
-        return dict.fromkeys(directions, storage), sums
+        return Gradient(dict.fromkeys(directions, storage), sums)
     grads = _encoded(grad, quantizer, plan, directions) if directions else {}
     if not wants_sums:
-        return grads, None
+        return Gradient(grads, None)
     matrix = _matrix(grad.dequantize() if isinstance(grad, QuantizedTensor) else grad).contiguous()
     panels = torch.empty(sums_shape(matrix), dtype=torch.float32, device=matrix.device)
     panel_sums(matrix, out=panels)
-    return grads, column_sums(panels)
+    return Gradient(grads, column_sums(panels))
 
 
 def main_grad_of(weight: Tensor) -> Tensor:
@@ -343,21 +407,21 @@ def quantized_input(x: Tensor, plan: Plan, directions: tuple[Direction, ...], *,
 
 
 def _encoded(
-    x: Tensor, quantizer: Quantizer, plan: Plan, directions: tuple[Direction, ...], *, front: str = ""
+    x: Tensor | Source, quantizer: Quantizer, plan: Plan, directions: tuple[Direction, ...], *, front: str = ""
 ) -> _ByDirection:
     """`x`, or what is computed of it, quantized. See [Note: Rows that do not fit]."""
     is_one_group = _is_cut(x, plan, directions) and plan.takes_groups
-    matrix = _matrix(x).contiguous() if is_one_group else _fitting(x, plan, directions)
+    matrix = _contiguous(x) if is_one_group else _fitting(x, plan, directions)
     source = FRONTS[front].source(matrix.contiguous()) if front else matrix
     if not is_one_group:
         return dict.fromkeys(directions, quantizer.encode(source, *directions))
-    rows = quantizer.encode_groups(source, one_group(len(matrix), matrix.device), *directions)
+    rows = quantizer.encode_groups(source, one_group(matrix.shape[0], matrix.device), *directions)
     return _of_one_group(rows, directions)
 
 
-def _is_cut(x: Tensor, plan: Plan, directions: tuple[Direction, ...]) -> bool:
+def _is_cut(x: Tensor | Source, plan: Plan, directions: tuple[Direction, ...]) -> bool:
     """Whether a product is to sum over another number of rows than it takes."""
-    return COLUMNWISE in directions and x.shape[:-1].numel() % plan.row_multiple != 0
+    return COLUMNWISE in directions and math.prod(x.shape[:-1]) % plan.row_multiple != 0
 
 
 def _of_one_group(rows: GroupedRows, directions: tuple[Direction, ...]) -> _ByDirection:
@@ -387,12 +451,12 @@ def _columnwise_part(inputs: QuantizedStorage) -> QuantizedStorage:
     )
 
 
-def _fitting(x: Tensor, plan: Plan, directions: tuple[Direction, ...]) -> Tensor:
-    """`x` (..., K) as a matrix, its rows padded with zeros where a product sums over them.
+def _fitting(x: Tensor | Source, plan: Plan, directions: tuple[Direction, ...]) -> Tensor | Source:
+    """`x` (..., K) as a matrix, its rows padded with zeros where a product sums over them. A source fits.
 
     The rows that these make in other products are dropped.
     """
-    matrix = _matrix(x)
+    matrix = x if isinstance(x, Source) else _matrix(x)
     if not _is_cut(x, plan, directions):
         return matrix
     return F.pad(matrix, (0, 0, 0, -matrix.shape[0] % plan.row_multiple))
@@ -403,6 +467,10 @@ def _shaped(product: Tensor, shape: Sequence[int]) -> Tensor:
     rows = math.prod(shape[:-1])
     product = product if rows == product.shape[0] else product[:rows]
     return product if product.shape == tuple(shape) else torch.ops.aten._unsafe_view(product, shape)
+
+
+def _contiguous(x: Tensor | Source) -> Tensor | Source:
+    return x if isinstance(x, Source) else _matrix(x).contiguous()
 
 
 def _matrix(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from math import lcm
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 from uuid import uuid4
 
 import torch
@@ -24,8 +24,9 @@ from te_dist.fsdp2.check import check_gathered, not_gathered
 from te_dist.kernels.runtime import is_recording, target_of
 from te_dist.kernels.tape import Tapes
 from te_dist.nn import activations, forgotten, lost_recipes, rehearsal, traced
+from te_dist.nn.fronts import FRONTS, Fronts
 from te_dist.nn.passes import MAX_PLANNED, WITHOUT, WITHOUT_BESIDE, Latest, Moving, Pass, latest_of, note, planned_of
-from te_dist.nn.products import FRONTS, Plan, linear, plan_by
+from te_dist.nn.products import Plan, linear, plan_by
 from te_dist.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, Quantizer
 from te_dist.recipe import QuantizerRole, Recipe
 from te_dist.scaling.delayed import DelayedScalingState
@@ -84,7 +85,7 @@ class LinearSite(nn.Module):
         self.place = repr((name, in_features, out_features))
         self.register_module("scaling", None)
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, front: str = "") -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, **fronts: Unpack[Fronts]) -> Any:
         """(..., N) in the dtype of `x` (torch.autocast's inside of it).
 
         Inside of `autocast` all three products are computed by its recipe; a quantized weight is used in its own
@@ -95,13 +96,14 @@ class LinearSite(nn.Module):
             x: (..., K), plain or quantized.
             weight: (N, K), plain or quantized, or a DTensor of either, of which the local part is used.
             bias: (N,) or None.
-            front: activation of `x`, computed in front of the quantizer inside of `autocast`; see `products.FRONTS`.
+            fronts: see `Fronts`; inside of `autocast` they are computed on the way into quantizers.
 
         Raises:
             ValueError: the extents of `x` and `weight` differ, the weight is on the meta device, or the recipe cannot
                 compute this map.
             RuntimeError: the weight is a shard that FSDP2 has not gathered.
         """
+        front = fronts.get("front", "")
         if torch.compiler.is_compiling() and self._keeps_state(x):
             return self._outside_of_graphs(x, weight, bias, front)
         if isinstance(weight, DTensor):
@@ -120,7 +122,17 @@ class LinearSite(nn.Module):
         x = autocast_of_torch(x)
         if torch.compiler.is_compiling():
             return self._in_graph(x, weight, bias, front)
-        return self._at_once(x, weight, bias, front)
+        return self._at_once(x, weight, bias, **fronts)
+
+    def hand(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, to: str) -> tuple[Tensor, Tensor | None]:
+        """The output, and what stands for the values that a front named `to` makes of it, see `Fronts`.
+
+        None where the gradient of that is not found here: in graphs, where hooks or tensor parallelism see the output,
+        and outside of `autocast`.
+        """
+        if torch.compiler.is_compiling() or self.placed is not None or _torch_private.is_watched(self):
+            return self(x, weight, bias), None
+        return self(x, weight, bias, hands_to=to)
 
     def _check_gathered(self, weight: DTensor) -> None:
         """Raises, on every rank, where this rank has less of the weight than tensor parallelism left it."""
@@ -133,16 +145,19 @@ class LinearSite(nn.Module):
         """Whether something else than this map sees its input, tensor parallelism for instance."""
         return self.placed is not None or bool(self._forward_pre_hooks) or bool(self._forward_hooks)
 
-    def _at_once(self, x: Tensor, weight: Tensor, bias: Tensor | None, front: str) -> Tensor:
-        plan = self.plan(x, weight)
+    def _at_once(self, x: Tensor, weight: Tensor, bias: Tensor | None, **fronts: Unpack[Fronts]) -> Any:
+        values, front = fronts.get("values"), fronts.get("front", "")
+        plan = self.plan(x if values is None else values, weight)
         if plan is not None:
             if plan.fuses_wgrad:
                 check_reduced("fuse_wgrad_accumulation", self.name or "Linear")
-            return linear(x, weight, bias, plan=plan, front=front)
+            return linear(x, weight, bias, plan=plan, **fronts)
         x = activations.find(front)(x) if front else x
         if isinstance(weight, QuantizedTensor) or isinstance(x, QuantizedTensor):
-            return linear(x, weight, bias, plan=_WEIGHT_ONLY)
-        return _plain(x, weight, bias)
+            out = linear(x, weight, bias, plan=_WEIGHT_ONLY)
+        else:
+            out = _plain(x, weight, bias)
+        return (out, None) if fronts.get("hands_to") else out
 
     def _keeps_state(self, x: Tensor) -> bool:
         """Whether this map is none of a graph. Asked of parameters as they are: no graph may give their parts back."""

@@ -163,8 +163,8 @@ class Quantizer:
         return False
 
     @property
-    def reads_groups_once(self) -> bool:
-        """Whether `encode_groups` reads its input in one pass, and takes sources. What inherits from others may not."""
+    def reads_once(self) -> bool:
+        """Whether `encode` and `encode_groups` read what they are given, sources too, in one pass. Heirs may not."""
         return False
 
     def update_quantized(self, src: Tensor, dst: QuantizedTensor) -> QuantizedTensor:

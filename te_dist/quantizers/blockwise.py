@@ -43,7 +43,7 @@ class Float8BlockQuantizer(Quantizer):
         return type(self) is Float8BlockQuantizer and self.block_scaling_dim == 1
 
     @property
-    def reads_groups_once(self) -> bool:
+    def reads_once(self) -> bool:
         return type(self) is Float8BlockQuantizer
 
 
@@ -70,7 +70,7 @@ class MXFP8Quantizer(Quantizer):
         return type(self) is MXFP8Quantizer
 
     @property
-    def reads_groups_once(self) -> bool:
+    def reads_once(self) -> bool:
         return type(self) is MXFP8Quantizer
 
 

@@ -46,7 +46,7 @@ class Float8Quantizer(Quantizer):
         return type(self) is Float8Quantizer
 
     @property
-    def reads_groups_once(self) -> bool:
+    def reads_once(self) -> bool:
         return type(self) is Float8Quantizer
 
     def write(self, x: Tensor | Source, storage: QuantizedStorage) -> None:

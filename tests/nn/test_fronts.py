@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_full_backward_hook
 
 import te_dist as te
 from te_dist import recipe
+from te_dist.nn import products
 from te_dist.ops.evaluate import values
 from te_dist.ops.source import SwiGlu, SwiGluGradient
 from te_dist.testing import assert_bitwise
@@ -77,7 +80,7 @@ def test_bits_in_bf16() -> None:
     check(results(module, module, made_by, x), results(lambda x: written(composed, x), composed, made_by, x))
 
 
-def test_the_activation_is_not_written(monkeypatch) -> None:
+def test_neither_the_activation_nor_its_gradient_is_written(monkeypatch) -> None:
     calls: list[str] = []
     evaluate = te._C.evaluate
     monkeypatch.setattr(te._C, "evaluate", lambda read, *rest: (calls.append(read[1]), evaluate(read, *rest)))
@@ -86,7 +89,77 @@ def test_the_activation_is_not_written(monkeypatch) -> None:
         out = module(sample(64, 64))
     assert calls == []
     out.sum().backward()
+    assert calls == []
+
+
+def test_the_gradient_is_written_for_what_reads_it_twice(monkeypatch) -> None:
+    calls: list[str] = []
+    evaluate = te._C.evaluate
+    monkeypatch.setattr(te._C, "evaluate", lambda read, *rest: (calls.append(read[1]), evaluate(read, *rest)))
+    with te.autocast(recipe=recipe.Float8CurrentScaling()):
+        out = make()(sample(64, 64))
+    out.sum().backward()
     assert calls == ["swiglu_gradient"]
+
+
+@pytest.mark.parametrize("where", ["first", "second", "global"])
+@pytest.mark.parametrize("name", ["block", "delayed"])
+def test_hooks_see_gradients_that_stay_what_they_are(name: str, where: str) -> None:
+    made_by, x, seen = CASES[name].recipe, sample(48, 64), []
+    module, watched = make(), make()
+    site = watched.fc2 if where == "second" else watched.fc1
+    if where == "global":
+        handle = register_module_full_backward_hook(lambda mod, _, grads: seen.extend(grads) if mod is site else None)
+    else:
+        handle = site.register_full_backward_hook(lambda *_: seen.extend(_[2]))
+    try:
+        got = results(watched, watched, made_by, x)
+    finally:
+        handle.remove()
+    check(got, results(module, module, made_by, x))
+    (grad,) = seen
+    assert grad.shape == (48, 64 if where == "second" else 192) and grad.abs().sum() > 0
+
+
+@every_case
+@pytest.mark.parametrize("frozen", ["fc1_weight", "fc2_weight", "fc1_bias", "fc1_weight fc1_bias"])
+def test_bits_of_the_written_gradient_where_parts_are_frozen(name: str, frozen: str) -> None:
+    made_by = CASES[name].recipe
+    module, composed = make(), make()
+    for each in (module, composed):
+        for part in frozen.split():
+            each.get_parameter(part).requires_grad_(False)
+    for step in range(2):  # histories move alike
+        x = sample(48, 64, seed=step)
+        got, want = results(module, module, made_by, x), results(lambda x: written(composed, x), composed, made_by, x)
+        for index, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert (a is None) == (b is None), index
+            assert a is None or assert_bitwise(a, b, str(index)) is None
+        same = composed.state_dict()
+        for key, value in module.state_dict().items():
+            assert_bitwise(value, same[key], key)
+
+
+def test_the_output_of_the_first_map_is_let_go_before_its_products(monkeypatch) -> None:
+    rows, alive = [], []
+    read, multiply = products._read_handed, products.backward
+
+    def reading(of: Any, given: Tensor, *rest: Any) -> Any:
+        rows.append(weakref.ref(given))
+        return read(of, given, *rest)
+
+    def multiplying(of: Any, plan: Any) -> Any:
+        if of.read is not None:
+            alive.append(rows[-1]() is not None)
+        return multiply(of, plan)
+
+    monkeypatch.setattr(products, "_read_handed", reading)
+    monkeypatch.setattr(products, "backward", multiplying)
+    for keeps in (True, False):
+        with te.autocast(recipe=recipe.MXFP8BlockScaling()):
+            out = make()(sample(64, 64))
+        out.sum().backward(retain_graph=keeps)
+    assert alive == [True, not hasattr(torch.autograd.Function, "maybe_clear_saved_tensors")]
 
 
 def test_without_a_recipe_torch_computes_it() -> None:

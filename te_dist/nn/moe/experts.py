@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from te_dist._torch_private import is_watched
 from te_dist.context import current_autocast
-from te_dist.nn import activations, rehearsal
+from te_dist.nn import rehearsal
+from te_dist.nn.gated import in_turn
 from te_dist.nn.group_fronts import WEIGHTED_SWIGLU, GroupEpilogue, GroupFront
 from te_dist.nn.group_tables import group_table
 from te_dist.nn.grouped_linear import GroupedLinear
@@ -22,7 +23,6 @@ from te_dist.nn.module import QuantizedModule
 from te_dist.nn.moe.dispatch import Arrived
 from te_dist.nn.moe.permutation import gather_sum, sort_by_expert
 from te_dist.nn.options import LinearOptions, read
-from te_dist.nn.products import FRONTS
 from te_dist.nn.site import LinearSite, autocast_of_torch
 from te_dist.ops.source import Gathered
 from te_dist.quantizers import Quantizer
@@ -248,10 +248,8 @@ class SwiGluMLP(QuantizedModule):
 
     def forward(self, inp: Tensor) -> Tensor:
         """(..., hidden_size) of `inp` of that shape."""
-        hidden, front = self.fc1(inp, self.fc1_weight), "swiglu"
-        if front not in FRONTS or self.fc2.is_hooked:
-            hidden, front = activations.find("swiglu")(hidden), ""
-        return self.fc2(hidden, self.fc2_weight, front=front)
+        first, second = (self.fc1, self.fc1_weight, None), (self.fc2, self.fc2_weight, None)
+        return in_turn(first, second, inp, activation="swiglu")
 
     def _made_with(self) -> str:
         return f"{self.hidden_size}, {self.ffn_hidden_size}"
