@@ -46,7 +46,8 @@ class Given(NamedTuple):
         front: what of the input is multiplied; None for itself.
         epilogue: what becomes of the rows of the output; None where they are it. Not with a caller's `out`.
         hands_to: the front of the map that reads the rows, whose gradient is found here, see [Note: Fronts of the map
-            behind]; None where there is no such map. Neither with an epilogue nor with a caller's `out`.
+            behind]; None where there is no such map. Neither with an epilogue nor with a caller's `out`, and of a plan
+            whose gradients are read once.
         out: (T, N), where the output goes; made where None.
         dgrad_out: (T, K), where the gradient of the input goes; made where None. Not with a front.
         saves_original: whether backward quantizes the input once more, instead of forward saving it quantized.
@@ -424,8 +425,7 @@ def _read_handed(of: Backward, given: Given, wants_behind: bool) -> tuple[Backwa
 def _handed(of: Backward, given: Given, wants_behind: bool) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
     source = given.hands_to.gradient(of.grad, of.rows, *of.behind)
     source = source if wants_behind else unsummed(source)
-    is_read_once = any(of.wants[:2]) and given.plan.grad_output.reads_once
-    read = _read(source if is_read_once else values(source), of.wants, given)
+    read = _read(source if any(of.wants[:2]) else values(source), of.wants, given)
     of_behind = given.hands_to.of_beside(source, *of.behind) if wants_behind else ()
     for gradient in of_behind:
         clear_rest(gradient, given.table)

@@ -121,7 +121,7 @@ class GroupedSite(LinearSite):
 
     def _eager(
         self, x: Tensor, weights: Sequence[Tensor], *, given: Given, **around: Unpack[Around]
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         is_one = self.one_buffer is not None and self.one_buffer.holds(weights)
         if not is_one:
             self._check_weights(weights)
@@ -130,13 +130,23 @@ class GroupedSite(LinearSite):
         trained = first if first.requires_grad else next((each for each in weights if each.requires_grad), first)
         values = around.get("values")
         plan = self.plan(x if values is None else values, trained)
-        if plan is None:
-            given = self._outside(x, weights, given=given)
-            return grouped_linear(x, weights, given=given, **around)
         given = given._replace(plan=plan, cached=self.one_buffer.storage if is_one else None)
+        if given.hands_to is not None and (plan is None or not plan.grad_output.reads_once):
+            around = {**around, "behind": ()}
+            return self._by_plan(x, weights, given=given._replace(hands_to=None), **around), None
+        return self._by_plan(x, weights, given=given, **around)
+
+    def _by_plan(
+        self, x: Tensor, weights: Sequence[Tensor], *, given: Given, **around: Unpack[Around]
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """By `given.plan`; None outside of `autocast`."""
+        first, plan = weights[0], given.plan
+        if plan is None:
+            return grouped_linear(x, weights, given=self._outside(x, weights, given=given), **around)
         if given.skip is not None:
             return self._by_flag(x, weights, given=given, **around)
-        if given.is_first is not None and not isinstance(weights[0], QuantizedTensor):
+        is_one = given.cached is not None
+        if given.is_first is not None and not isinstance(first, QuantizedTensor):
             given = given._replace(cached=self.kept.by_host(weights, plan.weight, is_first=given.is_first))
         try:
             out = grouped_linear(x, weights, given=given, **around)
@@ -205,7 +215,7 @@ class GroupedSite(LinearSite):
                 f"{self._label}: the input is quantized, and there is no product in groups of it with plain weights; "
                 "call this inside of te_dist.autocast(recipe=...), or dequantize it"
             )
-        return given._replace(plan=_plain_plan(x.dtype, fuses_wgrad=self.fuses_wgrad))
+        return given._replace(plan=_plain_plan(x.dtype, fuses_wgrad=self.fuses_wgrad), cached=None)
 
     def _check_gathered(self, weights: Sequence[Tensor], given: Given) -> None:
         """What FSDP2 gathers sees its gradient in backward only, and is written anew without a trace."""

@@ -263,9 +263,8 @@ def _read_handed(of: Backward, rows: Tensor, front: str, plan: Plan) -> Backward
 
 def _handed(of: Backward, rows: Tensor, front: str, plan: Plan) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
     source: Tensor | Source = FRONTS[front].gradient(_matrix(rows), _matrix(of.grad).contiguous())
-    quantizer, directions = plan.grad_output, _directions(of.wants)
-    reads_once = bool(directions) and isinstance(quantizer, Quantizer) and quantizer.reads_once
-    if not reads_once or (_is_cut(source, plan, directions) and not plan.takes_groups):
+    directions = _directions(of.wants)
+    if not directions or (_is_cut(source, plan, directions) and not plan.takes_groups):
         source = values(source)
     read = _quantized_grad(source, plan, directions, of.wants[2])
     return read.tensors, read.kind

@@ -128,7 +128,7 @@ class LinearSite(nn.Module):
         """The output, and what stands for the values that a front named `to` makes of it, see `Fronts`.
 
         None where the gradient of that is not found here: in graphs, where hooks or tensor parallelism see the output,
-        and outside of `autocast`.
+        where a quantizer reads gradients more than once, and outside of `autocast`.
         """
         if torch.compiler.is_compiling() or self.placed is not None or _torch_private.is_watched(self):
             return self(x, weight, bias), None
@@ -151,6 +151,8 @@ class LinearSite(nn.Module):
         if plan is not None:
             if plan.fuses_wgrad:
                 check_reduced("fuse_wgrad_accumulation", self.name or "Linear")
+            if fronts.get("hands_to") and not (isinstance(plan.grad_output, Quantizer) and plan.grad_output.reads_once):
+                return linear(x, weight, bias, plan=plan, front=front, values=values), None
             return linear(x, weight, bias, plan=plan, **fronts)
         x = activations.find(front)(x) if front else x
         if isinstance(weight, QuantizedTensor) or isinstance(x, QuantizedTensor):

@@ -168,6 +168,7 @@ def multiply(maps: tuple[tuple[GroupedSite, Tensor], ...], rows: Tensor, arrived
     else:
         handing = reading._replace(hands_to=front)
         hidden, values = fc1(rows, [first], beside=beside, behind=[probabilities], given=handing)
+    if values is not None:
         front, probabilities = front.handed(), probabilities.detach()
     summed = given._replace(front=front, epilogue=SUMMED)
     return fc2(hidden, [second], beside=[probabilities], behind=copies, values=values, given=summed)
