@@ -95,6 +95,10 @@ ATTRIBUTES = (
     Private("torch.nn.Module._backward_pre_hooks", "the same of those who see gradients of outputs"),
     Private("torch.nn.modules.module._has_any_global_hook", "the same of those who see all modules"),
     Private(
+        "torch.nn.Module._compiled_call_impl",
+        "whether `Module.compile` compiles a module by itself, so that what it is given ends at a graph",
+    ),
+    Private(
         "torch._C._len_torch_dispatch_stack",
         "whether ops are being watched, asked on every pass; the public class tells of no mode but its own",
     ),

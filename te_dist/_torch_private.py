@@ -161,14 +161,15 @@ def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether hooks see what `module` is given, what it returns, or gradients of these: its own, or those of all."""
+    """Whether more than its forward pass runs when `module` is called: its hooks, those of all modules, a compiler."""
     of_module = (
         module._forward_pre_hooks,
         module._forward_hooks,
         module._backward_pre_hooks,
         module._backward_hooks,
     )
-    return any(of_module) or bool(torch.nn.modules.module._has_any_global_hook())
+    is_compiled = module._compiled_call_impl is not None
+    return any(of_module) or is_compiled or bool(torch.nn.modules.module._has_any_global_hook())
 
 
 def unpacks_by_checkpoint(ctx: Any) -> bool | None:

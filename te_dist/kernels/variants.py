@@ -155,11 +155,11 @@ def grouped_quantizers(element: str) -> Iterator[Spec]:
         yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_PLAIN_RULE, shares=(_RUN, _RUN), panels=GROUPED_ROWS)
     for source in (summed(plain(element)), of_experts[0]):
         yield from gradients(source, GROUPED_ROWS)
-    handed = swiglu_gradient(element), swiglu_gradient(element, "kDifferentiated")  # to quantizers that read once
-    for source, code in product((*handed, summed(handed[0])), _CODES):
+    handed = swiglu_gradient(element), summed(swiglu_gradient(element))  # to quantizers that read once
+    for source, code in product((*handed, swiglu_gradient(element, "kDifferentiated")), _CODES):
         for read in _and_pair(source):
             yield from _both_ways(read, code)
-            yield from _both_ways(read, code, ONE_MATRIX)
+            yield from _both_ways(read, code, ONE_MATRIX) if source in handed else ()
     for source in (swiglu(element), *of_experts):
         yield quantize.nvfp4(source, (16, 8, 16, 8, 8), rule=_TRANSFORMED, shares=(_RUN, _RUN), panels=GROUPED_ROWS)
         yield quantize.direction_amaxes(source, (16,), transforms="true", panels=GROUPED_ROWS)
@@ -303,7 +303,12 @@ def movers() -> Iterator[Spec]:
     yield from (grouped_gemm.find_groups(kind, are_sizes=f) for kind in ("int32_t", "int64_t") for f in (False, True))
     yield grouped_quantize.SUMS
     yield from map(grouped_gemm.rest, (16, 4, 2))
-    yield from (sorting.count(4), sorting.BEFORE, sorting.place(4), *map(sorting.largest, sorting.HELD))
+    yield from (
+        *map(sorting.count, (4, 1)),
+        sorting.BEFORE,
+        *map(sorting.place, (4, 1)),
+        *map(sorting.largest, sorting.HELD),
+    )
 
 
 def variants(*elements: str) -> list[Spec]:

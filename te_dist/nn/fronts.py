@@ -1,12 +1,26 @@
-"""What linear maps compute of an input on its way into the quantizer, and of its gradient on the way back."""
+"""What linear maps compute of an input on its way into the quantizer, and of its gradient on the way back.
+
+[Note: Fronts of the map behind]
+What a map's front computes has its gradient found in that map's backward pass, and written, for the map in front to
+read and quantize. Where the map in front is told of it (`hands_to`), its own backward pass finds that gradient on the
+way into its quantizer instead, and nothing is written between, if that reads what it quantizes once. It returns two
+tensors then: the rows, which the map behind reads and which have no gradient; and one that stands for the values the
+front makes of them, to which the map behind returns the gradient of its input (`values`). Nobody reads that one: it has
+the shape of those values, and memory of the rows. Bits are the same, since a quantizer does with a source what it does
+with values. Rows are let go before the products of backward, where torch's Functions can let go. Hooks would see
+neither: maps that hooks watch do not hand over, nor such as are compiled or wrapped on their own (`hands_over`). What
+runs again in backward does what it did, whatever hooks there are by then.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple, TypedDict
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from te_dist._torch_private import in_backward, is_watched
 from te_dist.ops.source import Source, SwiGlu, SwiGluGradient
 
 
@@ -39,3 +53,16 @@ class Fronts(TypedDict, total=False):
     front: str
     hands_to: str
     values: Tensor | None
+
+
+def hands_over(first: nn.Module, second: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a map hands rows to the next, both of them sites of this `kind`. See [Note: Fronts of the map behind].
+
+    Asked once in every pass, before the first of them is called.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if not in_backward():
+        maps = first, second
+        first.handed = all(type(each) is kind and not is_watched(each) for each in maps)
+    return getattr(first, "handed", False)

@@ -1,15 +1,4 @@
-"""What linear maps of rows in groups compute on the way: of their input, before it is quantized, and of their output.
-
-[Note: Fronts of the map behind]
-What a map's front computes has its gradient found in that map's backward pass, and written, for the map in front to
-read and quantize. Where the map in front is told of it (`Given.hands_to`), its own backward pass finds that gradient on
-the way into its quantizer instead, and nothing is written between, if that reads what it quantizes once. It returns
-two tensors then: the rows, which the map behind reads and which have no gradient; and one that stands for the values
-the front makes of them, to which the map behind returns the gradient of its input (`values` of `grouped_linear`).
-Nobody reads that one: it has the shape of those values, and memory of the rows. Bits are the same, since a quantizer
-does with a source what it does with values. Rows are let go before the products of backward, where torch's Functions
-can let go. Hooks would see neither: maps that hooks watch do not hand over.
-"""
+"""What linear maps of rows in groups compute on the way: of an input before it is quantized, of an output, and back."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class GroupedSite(LinearSite):
         values = around.get("values")
         plan = self.plan(x if values is None else values, trained)
         given = given._replace(plan=plan, cached=self.one_buffer.storage if is_one else None)
-        if given.hands_to is not None and (plan is None or not plan.grad_output.reads_once):
+        if given.hands_to is not None and (plan is None or not plan.reads_gradients_once):
             around = {**around, "behind": ()}
             return self._by_plan(x, weights, given=given._replace(hands_to=None), **around), None
         return self._by_plan(x, weights, given=given, **around)

@@ -78,6 +78,11 @@ class Plan:
         quantizers = self.input, self.grad_output
         return all(isinstance(quantizer, Quantizer) and quantizer.takes_groups for quantizer in quantizers)
 
+    @property
+    def reads_gradients_once(self) -> bool:
+        """Whether gradients of the output are quantized in one pass, so that they may be computed there."""
+        return isinstance(self.grad_output, Quantizer) and self.grad_output.reads_once
+
 
 def plan_by(
     recipe: Recipe,
@@ -249,16 +254,18 @@ class Gradient(NamedTuple):
         return kinds, places, self.sums is not None
 
 
+def put_together(tensors: Sequence[Tensor], kind: tuple[Any, ...]) -> Gradient:
+    """The gradient of these tensors, of this kind."""
+    (kinds, places, has_sums), left = kind, iter(tensors)
+    storages = [each.storage([next(left) for _ in each.names]) for each in kinds]
+    return Gradient({direction: storages[place] for direction, place in places}, next(left) if has_sums else None)
+
+
 def _read_handed(of: Backward, rows: Tensor, front: str, plan: Plan) -> Backward:
     """What is left to do when the gradient of handed rows is quantized: a step of its own, behind which these go."""
     key = ("handed", of.wants, front)
-    tensors, (kinds, places, has_sums) = plan.tapes.run(
-        key, (of.grad, rows, *plan.tensors), lambda: _handed(of, rows, front, plan)
-    )
-    left = iter(tensors)
-    storages = [kind.storage([next(left) for _ in kind.names]) for kind in kinds]
-    read = Gradient({direction: storages[place] for direction, place in places}, next(left) if has_sums else None)
-    return of._replace(grad=None, read=read)
+    tensors, kind = plan.tapes.run(key, (of.grad, rows, *plan.tensors), lambda: _handed(of, rows, front, plan))
+    return of._replace(grad=None, read=put_together(tensors, kind))
 
 
 def _handed(of: Backward, rows: Tensor, front: str, plan: Plan) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:

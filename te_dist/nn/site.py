@@ -96,7 +96,9 @@ class LinearSite(nn.Module):
             x: (..., K), plain or quantized.
             weight: (N, K), plain or quantized, or a DTensor of either, of which the local part is used.
             bias: (N,) or None.
-            fronts: see `Fronts`; inside of `autocast` they are computed on the way into quantizers.
+            fronts: see `Fronts`; inside of `autocast` they are computed on the way into quantizers. With `hands_to` the
+                second of what is returned is None where the gradient is not found here: outside of `autocast`, and
+                where a quantizer reads gradients more than once. What is handed over is none of a graph.
 
         Raises:
             ValueError: the extents of `x` and `weight` differ, the weight is on the meta device, or the recipe cannot
@@ -121,18 +123,9 @@ class LinearSite(nn.Module):
             raise without_values(self.name or "Linear")
         x = autocast_of_torch(x)
         if torch.compiler.is_compiling():
+            assert not fronts.get("hands_to") and fronts.get("values") is None, "what is handed over is none of a graph"
             return self._in_graph(x, weight, bias, front)
         return self._at_once(x, weight, bias, **fronts)
-
-    def hand(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, to: str) -> tuple[Tensor, Tensor | None]:
-        """The output, and what stands for the values that a front named `to` makes of it, see `Fronts`.
-
-        None where the gradient of that is not found here: in graphs, where hooks or tensor parallelism see the output,
-        where a quantizer reads gradients more than once, and outside of `autocast`.
-        """
-        if torch.compiler.is_compiling() or self.placed is not None or _torch_private.is_watched(self):
-            return self(x, weight, bias), None
-        return self(x, weight, bias, hands_to=to)
 
     def _check_gathered(self, weight: DTensor) -> None:
         """Raises, on every rank, where this rank has less of the weight than tensor parallelism left it."""
@@ -151,7 +144,7 @@ class LinearSite(nn.Module):
         if plan is not None:
             if plan.fuses_wgrad:
                 check_reduced("fuse_wgrad_accumulation", self.name or "Linear")
-            if fronts.get("hands_to") and not (isinstance(plan.grad_output, Quantizer) and plan.grad_output.reads_once):
+            if fronts.get("hands_to") and not plan.reads_gradients_once:
                 return linear(x, weight, bias, plan=plan, front=front, values=values), None
             return linear(x, weight, bias, plan=plan, **fronts)
         x = activations.find(front)(x) if front else x

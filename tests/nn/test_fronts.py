@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.modules.module import register_module_full_backward_hook
+from torch.utils.checkpoint import checkpoint
+from torch.utils.module_tracker import ModuleTracker
 
 import te_dist as te
 from te_dist import recipe
@@ -119,6 +123,47 @@ def test_hooks_see_gradients_that_stay_what_they_are(name: str, where: str) -> N
     check(got, results(module, module, made_by, x))
     (grad,) = seen
     assert grad.shape == (48, 64 if where == "second" else 192) and grad.abs().sum() > 0
+
+
+def compile_each(module: te.LayerNormMLP, *names: str) -> te.LayerNormMLP:
+    for name in names:
+        module.get_submodule(name).compile(backend="eager")
+    return module
+
+
+@pytest.mark.parametrize("names", [("fc1",), ("fc2",), ("fc1", "fc2")], ids=" ".join)
+@pytest.mark.parametrize("name", ["mxfp8", "delayed"])
+def test_maps_that_are_compiled_by_themselves_have_the_bits_of_eager(name: str, names: tuple[str, ...]) -> None:
+    torch.compiler.reset()
+    made_by, x = CASES[name].recipe, sample(2, 64)
+    module, compiled = make(), compile_each(make(), *names)
+    check(results(compiled, compiled, made_by, x), results(module, module, made_by, x))
+    torch.compiler.reset()
+
+
+def test_a_map_that_is_wrapped_runs_as_its_wrapper_says() -> None:
+    made_by, x, ran = CASES["mxfp8"].recipe, sample(64, 64), []
+    module, wrapped = make(), make()
+    forward = wrapped.fc1.forward
+    wrapped.fc1.forward = lambda *args, **fronts: ran.append(fronts) or forward(*args, **fronts)
+    wrapped.fc1 = checkpoint_wrapper(wrapped.fc1, context_fn=te.recompute.context_fn)
+    got = results(wrapped, wrapped, made_by, x)
+    check(got, results(module, module, made_by, x))
+    assert len(ran) == 2
+
+
+@pytest.mark.parametrize("watched", ["forward", "backward"])
+@pytest.mark.parametrize("name", ["mxfp8", "delayed"])
+def test_what_runs_again_does_what_it_did_whatever_hooks_there_are(name: str, watched: str) -> None:
+    made_by, x = CASES[name].recipe, sample(64, 64)
+    module, again = make(), make()
+    want = results(module, module, made_by, x)
+    asking = x.clone().requires_grad_()
+    with ModuleTracker() if watched == "forward" else nullcontext(), te.autocast(recipe=made_by):
+        out = checkpoint(again, asking, use_reentrant=False, context_fn=te.recompute.context_fn)
+    with ModuleTracker() if watched == "backward" else nullcontext():
+        out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out))
+    check([out.detach(), asking.grad, *(param.grad for param in again.parameters())], want)
 
 
 @every_case

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from te_dist._torch_private import in_backward
 from te_dist.nn.moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from te_dist.nn.moe.experts import ExpertOptions, GroupedMLP, SwiGluMLP
+from te_dist.nn.moe.permutation import sort_by_expert
 from te_dist.nn.moe.router import Routed, TopKRouter
 from te_dist.nn.moe.routing import Routing
 from te_dist.nn.options import LinearOptions, read
@@ -112,6 +113,11 @@ class MoE(nn.Module):
             out = out + self.shared_experts(x)
         # No view to autograd, since FSDP2 warns of modules that return one.
         return out if out.shape == inp.shape else torch.ops.aten._unsafe_view(out, inp.shape)
+
+    def rehearse(self, dtype: torch.dtype | None) -> None:
+        """Launches what sorts, among all ranks and on this one, see `rehearsal.rehearse`; whatever `dtype` is."""
+        for num_experts in (self.router.routing.num_experts, self.dispatcher.num_local_experts):
+            sort_by_expert(torch.empty(1, 1, dtype=torch.int64, device="meta"), num_experts)
 
     def _mix(self, x: Tensor, routed: Routed, **kept: Any) -> Tensor:
         """(T, H): what the chosen experts make of every row of `x` (T, H); `kept`: keywords of `GroupedMLP.forward`."""

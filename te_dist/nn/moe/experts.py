@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from te_dist._torch_private import is_watched
 from te_dist.context import current_autocast
 from te_dist.nn import rehearsal
+from te_dist.nn.fronts import hands_over
 from te_dist.nn.gated import in_turn
 from te_dist.nn.group_fronts import WEIGHTED_SWIGLU, GroupEpilogue, GroupFront
 from te_dist.nn.group_tables import group_table
@@ -163,11 +163,12 @@ def multiply(maps: tuple[tuple[GroupedSite, Tensor], ...], rows: Tensor, arrived
     if not isinstance(rows, QuantizedTensor):
         rows, beside, reading = rows.contiguous(), copies, given._replace(front=GATHERED)
     probabilities = arrived.probabilities
-    if is_watched(fc1) or is_watched(fc2):  # what hooks see has its gradient
-        hidden = fc1(rows, [first], beside=beside, given=reading)
-    else:
+    # A gradient of probabilities alone is no gradient of rows.
+    if hands_over(fc1, fc2, GroupedSite) and (rows.requires_grad or first.requires_grad):
         handing = reading._replace(hands_to=front)
         hidden, values = fc1(rows, [first], beside=beside, behind=[probabilities], given=handing)
+    else:
+        hidden = fc1(rows, [first], beside=beside, given=reading)
     if values is not None:
         front, probabilities = front.handed(), probabilities.detach()
     summed = given._replace(front=front, epilogue=SUMMED)

@@ -49,9 +49,9 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> Permutation:
         experts: int64 (S, k), numbers from 0 to below `num_experts`; all others sort behind and are nobody's.
         num_experts: E.
     """
-    if num_experts > MOST_EXPERTS:
+    experts = experts.to(torch.int64).contiguous()
+    if not 0 < num_experts <= MOST_EXPERTS:
         return Permutation(*sorted_copies(experts, num_experts))
-    experts = experts.contiguous()
     if torch.compiler.is_compiling():
         return Permutation(*_sorted(experts, num_experts))
     found, _ = _sorts.run(num_experts, (experts,), lambda: (_sorted(experts, num_experts), None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.checkpoint import checkpoint
+from torch.utils.module_tracker import ModuleTracker
 
 import te_dist as te
 from te_dist.nn import group_fronts, grouped_products
@@ -146,16 +149,22 @@ def test_hooks_see_rows_and_gradients_that_stay_what_they_are(where: str) -> Non
     assert where == "backward" or rows.requires_grad
 
 
-@pytest.mark.parametrize("frozen", [(), ("experts.fc2.weight",), ("experts.fc1.weight",), ("router.weight",)], ids=str)
+FIRST, SECOND = "experts.fc1.weight", "experts.fc2.weight"
+
+
+@pytest.mark.parametrize("frozen", [(), (SECOND,), (FIRST,), (FIRST, SECOND), ("router.weight",)], ids=str)
+@pytest.mark.parametrize("asks", [True, False], ids=["input", "no input"])
 def test_histories_move_as_if_the_gradient_were_written(
-    frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    asks: bool, frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states = []
     for multiply in (experts.multiply, in_turn):
         monkeypatch.setattr(experts, "multiply", multiply)
         module = freeze(make(), *frozen)
         for step in range(3):
-            run(module, "delayed", tokens(TOKENS, seed=step) * 2**step)
+            with te.autocast(recipe=RECIPES["delayed"]):
+                out = module((tokens(TOKENS, seed=step) * 2**step).requires_grad_(asks))
+            out.sum().backward()
         states.append({key: value for key, value in module.state_dict().items() if "scaling" in key})
     got, want = states
     assert any("fc2" in key for key in want) and any("fc1" in key for key in want)
@@ -178,6 +187,20 @@ def test_a_gradient_of_probabilities_alone_moves_no_history_and_multiplies_nothi
     assert products.count("multiply_rows") == 1  # by the second map
     for key, value in before.items():
         assert_bitwise(module.experts.fc1.state_dict()[key], value, key)
+
+
+@pytest.mark.parametrize("watched", ["forward", "backward"])
+def test_what_runs_again_does_what_it_did_whatever_hooks_there_are(watched: str) -> None:
+    want, module = run(make(), "block", tokens(TOKENS)), make()
+    x = tokens(TOKENS).requires_grad_()
+    torch.manual_seed(3)
+    with ModuleTracker() if watched == "forward" else nullcontext(), te.autocast(recipe=RECIPES["block"]):
+        out = checkpoint(module, x, use_reentrant=False, context_fn=te.recompute.context_fn)
+    with ModuleTracker() if watched == "backward" else nullcontext():
+        out.backward(tokens(TOKENS, seed=2))
+    got = [out.detach(), x.grad, *(param.grad for param in module.parameters())]
+    for number, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert_bitwise(a, b, f"result {number}")
 
 
 def test_compiled_backward_passes_take_it() -> None:
