@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from te_dist import grouped, optim, testing
 from te_dist.formats import Direction, Format
 from te_dist.fsdp2 import GroupedParameter, QuantizedParameter
 from te_dist.grouped import first_member
+from te_dist.nn.fronts import Fronts
 from te_dist.nn.site import LinearSite
 from te_dist.tensor import QuantizedTensor, quantize
 from te_dist.tensor.placement import local_part, local_tensor
@@ -52,7 +53,7 @@ class _Products(torch.autograd.Function):
 class _Site(LinearSite):
     """The product of a `te.Linear` for formats that no product with plain inputs reads."""
 
-    def _at_once(self, x: Tensor, weight: Tensor, bias: Tensor | None, front: str) -> Tensor:
+    def _at_once(self, x: Tensor, weight: Tensor, bias: Tensor | None, **fronts: Unpack[Fronts]) -> Tensor:
         out = _Products.apply(x, weight)
         return out if bias is None else out + bias
 
