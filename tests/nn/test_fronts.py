@@ -125,18 +125,24 @@ def test_hooks_see_gradients_that_stay_what_they_are(name: str, where: str) -> N
     assert grad.shape == (48, 64 if where == "second" else 192) and grad.abs().sum() > 0
 
 
-def compile_each(module: te.LayerNormMLP, *names: str) -> te.LayerNormMLP:
+def compile_each(module: te.LayerNormMLP, *names: str, wraps: bool) -> te.LayerNormMLP:
     for name in names:
-        module.get_submodule(name).compile(backend="eager")
+        if wraps:
+            setattr(module, name, torch.compile(module.get_submodule(name), backend="eager"))
+        else:
+            module.get_submodule(name).compile(backend="eager")
     return module
 
 
+@pytest.mark.parametrize("wraps", [False, True], ids=["in place", "wrapped"])
 @pytest.mark.parametrize("names", [("fc1",), ("fc2",), ("fc1", "fc2")], ids=" ".join)
 @pytest.mark.parametrize("name", ["mxfp8", "delayed"])
-def test_maps_that_are_compiled_by_themselves_have_the_bits_of_eager(name: str, names: tuple[str, ...]) -> None:
+def test_maps_that_are_compiled_by_themselves_have_the_bits_of_eager(
+    name: str, names: tuple[str, ...], wraps: bool
+) -> None:
     torch.compiler.reset()
     made_by, x = CASES[name].recipe, sample(2, 64)
-    module, compiled = make(), compile_each(make(), *names)
+    module, compiled = make(), compile_each(make(), *names, wraps=wraps)
     check(results(compiled, compiled, made_by, x), results(module, module, made_by, x))
     torch.compiler.reset()
 

@@ -172,13 +172,14 @@ def test_histories_move_as_if_the_gradient_were_written(
         assert_bitwise(got[key], value, key)
 
 
+@pytest.mark.parametrize("asks", [True, False], ids=["input", "no input"])
 def test_a_gradient_of_probabilities_alone_moves_no_history_and_multiplies_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, products = make(), []
     run(module, "delayed", tokens(TOKENS))
     with te.autocast(recipe=RECIPES["delayed"]):
-        out = module(tokens(TOKENS))
+        out = module(tokens(TOKENS).requires_grad_(asks))
     before = {key: value.clone() for key, value in module.experts.fc1.state_dict().items() if "scaling" in key}
     for name in ("multiply_rows", "multiply_sums"):
         function = getattr(grouped_products, name)
