@@ -67,7 +67,7 @@ class GroupEpilogue(NamedTuple):
 
 def clear_rest(rows: Tensor, table: Tensor) -> None:
     """Writes zeros behind the last group: of what was computed with anything that lay there, which may be NaN."""
-    ops.clear_rest(rows.view(rows.shape[0], -1), table=table)
+    ops.clear_rest(rows if rows.dim() > 1 else rows[:, None], table=table)
 
 
 def _of_swiglu(grad: Tensor, x: Tensor) -> Source:

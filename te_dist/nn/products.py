@@ -12,8 +12,8 @@ front of the quantizer, its values are never written: its own input is saved, of
 What sums over rows takes a multiple of them: bytes that hold several values, transforms and copies of 16 bytes are not
 cut. Other numbers of rows are quantized as those of one group, whose columnwise codes are followed by zeros up to a
 tile of 128; zeros are exact in every format: they raise no amax and add nothing to a sum. The bytes are those of a
-matrix that was padded before, and nothing is copied for them. A quantizer that knows no groups is given such a matrix.
-Rows that nobody sums over are taken as they are.
+matrix that was padded before, and nothing is copied for them. A quantizer that knows no groups, or not of as many
+columns, is given such a matrix. Rows that nobody sums over are taken as they are.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from te_dist.nn.saved import let_go, save, saved
 from te_dist.ops.evaluate import values
 from te_dist.ops.group_table import one_group
 from te_dist.ops.panel_sums import column_sums, panel_sums
+from te_dist.ops.quantize_nvfp4 import TILE as NVFP4_TILE
 from te_dist.ops.source import Source, sums_shape
 from te_dist.quantizers import Quantizer
 from te_dist.recipe import UNIFORM, Recipe
@@ -271,7 +272,7 @@ def _read_handed(of: Backward, rows: Tensor, front: str, plan: Plan) -> Backward
 def _handed(of: Backward, rows: Tensor, front: str, plan: Plan) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
     source: Tensor | Source = FRONTS[front].gradient(_matrix(rows), _matrix(of.grad).contiguous())
     directions = _directions(of.wants)
-    if not directions or (_is_cut(source, plan, directions) and not plan.takes_groups):
+    if not directions or (_is_cut(source, plan, directions) and not _is_one_group(source, plan, directions)):
         source = values(source)
     read = _quantized_grad(source, plan, directions, of.wants[2])
     return read.tensors, read.kind
@@ -329,7 +330,7 @@ def _quantized_grad(grad: Tensor | Source, plan: Plan, directions: tuple[Directi
     """`grad` along `directions`, and the sums of its columns, in one pass over it where one quantizer sees it whole."""
     quantizer = plan.grad_output
     if wants_sums and directions and isinstance(quantizer, Quantizer):
-        if _is_cut(grad, plan, directions) and plan.takes_groups:
+        if _is_one_group(grad, plan, directions):
             matrix = _contiguous(grad)
             table = one_group(matrix.shape[0], matrix.device)
             rows, sums = quantizer.encode_groups_and_sum(matrix, table, *directions)
@@ -416,7 +417,7 @@ def _encoded(
     x: Tensor | Source, quantizer: Quantizer, plan: Plan, directions: tuple[Direction, ...], *, front: str = ""
 ) -> _ByDirection:
     """`x`, or what is computed of it, quantized. See [Note: Rows that do not fit]."""
-    is_one_group = _is_cut(x, plan, directions) and plan.takes_groups
+    is_one_group = _is_one_group(x, plan, directions)
     matrix = _contiguous(x) if is_one_group else _fitting(x, plan, directions)
     source = FRONTS[front].source(matrix.contiguous()) if front else matrix
     if not is_one_group:
@@ -428,6 +429,14 @@ def _encoded(
 def _is_cut(x: Tensor | Source, plan: Plan, directions: tuple[Direction, ...]) -> bool:
     """Whether a product is to sum over another number of rows than it takes."""
     return COLUMNWISE in directions and math.prod(x.shape[:-1]) % plan.row_multiple != 0
+
+
+def _is_one_group(x: Tensor | Source, plan: Plan, directions: tuple[Direction, ...]) -> bool:
+    """Whether rows are quantized as those of one group, see [Note: Rows that do not fit].
+
+    Groups that are rounded by chance have whole tiles of columns.
+    """
+    return _is_cut(x, plan, directions) and plan.takes_groups and x.shape[-1] % NVFP4_TILE == 0
 
 
 def _of_one_group(rows: GroupedRows, directions: tuple[Direction, ...]) -> _ByDirection:

@@ -34,6 +34,19 @@ def step(name: str, front: GroupFront | None, rest: float) -> list[Tensor]:
     return [out.detach(), x.grad, *([p.grad] if beside else []), module.weight.grad, *(bias.grad for bias in biases)]
 
 
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("name", COMPUTED)
+def test_no_rows_give_gradients_of_zeros(name: str, front: str) -> None:
+    module, made_by = make(len(SIZES), single_grouped_weight=True), COMPUTED[name]
+    x, p = torch.zeros(0, IN if front == "none" else 2 * IN, requires_grad=True), torch.zeros(0, requires_grad=True)
+    given = Given(group_table(torch.zeros(3, dtype=torch.int64), 0).tensor, None, front=FRONTS[front])
+    with inside(made_by):
+        out = module.gemm(x, [module.weight], given=given, beside=[p] if front == "weighted" else [])
+    out.sum().backward()
+    assert out.shape == (0, OUT) and x.grad.shape == x.shape
+    assert not module.weight.grad.any()
+
+
 @pytest.mark.every_run(name=("plain", "delayed", "block", "mxfp8", "nvfp4", "hybrid"))
 @pytest.mark.parametrize("front", FRONTS)
 @pytest.mark.parametrize("name", COMPUTED)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import te_dist as te
 from te_dist import quantizers as q
+from te_dist import recipe
 from te_dist.formats import Direction, Region, geometry
 from te_dist.nn import products
 from te_dist.nn.products import Plan
@@ -168,3 +169,14 @@ def test_rows_that_nobody_sums_over_are_taken_as_they_are(case: Any, monkeypatch
         ("db", module.bias.grad, twin.bias.grad),
     ):
         assert relative_error(got.detach(), want.detach().double()) < 1e-6, name
+
+
+@pytest.mark.parametrize("rows", [5, 37])
+def test_columns_that_groups_do_not_take_are_padded(rows: int) -> None:
+    module = te.Linear(100, 30)
+    x = torch.randn(rows, 100, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    with te.autocast(recipe=recipe.NVFP4BlockScaling()):
+        out = module(x)
+    out.sum().backward()
+    assert out.shape == (rows, 30)
+    assert all(grad.isfinite().all() and grad.any() for grad in (x.grad, module.weight.grad, module.bias.grad))

@@ -261,3 +261,34 @@ def test_rows_that_share_a_scale_are_not_sent_as_codes(ranks: Callable) -> None:
 def test_payloads_that_are_not_known_are_named() -> None:
     with pytest.raises(ValueError, match="payload: got 'fp8', wanted one of"):
         ExpertParallel(payload="fp8")
+
+
+def starved(rank: int, world: int, name: str, payload: Any) -> tuple[list[Tensor], int]:
+    """(output and gradient of tokens) where all choose experts of the first rank; how many weights here move."""
+    made_by = RECIPES[name]
+    torch.manual_seed(0)
+    with te.quantized_model_init(enabled=made_by is not None, recipe=made_by):
+        moe = MoE(HIDDEN, FFN, Routing(EXPERTS, 2), params_dtype=torch.bfloat16)
+    with torch.no_grad():
+        moe.router.weight.zero_()
+        moe.router.weight[:2] = 1.0
+    if world > 1:
+        parallelize_module(moe, testing.mesh((world,), ("ep",)), ExpertParallel(payload=payload))
+    moe.to(testing.device())
+    x = tokens().abs().chunk(world)[rank].to(testing.device()).requires_grad_()
+    with te.autocast(enabled=made_by is not None, recipe=made_by):
+        out = moe(x)
+    out.sum().backward()
+    grads = (local_tensor(part.weight.grad) for part in (moe.experts.fc1, moe.experts.fc2))
+    return [out.detach().cpu(), x.grad.cpu()], sum(bool(grad.any()) for grad in grads)
+
+
+@pytest.mark.parametrize("payload", ["plain", "quantized"])
+@pytest.mark.parametrize("name", ["bf16", "block", "mxfp8"])
+def test_ranks_whose_experts_nobody_chooses_take_part(ranks: Callable, name: str, payload: str) -> None:
+    (want, _), *_ = ranks(1).run(starved, name, payload)
+    found = ranks(2).run(starved, name, payload)
+    assert [moved for _, moved in found] == [2, 0]
+    for index, value in enumerate(want):
+        got = torch.cat([of_rank[index] for of_rank, _ in found])
+        assert got.isfinite().all() and (payload == "quantized" or torch.equal(got, value))

@@ -112,6 +112,14 @@ def test_sums_behind_the_experts_have_the_bits_of_sums_on_their_own(name: str, m
 
 
 @every_recipe
+@pytest.mark.parametrize("shape", [(0,), (2, 0)], ids=str)
+def test_no_tokens_give_no_rows_and_gradients_of_zeros(name: str, shape: tuple[int, ...]) -> None:
+    out, of_x, *others = run(make(), name, tokens(*shape))
+    assert out.shape == of_x.shape == (*shape, HIDDEN)
+    assert not any(grad.any() for grad in others if grad is not None)
+
+
+@every_recipe
 def test_a_pass_that_is_recomputed_gives_the_same_bits(name: str) -> None:
     module, x = make(256), tokens(TOKENS)
     want = run(make(256), name, x)
