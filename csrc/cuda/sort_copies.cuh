@@ -6,8 +6,8 @@
 
 namespace te_dist::cuda {
 
-constexpr int kChunk = 256;          // copies of a warp
-constexpr int kMostExperts = 8192;   // of all warps of a block, which count in shared memory
+constexpr int kChunk = 256;         // copies of a warp
+constexpr int kMostExperts = 8192;  // of all warps of a block, which count in shared memory
 
 // Experts have numbers from 0; copies with any other are nobody's, and come last, as if for one expert more.
 struct Copies {

@@ -10,7 +10,7 @@ from te_dist.kernels.spec import Layout, Spec, once
 
 CHUNK = 256  # copies that a warp sorts
 MOST_EXPERTS = 8192
-_MOST_OF_FOUR = MOST_EXPERTS // 4  # that four warps of a block can count
+_WARPS = 4  # of a block, each of which can count for a part of the most experts; or one
 _ROWS = 8  # of a block of threads
 _COPIES = Layout(
     "experts:P copies:q num_experts:q chunks:q before:P copies_each:q index:P choices:P positions:P counts:P"
@@ -42,13 +42,13 @@ def sort_by_expert(experts: Tensor, workspace: Tensor, *rest: Tensor) -> None:
     """See te_dist.ops.sort_by_expert."""
     index, choices, positions, counts = rest
     num_experts, (rows, copies) = counts.shape[0], experts.shape
-    chunks, warps = workspace.shape[1], 4 if num_experts <= _MOST_OF_FOUR else 1
+    chunks, warps = workspace.shape[1], _WARPS if num_experts <= MOST_EXPERTS // _WARPS else 1
     outputs = tuple(tensor.data_ptr() for tensor in rest)
     values = (experts.data_ptr(), rows * copies, num_experts, chunks, workspace.data_ptr(), copies, *outputs)
     blocks = (-(-chunks // warps), 1)
     if chunks:
         launch(count(warps), experts, blocks, values)
-    launch(BEFORE, experts, (-(-(num_experts + 1) // 4), 1), values)
+    launch(BEFORE, experts, (-(-(num_experts + 1) // _WARPS), 1), values)
     if chunks:
         launch(place(warps), experts, blocks, values)
 

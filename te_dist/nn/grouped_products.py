@@ -24,7 +24,7 @@ from te_dist.nn.grouped_reading import Gradient, operand, put_together, read_gra
 from te_dist.nn.grouped_weights import MainGrads, as_one, members_of, shape_of, stacked, together
 from te_dist.nn.left_gradients import LeftGradients
 from te_dist.nn.once import once_differentiable
-from te_dist.nn.products import Plan, Saved, taken_apart
+from te_dist.nn.products import Plan, Saved, directions_of, taken_apart
 from te_dist.nn.saved import let_go, save, saved
 from te_dist.ops.evaluate import values
 from te_dist.ops.source import Source, unsummed
@@ -149,10 +149,8 @@ def grouped_linear(
 
 def reads_weights(x: Tensor, **around: Unpack[Around]) -> bool:
     """Whether backward of a call with these may read its weights."""
-    values = around.get("values")
-    return any(
-        tensor.requires_grad for tensor in (x, *around.get("beside", ()), *(() if values is None else (values,)))
-    )
+    read = x, around.get("values"), *around.get("beside", ())
+    return any(tensor is not None and tensor.requires_grad for tensor in read)
 
 
 def differentiable(out: Tensor | tuple[Tensor, Tensor]) -> Tensor:
@@ -433,10 +431,8 @@ def _handed(of: Backward, given: Given, wants_behind: bool) -> tuple[tuple[Tenso
 
 
 def _read(grad: Tensor | Source, wants: tuple[bool, bool, bool], given: Given) -> Gradient:
-    wants_input, wants_weight, wants_bias = wants
-    directions = (ROWWISE,) * wants_input + (COLUMNWISE,) * wants_weight
-    quantizer = given.plan.grad_output
-    return read_gradient(grad, given.table, quantizer=quantizer, directions=directions, sums=wants_bias)
+    quantizer, directions = given.plan.grad_output, directions_of(wants)
+    return read_gradient(grad, given.table, quantizer=quantizer, directions=directions, sums=wants[2])
 
 
 class Found(NamedTuple):

@@ -271,14 +271,15 @@ def _read_handed(of: Backward, rows: Tensor, front: str, plan: Plan) -> Backward
 
 def _handed(of: Backward, rows: Tensor, front: str, plan: Plan) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
     source: Tensor | Source = FRONTS[front].gradient(_matrix(rows), _matrix(of.grad).contiguous())
-    directions = _directions(of.wants)
+    directions = directions_of(of.wants)
     if not directions or (_is_cut(source, plan, directions) and not _is_one_group(source, plan, directions)):
         source = values(source)
     read = _quantized_grad(source, plan, directions, of.wants[2])
     return read.tensors, read.kind
 
 
-def _directions(wants: tuple[bool, bool, bool]) -> tuple[Direction, ...]:
+def directions_of(wants: tuple[bool, bool, bool]) -> tuple[Direction, ...]:
+    """Along which the gradient of an output is quantized for gradients of input, weight and bias that are wanted."""
     wants_input, wants_weight, _ = wants
     return (ROWWISE,) * wants_input + (COLUMNWISE,) * wants_weight
 
@@ -307,7 +308,7 @@ def _backward(of: Backward, plan: Plan) -> tuple[Tensor, ...]:
     """The gradients that are wanted, in order."""
     grad, inputs, weight, main_grad, (wants_input, wants_weight, wants_bias), shape, dtypes, behind, front, read = of
     gradients = []
-    grads, sums = read or _quantized_grad(grad, plan, _directions(of.wants), wants_bias)
+    grads, sums = read or _quantized_grad(grad, plan, directions_of(of.wants), wants_bias)
     if wants_input:
         weights = _quantized_weight(weight, plan, COLUMNWISE)
         product = multiply(operand(grads[ROWWISE], ROWWISE), operand(weights, COLUMNWISE), dtype=dtypes[0])

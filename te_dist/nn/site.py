@@ -106,8 +106,10 @@ class LinearSite(nn.Module):
             RuntimeError: the weight is a shard that FSDP2 has not gathered.
         """
         front = fronts.get("front", "")
-        if torch.compiler.is_compiling() and self._keeps_state(x):
-            return self._outside_of_graphs(x, weight, bias, front)
+        if torch.compiler.is_compiling():
+            assert not fronts.get("hands_to") and fronts.get("values") is None, "what is handed over is none of a graph"
+            if self._keeps_state(x):
+                return self._outside_of_graphs(x, weight, bias, front)
         if isinstance(weight, DTensor):
             self._check_gathered(weight)
             weight = weight.to_local()
@@ -123,7 +125,6 @@ class LinearSite(nn.Module):
             raise without_values(self.name or "Linear")
         x = autocast_of_torch(x)
         if torch.compiler.is_compiling():
-            assert not fronts.get("hands_to") and fronts.get("values") is None, "what is handed over is none of a graph"
             return self._in_graph(x, weight, bias, front)
         return self._at_once(x, weight, bias, **fronts)
 
