@@ -234,17 +234,21 @@ struct QuantizeFloat8 {
   TE_DIST_INLINE void run(const Params& p, int64_t panel) {
     if (is_set(p.noop)) return;
     __shared__ Shared shared;
-    View view = p.panels.template view<Lanes>(walked<Source>(p.extents), panel);
-    Place place = Place::of<Lanes>(view.extents, view.phase, panel);
-    view.extents.cols = place.extents.cols = p.extents.cols;
+    const View view = view_of<Source::kIsPaired, Lanes>(p.panels, p.extents, panel);
+    QuantizeFloat8 self{p, view, place_of<Source::kIsPaired, Lanes>(view, panel), shared, {}};
     if constexpr (Panels::kIsGrouped) {
-      if (kIsTensor && panel == 0) QuantizeFloat8{p, view, place, shared, {}}.write_group_scales();
-      if (place.first_row() >= view.extents.rows) return;  // there are blocks for as many panels as groups may have
+      if (kIsTensor && panel == 0) self.write_group_scales();
+      if (self.place.first_row() >= view.extents.rows) return;  // there are blocks for as many panels as groups may have
     }
-    with_patches<Source, kLoad, Panels::kIsGrouped, Lanes>(
-        p.source, place, [&](const Place& at, const Patch<Element>& patch) {
-          QuantizeFloat8{p, view, at, shared, patch}.encode();
-        });
+    if constexpr (Source::kIsPaired) {
+      with_pair<Source, kLoad, Panels::kIsGrouped, Lanes>(
+          p.source, self.place, [&](const Place& at, const Patch<Element>& patch) {
+            QuantizeFloat8{p, view, at, shared, patch}.encode();
+          });
+    } else {
+      load_patch<Source, kLoad, Panels::kIsGrouped>(p.source, self.place, self.patch);
+      self.encode();
+    }
   }
 
   // A tensor whose amax has just been found is walked backwards: its end is still in the L2 cache.

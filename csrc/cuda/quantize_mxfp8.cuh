@@ -200,17 +200,21 @@ struct QuantizeMxFp8 {
   TE_DIST_INLINE void run(const Params& p, int64_t panel) {
     if (is_set(p.noop)) return;
     __shared__ Shared shared;
-    View view = p.panels.template view<Lanes>(walked<Source>(p.extents), panel);
-    Place place = Place::of<Lanes>(view.extents, view.phase, panel);
-    view.extents.cols = place.extents.cols = p.extents.cols;
+    const View view = view_of<Source::kIsPaired, Lanes>(p.panels, p.extents, panel);
+    QuantizeMxFp8 self{p, view, place_of<Source::kIsPaired, Lanes>(view, panel), shared, {}};
     // There are blocks for as many tiles of rows as groups may have; such a tile is written by columns to its end.
     constexpr int kPanels = kPanel / Lanes::kRows;
-    const int64_t first_of_tile = place.panel_row / kPanels * kPanel - view.phase.row;
+    const int64_t first_of_tile = self.place.panel_row / kPanels * kPanel - view.phase.row;
     if (Panels::kIsGrouped && first_of_tile >= view.extents.rows) return;
-    with_patches<Source, kLoad, Panels::kIsGrouped, Lanes>(
-        p.source, place, [&](const Place& at, const Patch<Element>& patch) {
-          QuantizeMxFp8{p, view, at, shared, patch}.encode();
-        });
+    if constexpr (Source::kIsPaired) {
+      with_pair<Source, kLoad, Panels::kIsGrouped, Lanes>(
+          p.source, self.place, [&](const Place& at, const Patch<Element>& patch) {
+            QuantizeMxFp8{p, view, at, shared, patch}.encode();
+          });
+    } else {
+      load_patch<Source, kLoad, Panels::kIsGrouped>(p.source, self.place, self.patch);
+      self.encode();
+    }
   }
 
   TE_DIST_INLINE void run(const Params& p) { run(p, blockIdx.x); }

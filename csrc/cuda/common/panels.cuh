@@ -57,4 +57,21 @@ struct GroupedRows {
   TE_DIST_INLINE int64_t col_row(const View& view, int64_t row) { return row + view.phase.row; }
 };
 
+// The view of a panel, and where a thread's patch lies in it; of those that are read in pairs, half the columns are walked.
+template <bool kIsPaired, class Lanes, class Panels>
+TE_DIST_INLINE View view_of(const Panels& panels, const Extents& extents, int64_t panel) {
+  if constexpr (!kIsPaired) return panels.template view<Lanes>(extents, panel);
+  View view = panels.template view<Lanes>({extents.rows, extents.cols / 2}, panel);
+  view.extents.cols = extents.cols;
+  return view;
+}
+
+template <bool kIsPaired, class Lanes>
+TE_DIST_INLINE Place place_of(const View& view, int64_t panel) {
+  if constexpr (!kIsPaired) return Place::of<Lanes>(view.extents, view.phase, panel);
+  Place place = Place::of<Lanes>({view.extents.rows, view.extents.cols / 2}, view.phase, panel);
+  place.extents = view.extents;
+  return place;
+}
+
 }  // namespace te_dist::cuda

@@ -432,30 +432,18 @@ TE_DIST_INLINE void load_patch(const typename Source::Params& p, const Place& pl
   if constexpr (Source::kHasSums) Source::sum(p, place, patch);
 }
 
-// What is walked over, a panel at a time.
-template <class Source>
-TE_DIST_INLINE Extents walked(const Extents& extents) {
-  return {extents.rows, Source::kIsPaired ? extents.cols / 2 : extents.cols};
-}
-
-// Calls `use` with a place and the patch there: the one that is read, or one after the other of a pair, both read before.
+// Calls `use` with a place and the patch there, one after the other of a pair, both read before.
 template <class Source, int kWidth, bool kIsPadded, class Lanes, class Use>
-TE_DIST_INLINE void with_patches(const typename Source::Params& p, const Place& place, const Use& use) {
-  Patch<typename Source::Element> patch;
-  if constexpr (Source::kIsPaired) {
-    const Place beside = place.template moved<Lanes>(place.extents.cols / 2);
-    Patch<typename Source::Element> right;
-    typename Source::template Reader<kWidth> reader(p, place.extents, place.row, place.col, place.cols);
-    reader.read(place.rows, patch.words, right.words);
-    if constexpr (Source::kHasRowSums) reader.write_row_sums();
-    if constexpr (kIsPadded) patch.keep_rows(place.rows), right.keep_rows(place.rows);
-    use(place, patch);
-    __syncthreads();  // what threads share has been read
-    use(beside, right);
-  } else {
-    load_patch<Source, kWidth, kIsPadded>(p, place, patch);
-    use(place, patch);
-  }
+TE_DIST_INLINE void with_pair(const typename Source::Params& p, const Place& place, const Use& use) {
+  const Place beside = place.template moved<Lanes>(place.extents.cols / 2);
+  Patch<typename Source::Element> left, right;
+  typename Source::template Reader<kWidth> reader(p, place.extents, place.row, place.col, place.cols);
+  reader.read(place.rows, left.words, right.words);
+  if constexpr (Source::kHasRowSums) reader.write_row_sums();
+  if constexpr (kIsPadded) left.keep_rows(place.rows), right.keep_rows(place.rows);
+  use(place, left);
+  __syncthreads();  // what threads share has been read
+  use(beside, right);
 }
 
 }  // namespace te_dist::cuda
