@@ -28,9 +28,11 @@ std::unique_ptr<LoadedKernel> load(const py::bytes& cubin, const std::string& en
 
 // See ProductSpec.
 std::unique_ptr<Product> product(const std::string& library, int device, std::array<int64_t, 3> extents,
-                                 std::array<int64_t, 3> pitches, std::array<std::string, 4> types, std::array<uint32_t, 4> alignments, bool fast,
-                                 bool accumulate, uint64_t workspace_bytes) {
-  const ProductSpec spec{extents, pitches, std::move(types), alignments, fast, accumulate, workspace_bytes};
+                                 std::array<int64_t, 3> pitches, std::array<std::string, 4> types,
+                                 std::array<uint32_t, 4> alignments, bool fast, bool accumulate,
+                                 uint64_t workspace_bytes, std::array<bool, 2> turned) {
+  const ProductSpec spec{extents,    pitches,         std::move(types), alignments, fast,
+                         accumulate, workspace_bytes, turned};
   return std::make_unique<Product>(library, device, spec);
 }
 
@@ -142,9 +144,9 @@ py::object signature(const py::tuple& tensors, const py::tuple& classes, uint64_
   return py::bytes(bytes);
 }
 
-py::bytes matrix_map(int dtype, uint64_t address, uint64_t rows, uint64_t cols, uint64_t pitch, uint32_t box_rows,
-                     uint32_t box_cols, int swizzle) {
-  return encode({dtype, address, rows, cols, pitch, box_rows, box_cols, swizzle});
+py::bytes matrix_map(int device, int dtype, uint64_t address, uint64_t rows, uint64_t cols, uint64_t pitch,
+                     uint32_t box_rows, uint32_t box_cols, int swizzle) {
+  return encode({device, dtype, address, rows, cols, pitch, box_rows, box_cols, swizzle});
 }
 
 }  // namespace
@@ -160,10 +162,11 @@ void define_host(py::module_& parent) {
       .def("load", &LoadedKernel::load, py::call_guard<py::gil_scoped_release>())
       .def("registers", [](const LoadedKernel& k, int device) { return k.attribute(driver::kRegisters, device); })
       .def("local_bytes", [](const LoadedKernel& k, int device) { return k.attribute(driver::kLocalBytes, device); });
-  py::class_<Product, Launchable>(module, "Product", "A product of FP8 matrices by cuBLASLt.")
+  py::class_<Product, Launchable>(module, "Product", "A product of matrices by cuBLASLt.")
       .def(py::init(&product), py::arg("library"), py::arg("device"), py::arg("extents"), py::arg("pitches"),
            py::arg("types"), py::arg("alignments"), py::kw_only(), py::arg("fast"), py::arg("accumulate"),
-           py::arg("workspace_bytes"), py::call_guard<py::gil_scoped_release>())
+           py::arg("workspace_bytes"), py::arg("turned") = std::array<bool, 2>{},
+           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly_static("PARAMETERS", [](py::handle) { return Product::kParameters; });
   module.def("compute_capability", &compute_capability, "(major, minor) of a device.");
   py::class_<KeptProgram>(module, "Program", "Launches that are repeated with other addresses.")
@@ -180,8 +183,8 @@ void define_host(py::module_& parent) {
              "Types, devices, shapes, strides and addresses modulo `alignment` of a tuple of tensors, as bytes; None where "
              "one is of none of the `classes`, or has no place in memory: (tensors, classes, alignment).");
   module.def("matrix_map", &matrix_map,
-             "Tensor map of a matrix for the bulk copy engine, as bytes: (dtype, address, rows, cols, pitch in bytes, "
-             "rows and columns of a box, swizzle).");
+             "Tensor map of a matrix for the bulk copy engine, as bytes: (device, dtype, address, rows, cols, pitch in "
+             "bytes, rows and columns of a box, swizzle).");
 }
 
 }  // namespace te_dist

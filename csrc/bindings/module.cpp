@@ -264,6 +264,33 @@ void multi_adam_compact(const std::vector<CompactArguments>& arguments, std::arr
                                threads_for(elements, threads));
 }
 
+// score function, whether it normalizes, groups, groups that are chosen, factor
+using RuleArguments = std::tuple<std::string, bool, int64_t, int64_t, float>;
+
+RoutingRule routing_rule(const RuleArguments& rule) {
+  const auto& [score, normalizes, num_groups, top_groups, factor] = rule;
+  if (score != "softmax" && score != "sigmoid") throw py::value_error("score is 'softmax' or 'sigmoid', got '" + score + "'");
+  const te_dist::Score its = score == "softmax" ? te_dist::Score::kSoftmax : te_dist::Score::kSigmoid;
+  return {its, normalizes, factor, num_groups, top_groups};
+}
+
+void route(const TensorRef& logits, const TensorRef& bias, const RuleArguments& rule,
+           const std::array<TensorRef, 4>& outputs, int threads) {
+  const auto& [experts, probabilities, scores, counts] = outputs;
+  kernels().route({logits.pointer<const float>(), bias.pointer<const float>(), logits.shape[0], logits.shape[1],
+                   experts.shape[1], routing_rule(rule), experts.pointer<int64_t>(), probabilities.pointer<float>(),
+                   scores.pointer<float>(), counts.pointer<float>()},
+                  threads_for(logits.numel(), threads));
+}
+
+void route_gradient(const TensorRef& logits, const TensorRef& experts, const TensorRef& grad, const TensorRef& of_scores,
+                    const RuleArguments& rule, const TensorRef& out, int threads) {
+  kernels().route_gradient({logits.pointer<const float>(), experts.pointer<const int64_t>(), grad.pointer<const float>(),
+                            of_scores.pointer<const float>(), logits.shape[0], logits.shape[1], experts.shape[1],
+                            routing_rule(rule), out.dtype == DType::kBFloat16, out.data},
+                           threads_for(logits.numel(), threads));
+}
+
 template <class Function>
 void define(py::module_& module, const char* name, Function function) {
   module.def(name, function, py::call_guard<py::gil_scoped_release>());
@@ -293,5 +320,7 @@ PYBIND11_MODULE(_C, module) {
   define(module, "assemble", &assemble);
   define(module, "multi_adam", &multi_adam);
   define(module, "multi_adam_compact", &multi_adam_compact);
+  define(module, "route", &route);
+  define(module, "route_gradient", &route_gradient);
   te_dist::define_host(module);
 }

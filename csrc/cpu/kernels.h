@@ -3,6 +3,7 @@
 
 #include "../numerics/adam.h"
 #include "../numerics/adam_compact.h"
+#include "../numerics/routing.h"
 #include "types.h"
 
 namespace te_dist::cpu {
@@ -166,6 +167,41 @@ struct MultiAdamCompact {
   int64_t num_tensors;
 };
 
+// What becomes of scores; see te_dist.ops.route.
+struct RoutingRule {
+  Score score;
+  bool normalizes;
+  float factor;
+  int64_t num_groups;
+  int64_t top_groups;
+};
+
+struct Route {
+  const float* logits;  // (rows, cols)
+  const float* bias;    // (cols,), or null
+  int64_t rows;
+  int64_t cols;
+  int64_t count;  // that are chosen
+  RoutingRule rule;
+  int64_t* experts;      // (rows, count)
+  float* probabilities;  // (rows, count)
+  float* scores;         // (rows, cols), or null
+  float* counts;         // (cols,), or null
+};
+
+struct RouteGradient {
+  const float* logits;     // (rows, cols)
+  const int64_t* experts;  // (rows, count)
+  const float* grad;       // (rows, count)
+  const float* of_scores;  // (cols,), or null
+  int64_t rows;
+  int64_t cols;
+  int64_t count;
+  RoutingRule rule;
+  bool in_halves;
+  void* out;  // f32 (rows, cols), or bf16 (rows, 2 cols)
+};
+
 struct Kernels {
   void (*tile_amax)(const TileAmax&, int threads);
   void (*quantize_float8_tensor)(const QuantizeFloat8Tensor&, int threads);
@@ -183,6 +219,8 @@ struct Kernels {
   void (*transpose)(const Transpose&, int threads);
   void (*multi_adam)(const MultiAdam&, int threads);
   void (*multi_adam_compact)(const MultiAdamCompact&, int threads);
+  void (*route)(const Route&, int threads);
+  void (*route_gradient)(const RouteGradient&, int threads);
 };
 
 }  // namespace te_dist::cpu

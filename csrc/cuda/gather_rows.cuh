@@ -5,11 +5,11 @@
 
 namespace te_dist::cuda {
 
-// A warp for a row. Index: type of the numbers. kWidth: bytes that can be read and written at a time.
-template <class Index, int kWidth>
+// Index: type of the numbers. kWidth: bytes that can be read and written at a time. kLanes: threads of a row.
+template <class Index, int kWidth, int kLanes>
 struct GatherRows {
   static constexpr int kThreads = 256, kBlocks = 4;
-  static constexpr int kLanes = 32, kRows = kThreads / kLanes;
+  static constexpr int kRows = kThreads / kLanes;
   static constexpr int kAhead = 8;  // pieces that are read before any is written
   static constexpr int kWords = kWidth < 4 ? 1 : kWidth / 4;
 

@@ -2,12 +2,12 @@
 // in which each warp counts, and then places, a chunk of copies that follow one another.
 #pragma once
 
+#include "../numerics/routing.h"
 #include "common/types.cuh"
 
 namespace te_dist::cuda {
 
-constexpr int kChunk = 256;         // copies of a warp
-constexpr int kMostExperts = 8192;  // of all warps of a block, which count in shared memory
+constexpr int kChunk = 256;  // copies of a warp
 
 // Experts have numbers from 0; copies with any other are nobody's, and come last, as if for one expert more.
 struct Copies {
@@ -40,6 +40,7 @@ TE_DIST_INLINE int32_t sum_up_to(int32_t value) {
   return value;
 }
 
+// All warps of a block together count in shared memory for the most experts that there are.
 template <int kWarps>
 struct CountCopies {
   using Params = Copies;

@@ -21,10 +21,10 @@ constexpr int kFloat32 = 0, kFloat16 = 2, kBFloat16 = 14, kE4M3 = 28, kE5M2 = 29
 constexpr int kComputeFloat32 = 68;
 
 // Attributes of an operation.
-constexpr int kTransposeA = 3, kEpilogue = 7, kBiasPointer = 8, kScaleOfA = 17, kScaleOfB = 18, kFastAccumulation = 25;
-constexpr int kBiasType = 26;
+constexpr int kTransposeA = 3, kTransposeB = 4, kEpilogue = 7, kBiasPointer = 8, kScaleOfA = 17, kScaleOfB = 18;
+constexpr int kFastAccumulation = 25, kBiasType = 26;
 
-constexpr int32_t kTransposed = 1;
+constexpr int32_t kAsItIs = 0, kTransposed = 1;
 constexpr uint32_t kAddBias = 4;
 
 // Attributes of a preference.

@@ -84,6 +84,7 @@ std::array<int, 2> compute_capability(int device) {
 }
 
 std::string encode(const MatrixMap& map) {
+  const driver::ContextGuard guard(map.device);  // threads of autograd begin without one
   constexpr int kPromoteTo256Bytes = 3;
   driver::TensorMap descriptor{};
   const uint64_t extents[2] = {map.cols, map.rows};

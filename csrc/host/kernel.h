@@ -51,6 +51,7 @@ std::array<int, 2> compute_capability(int device);
 
 // A matrix as the bulk copy engine sees it, and the box of it that is copied at a time. Outside of it are zeros.
 struct MatrixMap {
+  int device;
   int dtype;  // of cuTensorMapEncodeTiled
   uint64_t address;
   uint64_t rows, cols;

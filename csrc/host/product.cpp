@@ -21,12 +21,17 @@ int type_of(const std::string& name) {
   throw std::invalid_argument("cuBLASLt is asked for no type '" + name + "'");
 }
 
+bool is_fp8(const std::string& type) { return type == "e4m3" || type == "e5m2"; }
+
 std::string describe(const ProductSpec& spec) {
-  const auto [rows, cols, depth] = spec.extents;
+  const auto [rows, cols, _] = spec.extents;
   const auto& [a, b, out, bias] = spec.types;
-  const std::string k = " x " + std::to_string(depth) + ")";
-  return "the product of " + a + " (" + std::to_string(rows) + k + " by " + b + " (" + std::to_string(cols) + k +
-         ", transposed, " + (spec.accumulate ? "added to " : "as ") + out + (bias.empty() ? "" : ", with bias " + bias) +
+  const auto matrix = [&](const std::string& type, int64_t kept, bool turned) {
+    const std::string k = std::to_string(spec.extents[2]), other = std::to_string(kept);
+    return type + " (" + (turned ? k + " x " + other : other + " x " + k) + ")";
+  };
+  return "the product of " + matrix(a, rows, spec.turned[0]) + " by " + matrix(b, cols, spec.turned[1]) +
+         (spec.turned[0] ? ", the first transposed" : "") + (spec.turned[1] ? ", " : ", transposed, ") + (spec.accumulate ? "added to " : "as ") + out + (bias.empty() ? "" : ", with bias " + bias) +
          ", summed in " + (spec.fast ? "the tensor cores' precision" : "fp32") + ", with a workspace of " +
          std::to_string(spec.workspace_bytes) + " bytes";
 }
@@ -34,7 +39,8 @@ std::string describe(const ProductSpec& spec) {
 }  // namespace
 
 // cuBLASLt's matrices have contiguous columns: what lies in memory as D, A and B is to it D^T (N, M), A^T (K, M) and
-// B^T (K, N), and D^T = (B^T)^T A^T. So what it calls A is B here, and the other way round.
+// B^T (K, N), and D^T = (B^T)^T A^T. So what it calls A is B here, and the other way round. What is turned is A, or B,
+// to it as well.
 Product::Product(const std::string& library, int device, const ProductSpec& spec)
     : library_(cublaslt::library(library)),
       label_(describe(spec)),
@@ -42,9 +48,10 @@ Product::Product(const std::string& library, int device, const ProductSpec& spec
       workspace_bytes_(spec.workspace_bytes),
       beta_(spec.accumulate ? 1.0f : 0.0f),
       has_bias_(!spec.types[3].empty()),
+      has_scales_(is_fp8(spec.types[0])),
       operation_(operation(spec)),
-      a_(layout(spec.types[0], spec.extents[2], spec.extents[0], spec.pitches[0])),
-      b_(layout(spec.types[1], spec.extents[2], spec.extents[1], spec.pitches[1])),
+      a_(operand(spec, 0)),
+      b_(operand(spec, 1)),
       out_(layout(spec.types[2], spec.extents[1], spec.extents[0], spec.pitches[2])) {
   const Owned<Preference> preferred = preference(spec);
   const driver::ContextGuard guard(device);
@@ -57,8 +64,9 @@ Product::Product(const std::string& library, int device, const ProductSpec& spec
   if (status == kSuccess) status = found ? choice.status : kNotSupported;
   if (status != kSuccess) {
     throw std::runtime_error("cuBLASLt has no algorithm for " + label_ + ": " + library_.describe(status) +
-                             "; it wants N and K that are multiples of 16, and e4m3 on one side: pad with zeros, or "
-                             "choose a recipe with blocks");
+                             (has_scales_ ? "; it wants N and K that are multiples of 16, and e4m3 on one side: pad "
+                                            "with zeros, or choose a recipe with blocks"
+                                          : ""));
   }
   algorithm_ = choice.algorithm;
 }
@@ -68,16 +76,25 @@ Product::Owned<Operation> Product::operation(const ProductSpec& spec) const {
   const Status status = library_.functions().create_operation(&made, kComputeFloat32, kFloat32);
   if (status != kSuccess) library_.fail(status, "describing " + label_);
   Owned<Operation> owned(made, library_.functions().destroy_operation);
-  set(made, kTransposeA, kTransposed);
-  set(made, kFastAccumulation, int8_t(spec.fast));
-  // Which algorithms fit depends on what these addresses are multiples of; nothing is read there.
-  set(made, kScaleOfA, kScaleAlignment);
-  set(made, kScaleOfB, kScaleAlignment);
+  set(made, kTransposeA, spec.turned[1] ? kAsItIs : kTransposed);
+  set(made, kTransposeB, spec.turned[0] ? kTransposed : kAsItIs);
+  if (has_scales_) {
+    set(made, kFastAccumulation, int8_t(spec.fast));
+    // Which algorithms fit depends on what these addresses are multiples of; nothing is read there.
+    set(made, kScaleOfA, kScaleAlignment);
+    set(made, kScaleOfB, kScaleAlignment);
+  }
   if (!has_bias_) return owned;
   set(made, kEpilogue, kAddBias);
   set(made, kBiasType, int32_t(type_of(spec.types[3])));
   set(made, kBiasPointer, uint64_t(spec.alignments[3]));
   return owned;
+}
+
+Product::Owned<Layout> Product::operand(const ProductSpec& spec, size_t which) const {
+  const int64_t kept = spec.extents[which], depth = spec.extents[2];
+  const bool turned = spec.turned[which];
+  return layout(spec.types[which], turned ? kept : depth, turned ? depth : kept, spec.pitches[which]);
 }
 
 Product::Owned<Layout> Product::layout(const std::string& type, int64_t rows, int64_t cols, int64_t pitch) const {
@@ -111,8 +128,10 @@ void Product::launch(int device, uint64_t stream, std::array<unsigned, 3>, std::
   const float alpha = 1.0f;
   const driver::ContextGuard guard(device);
   const std::lock_guard<std::mutex> lock(mutex_);
-  set(operation_.get(), kScaleOfA, at.b_scale);
-  set(operation_.get(), kScaleOfB, at.a_scale);
+  if (has_scales_) {
+    set(operation_.get(), kScaleOfA, at.b_scale);
+    set(operation_.get(), kScaleOfB, at.a_scale);
+  }
   if (has_bias_) set(operation_.get(), kBiasPointer, at.bias);
   const Status status = library_.functions().multiply(
       handle_, operation_.get(), &alpha, pointer(at.b), b_.get(), pointer(at.a), a_.get(), &beta_, pointer(at.out),

@@ -1,4 +1,4 @@
-// Products of FP8 matrices by cuBLASLt: its algorithm is found once, and launched with any addresses.
+// Products of matrices by cuBLASLt: its algorithm is found once, and launched with any addresses.
 #pragma once
 
 #include <memory>
@@ -10,7 +10,8 @@
 
 namespace te_dist {
 
-// D (M, N) = A (M, K) B (N, K)^T, times a scale of A and one of B; rows are contiguous.
+// D (M, N) = A (M, K) B (N, K)^T; of FP8 matrices, times a scale of A and one of B. Rows are contiguous. What is turned
+// lies in memory as (K, M), (K, N); those of FP8 never are.
 struct ProductSpec {
   std::array<int64_t, 3> extents;      // M, N, K
   std::array<int64_t, 3> pitches;      // elements from row to row of A, B and D
@@ -19,11 +20,12 @@ struct ProductSpec {
   bool fast;                           // whether sums stay in the tensor cores' precision, below that of fp32
   bool accumulate;                     // whether the product is added to D
   uint64_t workspace_bytes;
+  std::array<bool, 2> turned;  // A and B
 };
 
 // The only argument of a launch; addresses in device memory.
 struct ProductAddresses {
-  uint64_t a, a_scale, b, b_scale;
+  uint64_t a, a_scale, b, b_scale;  // scales of FP8 matrices
   uint64_t bias;  // (N,), 0 for none
   uint64_t workspace;
   uint64_t out;
@@ -48,6 +50,8 @@ class Product : public Launchable {
   using Owned = std::unique_ptr<std::remove_pointer_t<Descriptor>, cublaslt::Status (*)(Descriptor)>;
 
   Owned<cublaslt::Operation> operation(const ProductSpec& spec) const;
+  // Of one that the product reads (extents of what is kept and of what is summed), and of the one that it writes.
+  Owned<cublaslt::Layout> operand(const ProductSpec& spec, size_t which) const;
   Owned<cublaslt::Layout> layout(const std::string& type, int64_t rows, int64_t cols, int64_t pitch) const;
   Owned<cublaslt::Preference> preference(const ProductSpec& spec) const;
 
@@ -70,7 +74,7 @@ class Product : public Launchable {
   int device_;
   uint64_t workspace_bytes_;
   float beta_;
-  bool has_bias_;
+  bool has_bias_, has_scales_;
   std::mutex mutex_;  // of the operation, which holds addresses of the launch under way
   Owned<cublaslt::Operation> operation_;
   Owned<cublaslt::Layout> a_, b_, out_;

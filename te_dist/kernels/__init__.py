@@ -9,7 +9,7 @@ from te_dist.kernels.dequantize import dequantize_float8, dequantize_mxfp8, dequ
 from te_dist.kernels.evaluation import evaluate, gather_sum, panel_sums, rms_rstd
 from te_dist.kernels.gemm import gemm_float8_block
 from te_dist.kernels.gemm_decoded import gemm_decoded
-from te_dist.kernels.gemm_tensor import gemm_float8_tensor
+from te_dist.kernels.gemm_tensor import gemm_float8_tensor, gemm_half
 from te_dist.kernels.grouped_decoded import grouped_gemm_decoded, grouped_wgrad_decoded
 from te_dist.kernels.grouped_gemm import clear_rest, group_table, grouped_gemm_float8_block, grouped_wgrad_float8_block
 from te_dist.kernels.grouped_quantize import (
@@ -28,7 +28,7 @@ from te_dist.kernels.grouped_whole import (
     grouped_wgrad_float8_tensor,
     grouped_wgrad_half,
 )
-from te_dist.kernels.movement import assemble, hadamard, transpose
+from te_dist.kernels.movement import add_halves, assemble, hadamard, transpose
 from te_dist.kernels.quantize import (
     direction_amax,
     quantize_float8_block,
@@ -37,10 +37,12 @@ from te_dist.kernels.quantize import (
     quantize_mxfp8,
     quantize_nvfp4,
 )
-from te_dist.kernels.sorting import sort_by_expert, top_k
+from te_dist.kernels.routing import route, route_gradient
+from te_dist.kernels.sorting import sort_by_expert
 
 __all__ = [
     "CompilerError",
+    "add_halves",
     "assemble",
     "clear_rest",
     "dequantize_float8",
@@ -52,6 +54,7 @@ __all__ = [
     "gemm_decoded",
     "gemm_float8_block",
     "gemm_float8_tensor",
+    "gemm_half",
     "group_sums",
     "group_table",
     "grouped_amax",
@@ -77,8 +80,9 @@ __all__ = [
     "quantize_mxfp8",
     "quantize_nvfp4",
     "rms_rstd",
+    "route",
+    "route_gradient",
     "sort_by_expert",
     "tile_amax",
-    "top_k",
     "transpose",
 ]

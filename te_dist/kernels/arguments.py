@@ -56,15 +56,17 @@ class MatrixMap(NamedTuple):
     Attributes:
         address: of the first element; a multiple of 16 bytes, as is the pitch.
         place: type, rows, columns, bytes from row to row, rows and columns of a box, swizzle; as the driver wants them.
+        device: of the memory.
     """
 
     address: int
     place: tuple[int, int, int, int, int, int, int]
+    device: int
 
     def encoded(self) -> bytes:
         """The tensor map that a kernel takes."""
         kind, *rest = self.place
-        return _C.cuda.matrix_map(kind, self.address, *rest)
+        return _C.cuda.matrix_map(self.device, kind, self.address, *rest)
 
 
 class NoMap(NamedTuple):
@@ -83,7 +85,8 @@ def matrix_map(matrix: Tensor, box: Pair, *, swizzle: int = 0) -> MatrixMap:
     # NOTE: the pitch of a single row means nothing, but it is checked.
     pitch = (matrix.stride(0) if rows > 1 else -(-cols // 16) * 16) * itemsize
     kind = _MAP_TYPES[matrix.dtype]
-    return MatrixMap(matrix.data_ptr(), (kind, rows, cols, pitch, *box, _SWIZZLES[swizzle]))
+    place = (kind, rows, cols, pitch, *box, _SWIZZLES[swizzle])
+    return MatrixMap(matrix.data_ptr(), place, matrix.get_device())
 
 
 def access_bytes(limit: int, *positions: int) -> int:

@@ -15,7 +15,7 @@ _EVALUATE = f"{EXTENTS} out:P"
 _RMS_RSTD = f"{EXTENTS} eps:f out:P"
 _WIDEST = 16  # bytes
 _RSTD_ROWS = 8  # rows of a block of threads
-_GATHERED_ROWS = 8  # the same, of gathered rows and of sums of them
+_GATHERED_ROWS, _LANES = 8, 32  # the same, of gathered rows and of sums of them, for which so many lanes each work
 _ROWS_BY_NUMBER = Layout("x:P x_rows:q row_bytes:q index:P rows:q out:P")
 _GATHERED = Layout("x:P x_rows:q cols:q positions:P rows:q copies:q out:P")
 
@@ -39,16 +39,18 @@ def evaluate(
     if source == GATHERED + "plain" and sums is None:
         (index,) = beside
         arguments = (x.data_ptr(), x.shape[0], row_bytes, index.data_ptr(), index.shape[0], out.data_ptr())
-        blocks = (-(-index.shape[0] // _GATHERED_ROWS), 1)
-        return launch(rows_by_number(INTEGERS[index.dtype], min(widths)), x, blocks, arguments)
+        width = min(widths)
+        lanes = 1 if row_bytes == width else _LANES
+        blocks = (-(-index.shape[0] * lanes // (_GATHERED_ROWS * _LANES)), 1)
+        return launch(rows_by_number(INTEGERS[index.dtype], width, lanes), x, blocks, arguments)
     arguments = (*input.values, *input.shape, out.data_ptr())
     launch(values(input.source, widths), x, (blocks_for(input.shape, PANEL), 1), arguments)
 
 
 @once
-def rows_by_number(index: str, width: int) -> Spec:
-    """Spec of what writes gathered rows of a tensor. `width`: bytes read and written at a time."""
-    return Spec("gather_rows.cuh", f"GatherRows<{index}, {width}>", _ROWS_BY_NUMBER)
+def rows_by_number(index: str, width: int, lanes: int) -> Spec:
+    """Spec of what writes gathered rows of a tensor. `width`: bytes read and written at a time; `lanes`: of a row."""
+    return Spec("gather_rows.cuh", f"GatherRows<{index}, {width}, {lanes}>", _ROWS_BY_NUMBER)
 
 
 def panel_sums(x: Tensor, source: str, beside: Sequence[Tensor], out: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Launches of products of FP8 matrices with one scale each, by cuBLASLt: nothing is compiled for them."""
+"""Launches of products by cuBLASLt, of FP8 matrices with one scale each and of bf16 and fp16: nothing is compiled."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _product(
     places: tuple[tuple[int, int, int], tuple[int, int, int]],
     types: tuple[str, ...],
     alignments: tuple[int, ...],
-    how: tuple[bool, bool, int],
+    how: tuple[bool, bool, int, tuple[bool, bool]],
 ) -> _C.cuda.Product:
     """With the algorithm that cuBLASLt takes for the fastest.
 
@@ -40,10 +40,9 @@ def _product(
         places: (M, N, K), and the elements from row to row of `a`, `b` and `out`.
         types: names, of `a`, `b`, `out` and the bias; "" for none.
         alignments: of their addresses, in bytes.
-        how: fast, accumulate, bytes of a workspace.
+        how: fast, accumulate, bytes of a workspace, which of `a` and `b` lie as (K, M) and (K, N).
     """
-    fast, accumulate, workspace_bytes = how
-    keywords = {"fast": fast, "accumulate": accumulate, "workspace_bytes": workspace_bytes}
+    keywords = dict(zip(("fast", "accumulate", "workspace_bytes", "turned"), how, strict=True))
     return _C.cuda.Product(_library(), device, *places, types, alignments, **keywords)
 
 
@@ -75,9 +74,26 @@ def gemm_float8_tensor(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *
     types = (*fp8, _TYPES[out.dtype], "" if bias is None else _TYPES[bias.dtype])
     addresses = a.data_ptr(), b.data_ptr(), out.data_ptr(), pointer(bias)
     pitches = _pitch(a), _pitch(b), _pitch(out)
-    how = fast, accumulate, 0 if workspace is None else workspace.numel()
+    how = fast, accumulate, 0 if workspace is None else workspace.numel(), (False, False)
     device = out.get_device()
     product = _product(device, ((rows, cols, depth), pitches), types, tuple(map(_alignment, addresses)), how)
     scales = a_scale.data_ptr(), b_scale.data_ptr()
     values = (addresses[0], scales[0], addresses[1], scales[1], addresses[3], pointer(workspace), addresses[2])
+    issue(Launch(product, device, _ONE_BLOCK, _LAYOUT, values))
+
+
+def gemm_half(a: Tensor, b: Tensor, summed_dims: tuple[int, int], *rest: object) -> None:
+    """See te_dist.ops.gemm_half."""
+    accumulate, workspace, out = rest
+    depth = a.shape[summed_dims[0]]
+    if is_trivial(depth, out, bias=None, accumulate=accumulate) or out.is_meta:
+        return
+    rows, cols = out.shape
+    types = (_TYPES[a.dtype], _TYPES[b.dtype], _TYPES[out.dtype], "")
+    addresses = a.data_ptr(), b.data_ptr(), out.data_ptr(), 0
+    how = False, accumulate, 0 if workspace is None else workspace.numel(), tuple(dim == 0 for dim in summed_dims)
+    places, alignments = ((rows, cols, depth), (_pitch(a), _pitch(b), _pitch(out))), tuple(map(_alignment, addresses))
+    device = out.get_device()
+    product = _product(device, places, types, alignments, how)
+    values = (addresses[0], 0, addresses[1], 0, 0, pointer(workspace), addresses[2])
     issue(Launch(product, device, _ONE_BLOCK, _LAYOUT, values))

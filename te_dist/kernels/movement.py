@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from te_dist.kernels.arguments import EXTENTS, access_bytes, blocks_for
+from te_dist.kernels.arguments import ELEMENTS, EXTENTS, access_bytes, blocks_for
 from te_dist.kernels.runtime import launch
 from te_dist.kernels.spec import Layout, Spec, once
 
@@ -93,3 +93,21 @@ def assemble(wires: Sequence[Tensor], row_starts: Sequence[int], col_starts: Seq
         filled = (*batch, *((0, 0, 0, 0, 0),) * (_MAX_PARTS - len(batch)))
         values = (pitch, *(number for part in filled for number in part))
         launch(copies(width), out, (blocks, len(batch)), values)
+
+
+_ADD_HALVES = Layout("x:P count:q out:P")
+_ADDED_BY_BLOCK = 256  # values
+
+
+@once
+def sums_of_halves(element: str) -> Spec:
+    """Spec of the sum of both halves of a matrix; `element`: type of what is written."""
+    return Spec("add_halves.cuh", f"AddHalves<{element}>", _ADD_HALVES)
+
+
+def add_halves(x: Tensor, out: Tensor) -> None:
+    """See te_dist.ops.add_halves."""
+    count = out.numel()
+    if count:
+        values = (x.data_ptr(), count, out.data_ptr())
+        launch(sums_of_halves(ELEMENTS[out.dtype]), x, (-(-count // _ADDED_BY_BLOCK), 1), values)

@@ -1,10 +1,9 @@
-"""Launches of what chooses and sorts. Arguments are those of the ops, in the order of their schemas."""
+"""Launches of what sorts copies of rows. Arguments are those of the ops, in the order of their schemas."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from te_dist.kernels.arguments import pointer
 from te_dist.kernels.runtime import launch
 from te_dist.kernels.spec import Layout, Spec, once
 
@@ -16,8 +15,6 @@ _COPIES = Layout(
     "experts:P copies:q num_experts:q chunks:q before:P copies_each:q index:P choices:P positions:P counts:P"
 )
 BEFORE = Spec("sort_copies.cuh", "CountBefore", _COPIES)
-_TOP_K = Layout("x:P bias:P rows:q cols:q count:q out:P")
-HELD = (4, 8, 16, 0)  # columns that a lane can hold; 0 for any number, which it does not hold
 
 
 @once
@@ -30,12 +27,6 @@ def count(warps: int) -> Spec:
 def place(warps: int) -> Spec:
     """Spec of what writes where copies go. `warps`: of a block."""
     return Spec("sort_copies.cuh", f"PlaceCopies<{warps}>", _COPIES)
-
-
-@once
-def largest(held: int) -> Spec:
-    """Spec of what finds the largest of rows. `held`: columns of a lane, of `HELD`."""
-    return Spec("top_k.cuh", f"TopK<{held}>", _TOP_K)
 
 
 def sort_by_expert(experts: Tensor, workspace: Tensor, *rest: Tensor) -> None:
@@ -51,13 +42,3 @@ def sort_by_expert(experts: Tensor, workspace: Tensor, *rest: Tensor) -> None:
     launch(BEFORE, experts, (-(-(num_experts + 1) // _WARPS), 1), values)
     if chunks:
         launch(place(warps), experts, blocks, values)
-
-
-def top_k(x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """See te_dist.ops.top_k."""
-    if out.numel() == 0:
-        return
-    (rows, cols), found = x.shape, out.shape[1]
-    values = (x.data_ptr(), pointer(bias), rows, cols, found, out.data_ptr())
-    held = next(held for held in HELD if cols <= 32 * held or held == 0)
-    launch(largest(held), x, (-(-rows // _ROWS), 1), values)

@@ -44,6 +44,7 @@ _QUICK = {  # the same without a look-up of overloads
     torch.ops.aten.t.default: Tensor.t,
     torch.ops.aten.view.default: Tensor.view,
     torch.ops.aten.view.dtype: Tensor.view,
+    torch.ops.aten.select.int: Tensor.select,
 }
 _EMPTY = torch.ops.aten.empty.memory_format
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # without autograd, their argument itself

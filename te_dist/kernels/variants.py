@@ -23,6 +23,7 @@ from te_dist.kernels import (
     grouped_whole,
     movement,
     quantize,
+    routing,
     sorting,
 )
 from te_dist.kernels.gemm_decoded import WIDTHS, decoded
@@ -110,8 +111,8 @@ def fused(element: str) -> Iterator[Spec]:
         yield amax.of_matrix(source, (16,), parts="true")
     for source in (*computed[:-1], *routed):
         yield evaluation.values(source, (16, 16))
-    for index, width in product(("int32_t", "int64_t"), (16, _BYTES[element])):
-        yield evaluation.rows_by_number(index, width)
+    for index, width, lanes in product(("int32_t", "int64_t"), (16, _BYTES[element]), (32, 1)):
+        yield evaluation.rows_by_number(index, width, lanes)
     yield evaluation.values(summed(plain(element)), (16, 0))
     yield evaluation.rstd(plain(element), 16)
 
@@ -299,16 +300,12 @@ def movers() -> Iterator[Spec]:
     for bits, load, narrow in ((4, 8, 1), (8, 16, 1), (16, 16, 2), (32, 16, 4)):
         yield from (movement.turn(bits, widths) for widths in ((load, 16), (narrow, narrow)))
     yield from (movement.copies(width) for width in (16, 4, 1))
+    yield from map(movement.sums_of_halves, _BYTES)
     yield amax.ZERO
     yield from (grouped_gemm.find_groups(kind, are_sizes=f) for kind in ("int32_t", "int64_t") for f in (False, True))
     yield grouped_quantize.SUMS
     yield from map(grouped_gemm.rest, (16, 4, 2))
-    yield from (
-        *map(sorting.count, (4, 1)),
-        sorting.BEFORE,
-        *map(sorting.place, (4, 1)),
-        *map(sorting.largest, sorting.HELD),
-    )
+    yield from (*map(sorting.count, (4, 1)), sorting.BEFORE, *map(sorting.place, (4, 1)), *routing.variants())
 
 
 def variants(*elements: str) -> list[Spec]:

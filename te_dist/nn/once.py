@@ -24,6 +24,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backward)
     def differentiate(ctx: Any, *grads: Any) -> Any:
         global _count  # noqa: PLW0603
+        if torch.compiler.is_compiling():
+            return refusing(ctx, *grads)
         _count += 1
         return refusing(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
 

@@ -3,6 +3,7 @@
 All outputs are arguments. A tile grid is anchored at the whole matrix; `phase` says where in a tile an input starts.
 """
 
+from te_dist.ops.add_halves import add_halves
 from te_dist.ops.assemble import assemble
 from te_dist.ops.clear_rest import clear_rest
 from te_dist.ops.dequantize_float8 import dequantize_float8
@@ -14,6 +15,7 @@ from te_dist.ops.gather_sum import gather_sum
 from te_dist.ops.gemm_decoded import gemm_decoded
 from te_dist.ops.gemm_float8_block import gemm_float8_block
 from te_dist.ops.gemm_float8_tensor import gemm_float8_tensor
+from te_dist.ops.gemm_half import gemm_half
 from te_dist.ops.group_sums import group_sums
 from te_dist.ops.group_table import group_table
 from te_dist.ops.grouped_amax import grouped_amax
@@ -39,12 +41,13 @@ from te_dist.ops.quantize_float8_tensor import quantize_float8_tensor
 from te_dist.ops.quantize_mxfp8 import quantize_mxfp8
 from te_dist.ops.quantize_nvfp4 import quantize_nvfp4
 from te_dist.ops.rms_rstd import rms_rstd
+from te_dist.ops.route import route, route_gradient
 from te_dist.ops.sort_by_expert import sort_by_expert
 from te_dist.ops.tile_amax import tile_amax
-from te_dist.ops.top_k import top_k
 from te_dist.ops.transpose import transpose
 
 __all__ = [
+    "add_halves",
     "assemble",
     "clear_rest",
     "dequantize_float8",
@@ -56,6 +59,7 @@ __all__ = [
     "gemm_decoded",
     "gemm_float8_block",
     "gemm_float8_tensor",
+    "gemm_half",
     "group_sums",
     "group_table",
     "grouped_amax",
@@ -81,8 +85,9 @@ __all__ = [
     "quantize_mxfp8",
     "quantize_nvfp4",
     "rms_rstd",
+    "route",
+    "route_gradient",
     "sort_by_expert",
     "tile_amax",
-    "top_k",
     "transpose",
 ]

@@ -19,8 +19,8 @@ constexpr Status kInvalid = 7;
 int capture_mode = 0;  // global
 
 using Attributes = std::map<int, std::string>;
-const std::map<int, size_t> kOperationBytes{{kTransposeA, 4},  {kEpilogue, 4}, {kBiasPointer, 8},     {kScaleOfA, 8},
-                                            {kScaleOfB, 8}, {kBiasType, 4}, {kFastAccumulation, 1}};
+const std::map<int, size_t> kOperationBytes{{kTransposeA, 4}, {kTransposeB, 4}, {kEpilogue, 4}, {kBiasPointer, 8},
+                                            {kScaleOfA, 8},   {kScaleOfB, 8},   {kBiasType, 4}, {kFastAccumulation, 1}};
 const std::map<int, size_t> kPreferenceBytes{
     {kMaxWorkspaceBytes, 8}, {kAlignmentOfA, 4}, {kAlignmentOfB, 4}, {kAlignmentOfC, 4}, {kAlignmentOfD, 4}};
 
@@ -79,6 +79,8 @@ void write(void* data, int type, uint64_t at, float value) {
   std::memcpy(&bits, &value, sizeof bits);
   static_cast<uint16_t*>(data)[at] = uint16_t((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
+
+bool is_fp8(int type) { return type == kE4M3 || type == kE5M2; }
 
 bool is_aligned(const void* address, uint32_t bytes) { return reinterpret_cast<uintptr_t>(address) % bytes == 0; }
 
@@ -151,12 +153,17 @@ Status cublasLtMatmulAlgoGetHeuristic(Handle handle, Operation operation, Layout
                                       Preference preference, int count, Choice* choice, int* found) {
   const Attributes& wanted = *reinterpret_cast<Attributes*>(preference);
   if (handle != reinterpret_cast<Handle>(16) || count != 1 || wanted.size() != kPreferenceBytes.size()) return kInvalid;
-  if (!get<uint64_t>(of(operation), kScaleOfA) || !get<uint64_t>(of(operation), kScaleOfB)) return kInvalid;
+  const bool has_scales = get<uint64_t>(of(operation), kScaleOfA) && get<uint64_t>(of(operation), kScaleOfB);
+  if (has_scales != is_fp8(of(a).type) || is_fp8(of(a).type) != is_fp8(of(b).type)) return kInvalid;
   if (get<uint32_t>(of(operation), kEpilogue) == kAddBias && !get<uint64_t>(of(operation), kBiasPointer)) return kInvalid;
   *found = 0;
   if (of(a).type == kE5M2 && of(b).type == kE5M2) return kNotSupported;
-  if (get<int32_t>(of(operation), kTransposeA) != kTransposed || of(a).rows != of(b).rows) return kInvalid;
-  if (of(c).rows != of(a).cols || of(c).cols != of(b).cols || c != d || of(a).pitch % 16) return kInvalid;
+  const bool a_turned = get<int32_t>(of(operation), kTransposeA) == kTransposed;
+  const bool b_turned = get<int32_t>(of(operation), kTransposeB) == kTransposed;
+  if (is_fp8(of(a).type) && (!a_turned || b_turned || of(a).pitch % 16)) return kInvalid;
+  if ((a_turned ? of(a).rows : of(a).cols) != (b_turned ? of(b).cols : of(b).rows) || c != d) return kInvalid;
+  if (of(c).rows != (a_turned ? of(a).cols : of(a).rows)) return kInvalid;
+  if (of(c).cols != (b_turned ? of(b).rows : of(b).cols)) return kInvalid;
   *found = 1;
   choice->status = kSuccess;
   choice->workspace_bytes = get<uint64_t>(wanted, kMaxWorkspaceBytes);
@@ -183,14 +190,19 @@ Status cublasLtMatmul(Handle, Operation operation, const void* alpha, const void
   }
   const bool adds_bias = get<uint32_t>(how, kEpilogue) == kAddBias;
   if (adds_bias && !is_aligned(address(kBiasPointer), wanted[5])) return kInvalid;
-  const float scale = *static_cast<const float*>(alpha) * *address(kScaleOfA) * *address(kScaleOfB);
+  const auto scale_at = [&](int attribute) { return address(attribute) ? *address(attribute) : 1.0f; };
+  const float scale = *static_cast<const float*>(alpha) * scale_at(kScaleOfA) * scale_at(kScaleOfB);
+  const bool a_turned = get<int32_t>(how, kTransposeA) == kTransposed;
+  const bool b_turned = get<int32_t>(how, kTransposeB) == kTransposed;
   const float kept = *static_cast<const float*>(beta);
   const Matrix &left = of(a_layout), &right = of(b_layout), &out = of(d_layout);
   for (uint64_t col = 0; col < out.cols; ++col) {
     for (uint64_t row = 0; row < out.rows; ++row) {
       float sum = 0;
-      for (uint64_t k = 0; k < left.rows; ++k) {
-        sum += read(a, left.type, row * left.pitch + k) * read(b, right.type, col * right.pitch + k);
+      for (uint64_t k = 0; k < (a_turned ? left.rows : left.cols); ++k) {
+        const uint64_t in_a = a_turned ? row * left.pitch + k : k * left.pitch + row;
+        const uint64_t in_b = b_turned ? k * right.pitch + col : col * right.pitch + k;
+        sum += read(a, left.type, in_a) * read(b, right.type, in_b);
       }
       const uint64_t at = col * out.pitch + row;
       sum = scale * sum + (kept != 0 ? kept * read(c, out.type, at) : 0);

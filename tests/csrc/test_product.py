@@ -10,6 +10,7 @@ import shutil
 import struct
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,24 @@ def multiply_all(library: str) -> None:
         assert torch.equal(operands.out, before)
 
 
+def multiply_halves(library: str) -> None:
+    """Of bf16, without scales, each as it lies."""
+    draw = torch.Generator().manual_seed(3)
+    rows, cols, depth = 5, 12, 7
+    for a_turned, b_turned, out_type in product((False, True), (False, True), (torch.float32, torch.bfloat16)):
+        a, b = (torch.randn(n, depth, generator=draw).bfloat16() for n in (rows, cols))
+        stored = [x.t().contiguous() if turned else x for x, turned in ((a, a_turned), (b, b_turned))]
+        out = torch.full((rows, cols), -7.0, dtype=out_type)
+        types = "bfloat16", "bfloat16", NAMES[out_type], ""
+        keywords = dict(fast=False, accumulate=False, workspace_bytes=0, turned=(a_turned, b_turned))
+        pitches = (*(x.shape[1] for x in stored), cols)
+        its = _C.cuda.Product(library, 0, (rows, cols, depth), pitches, types, (2, 2, 4, 2), **keywords)
+        its.launch(
+            0, 0, (1, 1, 1), struct.pack("@7P", stored[0].data_ptr(), 0, stored[1].data_ptr(), 0, 0, 0, out.data_ptr())
+        )
+        check(out, a.double() @ b.double().t())
+
+
 def share_a_product(library: str) -> None:
     """Threads launch the same product at once, each with a scale of its own."""
     several = [Operands((8, 16, 32), ("e4m3", "e4m3", torch.float32, False), seed=seed) for seed in range(4)]
@@ -159,5 +178,6 @@ def refuse_what_does_not_fit(library: str) -> None:
 def check_all(rank: int, world: int, library: str) -> None:
     ctypes.CDLL(library, ctypes.RTLD_GLOBAL)  # found by its name from now on
     multiply_all(library)
+    multiply_halves(library)
     share_a_product(library)
     refuse_what_does_not_fit(library)

@@ -22,7 +22,9 @@ from tests.codecs.kernel_inputs import matrix, scale_view
 from tests.ops import grouped_quantize
 from tests.ops.grouped_decoded import DecodedOperand
 from tests.ops.groups import RUN, SQUARE, Operand, group_ends, table_of
-from tests.ops.sorting import experts_of, scores, sorted_outputs
+from tests.ops.half_products import half_products
+from tests.ops.routing import decisions
+from tests.ops.sorting import experts_of, sorted_outputs
 from tests.ops.sources import cases, sums_of, with_sums
 from tests.ops.whole_groups import HALVES, KINDS, padded
 
@@ -100,6 +102,7 @@ def calls() -> Iterator[Call]:
     yield from fp4_quantizers()
     yield from sources()
     yield from gathers()
+    yield from (Call(*each) for each in (*decisions(), *half_products()))
     yield from sorts()
     yield from dequantizers()
     yield from movers()
@@ -212,11 +215,7 @@ def sources() -> Iterator[Call]:
 
 
 def sorts() -> Iterator[Call]:
-    """Choices of rows, some of them equal, and copies sorted by expert, some of them nobody's."""
-    for (rows, cols, count), biased in product(((70, 40, 8), (9, 130, 3), (1, 1, 1)), (False, True)):
-        x, bias = scores(rows, cols), torch.linspace(-1, 1, cols) if biased else None
-        out = torch.zeros(rows, count, dtype=torch.int64)
-        yield Call(f"top {count} of {cols} {biased}", ops.top_k, dict(x=x, bias=bias), dict(out=out))
+    """Copies sorted by expert, some of them nobody's."""
     for rows, copies, num_experts in ((300, 3, 7), (1, 1, 1), (0, 2, 3), (257, 8, 100), (40, 2, 3000)):
         name, inputs = f"{rows} rows of {copies} to {num_experts}", experts_of(rows, copies, num_experts)
         workspace = torch.zeros(workspace_shape(rows * copies, num_experts), dtype=torch.int32)

@@ -278,7 +278,11 @@ def test_products_are_repeated_by_a_tape(has_workspace):
 def test_what_cublaslt_does_not_multiply_is_named():
     with pytest.raises(RuntimeError, match=r"e5m2 \(128 x 64\) by e5m2 \(32 x 64\).* as bfloat16"):
         gemm_tensor._product(
-            0, ((128, 32, 64), (64, 64, 32)), ("e5m2", "e5m2", "bfloat16", ""), (16,) * 4, (False, False, 0)
+            0,
+            ((128, 32, 64), (64, 64, 32)),
+            ("e5m2", "e5m2", "bfloat16", ""),
+            (16,) * 4,
+            (False, False, 0, (False, False)),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from te_dist.formats import WHOLE
 from te_dist.ops.quantize_float8_current import WORKSPACE
 from te_dist.testing import assert_bitwise
 from tests.gpu.each_op import of_each_op
-from tests.gpu.twins import assert_same
+from tests.gpu.twins import assert_same, unrecorded
 from tests.gpu.waits import neither_waiting_nor_allocating
 
 pytestmark = pytest.mark.gpu
@@ -81,6 +82,20 @@ def test_no_op_waits_for_the_host_or_allocates(call):
         on_gpu.run()
     with neither_waiting_nor_allocating():
         on_gpu.run()
+
+
+@pytest.mark.parametrize("call", of_each_op(), ids=lambda call: call.op.__name__)
+def test_a_thread_that_did_nothing_yet_runs_every_op(call):
+    """It has no context of CUDA's; those of autograd begin so."""
+    on_gpu = call.on("cuda")
+    on_gpu.run()
+    want = {name: output.clone() for name, output in on_gpu.outputs.items()}
+    again = call.on("cuda")
+    torch.cuda.synchronize()
+    with unrecorded(), ThreadPoolExecutor(1) as pool:
+        pool.submit(again.run).result()
+    for name, output in again.outputs.items():
+        assert_same(output.contiguous(), want[name].contiguous(), name)
 
 
 @pytest.mark.parametrize("call", of_each_op(), ids=lambda call: call.op.__name__)

@@ -1,27 +1,9 @@
-"""Scores and experts that are hard to sort, and what comes of them by Python's own sorting."""
+"""Experts that are hard to sort, and what comes of them by Python's own sorting."""
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
-
-
-def scores(rows: int, cols: int) -> Tensor:
-    """f32 with equal values, both zeros, infinities and NaN of both signs."""
-    generator = torch.Generator().manual_seed(rows * cols)
-    x = torch.randint(-9, 10, (rows, cols), generator=generator).float() / 3
-    x[::2, ::7], x[1::3, 1::5], x[2::5, 2::9] = 0.0, -0.0, torch.inf
-    x[3::7, 3::4], x[4::9, ::6], x[4::9, 1::6] = -torch.inf, torch.nan, -torch.nan
-    return x
-
-
-def largest(x: Tensor, bias: Tensor | None, count: int) -> list[list[int]]:
-    """Columns of the largest values: NaN above all, of equal ones the leftmost."""
-    rows = (x if bias is None else x + bias).tolist()
-    order = lambda row: sorted(range(len(row)), key=lambda col: (not math.isnan(row[col]), -row[col], col))  # noqa: E731
-    return [order([0.0 if value == 0 else value for value in row])[:count] for row in rows]
 
 
 def experts_of(rows: int, copies: int, num_experts: int) -> Tensor:

@@ -1,13 +1,12 @@
-"""Choosing and sorting by the kernels for CUDA, simulated, against Python's own sorting."""
+"""Copies sorted by the kernels for CUDA, simulated, against Python's own sorting."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
 from te_dist.testing import assert_bitwise
-from tests.ops.sorting import experts_of, largest, scores, wanted
-from tests.ops.test_sorting import COPIES, VALUES, choose, sort
+from tests.ops.sorting import experts_of, wanted
+from tests.ops.test_sorting import COPIES, sort
 
 pytestmark = pytest.mark.usefixtures("simulated")
 
@@ -18,10 +17,3 @@ def test_copies_come_by_expert_and_then_in_order(rows: int, copies: int, num_exp
     found = sort(experts, num_experts)
     for name, value in wanted(experts, num_experts).items():
         assert_bitwise(found[name], value, name)
-
-
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("rows", "cols", "count"), VALUES)
-def test_the_largest_are_found(rows: int, cols: int, count: int, biased: bool) -> None:
-    x, bias = scores(rows, cols), torch.linspace(-1, 1, cols) if biased else None
-    assert choose(x, bias, count).tolist() == largest(x, bias, count)

@@ -21,5 +21,7 @@ void dequantize_nvfp4(const DequantizeNvFp4& op, int threads);
 void transpose(const Transpose& op, int threads);
 void multi_adam(const MultiAdam& op, int threads);
 void multi_adam_compact(const MultiAdamCompact& op, int threads);
+void route(const Route& op, int threads);
+void route_gradient(const RouteGradient& op, int threads);
 
 }  // namespace te_dist::cpu::TE_DIST_ISA

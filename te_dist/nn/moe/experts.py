@@ -21,7 +21,7 @@ from te_dist.nn.grouped_products import Given
 from te_dist.nn.grouped_site import NO_HISTORIES, PLAIN, GroupedSite
 from te_dist.nn.module import QuantizedModule
 from te_dist.nn.moe.dispatch import Arrived
-from te_dist.nn.moe.permutation import gather_sum, sort_by_expert
+from te_dist.nn.moe.permutation import gather_sum, permute_probabilities, sort_by_expert
 from te_dist.nn.options import LinearOptions, read
 from te_dist.nn.site import LinearSite, autocast_of_torch
 from te_dist.ops.source import Gathered
@@ -220,8 +220,8 @@ class TwoEach(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(rows, hidden_size) of `x` of that shape."""
         by_expert = sort_by_expert(torch.empty(x.shape[0], 2, dtype=torch.int64, device=x.device), self.num_experts)
-        probabilities = torch.empty(2 * x.shape[0], dtype=torch.float32, device=x.device, requires_grad=True)
-        return self.compute(self.experts, x, Arrived(x, by_expert, probabilities))
+        probabilities = torch.empty(x.shape[0], 2, dtype=torch.float32, device=x.device, requires_grad=True)
+        return self.compute(self.experts, x, Arrived(x, by_expert, permute_probabilities(probabilities, by_expert)))
 
 
 class SwiGluMLP(QuantizedModule):

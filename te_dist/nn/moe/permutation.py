@@ -19,9 +19,11 @@ from torch import Tensor
 from te_dist import ops
 from te_dist.kernels.sorting import MOST_EXPERTS
 from te_dist.kernels.tape import Tapes
+from te_dist.nn.once import once_differentiable
 from te_dist.ops.sort_by_expert import sorted_copies, workspace_shape
+from te_dist.ops.source import Gathered
 
-_sorts = Tapes(max_tapes=1024)
+_sorts, _values = Tapes(max_tapes=1024), Tapes(max_tapes=1024)
 
 
 class Permutation(NamedTuple):
@@ -144,9 +146,25 @@ class _PermuteValues(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
         ctx.save_for_backward(positions)
-        return values.flatten().index_select(0, choices)
+        return _taken(values, choices)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (positions,) = ctx.saved_tensors
-        return grad.index_select(0, positions.flatten()).view_as(positions), None, None
+        return _taken(grad, positions), None, None
+
+
+def _taken(values: Tensor, places: Tensor) -> Tensor:
+    """The values, in whatever shape, at the places, in the shape of those."""
+    if torch.compiler.is_compiling():
+        return _values_at(values, places)
+    (found,), _ = _values.run(None, (values, places), lambda: ((_values_at(values, places),), None))
+    return found
+
+
+def _values_at(values: Tensor, places: Tensor) -> Tensor:
+    out = torch.empty(places.shape, dtype=values.dtype, device=values.device)
+    rows, index = values.contiguous().view(-1, 1), places.contiguous().view(-1)
+    ops.evaluate(Gathered(rows, index), out=out.view(-1, 1))
+    return out

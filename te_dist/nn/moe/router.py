@@ -5,21 +5,16 @@ A training pass adds its choices to `tokens_per_expert`. A pass that runs again 
 does not: its choices were counted. An op asks which of the two it is, so that compiled passes ask in every run.
 `update_expert_biases` moves the biases by what was counted since its last call, so it is called once a step, after
 backward, when no pass is left to run again with the biases of the first time.
-
-[Note: fp32 from bf16]
-Products of bf16 values are exact in fp32, so that on a GPU tensor cores give fp32 logits of bf16 tokens without a copy
-in fp32. In backward one operand is fp32: it is split in two bf16 values, whose products are added up by the same sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -27,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from te_dist._torch_private import in_backward
 from te_dist.fsdp2.check import not_gathered
 from te_dist.nn.moe import routing as rules
+from te_dist.nn.moe.decision import Asked, decide, rehearse
 from te_dist.nn.moe.routing import Routing
 from te_dist.nn.site import without_values
 from te_dist.ops._library import LIBRARY, define_writing
@@ -121,34 +117,23 @@ class TopKRouter(nn.Module):
             weight = weight.to_local()
         if weight.is_meta and not x.is_meta:
             raise without_values("TopKRouter")
-        kind = x.device.type
-        with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
-            scores = rules.scores_of(_Logits.apply(x, weight), self.routing)
-            experts = rules.choose(scores, self.expert_bias, self.routing)
-            probabilities = rules.probabilities_of(scores, experts, self.routing)
-            if self.training:
-                probabilities = self._balance(probabilities, scores, experts)
+        coefficient = self.routing.aux_loss_coefficient if self.training else 0.0
+        counts_choices = bool(coefficient) or (self.training and self.tokens_per_expert is not None)
+        asked = Asked(self.routing, self.aux_loss_scale if coefficient else None, counts_choices)
+        with _without_autocast(x.device.type):
+            probabilities, experts, *found = decide(x, weight, self.expert_bias, asked=asked)
+        if counts_choices and (total := self.counted(experts.device)) is not None:
+            torch.ops.te_dist.add_choices(total, found[0])
+        if coefficient:
+            self.last_aux_loss = found[1]
         return Routed(probabilities, experts)
 
     def rehearse(self, dtype: torch.dtype | None) -> None:
-        """Launches what chooses, see `rehearsal.rehearse`; scores are fp32 whatever `dtype` is."""
-        scores = torch.empty(1, self.routing.num_experts, dtype=torch.float32, device="meta")
-        bias = None if self.expert_bias is None else torch.empty_like(scores[0])
-        rules.choose(scores, bias, self.routing)
-
-    def _balance(self, probabilities: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
-        """Counts choices and attaches the balancing loss. See [Note: When choices are counted]."""
-        if self.tokens_per_expert is None and not self.routing.aux_loss_coefficient:
-            return probabilities
-        counts = rules.count_choices(experts, self.routing.num_experts)
-        total = self.counted(counts.device)
-        if total is not None:
-            torch.ops.te_dist.add_choices(total, counts)
-        if self.routing.aux_loss_coefficient:
-            loss = rules.balancing_loss(scores, counts, self.routing)
-            self.last_aux_loss = loss.detach()
-            probabilities = attach_loss(probabilities, loss, scale=self.aux_loss_scale)
-        return probabilities
+        """Launches what decides, see `rehearsal.rehearse`."""
+        shape = self.routing.num_experts, self.hidden_size
+        weight = torch.empty(shape, dtype=dtype or self.weight.dtype, device="meta")
+        bias = None if self.expert_bias is None else torch.empty_like(self.expert_bias, device="meta")
+        rehearse(weight, bias, self.routing)
 
     def counted(self, device: torch.device) -> Tensor | None:
         """`tokens_per_expert`, which is brought to `device`."""
@@ -170,41 +155,11 @@ class TopKRouter(nn.Module):
         return f"{self.hidden_size}, {self.routing}"
 
 
-class _Logits(torch.autograd.Function):
-    """f32 (T, E) of `x` (T, H) and `weight` (E, H), accumulated in fp32. See [Note: fp32 from bf16]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        if _multiplies_bf16(x, weight):
-            return torch.mm(x, weight.t(), out_dtype=torch.float32)
-        return F.linear(x.float(), weight.float())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        wants_x, wants_weight = ctx.needs_input_grad
-        if not _multiplies_bf16(x, weight):
-            of_x = (grad @ weight.float()).to(x.dtype) if wants_x else None
-            return of_x, (grad.t() @ x.float()).to(weight.dtype) if wants_weight else None
-        halves = in_halves(grad)
-        of_x = halves @ torch.cat((weight, weight)) if wants_x else None
-        if not wants_weight:
-            return of_x, None
-        return of_x, torch.mm(halves.t(), x, out_dtype=torch.float32).view(2, *weight.shape).sum(0).to(weight.dtype)
-
-
-def in_halves(values: Tensor) -> Tensor:
-    """bf16 (T, 2 E) of f32 (T, E): the leading bits of every value, and to the right of all those the bits that follow.
-
-    Products with them that accumulate in fp32 are off by 2^-17 of a value at most.
-    """
-    leading = values.bfloat16()
-    return torch.cat((leading, (values - leading).bfloat16()), dim=1)
-
-
-def _multiplies_bf16(x: Tensor, weight: Tensor) -> bool:
-    return x.is_cuda and x.dtype == weight.dtype == torch.bfloat16
+def _without_autocast(kind: str) -> AbstractContextManager[Any]:
+    """A block in which torch's autocast is off on devices of a kind."""
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 class _AttachLoss(torch.autograd.Function):
