@@ -199,8 +199,8 @@ def rows_of(cases: list[Case], mesh: DeviceMesh, *, parts: list[str] | None) -> 
 
 
 def cases_of(model: str, chosen: tuple[str, ...], *, compiled: bool, unit: int) -> Iterator[Case]:
-    """The peer and each recipe: long sequences, then short ones, where communication counts."""
-    for sequences, length in {"llama": ((1, 8192), (1, 2048)), "qwen_moe": ((4, 4096),)}[model]:
+    """The peer and each recipe: of many tokens, then of few, where communication and the CPU count."""
+    for sequences, length in {"llama": ((1, 8192), (1, 2048)), "qwen_moe": ((4, 4096), (1, 4096))}[model]:
         for name in ("", *chosen):
             yield Case(model, sequences, length, name, unit=unit)
             if compiled:

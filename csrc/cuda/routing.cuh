@@ -34,28 +34,27 @@ struct RowScores {
   static constexpr int kPlaces = kHeld ? kHeld : 1;
 
   const float* logits;
-  int64_t cols;
-  int lane;
+  int cols, lane;
   float most, total;  // of a softmax: the largest logit, and the sum of powers of what the others are less
   float held[kPlaces];
 
-  TE_DIST_DEVICE RowScores(const float* logits_, int64_t cols_) : logits(logits_), cols(cols_), lane(threadIdx.x % kLanes) {
+  TE_DIST_DEVICE RowScores(const float* logits_, int64_t cols_) : logits(logits_), cols(int(cols_)), lane(threadIdx.x % kLanes) {
     if constexpr (kScore == Score::kSoftmax) {
       most = -float_of(kInfinityBits);
-      each([&](int64_t col, int i) {
+      each([&](int col, int i) {
         held[i] = __ldg(logits + col);
         most = larger(held[i], most);
       });
       most = folded(most, [](float a, float b) { return larger(a, b); });
       total = 0.0f;
-      each([&](int64_t col, int i) {
+      each([&](int col, int i) {
         held[i] = exp_of_negative((kHeld ? held[i] : __ldg(logits + col)) - most);
         total += held[i];
       });
       total = sum_of_lanes(total);
     }
     if constexpr (kHeld != 0) {
-      each([&](int64_t col, int i) { held[i] = kScore == Score::kSoftmax ? held[i] / total : of(col); });
+      each([&](int col, int i) { held[i] = kScore == Score::kSoftmax ? held[i] / total : of(col); });
     }
   }
 
@@ -68,18 +67,18 @@ struct RowScores {
         if (lane + kLanes * i < cols) body(lane + kLanes * i, i);
       }
     } else {
-      for (int64_t col = lane; col < cols; col += kLanes) body(col, 0);
+      for (int col = lane; col < cols; col += kLanes) body(col, 0);
     }
   }
 
   // body(column, score) for each column of the lane.
   template <class Body>
   TE_DIST_DEVICE void each_score(Body body) const {
-    each([&](int64_t col, int i) { body(col, kHeld ? held[i] : of(col)); });
+    each([&](int col, int i) { body(col, kHeld ? held[i] : of(col)); });
   }
 
   // Of any column.
-  TE_DIST_DEVICE float of(int64_t col) const {
+  TE_DIST_DEVICE float of(int col) const {
     const float logit = __ldg(logits + col);
     if constexpr (kScore == Score::kSoftmax) return exp_of_negative(logit - most) / total;
     return sigmoid(logit);
@@ -88,7 +87,7 @@ struct RowScores {
   // What is divided by to make scores add up to one.
   TE_DIST_DEVICE float divisor() const {
     float sum = 0.0f;
-    each_score([&](int64_t, float score) { sum += score; });
+    each_score([&](int, float score) { sum += score; });
     return sum_of_lanes(sum) + kTiny;
   }
 };
@@ -112,7 +111,7 @@ struct Route {
     int64_t* experts;      // (rows, count)
     float* probabilities;  // (rows, count)
     float* scores;         // (rows, cols), adding up to one; or null
-    float* counts;         // (cols,), is added to; or null
+    float* counts;         // (cols,), zeros before; or null
   };
 
   // How columns are ranked for the choice.
@@ -122,18 +121,18 @@ struct Route {
     uint64_t held[Scores::kPlaces];
 
     TE_DIST_DEVICE Ranks(const Params& p_, const Scores& row_) : p(p_), row(row_) {
-      if constexpr (kHeld != 0) row.each([&](int64_t col, int i) { held[i] = rank_of(value(col, row.held[i]), uint32_t(col)); });
+      if constexpr (kHeld != 0) row.each([&](int col, int i) { held[i] = rank_of(value(col, row.held[i]), uint32_t(col)); });
     }
 
-    TE_DIST_DEVICE float value(int64_t col, float score) const { return score + (p.bias ? __ldg(p.bias + col) : 0.0f); }
+    TE_DIST_DEVICE float value(int col, float score) const { return score + (p.bias ? __ldg(p.bias + col) : 0.0f); }
 
     // The largest below `last` of the columns that are allowed.
     template <class Allowed>
     TE_DIST_DEVICE uint64_t next(uint64_t last, Allowed is_allowed) const {
       uint64_t found = 0;
-      row.each([&](int64_t col, int i) {
+      row.each([&](int col, int i) {
         const uint64_t its = kHeld ? held[i] : rank_of(value(col, row.of(col)), uint32_t(col));
-        if (its < last && its > found && is_allowed(col)) found = its;
+        if (is_allowed(col) && its < last && its > found) found = its;
       });
       return largest_of_lanes(found);
     }
@@ -141,10 +140,10 @@ struct Route {
 
   // Marks the groups whose two best columns have the largest sums, the others by 0.
   TE_DIST_INLINE void choose_groups(const Params& p, const Ranks& ranks, uint64_t* groups) {
-    const int64_t size = p.cols / p.num_groups, lane = ranks.row.lane;
+    const int num_groups = int(p.num_groups), size = int(p.cols) / num_groups, lane = ranks.row.lane;
     const auto value = [&](uint64_t rank) { return ranks.value(place_of_rank(rank), ranks.row.of(place_of_rank(rank))); };
-    for (int64_t group = 0; group < p.num_groups; ++group) {
-      const auto is_inside = [&](int64_t col) { return col >= group * size && col < (group + 1) * size; };
+    for (int group = 0; group < num_groups; ++group) {
+      const auto is_inside = [&](int col) { return uint32_t(col - group * size) < uint32_t(size); };
       const uint64_t first = ranks.next(~uint64_t(0), is_inside);
       const float best = value(first), sum = size > 1 ? best + value(ranks.next(first, is_inside)) : best;
       if (lane == 0) groups[group] = rank_of(sum, uint32_t(group));
@@ -153,12 +152,12 @@ struct Route {
     uint64_t last = ~uint64_t(0);
     for (int64_t k = 0; k < p.top_groups; ++k) {
       uint64_t found = 0;
-      for (int64_t group = lane; group < p.num_groups; group += kLanes) {
+      for (int group = lane; group < num_groups; group += kLanes) {
         if (groups[group] < last && groups[group] > found) found = groups[group];
       }
       last = largest_of_lanes(found);
     }
-    for (int64_t group = lane; group < p.num_groups; group += kLanes) {
+    for (int group = lane; group < num_groups; group += kLanes) {
       if (groups[group] < last) groups[group] = 0;
     }
     __syncwarp();
@@ -171,14 +170,14 @@ struct Route {
     const Scores row(p.logits + at * p.cols, p.cols);
     Ranks ranks(p, row);
     uint64_t* groups = of_rows[threadIdx.x / kLanes];
-    const int64_t size = p.cols / p.num_groups;
-    const auto is_allowed = [&](int64_t col) { return p.num_groups == 1 || groups[col / size] != 0; };
+    const int size = int(p.cols) / int(p.num_groups);
+    const auto is_allowed = [&](int col) { return p.num_groups == 1 || groups[col / size] != 0; };
     if (p.num_groups > 1) choose_groups(p, ranks, groups);
-    if constexpr (kHeld != 0) row.each([&](int64_t col, int i) { ranks.held[i] = is_allowed(col) ? ranks.held[i] : 0; });
+    if constexpr (kHeld != 0) row.each([&](int col, int i) { ranks.held[i] = is_allowed(col) ? ranks.held[i] : 0; });
     int64_t* experts = p.experts + at * p.count;
     uint64_t last = ~uint64_t(0);
     for (int64_t k = 0; k < p.count; ++k) {
-      last = ranks.next(last, [&](int64_t col) { return kHeld != 0 || is_allowed(col); });
+      last = ranks.next(last, [&](int col) { return kHeld != 0 || is_allowed(col); });
       if (row.lane == 0) experts[k] = place_of_rank(last);
     }
     __syncwarp();
@@ -187,16 +186,16 @@ struct Route {
 
   TE_DIST_INLINE void write(const Params& p, const Scores& row, int64_t at, const int64_t* experts) {
     float chosen = 0.0f;
-    for (int64_t k = row.lane; k < p.count; k += kLanes) chosen += row.of(experts[k]);
+    for (int64_t k = row.lane; k < p.count; k += kLanes) chosen += row.of(int(experts[k]));
     const float divisor = sum_of_lanes(chosen) + kTiny;
     for (int64_t k = row.lane; k < p.count; k += kLanes) {
-      const float score = row.of(experts[k]);
+      const float score = row.of(int(experts[k]));
       p.probabilities[at * p.count + k] = (p.normalizes ? score / divisor : score) * p.factor;
       if (p.counts) atomicAdd(p.counts + experts[k], 1.0f);  // exact, in whatever order
     }
     if (!p.scores) return;
     const float all = kScore == Score::kSigmoid ? row.divisor() : 1.0f;
-    row.each_score([&](int64_t col, float score) { p.scores[at * p.cols + col] = score / all; });
+    row.each_score([&](int col, float score) { p.scores[at * p.cols + col] = score / all; });
   }
 };
 
@@ -234,15 +233,15 @@ struct RouteGradient {
         : p(p_), row(row_), experts(p_.experts + at * p_.count), grad(p_.grad + at * p_.count) {
       chosen = 1.0f, mean = 0.0f, divisor = 1.0f, mean_of_all = 0.0f, mean_of_logits = 0.0f;
       if (p.normalizes) {
-        chosen = sum_of_chosen([&](int64_t, float score) { return score; }) + kTiny;
+        chosen = sum_of_chosen([&](int, float score) { return score; }) + kTiny;
         mean = sum_of_chosen([&](int64_t k, float score) { return grad[k] * p.factor * (score / chosen); });
       }
       if (kScore == Score::kSigmoid && p.of_scores) {
         divisor = row.divisor();
-        mean_of_all = sum_of_all([&](int64_t col, float score) { return __ldg(p.of_scores + col) * (score / divisor); });
+        mean_of_all = sum_of_all([&](int col, float score) { return __ldg(p.of_scores + col) * (score / divisor); });
       }
       if constexpr (kScore == Score::kSoftmax) {
-        if (p.of_scores) mean_of_logits = sum_of_all([&](int64_t col, float score) { return of_all(col) * score; });
+        if (p.of_scores) mean_of_logits = sum_of_all([&](int col, float score) { return of_all(col) * score; });
         mean_of_logits += sum_of_chosen([&](int64_t k, float score) { return of_chosen(k) * score; });
       }
     }
@@ -250,20 +249,20 @@ struct RouteGradient {
     template <class Body>
     TE_DIST_DEVICE float sum_of_chosen(Body body) const {
       float sum = 0.0f;
-      for (int64_t k = row.lane; k < p.count; k += kLanes) sum += body(k, row.of(experts[k]));
+      for (int64_t k = row.lane; k < p.count; k += kLanes) sum += body(k, row.of(int(experts[k])));
       return sum_of_lanes(sum);
     }
 
     template <class Body>
     TE_DIST_DEVICE float sum_of_all(Body body) const {
       float sum = 0.0f;
-      row.each_score([&](int64_t col, float score) { sum += body(col, score); });
+      row.each_score([&](int col, float score) { sum += body(col, score); });
       return sum_of_lanes(sum);
     }
 
     TE_DIST_DEVICE float of_chosen(int64_t k) const { return gradient_of_chosen(grad[k] * p.factor, mean, chosen); }
 
-    TE_DIST_DEVICE float of_all(int64_t col) const {
+    TE_DIST_DEVICE float of_all(int col) const {
       return p.of_scores ? gradient_of_chosen(__ldg(p.of_scores + col), mean_of_all, divisor) : 0.0f;
     }
   };
@@ -273,18 +272,18 @@ struct RouteGradient {
     if (at >= p.rows) return;
     const Scores row(p.logits + at * p.cols, p.cols);
     const Gradients found(p, row, at);
-    const auto write = [&](int64_t col, float grad, float score) {
+    const auto write = [&](int col, float grad, float score) {
       store(p, at, col, gradient_of_logit<kScore>(grad, score, found.mean_of_logits));
     };
-    row.each_score([&](int64_t col, float score) { write(col, found.of_all(col), score); });
+    row.each_score([&](int col, float score) { write(col, found.of_all(col), score); });
     __syncwarp();
     for (int64_t k = row.lane; k < p.count; k += kLanes) {
-      const int64_t col = found.experts[k];
+      const int col = int(found.experts[k]);
       write(col, found.of_all(col) + found.of_chosen(k), row.of(col));
     }
   }
 
-  TE_DIST_INLINE void store(const Params& p, int64_t at, int64_t col, float value) {
+  TE_DIST_INLINE void store(const Params& p, int64_t at, int col, float value) {
     if (p.in_halves) {
       uint16_t* out = static_cast<uint16_t*>(p.out) + at * 2 * p.cols + col;
       const uint32_t leading = BFloat16::store(value);

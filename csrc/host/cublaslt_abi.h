@@ -28,7 +28,10 @@ constexpr int32_t kAsItIs = 0, kTransposed = 1;
 constexpr uint32_t kAddBias = 4;
 
 // Attributes of a preference.
-constexpr int kMaxWorkspaceBytes = 1, kAlignmentOfA = 5, kAlignmentOfB = 6, kAlignmentOfC = 7, kAlignmentOfD = 8;
+constexpr int kMaxWorkspaceBytes = 1, kReductionSchemes = 3, kAlignmentOfA = 5, kAlignmentOfB = 6, kAlignmentOfC = 7;
+constexpr int kAlignmentOfD = 8;
+
+constexpr uint32_t kReducesInFloat32 = 2, kReducesAnyhow = 7;  // parts of sums, in a mask
 
 struct Algorithm {
   uint64_t data[8];

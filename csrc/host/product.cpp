@@ -110,6 +110,7 @@ Product::Owned<Preference> Product::preference(const ProductSpec& spec) const {
   if (status != kSuccess) library_.fail(status, "describing what is preferred for " + label_);
   Owned<Preference> owned(made, library_.functions().destroy_preference);
   set(made, kMaxWorkspaceBytes, spec.workspace_bytes);
+  set(made, kReductionSchemes, spec.types[2] == "float32" ? kReducesAnyhow : kReducesInFloat32);
   set(made, kAlignmentOfA, spec.alignments[1]);
   set(made, kAlignmentOfB, spec.alignments[0]);
   set(made, kAlignmentOfC, spec.alignments[2]);

@@ -16,6 +16,7 @@ from te_dist.kernels.spec import Layout
 _LAYOUT = Layout(_C.cuda.Product.PARAMETERS)
 _TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 SCALE_ALIGNMENT = 16  # bytes of which addresses of scales are multiples
+WORKSPACE_ALIGNMENT = 256  # the same, of workspaces
 _ONE_BLOCK = (1, 1, 1)  # in the place of a grid, which cuBLASLt chooses
 
 
@@ -56,6 +57,17 @@ def _pitch(matrix: Tensor) -> int:
     return matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1]
 
 
+def _workspace(given: Tensor | None) -> tuple[int, int]:
+    """Address and bytes."""
+    if given is None:
+        return 0, 0
+    if given.data_ptr() % WORKSPACE_ALIGNMENT:
+        raise ValueError(
+            f"workspace: got address {given.data_ptr():#x}, wanted a multiple of {WORKSPACE_ALIGNMENT}; begin it there"
+        )
+    return given.data_ptr(), given.numel()
+
+
 def gemm_float8_tensor(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: object) -> None:
     """See te_dist.ops.gemm_float8_tensor."""
     fp8, bias, fast, accumulate, workspace, out = rest
@@ -74,11 +86,12 @@ def gemm_float8_tensor(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *
     types = (*fp8, _TYPES[out.dtype], "" if bias is None else _TYPES[bias.dtype])
     addresses = a.data_ptr(), b.data_ptr(), out.data_ptr(), pointer(bias)
     pitches = _pitch(a), _pitch(b), _pitch(out)
-    how = fast, accumulate, 0 if workspace is None else workspace.numel(), (False, False)
+    place, num_bytes = _workspace(workspace)
+    how = fast, accumulate, num_bytes, (False, False)
     device = out.get_device()
     product = _product(device, ((rows, cols, depth), pitches), types, tuple(map(_alignment, addresses)), how)
     scales = a_scale.data_ptr(), b_scale.data_ptr()
-    values = (addresses[0], scales[0], addresses[1], scales[1], addresses[3], pointer(workspace), addresses[2])
+    values = (addresses[0], scales[0], addresses[1], scales[1], addresses[3], place, addresses[2])
     issue(Launch(product, device, _ONE_BLOCK, _LAYOUT, values))
 
 
@@ -91,9 +104,10 @@ def gemm_half(a: Tensor, b: Tensor, summed_dims: tuple[int, int], *rest: object)
     rows, cols = out.shape
     types = (_TYPES[a.dtype], _TYPES[b.dtype], _TYPES[out.dtype], "")
     addresses = a.data_ptr(), b.data_ptr(), out.data_ptr(), 0
-    how = False, accumulate, 0 if workspace is None else workspace.numel(), tuple(dim == 0 for dim in summed_dims)
+    place, num_bytes = _workspace(workspace)
+    how = False, accumulate, num_bytes, tuple(dim == 0 for dim in summed_dims)
     places, alignments = ((rows, cols, depth), (_pitch(a), _pitch(b), _pitch(out))), tuple(map(_alignment, addresses))
     device = out.get_device()
     product = _product(device, places, types, alignments, how)
-    values = (addresses[0], 0, addresses[1], 0, 0, pointer(workspace), addresses[2])
+    values = (addresses[0], 0, addresses[1], 0, 0, place, addresses[2])
     issue(Launch(product, device, _ONE_BLOCK, _LAYOUT, values))

@@ -162,6 +162,15 @@ class _Call(NamedTuple):
                 slots[slot] = tensor
 
 
+class _View(NamedTuple):
+    """A call of an op in `_QUICK` of one tensor, which autocast has nothing to do with."""
+
+    op: Any
+    source: int
+    args: tuple[Any, ...]
+    slot: int
+
+
 class _Launched(NamedTuple):
     """A launch; `addresses`: (place in its values, slot, bytes behind the start of the tensor)."""
 
@@ -196,7 +205,7 @@ class _Launches:
 class _Tape:
     device: torch.device
     num_slots: int
-    steps: list[_Allocation | _Call | _Launches]
+    steps: list[_Allocation | _Call | _View | _Launches]
     outputs: list[int]
     rest: Any
     was_played: bool = False
@@ -210,6 +219,9 @@ class _Tape:
                 slot, shape, strides, dtype = step
                 # NOTE: half the time of `torch.empty`.
                 slots[slot] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            elif type(step) is _View:
+                op, source, args, slot = step
+                slots[slot] = op(slots[source], *args)
             elif type(step) is _Launches:
                 try:
                     step.program.run(device.index, current_cuda_stream(device.index), slots)
@@ -355,9 +367,11 @@ class _Recorder(QuickDispatchMode):
         return slot
 
 
-def _together(steps: Sequence[_Allocation | _Call | _Launched]) -> list[_Allocation | _Call | _Launches]:
+def _together(
+    steps: Sequence[_Allocation | _Call | _Launched],
+) -> list[_Allocation | _Call | _View | _Launches]:
     """The same steps; between calls first all allocations, then all launches as one."""
-    together: list[_Allocation | _Call | _Launches] = []
+    together: list[_Allocation | _Call | _View | _Launches] = []
     launches: list[_Launched] = []
     for step in steps:
         if isinstance(step, _Launched):
@@ -365,9 +379,18 @@ def _together(steps: Sequence[_Allocation | _Call | _Launched]) -> list[_Allocat
         elif isinstance(step, _Allocation):
             together.append(step)
         else:
-            together += [_Launches(launches), step] if launches else [step]
+            its = _as_view(step)
+            together += [_Launches(launches), its] if launches else [its]
             launches = []
     return [*together, _Launches(launches)] if launches else together
+
+
+def _as_view(call: _Call) -> _Call | _View:
+    """The same call, as what takes less time where it is that."""
+    if call.op not in _QUICK.values() or call.kwargs or _slots_in(call.args[1:]) or len(call.outputs) != 1:
+        return call
+    source, *rest = call.args
+    return _View(call.op, source.index, tuple(rest), call.outputs[0])
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:

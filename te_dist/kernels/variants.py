@@ -306,6 +306,7 @@ def movers() -> Iterator[Spec]:
     yield grouped_quantize.SUMS
     yield from map(grouped_gemm.rest, (16, 4, 2))
     yield from (*map(sorting.count, (4, 1)), sorting.BEFORE, *map(sorting.place, (4, 1)), *routing.variants())
+    yield evaluation.rows_by_number("int64_t", 4, 1)  # probabilities
 
 
 def variants(*elements: str) -> list[Spec]:

@@ -42,7 +42,7 @@ class Decided(TypedDict, total=False):
     experts: int64 (rows, k): the columns; k at most as many as can be chosen.
     probabilities: f32 (rows, k): their scores, divided by their sum where the rule says so, times the factor.
     scores: f32 (rows, cols), all scores; of sigmoids divided by their sum. None: they are not kept.
-    counts: f32 (cols,): how often a column was chosen is added, exact below 2^24; None: nothing is.
+    counts: f32 (cols,): how often each column was chosen, exact below 2^24; None: nobody counts.
     """
 
     experts: Required[Tensor]
@@ -51,13 +51,14 @@ class Decided(TypedDict, total=False):
     counts: Tensor | None
 
 
-@takes(Decided)
 @taped
+@takes(Decided)
 def route(logits: Tensor, *, rule: RoutingRule, bias: Tensor | None = None, **decided: Unpack[Decided]) -> None:
     """Chooses the k columns of the largest `score + bias` in each row, the largest first, of equal ones the leftmost.
 
     Computed in fp32, by the same polynomials on CPU and GPU. Column c of a row is added to sum number c % 32, from left
-    to right; these are folded in pairs at distances 16, 8, 4, 2, 1. So are chosen scores, in their order.
+    to right; these are folded in pairs at distances 16, 8, 4, 2, 1. So are chosen scores, in their order. Scores of a
+    softmax below e^-87.7 are zeros.
 
     Args:
         logits: f32 (rows, cols), contiguous, of at most 8192 columns. A score of NaN is larger than all numbers.

@@ -22,7 +22,7 @@ using Attributes = std::map<int, std::string>;
 const std::map<int, size_t> kOperationBytes{{kTransposeA, 4}, {kTransposeB, 4}, {kEpilogue, 4}, {kBiasPointer, 8},
                                             {kScaleOfA, 8},   {kScaleOfB, 8},   {kBiasType, 4}, {kFastAccumulation, 1}};
 const std::map<int, size_t> kPreferenceBytes{
-    {kMaxWorkspaceBytes, 8}, {kAlignmentOfA, 4}, {kAlignmentOfB, 4}, {kAlignmentOfC, 4}, {kAlignmentOfD, 4}};
+    {kMaxWorkspaceBytes, 8}, {kReductionSchemes, 4}, {kAlignmentOfA, 4}, {kAlignmentOfB, 4}, {kAlignmentOfC, 4}, {kAlignmentOfD, 4}};
 
 struct Matrix {
   int type;
@@ -152,6 +152,8 @@ Status cublasLtMatmulPreferenceSetAttribute(Preference preference, int attribute
 Status cublasLtMatmulAlgoGetHeuristic(Handle handle, Operation operation, Layout a, Layout b, Layout c, Layout d,
                                       Preference preference, int count, Choice* choice, int* found) {
   const Attributes& wanted = *reinterpret_cast<Attributes*>(preference);
+  const bool is_whole = of(d).type == kFloat32;  // else parts of sums are not to be rounded
+  if (get<uint32_t>(wanted, kReductionSchemes) != (is_whole ? kReducesAnyhow : kReducesInFloat32)) return kInvalid;
   if (handle != reinterpret_cast<Handle>(16) || count != 1 || wanted.size() != kPreferenceBytes.size()) return kInvalid;
   const bool has_scales = get<uint64_t>(of(operation), kScaleOfA) && get<uint64_t>(of(operation), kScaleOfB);
   if (has_scales != is_fp8(of(a).type) || is_fp8(of(a).type) != is_fp8(of(b).type)) return kInvalid;

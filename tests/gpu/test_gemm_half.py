@@ -47,6 +47,7 @@ def test_what_does_not_fit_is_refused():
         ({"a": a.float()}, "a: "),
         ({"out": out.half()}, "out: got torch.float16"),
         ({"out": out[:, :4]}, "out: "),
+        ({"workspace": torch.empty(257, dtype=torch.uint8, device="cuda")[1:]}, "workspace: got address"),
         ({"accumulate": True}, "out: got torch.bfloat16, wanted torch.float32"),
     ):
         given = {"a": a, "b": b, "summed_dims": (1, 1), "out": out} | changes

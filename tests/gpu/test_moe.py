@@ -90,6 +90,18 @@ def test_routing_is_that_of_fp32() -> None:
         assert relative_error(gradient.cpu(), expected.double()) < 4e-3  # of their bf16
 
 
+def test_routing_takes_matrices_that_lie_otherwise() -> None:
+    router, x = make("bf16").router, tokens(0)
+    turned = torch.nn.Parameter(router.weight.detach().t().contiguous().t())
+    want = router(x)
+    got = torch.func.functional_call(router, {"weight": turned}, (x.t().contiguous().t(),))
+    assert_bitwise(got.experts, want.experts, "experts")
+    assert_bitwise(got.probabilities, want.probabilities, "probabilities")
+    got.probabilities[:, 0].sum().backward()
+    want.probabilities[:, 0].sum().backward()
+    assert_bitwise(turned.grad.contiguous(), router.weight.grad, "gradient")
+
+
 def test_plans_of_rows_wait_for_nothing_and_are_those_of_the_cpu() -> None:
     experts = torch.stack([torch.randperm(EXPERTS)[:3] for _ in range(TOKENS)])
     counts = torch.randint(0, 9, (4, 5))

@@ -67,6 +67,11 @@ def multiply(places: tuple[int, int, int, int], **rest: Any) -> dict[str, Tensor
     return dict(zip(FIELDS, tensors, strict=True))
 
 
+def test_a_workspace_anywhere_is_refused(library: Library) -> None:
+    with pytest.raises(ValueError, match="workspace: got address .*, wanted a multiple of 256"):
+        multiply((0, 0, 0, 0), workspace=at((256,), torch.uint8, 16))
+
+
 def test_a_product_is_made_once_for_places_that_are_alike(library: Library) -> None:
     for places in ((0, 16, 32, 2), (128, 144, 160, 130), (256, 16, 32, 2)):
         given = multiply(places, bias=True, fast=True)
@@ -81,7 +86,21 @@ def test_a_product_is_made_once_for_places_that_are_alike(library: Library) -> N
         fast=True,
         accumulate=False,
         workspace_bytes=0,
+        turned=(False, False),
     )
+
+
+@pytest.mark.parametrize("summed", [(1, 1), (1, 0), (0, 1), (0, 0)])
+def test_halves_are_multiplied_as_they_lie(library: Library, summed: tuple[int, int]) -> None:
+    stored = [(n, 32) if dim else (32, n) for n, dim in zip((8, 48), summed, strict=True)]
+    a, b = (at(shape, torch.bfloat16, 0) for shape in stored)
+    out, workspace = at((8, 48), torch.float32, 64), at((512,), torch.uint8, 0)
+    kernels.gemm_half(a, b, summed, True, workspace, out)
+    places = dict(a=a.data_ptr(), b=b.data_ptr(), workspace=workspace.data_ptr(), out=out.data_ptr())
+    assert library.launched == [dict.fromkeys(FIELDS, 0) | places]
+    made = dict(extents=(8, 48, 32), pitches=(stored[0][1], stored[1][1], 48), alignments=(128, 128, 64, 128))
+    made |= dict(types=("bfloat16", "bfloat16", "float32", ""), fast=False, accumulate=True, workspace_bytes=512)
+    assert library.made == [made | dict(turned=(summed[0] == 0, summed[1] == 0))]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +112,7 @@ def test_a_product_is_made_once_for_places_that_are_alike(library: Library) -> N
         ((0, 0, 0, 0), dict(bias=True)),
         ((0, 0, 0, 0), dict(fast=True)),
         ((0, 0, 0, 0), dict(accumulate=True)),
-        ((0, 0, 0, 0), dict(workspace=torch.zeros(256, dtype=torch.uint8))),
+        ((0, 0, 0, 0), dict(workspace=at((256,), torch.uint8, 0))),
     ],
 )
 def test_another_product_is_another(library: Library, places: tuple[int, int, int, int], rest: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import product
 
 import pytest
@@ -25,7 +26,6 @@ def close(got: Tensor, want: Tensor, tolerance: float = 2e-6) -> bool:
 @every_case
 def test_choices_and_probabilities_are_those_of_the_rule(case: Case) -> None:
     logits, bias, outputs = case.logits(), case.bias(), case.outputs()
-    outputs["counts"].zero_()
     ops.route(logits, rule=case.rule, bias=bias, **outputs)
     scores, experts = raw_scores(logits.double(), case.rule), outputs["experts"]
     assert experts.tolist() == chosen(scores, bias, case.rule, case.shape[2])
@@ -86,17 +86,34 @@ def test_gradients_are_those_of_autograd(case: Case, balanced: bool) -> None:
 
 
 @pytest.mark.parametrize("level", _C.simd_levels())
-def test_every_simd_level_writes_the_same_bits(level: str) -> None:
-    case, before = Case((17, 500, 9), RULES[0], True), _C.simd_level()
-    want, got = case.outputs(), case.outputs()
-    ops.route(case.logits(), rule=case.rule, bias=case.bias(), **want)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_every_simd_level_writes_the_same_bits(rule: RoutingRule, level: str) -> None:
+    case, before, found = Case((17, 500, 9), rule, True), _C.simd_level(), []
+    for its in (before, level):
+        outputs, out = case.outputs(), torch.full((17, 500), -7.0)
+        try:
+            _C.set_simd_level(its)
+            ops.route(case.logits(), rule=rule, bias=case.bias(), **outputs)
+            grad = torch.linspace(-1, 1, 17 * 9).view(17, 9)
+            given = dict(experts=outputs["experts"], grad=grad, of_scores=torch.linspace(-1, 2, 500))
+            ops.route_gradient(case.logits(), rule=rule, **given, out=out)
+        finally:
+            _C.set_simd_level(before)
+        found.append(outputs | {"gradient": out})
+    for name, want in found[0].items():
+        assert_bitwise(found[1][name], want, name)
+
+
+def test_threads_of_small_stacks_decide() -> None:
+    case, before = Case((3, 8192, 4), RULES[0]), threading.stack_size(64 << 10)
+    outputs = case.outputs()
     try:
-        _C.set_simd_level(level)
-        ops.route(case.logits(), rule=case.rule, bias=case.bias(), **got)
+        thread = threading.Thread(target=lambda: ops.route(case.logits(), rule=case.rule, **outputs))
+        thread.start()
     finally:
-        _C.set_simd_level(before)
-    for name in want:
-        assert_bitwise(got[name], want[name], name)
+        threading.stack_size(before)
+    thread.join()
+    assert (outputs["experts"] >= 0).all()
 
 
 @pytest.mark.parametrize(

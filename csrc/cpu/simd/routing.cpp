@@ -8,6 +8,23 @@ namespace {
 
 constexpr int64_t kRowsOfTask = 16;
 
+// What is worked in for a row: a score and a gradient, or a rank, of each column. Threads may have small stacks.
+class Memory {
+ public:
+  explicit Memory(int64_t cols) : cols_(cols), memory_(new uint64_t[size_t(2 * cols)]) {}
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  ~Memory() { delete[] memory_; }
+
+  uint64_t* ranks() { return memory_; }
+  float* scores() { return reinterpret_cast<float*>(memory_ + cols_); }
+  float* found() { return scores() + cols_; }
+
+ private:
+  int64_t cols_;
+  uint64_t* memory_;
+};
+
 // The sum of body(0), body(1), ...: in 32 sums in turn, folded at distances 16, 8, 4, 2 and 1.
 template <class Body>
 float sum_of(int64_t count, const Body& body) {
@@ -71,9 +88,9 @@ int64_t find_ranks(const Route& op, const float* scores, uint64_t* ranks) {
   return number;
 }
 
-void route_row(const Route& op, int64_t row) {
-  float scores[kMostExperts];
-  uint64_t ranks[kMostExperts];
+void route_row(const Route& op, int64_t row, Memory& memory) {
+  float* scores = memory.scores();
+  uint64_t* ranks = memory.ranks();
   find_scores(op.rule, op.logits + row * op.cols, op.cols, scores);
   keep_largest(ranks, find_ranks(op, scores, ranks), op.count);
   const auto chosen = [&](int64_t k) { return scores[place_of_rank(ranks[k])]; };
@@ -88,8 +105,8 @@ void route_row(const Route& op, int64_t row) {
 }
 
 template <Score kScore>
-void find_gradient(const RouteGradient& op, int64_t row, float* found) {
-  float scores[kMostExperts];
+void find_gradient(const RouteGradient& op, int64_t row, Memory& memory) {
+  float *scores = memory.scores(), *found = memory.found();
   find_scores(op.rule, op.logits + row * op.cols, op.cols, scores);
   const int64_t* experts = op.experts + row * op.count;
   const auto chosen = [&](int64_t k) { return scores[experts[k]]; };
@@ -133,29 +150,31 @@ void store(const RouteGradient& op, int64_t row, const float* found) {
   }
 }
 
-// body(row) for all rows.
+// body(row, memory) for all rows.
 template <class Body>
-void for_rows(int64_t rows, int threads, const Body& body) {
+void for_rows(int64_t rows, int threads, const Body& body, int64_t cols) {
   parallel_for((rows + kRowsOfTask - 1) / kRowsOfTask, threads, [&](int64_t task) {
-    for (int64_t row = task * kRowsOfTask; row < rows && row < (task + 1) * kRowsOfTask; ++row) body(row);
+    Memory memory(cols);
+    for (int64_t row = task * kRowsOfTask; row < rows && row < (task + 1) * kRowsOfTask; ++row) body(row, memory);
   });
 }
 
 }  // namespace
 
 void route(const Route& op, int threads) {
-  for_rows(op.rows, threads, [&](int64_t row) { route_row(op, row); });
+  for_rows(op.rows, threads, [&](int64_t row, Memory& memory) { route_row(op, row, memory); }, op.cols);
   if (!op.counts) return;
+  for (int64_t col = 0; col < op.cols; ++col) op.counts[col] = 0.0f;
   for (int64_t i = 0; i < op.rows * op.count; ++i) op.counts[op.experts[i]] += 1.0f;
 }
 
 void route_gradient(const RouteGradient& op, int threads) {
-  for_rows(op.rows, threads, [&](int64_t row) {
-    float found[kMostExperts];
-    if (op.rule.score == Score::kSoftmax) find_gradient<Score::kSoftmax>(op, row, found);
-    if (op.rule.score == Score::kSigmoid) find_gradient<Score::kSigmoid>(op, row, found);
-    store(op, row, found);
-  });
+  const auto body = [&](int64_t row, Memory& memory) {
+    if (op.rule.score == Score::kSoftmax) find_gradient<Score::kSoftmax>(op, row, memory);
+    if (op.rule.score == Score::kSigmoid) find_gradient<Score::kSigmoid>(op, row, memory);
+    store(op, row, memory.found());
+  };
+  for_rows(op.rows, threads, body, op.cols);
 }
 
 }  // namespace te_dist::cpu::TE_DIST_ISA

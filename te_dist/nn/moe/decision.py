@@ -2,8 +2,8 @@
 
 [Note: One step from tokens to experts]
 Logits, scores, choice, probabilities and what balances them are found in one step, and so are the gradients: where
-there are few tokens, two dozen small ops of torch take the CPU longer than the experts take the GPU. Saved are the
-tokens, the logits and the chosen experts; scores are found again.
+there are few tokens, two dozen small ops of torch take the CPU longer than the experts take the GPU. Saved are tokens
+and weight, the logits, the chosen experts, and weights of the balancing loss; scores are found again.
 
 [Note: fp32 from bf16]
 Products of bf16 values are exact in fp32, so that on a GPU tensor cores give fp32 logits of bf16 tokens without a copy
@@ -14,6 +14,7 @@ by 2^-17 of a value at most.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from te_dist import ops
 from te_dist.kernels.tape import Tapes
 from te_dist.nn.moe.routing import Routing, balancing_weights
 from te_dist.nn.once import once_differentiable
+from te_dist.ops.route import RoutingRule
 
 _WORKSPACE = 8 << 20  # bytes, in which parts of the gradient of a weight are added up
 _tapes = Tapes(max_tapes=1024)
@@ -34,27 +36,28 @@ class Asked(NamedTuple):
 
     Attributes:
         routing: how it chooses.
-        scale: of the gradient of the balancing loss; None without that loss.
         counts: whether choices are counted.
+        loss: whether the balancing loss is; with counts only.
     """
 
     routing: Routing
-    scale: float | None
-    counts: bool
+    counts: bool = False
+    loss: bool = False
 
 
-def decide(x: Tensor, weight: Tensor, bias: Tensor | None, *, asked: Asked) -> tuple[Tensor, ...]:
+def decide(x: Tensor, weight: Tensor, bias: Tensor | None, *, asked: Asked, scale: float = 1.0) -> tuple[Tensor, ...]:
     """(probabilities f32 (T, k), experts int64 (T, k)), then counts f32 (E,) and the balancing loss where asked for.
 
-    Probabilities are differentiable, and bring the gradient of the loss along.
+    Probabilities are differentiable, once, and bring the gradient of the loss along. Torch's autocast means nothing.
 
     Args:
         x: (T, H), tokens.
         weight: (E, H).
         bias: f32 (E,), added to scores for the choice; None for zeros.
         asked: for what.
+        scale: by which the gradient of the balancing loss is multiplied.
     """
-    return _Decide.apply(x.contiguous(), weight, bias, asked)
+    return _Decide.apply(_with_rows(x), _with_rows(weight), bias, asked, scale)
 
 
 def choose(logits: Tensor, bias: Tensor | None, routing: Routing, **more: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -81,26 +84,45 @@ class _Decide(torch.autograd.Function):
     """See [Note: One step from tokens to experts]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, asked: Asked) -> tuple[Tensor, ...]:
+    def forward(  # noqa: PLR0913  (what autograd hands over)
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, asked: Asked, scale: float
+    ) -> tuple[Tensor, ...]:
         given = (x, weight) if bias is None else (x, weight, bias)
-        logits, probabilities, experts, *found = _taped(
-            ("forward", asked), given, lambda: _decided(x, weight, bias, asked)
+        with _without_autocast(x.device.type):
+            logits, probabilities, experts, *found = _taped(asked, given, lambda: _decided(x, weight, bias, asked))
+        weights = [found.pop()] if asked.loss else []
+        ctx.save_for_backward(
+            x, weight, logits, experts, *(weights if scale == 1 else [each * scale for each in weights])
         )
-        weights = () if asked.scale is None else (found.pop(),)
-        ctx.save_for_backward(x, weight, logits, experts, *weights)
-        ctx.asked = asked
+        ctx.rule = asked.routing.rule
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(experts, *found)
         return probabilities, experts, *found
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if grad is None:  # nothing came of the probabilities
+            return (None,) * len(ctx.needs_input_grad)
         x, weight, logits, experts, *weights = ctx.saved_tensors
-        wants, grad = tuple(ctx.needs_input_grad[:2]), grad.contiguous()
-        given = (grad, x, weight, logits, experts, *weights)
-        found = _taped(("backward", ctx.asked, wants), given, lambda: _gradients(given, ctx.asked, wants))
+        wants, rule = tuple(ctx.needs_input_grad[:2]), ctx.rule
+        given = (grad.contiguous(), x, weight, logits, experts, *weights)
+        with _without_autocast(x.device.type):
+            found = _taped((rule, wants), given, lambda: _gradients(given, rule, wants))
         of_x, of_weight = (found.pop(0) if each else None for each in wants)
-        return of_x, of_weight, None, None
+        return of_x, of_weight, None, None, None
+
+
+def _with_rows(matrix: Tensor) -> Tensor:
+    """The same values; rows are contiguous."""
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def _without_autocast(kind: str) -> AbstractContextManager[Any]:
+    """A block in which torch's autocast is off on devices of a kind."""
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def _taped(key: Any, given: tuple[Tensor, ...], function: Callable[[], tuple[Tensor, ...]]) -> list[Tensor]:
@@ -111,14 +133,14 @@ def _taped(key: Any, given: tuple[Tensor, ...], function: Callable[[], tuple[Ten
 
 
 def _decided(x: Tensor, weight: Tensor, bias: Tensor | None, asked: Asked) -> tuple[Tensor, ...]:
-    """(logits, probabilities, experts), counts where asked for, loss and weights of the scores where that is."""
+    """(logits, probabilities, experts), counts where asked for, and with them loss and weights of scores."""
     if _multiplies_bf16(x, weight):
         logits = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
         ops.gemm_half(x, weight, summed_dims=(1, 1), out=logits)
     else:
         logits = F.linear(x.float(), weight.float())
-    counts = torch.zeros(weight.shape[0], dtype=torch.float32, device=x.device) if asked.counts else None
-    scores = None if asked.scale is None else torch.empty_like(logits)
+    counts = torch.empty(weight.shape[0], dtype=torch.float32, device=x.device) if asked.counts else None
+    scores = torch.empty_like(logits) if asked.loss else None
     experts, probabilities = choose(logits, bias, asked.routing, counts=counts, scores=scores)
     found = logits, probabilities, experts
     if counts is None:
@@ -126,17 +148,17 @@ def _decided(x: Tensor, weight: Tensor, bias: Tensor | None, asked: Asked) -> tu
     if scores is None:
         return *found, counts
     weights = balancing_weights(counts, x.shape[0], asked.routing)
-    return *found, counts, (weights * scores.sum(0)).sum(), weights * asked.scale
+    return *found, counts, (weights * scores.sum(0)).sum(), weights
 
 
-def _gradients(given: Sequence[Tensor], asked: Asked, wants: tuple[bool, ...]) -> tuple[Tensor, ...]:
+def _gradients(given: Sequence[Tensor], rule: RoutingRule, wants: tuple[bool, ...]) -> tuple[Tensor, ...]:
     """Those of `x` and `weight` that are wanted. See [Note: fp32 from bf16]."""
     grad, x, weight, logits, experts, *weights = given
     (rows, cols), in_halves = logits.shape, _multiplies_bf16(x, weight)
     shape, dtype = ((rows, 2 * cols), torch.bfloat16) if in_halves else ((rows, cols), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     of_scores = weights[0] if weights else None
-    ops.route_gradient(logits, rule=asked.routing.rule, experts=experts, grad=grad, of_scores=of_scores, out=out)
+    ops.route_gradient(logits, rule=rule, experts=experts, grad=grad, of_scores=of_scores, out=out)
     if in_halves:
         return *([_of_tokens(out, weight)] if wants[0] else []), *([_of_weight(out, x)] if wants[1] else [])
     of_x = [(out @ weight.float()).to(x.dtype)] if wants[0] else []

@@ -19,7 +19,7 @@ from torch import Tensor
 from te_dist import ops
 from te_dist.kernels.sorting import MOST_EXPERTS
 from te_dist.kernels.tape import Tapes
-from te_dist.nn.once import once_differentiable
+from te_dist.ops._checks import HIGH_PRECISION
 from te_dist.ops.sort_by_expert import sorted_copies, workspace_shape
 from te_dist.ops.source import Gathered
 
@@ -149,7 +149,6 @@ class _PermuteValues(torch.autograd.Function):
         return _taken(values, choices)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (positions,) = ctx.saved_tensors
         return _taken(grad, positions), None, None
@@ -157,6 +156,8 @@ class _PermuteValues(torch.autograd.Function):
 
 def _taken(values: Tensor, places: Tensor) -> Tensor:
     """The values, in whatever shape, at the places, in the shape of those."""
+    if torch.is_grad_enabled() or values.dtype not in HIGH_PRECISION:  # there may be a graph of backward
+        return values.flatten()[places]
     if torch.compiler.is_compiling():
         return _values_at(values, places)
     (found,), _ = _values.run(None, (values, places), lambda: ((_values_at(values, places),), None))

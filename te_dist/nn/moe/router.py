@@ -10,7 +10,6 @@ backward, when no pass is left to run again with the biases of the first time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -62,8 +61,8 @@ class TopKRouter(nn.Module):
         weight: (E, hidden_size).
         expert_bias: f32 (E,), see `routing.next_bias`; None without a `bias_update_rate`.
         tokens_per_expert: f32 (E,), choices since the last `update_expert_biases`; None without a bias.
-        aux_loss_scale: by which the gradient of the balancing loss is multiplied: what the loss itself is multiplied by
-            before `backward`, one over the number of micro batches for instance.
+        aux_loss_scale: by which the gradient of the balancing loss is multiplied, read in forward: what the loss itself
+            is multiplied by before `backward`, one over the number of micro batches for instance.
         last_aux_loss: scalar f32 without gradient, of the latest training pass; None before one or without that loss.
     """
 
@@ -103,6 +102,7 @@ class TopKRouter(nn.Module):
 
         Raises:
             ValueError: `x` is no matrix of that width, or the weight is on the meta device.
+            TypeError: `aux_loss_scale` is no number.
             RuntimeError: the weight is a shard that FSDP2 has not gathered.
         """
         if x.dim() != 2 or x.shape[1] != self.hidden_size:
@@ -117,16 +117,21 @@ class TopKRouter(nn.Module):
             weight = weight.to_local()
         if weight.is_meta and not x.is_meta:
             raise without_values("TopKRouter")
-        coefficient = self.routing.aux_loss_coefficient if self.training else 0.0
-        counts_choices = bool(coefficient) or (self.training and self.tokens_per_expert is not None)
-        asked = Asked(self.routing, self.aux_loss_scale if coefficient else None, counts_choices)
-        with _without_autocast(x.device.type):
-            probabilities, experts, *found = decide(x, weight, self.expert_bias, asked=asked)
+        has_loss = self.training and self.routing.aux_loss_coefficient > 0
+        counts_choices = has_loss or (self.training and self.tokens_per_expert is not None)
+        asked = Asked(self.routing, counts_choices, has_loss)
+        scale = self._scale() if has_loss else 1.0
+        probabilities, experts, *found = decide(x, weight, self.expert_bias, asked=asked, scale=scale)
         if counts_choices and (total := self.counted(experts.device)) is not None:
             torch.ops.te_dist.add_choices(total, found[0])
-        if coefficient:
+        if has_loss:
             self.last_aux_loss = found[1]
         return Routed(probabilities, experts)
+
+    def _scale(self) -> float:
+        if not isinstance(self.aux_loss_scale, (int, float)):
+            raise TypeError(f"aux_loss_scale: got {self.aux_loss_scale!r}, wanted a float, which forward reads")
+        return float(self.aux_loss_scale)
 
     def rehearse(self, dtype: torch.dtype | None) -> None:
         """Launches what decides, see `rehearsal.rehearse`."""
@@ -153,13 +158,6 @@ class TopKRouter(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, {self.routing}"
-
-
-def _without_autocast(kind: str) -> AbstractContextManager[Any]:
-    """A block in which torch's autocast is off on devices of a kind."""
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return nullcontext()
-    return torch.autocast(kind, enabled=False)
 
 
 class _AttachLoss(torch.autograd.Function):

@@ -28,7 +28,7 @@ class Routing:
         normalizes: whether the chosen scores are divided by their sum (HF norm_topk_prob, torchtitan route_norm).
         scaling_factor: by which probabilities are multiplied at last (HF routed_scaling_factor, torchtitan
             route_scale).
-        aux_loss_coefficient: of the balancing loss, see `balancing_loss` (HF router_aux_loss_coef); 0 for none.
+        aux_loss_coefficient: of the balancing loss, see `balancing_weights` (HF router_aux_loss_coef); 0 for none.
         bias_update_rate: of the balancing bias, see `next_bias` (MC moe_router_bias_update_rate, torchtitan
             load_balance_coeff); 0 for no bias.
         num_groups: G, of E / G experts next to each other, from which a token chooses in two steps (HF n_group); 1 for

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import te_dist as te
 from te_dist.nn.moe import Routing, TopKRouter, attach_loss, update_expert_biases
@@ -155,6 +156,69 @@ def test_a_router_from_the_meta_device_counts_from_zero(assigns: bool) -> None:
     experts = router(x).experts
     assert_bitwise(router.tokens_per_expert, count_choices(experts, EXPERTS), "counts")
     assert update_expert_biases(router) == 1
+
+
+SAVED = {
+    "zeros": lambda _, op, *args, **kw: save_if(op is torch.ops.aten.zeros.default),
+    "what is not pointwise": lambda _, op, *args, **kw: save_if(torch.Tag.pointwise not in op.tags),
+}
+
+
+def save_if(wanted: bool) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("policy", SAVED.values(), ids=SAVED)
+def test_selective_checkpoints_balance_once(policy: Callable) -> None:
+    router, x = make(Routing(EXPERTS, 2, aux_loss_coefficient=1.0)), tokens().requires_grad_()
+    context = partial(create_selective_checkpoint_contexts, policy)
+    found = []
+    for run in (router, lambda x: checkpoint(router, x, use_reentrant=False, context_fn=context)):
+        router.weight.grad = x.grad = None
+        (run(x).probabilities * torch.linspace(-1, 1, 2)).sum().backward()
+        found.append((router.weight.grad, x.grad))
+    for got, want in zip(*found, strict=True):
+        assert_bitwise(got, want, "gradient")
+
+
+def test_gradients_do_not_depend_on_autocast_of_torch() -> None:
+    router, x = make(Routing(EXPERTS, 2)), tokens().requires_grad_()
+    found = []
+    for enabled in (False, True):
+        router.weight.grad = x.grad = None
+        loss = (router(x).probabilities * torch.linspace(-1, 1, 2)).sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss.backward()
+        found.append((router.weight.grad, x.grad))
+    for got, want in zip(*found, strict=True):
+        assert_bitwise(got, want, "gradient")
+
+
+@pytest.mark.parametrize("frozen", ["tokens", "weight"])
+def test_what_is_frozen_has_no_gradient_and_changes_no_other(frozen: str) -> None:
+    router, x = make(Routing(EXPERTS, 2, aux_loss_coefficient=0.1)), tokens().requires_grad_()
+    router(x).probabilities[:, 0].sum().backward()
+    want = {"tokens": router.weight.grad, "weight": x.grad}[frozen]
+    router.weight.grad = x.grad = None
+    {"tokens": x, "weight": router.weight}[frozen].requires_grad_(False)
+    router(x).probabilities[:, 0].sum().backward()
+    got = {"tokens": (router.weight.grad, x.grad), "weight": (x.grad, router.weight.grad)}[frozen]
+    assert_bitwise(got[0], want, "gradient")
+    assert got[1] is None
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    router, x = make(Routing(EXPERTS, 2)), tokens().requires_grad_()
+    (grad,) = torch.autograd.grad(router(x).probabilities.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_a_scale_that_is_no_number_is_named() -> None:
+    router = make(Routing(EXPERTS, 2, aux_loss_coefficient=0.1))
+    router.aux_loss_scale = torch.tensor(0.5)
+    with pytest.raises(TypeError, match="aux_loss_scale: got tensor"):
+        router(tokens())
 
 
 def checkpointed_by_torch(module: nn.Module, x: Tensor) -> Routed:
