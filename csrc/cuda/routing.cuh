@@ -141,11 +141,11 @@ struct Route {
   // Marks the groups whose two best columns have the largest sums, the others by 0.
   TE_DIST_INLINE void choose_groups(const Params& p, const Ranks& ranks, uint64_t* groups) {
     const int num_groups = int(p.num_groups), size = int(p.cols) / num_groups, lane = ranks.row.lane;
-    const auto value = [&](uint64_t rank) { return ranks.value(place_of_rank(rank), ranks.row.of(place_of_rank(rank))); };
     for (int group = 0; group < num_groups; ++group) {
       const auto is_inside = [&](int col) { return uint32_t(col - group * size) < uint32_t(size); };
       const uint64_t first = ranks.next(~uint64_t(0), is_inside);
-      const float best = value(first), sum = size > 1 ? best + value(ranks.next(first, is_inside)) : best;
+      const float best = value_of_rank(first);
+      const float sum = size > 1 ? best + value_of_rank(ranks.next(first, is_inside)) : best;
       if (lane == 0) groups[group] = rank_of(sum, uint32_t(group));
     }
     __syncwarp();

@@ -20,6 +20,11 @@ TE_DIST_INLINE uint64_t rank_of(float value, uint32_t place) {
 
 TE_DIST_INLINE uint32_t place_of_rank(uint64_t rank) { return 0xFFFFFFFEu - uint32_t(rank); }
 
+TE_DIST_INLINE float value_of_rank(uint64_t rank) {
+  const uint32_t order = uint32_t(rank >> 32);
+  return float_of(order == 0xFFFFFFFFu || order & 0x80000000u ? order & kMagnitudeMask : ~order);
+}
+
 // Derivatives. Of a chosen score, of the probabilities: `grad` is that of its own, times the factor of all; `total` the
 // sum of the chosen scores, `mean` that of gradients weighted by probabilities, where these are divided by the sum.
 TE_DIST_INLINE float gradient_of_chosen(float grad, float mean, float total) { return (grad - mean) / total; }

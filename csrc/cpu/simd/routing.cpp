@@ -76,8 +76,8 @@ int64_t find_ranks(const Route& op, const float* scores, uint64_t* ranks) {
   for (int64_t group = 0; group < groups; ++group) {
     for (int64_t i = 0; i < size; ++i) ranks[i] = rank_of(value(group * size + i), uint32_t(group * size + i));
     keep_largest(ranks, size, size > 1 ? 2 : 1);
-    const float best = value(place_of_rank(ranks[0]));
-    of_groups[group] = rank_of(size > 1 ? best + value(place_of_rank(ranks[1])) : best, uint32_t(group));
+    const float best = value_of_rank(ranks[0]);
+    of_groups[group] = rank_of(size > 1 ? best + value_of_rank(ranks[1]) : best, uint32_t(group));
   }
   keep_largest(of_groups, groups, op.rule.top_groups);
   int64_t number = 0;
