@@ -87,3 +87,15 @@ __all__ = [
     "replace_raw_data",
     "tensor_parallel",
 ]
+
+_OF_TRANSFORMER_ENGINE = {
+    "fp8_autocast": "te_dist.autocast(recipe=...)",
+    "fp8_model_init": "te_dist.quantized_model_init(recipe=...)",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Raises: nothing is made up. Names that TransformerEngine has for what is here lead to it."""
+    here = _OF_TRANSFORMER_ENGINE.get(name)
+    hint = "" if here is None else f"; TransformerEngine's {name} is {here} here, see docs/recipes.md"
+    raise AttributeError(f"module 'te_dist' has no attribute {name!r}{hint}")

@@ -129,5 +129,6 @@ FORMATS = _catalog()
 
 
 def name_of(format: Format) -> str:
-    """Of a format in `FORMATS`; "custom" of any other."""
-    return next((name for name, known in FORMATS.items() if known == format), "custom")
+    """Of a format in `FORMATS`; the codecs of any other."""
+    codecs = " and ".join(f"{direction.value} {format[direction].codec}" for direction in format.directions)
+    return next((name for name, known in FORMATS.items() if known == format), codecs)

@@ -19,3 +19,11 @@ def test_sources_without_what_is_compiled_say_so(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "te_dist._C", None)  # a module that is not to be found
     with pytest.raises(ImportError, match="holds the sources of te_dist and nothing compiled: leave the folder"):
         importlib.import_module("te_dist")
+
+
+def test_names_of_transformer_engine_lead_to_those_here() -> None:
+    te = importlib.import_module("te_dist")
+    with pytest.raises(AttributeError, match=r"fp8_autocast is te_dist.autocast\(recipe=...\) here"):
+        te.fp8_autocast  # noqa: B018
+    with pytest.raises(AttributeError, match="module 'te_dist' has no attribute 'nothing'$"):
+        te.nothing  # noqa: B018

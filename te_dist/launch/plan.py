@@ -125,7 +125,7 @@ def plan_job(
 
 
 def format_name(format: Format | None, dtype: torch.dtype) -> str:
-    """As the catalog calls it; "custom" for a format that is not there, the type of plain values without one."""
+    """As the catalog calls it, or by its codecs; without a format the type of plain values."""
     return str(dtype).removeprefix("torch.") if format is None else catalog.name_of(format)
 
 

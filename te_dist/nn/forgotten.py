@@ -1,4 +1,4 @@
-"""Quantized weights that are trained outside of any `autocast`, which is easily forgotten."""
+"""Quantized weights that meet no `autocast`, or that of another recipe, easily forgotten: each is said once."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_dist import catalog
 from te_dist.context import is_in_autocast
+from te_dist.formats import Format
 from te_dist.tensor import QuantizedTensor
 
 _has_warned = False
+_has_warned_of_another = False
 
 
 def warn(weight: Tensor, site: Any) -> None:
@@ -24,10 +27,31 @@ def warn(weight: Tensor, site: Any) -> None:
         return
     if weight.requires_grad and torch.is_grad_enabled():
         _has_warned = True
-        label = site.name or f"{site.module_type} ({site.in_features} to {site.out_features})"
         warnings.warn(
-            f"{label}: a quantized weight is trained outside of te_dist.autocast, where its values are multiplied in "
-            "high precision; put the forward pass into te_dist.autocast(recipe=...), or into "
+            f"{_label_of(site)}: a quantized weight is trained outside of te_dist.autocast, where its values are "
+            "multiplied in high precision; put the forward pass into te_dist.autocast(recipe=...), or into "
             "te_dist.autocast(enabled=False) where this is meant",
             stacklevel=2,
         )
+
+
+def warn_of_another(weight: Tensor, made: Format, *, recipe: object, site: Any) -> None:
+    """Once, where `weight` is quantized, and `recipe`, that of `autocast`, would have made it in the format `made`."""
+    global _has_warned_of_another  # noqa: PLW0603
+    if _has_warned_of_another or not isinstance(weight, QuantizedTensor):
+        return
+    its = weight.format
+    if all(direction in made and made[direction] == its[direction] for direction in its.directions):
+        return
+    _has_warned_of_another = True
+    found, wanted = catalog.name_of(its), catalog.name_of(made)
+    warnings.warn(
+        f"{_label_of(site)}: its weight is {found}, and {type(recipe).__name__} of te_dist.autocast makes weights of "
+        f"{wanted}. Products take it as it is, by kernels that decode it where both formats have none of their own, "
+        "which is slower: give autocast the recipe of quantized_model_init, unless this is meant",
+        stacklevel=2,
+    )
+
+
+def _label_of(site: Any) -> str:
+    return site.name or f"{site.module_type} ({site.in_features} to {site.out_features})"

@@ -14,7 +14,7 @@ from torch import Tensor
 from te_dist import _torch_private, catalog
 from te_dist.codecs import grouped_gemm
 from te_dist.context import current_autocast, recipe_named
-from te_dist.formats import Direction, Format
+from te_dist.formats import Direction
 from te_dist.fsdp2.check import check_gathered
 from te_dist.kernels.runtime import target_of
 from te_dist.kernels.tape import Tapes
@@ -242,15 +242,11 @@ class GroupedSite(LinearSite):
             return
         formats = [weight.storage.format if isinstance(weight, QuantizedTensor) else None for weight in weights]
         if any(format is not formats[0] and format != formats[0] for format in formats):
-            found = "; ".join(sorted({"plain" if format is None else _codecs_of(format) for format in formats}))
+            found = "; ".join(sorted({"plain" if format is None else catalog.name_of(format) for format in formats}))
             raise ValueError(
                 f"{self._label}: weights of one GroupedLinear have one format, or are all plain, got {found}; quantize "
                 "all of them by one recipe (hybrid and plain quantizers do not mix)"
             )
-
-
-def _codecs_of(format: Format) -> str:
-    return ", ".join(f"{direction.value} {format[direction].codec}" for direction in format.directions)
 
 
 @torch.compiler.assume_constant_result

@@ -31,3 +31,33 @@ def test_training_quantized_weights_outside_of_autocast_warns_once(monkeypatch, 
         with pytest.raises(UserWarning, match="trained outside of te_dist.autocast.*enabled=False"):
             run()
         run()
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_weights_of_another_recipe_warn_once(monkeypatch, grouped: bool) -> None:
+    monkeypatch.setattr(forgotten, "_has_warned_of_another", False)
+    with te.quantized_model_init(recipe=te.recipe.MXFP8BlockScaling()):
+        layer = te.GroupedLinear(1, 128, 128, bias=False) if grouped else te.Linear(128, 128, bias=False)
+    x = torch.randn(128, 128)
+    run = functools.partial(layer, x, [128]) if grouped else functools.partial(layer, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with te.autocast(recipe=te.recipe.MXFP8BlockScaling()):
+            run()
+        words = "weight is mxfp8_1d, and NVFP4BlockScaling of te_dist.autocast makes weights of nvfp4_2d.*unless"
+        with te.autocast(recipe=te.recipe.NVFP4BlockScaling()):
+            with pytest.raises(UserWarning, match=words):
+                run()
+            run()
+
+
+def test_weights_of_one_format_by_two_recipes_do_not_warn(monkeypatch) -> None:
+    monkeypatch.setattr(forgotten, "_has_warned_of_another", False)
+    with te.quantized_model_init(recipe=te.recipe.Float8CurrentScaling()):
+        layer = te.Linear(128, 128, bias=False)
+    plain = te.Linear(128, 128, bias=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with te.autocast(recipe=te.recipe.DelayedScaling()):
+            layer(torch.randn(16, 128))
+            plain(torch.randn(16, 128))
