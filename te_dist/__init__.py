@@ -1,5 +1,7 @@
 """Quantized tensors (FP8, MXFP8, NVFP4) as first-class citizens of PyTorch's distributed stack."""
 
+from typing import TYPE_CHECKING
+
 import torch  # noqa: F401  (its libraries are loaded before those of te_dist._C)
 
 try:
@@ -93,9 +95,10 @@ _OF_TRANSFORMER_ENGINE = {
     "fp8_model_init": "te_dist.quantized_model_init(recipe=...)",
 }
 
+if not TYPE_CHECKING:  # which would take any name for one that is there
 
-def __getattr__(name: str) -> object:
-    """Raises: nothing is made up. Names that TransformerEngine has for what is here lead to it."""
-    here = _OF_TRANSFORMER_ENGINE.get(name)
-    hint = "" if here is None else f"; TransformerEngine's {name} is {here} here, see docs/recipes.md"
-    raise AttributeError(f"module 'te_dist' has no attribute {name!r}{hint}")
+    def __getattr__(name: str) -> object:
+        """Raises: nothing is made up. Names that TransformerEngine has for what is here lead to it."""
+        here = _OF_TRANSFORMER_ENGINE.get(name)
+        hint = "" if here is None else f"; TransformerEngine's {name} is {here} here"
+        raise AttributeError(f"module 'te_dist' has no attribute {name!r}{hint}")

@@ -30,9 +30,11 @@ std::string describe(const ProductSpec& spec) {
     const std::string k = std::to_string(spec.extents[2]), other = std::to_string(kept);
     return type + " (" + (turned ? k + " x " + other : other + " x " + k) + ")";
   };
-  return "the product of " + matrix(a, rows, spec.turned[0]) + " by " + matrix(b, cols, spec.turned[1]) +
-         (spec.turned[0] ? ", the first transposed" : "") + (spec.turned[1] ? ", " : ", transposed, ") + (spec.accumulate ? "added to " : "as ") + out + (bias.empty() ? "" : ", with bias " + bias) +
-         ", summed in " + (spec.fast ? "the tensor cores' precision" : "fp32") + ", with a workspace of " +
+  const std::string turns = spec.turned[0] ? spec.turned[1] ? ", the first transposed, " : ", both transposed, "
+                            : spec.turned[1] ? ", " : ", transposed, ";
+  return "the product of " + matrix(a, rows, spec.turned[0]) + " by " + matrix(b, cols, spec.turned[1]) + turns +
+         (spec.accumulate ? "added to " : "as ") + out + (bias.empty() ? "" : ", with bias " + bias) + ", summed in " +
+         (spec.fast ? "the tensor cores' precision" : "fp32") + ", with a workspace of " +
          std::to_string(spec.workspace_bytes) + " bytes";
 }
 

@@ -35,20 +35,18 @@ def warn(weight: Tensor, site: Any) -> None:
         )
 
 
-def warn_of_another(weight: Tensor, made: Format, *, recipe: object, site: Any) -> None:
-    """Once, where `weight` is quantized, and `recipe`, that of `autocast`, would have made it in the format `made`."""
+def warn_of_another(weight: QuantizedTensor, made: Format, *, recipe: object, site: Any) -> None:
+    """Once, where `recipe`, that of `autocast`, would have stored `weight` otherwise: in the format `made`."""
     global _has_warned_of_another  # noqa: PLW0603
-    if _has_warned_of_another or not isinstance(weight, QuantizedTensor):
-        return
     its = weight.format
-    if all(direction in made and made[direction] == its[direction] for direction in its.directions):
+    if _has_warned_of_another or all(d in made and made[d].fields == its[d].fields for d in its.directions):
         return
     _has_warned_of_another = True
     found, wanted = catalog.name_of(its), catalog.name_of(made)
     warnings.warn(
         f"{_label_of(site)}: its weight is {found}, and {type(recipe).__name__} of te_dist.autocast makes weights of "
-        f"{wanted}. Products take it as it is, by kernels that decode it where both formats have none of their own, "
-        "which is slower: give autocast the recipe of quantized_model_init, unless this is meant",
+        f"{wanted}. What is multiplied is the weight as it is: where there are kernels for both formats at all, most "
+        "decode it, which is slower. Give autocast the recipe of quantized_model_init, unless this is meant",
         stacklevel=2,
     )
 

@@ -205,8 +205,9 @@ class LinearSite(nn.Module):
         found = None if latest is None else latest.found
         if found is None or found.key != key or (found.state is not state and found.state != state):
             found = self._planned(state, key)
-            made = found.plan.weight.declare(weight.dtype)
-            forgotten.warn_of_another(weight, made, recipe=state.recipe, site=self)
+            if isinstance(weight, QuantizedTensor):
+                made = found.plan.weight.declare(weight.dtype)
+                forgotten.warn_of_another(weight, made, recipe=state.recipe, site=self)
         if not is_repeated:
             note(self, found, latest)
         return self._with_histories(found, x, weight) if found.requests else found.plan

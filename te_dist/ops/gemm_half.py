@@ -26,9 +26,9 @@ class HalfProduct(TypedDict, total=False):
 def gemm_half(
     a: Tensor, b: Tensor, *, summed_dims: tuple[int, int], out: Tensor, **product: Unpack[HalfProduct]
 ) -> None:
-    """out (M, N) = a b^T, by cuBLASLt, whose way of multiplying is chosen once: a call costs the CPU a launch.
+    """out (M, N) = a b^T, by cuBLASLt, which is asked once how it multiplies matrices of a shape, pitch and alignment.
 
-    On CUDA only.
+    On CUDA only. Rows may lie apart, but not in one another.
 
     Args:
         a: bf16 or fp16 (M, K), rows contiguous; (K, M) where its summed dimension is 0.
@@ -38,7 +38,7 @@ def gemm_half(
         product: see `HalfProduct`.
 
     Raises:
-        ValueError: a type or shape that does not fit.
+        ValueError: a type, shape, stride or address that does not fit.
         RuntimeError: cuBLASLt is not there, or multiplies no such matrices on this GPU.
         NotImplementedError: on another device than CUDA.
     """
@@ -49,6 +49,9 @@ def gemm_half(
     check_rows("a", a, HALVES, of_a)
     check_rows("b", b, (a.dtype,), (cols, depth) if summed_dims[1] else (depth, cols))
     check_product(out, (rows, cols), accumulate)
+    for name, matrix in (("a", a), ("b", b), ("out", out)):
+        if matrix.shape[0] > 1 and matrix.stride(0) < matrix.shape[1]:
+            raise ValueError(f"{name}: got strides {matrix.stride()}, wanted rows apart; call .contiguous()")
     if out.dtype not in (a.dtype, torch.float32):
         raise ValueError(f"out: got {out.dtype}, wanted {a.dtype} or torch.float32")
     if workspace is not None:

@@ -133,7 +133,7 @@ Status cublasLtMatmulDescSetAttribute(Operation operation, int attribute, const 
 
 Status cublasLtMatrixLayoutCreate(Layout* layout, int type, uint64_t rows, uint64_t cols, int64_t pitch) {
   *layout = reinterpret_cast<Layout>(new Matrix{type, rows, cols, pitch});
-  return kSuccess;
+  return pitch < int64_t(rows) ? kInvalid : kSuccess;
 }
 Status cublasLtMatrixLayoutDestroy(Layout layout) { return delete reinterpret_cast<Matrix*>(layout), 0; }
 

@@ -102,6 +102,12 @@ def test_routing_takes_matrices_that_lie_otherwise() -> None:
     assert_bitwise(turned.grad.contiguous(), router.weight.grad, "gradient")
 
 
+def test_routing_takes_rows_that_lie_in_one_another() -> None:
+    router, x = make("bf16").router, tokens(0)
+    alike = router(x[:1].expand(5, -1))
+    assert_bitwise(alike.experts, router(x[:1].repeat(5, 1)).experts, "experts")
+
+
 def test_plans_of_rows_wait_for_nothing_and_are_those_of_the_cpu() -> None:
     experts = torch.stack([torch.randperm(EXPERTS)[:3] for _ in range(TOKENS)])
     counts = torch.randint(0, 9, (4, 5))

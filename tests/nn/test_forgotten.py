@@ -51,13 +51,20 @@ def test_weights_of_another_recipe_warn_once(monkeypatch, grouped: bool) -> None
             run()
 
 
-def test_weights_of_one_format_by_two_recipes_do_not_warn(monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("made", "met"),
+    [
+        (te.recipe.Float8CurrentScaling(), te.recipe.DelayedScaling()),
+        (te.recipe.Float8BlockScaling(), te.recipe.Float8BlockScaling(amax_epsilon=1e-8)),
+    ],
+)
+def test_weights_that_two_recipes_store_alike_do_not_warn(monkeypatch, made, met) -> None:
     monkeypatch.setattr(forgotten, "_has_warned_of_another", False)
-    with te.quantized_model_init(recipe=te.recipe.Float8CurrentScaling()):
+    with te.quantized_model_init(recipe=made):
         layer = te.Linear(128, 128, bias=False)
     plain = te.Linear(128, 128, bias=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with te.autocast(recipe=te.recipe.DelayedScaling()):
+        with te.autocast(recipe=met):
             layer(torch.randn(16, 128))
             plain(torch.randn(16, 128))

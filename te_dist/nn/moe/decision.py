@@ -114,15 +114,16 @@ class _Decide(torch.autograd.Function):
 
 
 def _with_rows(matrix: Tensor) -> Tensor:
-    """The same values; rows are contiguous."""
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+    """The same values; rows are contiguous, and lie apart."""
+    pitch, step = matrix.stride()
+    return matrix if step == 1 and pitch >= matrix.shape[1] else matrix.contiguous()
 
 
 def _without_autocast(kind: str) -> AbstractContextManager[Any]:
-    """A block in which torch's autocast is off on devices of a kind."""
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return nullcontext()
-    return torch.autocast(kind, enabled=False)
+    """A block in which torch's autocast is off on devices of a kind; of a graph, whatever surrounds it when it runs."""
+    if kind != "meta" and (torch.compiler.is_compiling() or torch.is_autocast_enabled(kind)):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 def _taped(key: Any, given: tuple[Tensor, ...], function: Callable[[], tuple[Tensor, ...]]) -> list[Tensor]:

@@ -10,6 +10,7 @@ backward, when no pass is left to run again with the biases of the first time.
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -129,7 +130,7 @@ class TopKRouter(nn.Module):
         return Routed(probabilities, experts)
 
     def _scale(self) -> float:
-        if not isinstance(self.aux_loss_scale, (int, float)):
+        if not isinstance(self.aux_loss_scale, Real):
             raise TypeError(f"aux_loss_scale: got {self.aux_loss_scale!r}, wanted a float, which forward reads")
         return float(self.aux_loss_scale)
 

@@ -181,13 +181,20 @@ def test_selective_checkpoints_balance_once(policy: Callable) -> None:
         assert_bitwise(got, want, "gradient")
 
 
-def test_gradients_do_not_depend_on_autocast_of_torch() -> None:
+@pytest.mark.parametrize(
+    ("where", "backend"), [("forward", ""), ("backward", ""), ("both", ""), ("forward", "aot_eager")]
+)
+def test_gradients_do_not_depend_on_autocast_of_torch(where: str, backend: str) -> None:
+    torch.compiler.reset()
     router, x = make(Routing(EXPERTS, 2)), tokens().requires_grad_()
+    run = torch.compile(router, backend=backend, fullgraph=True) if backend else router
     found = []
-    for enabled in (False, True):
+    for around in ((), (where,)):
         router.weight.grad = x.grad = None
-        loss = (router(x).probabilities * torch.linspace(-1, 1, 2)).sum()
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        forward, backward = (name in around or "both" in around for name in ("forward", "backward"))
+        with torch.autocast("cpu", torch.bfloat16, enabled=forward):
+            loss = (run(x).probabilities * torch.linspace(-1, 1, 2)).sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=backward):
             loss.backward()
         found.append((router.weight.grad, x.grad))
     for got, want in zip(*found, strict=True):
