@@ -31,7 +31,7 @@ def test_no_run_in_a_workspace_differs(num_bytes):
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
     want, got = (torch.empty(256, 512, device="cuda") for _ in range(2))
     ops.gemm_half(a, b, summed_dims=(0, 0), workspace=workspace, out=want)
-    torch.testing.assert_close(want.double(), a.double().t() @ b.double(), rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(want.double(), a.double().t() @ b.double(), rtol=1e-3, atol=0.05)
     for _ in range(50):
         got.fill_(7.0)
         ops.gemm_half(a, b, summed_dims=(0, 0), workspace=workspace, out=got)
