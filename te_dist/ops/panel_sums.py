@@ -28,11 +28,14 @@ def panel_sums(x: Tensor | Source, *, out: Tensor) -> None:
 
 def column_sums(sums: Tensor) -> Tensor:
     """The sums of whole columns, f32 (cols,), from those of panels: these are summed by panels until one is left."""
+    if sums.shape[0] < 2:  # noqa: PLR2004
+        return sums[0] if sums.shape[0] else sums.new_zeros(sums.shape[1])
     while sums.shape[0] > 1:
-        of_panels = torch.empty(sums_shape(sums), dtype=torch.float32, device=sums.device)
-        panel_sums(sums, out=of_panels)
-        sums = of_panels
-    return sums[0] if sums.shape[0] else sums.new_zeros(sums.shape[1])
+        shape = sums_shape(sums)
+        whole = torch.empty(shape[0] * shape[1], dtype=torch.float32, device=sums.device)  # no view is handed out
+        panel_sums(sums, out=whole.view(shape))
+        sums = whole.view(shape)
+    return whole
 
 
 def find_sums(read: Unsummed, sums: Tensor | None, row_sums: Tensor | None) -> None:
