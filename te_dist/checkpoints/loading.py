@@ -90,7 +90,7 @@ def load(path: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer
             anything was changed.
     """
     ranks = Ranks.all()
-    plan = ranks.together(lambda: _plan(Path(path), model, optimizer))
+    plan = ranks.together(lambda: _plan(_given(path), model, optimizer))
     unexpected = set.intersection(*ranks.gather(plan.unexpected))
     if unexpected:
         raise CheckpointError(
@@ -107,6 +107,15 @@ def load(path: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer
     if optimizer is not None and plan.manifest.optimizer is not None:
         optimizer_state.install(optimizer, plan.states, plan.manifest.optimizer)
     return extras.join(plan.manifest.extra, plan.extra)
+
+
+def _given(path: str | os.PathLike[str] | None) -> Path:
+    if path is None:
+        raise CheckpointError(
+            "path: got None, as `latest` gives where a folder holds no step_<number>, wanted a checkpoint; train from "
+            "the start where there is none"
+        )
+    return Path(path)
 
 
 def _plan(path: Path, model: nn.Module, optimizer: Optimizer | None) -> _Plan:

@@ -319,6 +319,8 @@ def test_a_rank_that_cannot_write_stops_all(ranks, tmp_path: Path) -> None:
 def test_latest_and_prune_count_complete_checkpoints(tmp_path: Path) -> None:
     assert checkpoints.latest(tmp_path / "nowhere") is None
     assert checkpoints.latest(tmp_path) is None
+    with pytest.raises(checkpoints.CheckpointError, match="path: got None, as `latest` gives .*; train from the start"):
+        checkpoints.load(checkpoints.latest(tmp_path), model=nn.Linear(2, 2))
     for step in (5, 20, 100):
         checkpoints.save(tmp_path / f"step_{step:06d}", model=nn.Linear(2, 2))
     (tmp_path / "step_000200").mkdir()  # somebody else's

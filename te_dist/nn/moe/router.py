@@ -121,7 +121,7 @@ class TopKRouter(nn.Module):
         has_loss = self.training and self.routing.aux_loss_coefficient > 0
         counts_choices = has_loss or (self.training and self.tokens_per_expert is not None)
         asked = Asked(self.routing, counts_choices, has_loss)
-        scale = self._scale() if has_loss else 1.0
+        scale = self._scale()
         probabilities, experts, *found = decide(x, weight, self.expert_bias, asked=asked, scale=scale)
         if counts_choices and (total := self.counted(experts.device)) is not None:
             torch.ops.te_dist.add_choices(total, found[0])
@@ -131,7 +131,9 @@ class TopKRouter(nn.Module):
 
     def _scale(self) -> float:
         if not isinstance(self.aux_loss_scale, Real):
-            raise TypeError(f"aux_loss_scale: got {self.aux_loss_scale!r}, wanted a float, which forward reads")
+            raise TypeError(
+                f"aux_loss_scale: got {self.aux_loss_scale!r}, wanted a float, which forward reads; .item() of a tensor"
+            )
         return float(self.aux_loss_scale)
 
     def rehearse(self, dtype: torch.dtype | None) -> None:

@@ -5,7 +5,9 @@ Shapes: T tokens, E experts, k experts of a token, G groups of experts. All scor
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Literal
 
 import torch
@@ -48,6 +50,13 @@ class Routing:
     top_groups: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k", "num_groups", "top_groups"):
+            if not isinstance(getattr(self, name), Integral):
+                raise TypeError(f"{name}: got {getattr(self, name)!r}, wanted an int")
+        for name in ("scaling_factor", "aux_loss_coefficient", "bias_update_rate"):
+            found = getattr(self, name)
+            if not isinstance(found, Real) or not math.isfinite(found):
+                raise TypeError(f"{name}: got {found!r}, wanted a finite float")
         if not 1 <= self.num_experts <= MOST_EXPERTS:
             raise ValueError(f"num_experts: got {self.num_experts}, wanted 1 to {MOST_EXPERTS}")
         if not 1 <= self.top_k <= self.num_experts:
@@ -58,9 +67,8 @@ class Routing:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: got {getattr(self, name)}, wanted 0 (none) or a positive number")
         if not 1 <= self.num_groups <= MOST_GROUPS or self.num_experts % self.num_groups:
-            raise ValueError(
-                f"num_groups: got {self.num_groups}, wanted a divisor of {self.num_experts} experts up to {MOST_GROUPS}"
-            )
+            wanted = f"a divisor of {self.num_experts} experts, at most {MOST_GROUPS}"
+            raise ValueError(f"num_groups: got {self.num_groups}, wanted {wanted}")
         if not 1 <= self.top_groups <= self.num_groups:
             raise ValueError(f"top_groups: got {self.top_groups} of {self.num_groups} groups, wanted 1 up to that")
         reachable = self.top_groups * self.num_experts // self.num_groups

@@ -280,6 +280,20 @@ def test_options_that_cannot_be_are_named(options: dict, words: str) -> None:
         Routing(**({"num_experts": EXPERTS, "top_k": 2} | options))
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_experts": 8.0}, "num_experts: got 8.0, wanted an int"),
+        ({"top_k": 2.0}, "top_k: got 2.0, wanted an int"),
+        ({"aux_loss_coefficient": float("nan")}, "aux_loss_coefficient: got nan, wanted a finite float"),
+        ({"scaling_factor": "1"}, "scaling_factor: got '1', wanted a finite float"),
+    ],
+)
+def test_options_of_another_type_are_named(options: dict, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        Routing(**({"num_experts": EXPERTS, "top_k": 2} | options))
+
+
 def test_an_input_of_another_width_is_named() -> None:
     with pytest.raises(ValueError, match=r"shape \(2, 3, 16\), wanted \(tokens, 16\)"):
         make(Routing(EXPERTS, 2))(torch.zeros(2, 3, HIDDEN))
