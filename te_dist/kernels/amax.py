@@ -86,6 +86,12 @@ def tile_amax(x: Tensor, source: str, beside: Sequence[Tensor], *rest: object) -
         _tile_amax(read(x, source, beside), phase, tile, out)
 
 
+def zero(out: Tensor) -> None:
+    """Writes zeros to f32 `out`, which has elements."""
+    blocks = min(_ZERO_BLOCKS, -(-out.numel() // _ZERO_THREADS))
+    launch(ZERO, out, (blocks, 1), (out.data_ptr(), out.numel()))
+
+
 def _tile_amax(x: Input, phase: Pair, tile: Pair, out: Tensor) -> None:
     if _is_whole(tile):
         place = (x.shape, phase_in(tile, phase), tuple(tile))
@@ -94,8 +100,7 @@ def _tile_amax(x: Input, phase: Pair, tile: Pair, out: Tensor) -> None:
         if strips[1] >= _FEW_BLOCKS or tile[1] == 1:
             start(_tiles_task(x, place, strips, "true", out))
             return
-    blocks = min(_ZERO_BLOCKS, -(-out.numel() // _ZERO_THREADS))
-    launch(ZERO, out, (blocks, 1), (out.data_ptr(), out.numel()))
+    zero(out)
     if x.numel() and tuple(tile) == (WHOLE, WHOLE):
         start(_matrix_task(x, None, out, "false"), overlaps=True)
     else:

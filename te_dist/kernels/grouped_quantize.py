@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_dist.formats.region import Pair
 from te_dist.kernels import quantize
-from te_dist.kernels.amax import ZERO
+from te_dist.kernels.amax import zero
 from te_dist.kernels.arguments import CODES, EXTENTS, PANEL, access_bytes, plane, pointer
 from te_dist.kernels.inputs import Input, Source, layout, read
 from te_dist.kernels.panels import GROUPED_ROWS, SQUARE, Lanes, grouped_rows, tiles_at_most
@@ -43,7 +43,7 @@ def grouped_amax(x: Tensor, source: str, beside: Sequence[Tensor], table: Tensor
     """See te_dist.ops.grouped_amax."""
     if out.numel() == 0:
         return
-    launch(ZERO, out, (-(-out.numel() // _THREADS), 1), (out.data_ptr(), out.numel()))
+    zero(out)
     matrix = read(x, source, beside)
     rows, cols = matrix.shape
     blocks = tiles_at_most(rows, table.shape[1] - 1) * -(-cols // _AMAX_COLS)
@@ -58,7 +58,7 @@ def grouped_direction_amax(x: Tensor, source: str, beside: Sequence[Tensor], tab
     hadamard, row_amax, col_amax = rest
     outputs = [out for out in (row_amax, col_amax) if out is not None and out.numel()]
     for out in outputs:
-        launch(ZERO, out, (-(-out.numel() // _THREADS), 1), (out.data_ptr(), out.numel()))
+        zero(out)
     matrix = read(x, source, beside)
     blocks = _blocks(matrix, table)
     if not outputs or not blocks:

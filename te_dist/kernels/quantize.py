@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from te_dist.formats.region import Pair
-from te_dist.kernels.amax import ZERO, parts_task
+from te_dist.kernels.amax import parts_task, zero
 from te_dist.kernels.arguments import (
     CODES,
     EXTENTS,
@@ -22,7 +22,6 @@ from te_dist.kernels.arguments import (
 )
 from te_dist.kernels.inputs import Input, Source, layout, plain, read
 from te_dist.kernels.panels import ONE_MATRIX, SQUARE, TALL, WIDE, Lanes, Panels
-from te_dist.kernels.runtime import launch
 from te_dist.kernels.spec import Spec, once
 from te_dist.kernels.task import Task, Widths, start
 
@@ -265,7 +264,7 @@ def direction_amax(x: Tensor, source: str, beside: Sequence[Tensor], *rest: obje
     matrix = read(x, source, beside)
     outputs = [out for out in (row_amax, col_amax) if out is not None]
     for out in outputs:
-        launch(ZERO, out, (1, 1), (out.data_ptr(), 1))
+        zero(out)
     if is_idle(matrix, *outputs):
         return
     kernel = partial(direction_amaxes, transforms=as_cpp(hadamard is not None))

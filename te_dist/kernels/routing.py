@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_dist.kernels.amax import ZERO
+from te_dist.kernels.amax import zero
 from te_dist.kernels.arguments import pointer
 from te_dist.kernels.runtime import launch
 from te_dist.kernels.spec import Layout, Spec, once
@@ -17,7 +17,6 @@ SCORES = {"softmax": "Score::kSoftmax", "sigmoid": "Score::kSigmoid"}
 HELD = (4, 8, 16, 0)  # columns that a lane can hold; 0 for any number, which it does not hold
 MOST_GROUPS = 256
 _LANES, _ROWS = 32, 8  # of a warp, which takes a row; of a block of threads
-_ZEROED = 256  # by a block of threads
 _ROUTE = Layout(
     "logits:P bias:P rows:q cols:q count:q num_groups:q top_groups:q normalizes:q factor:f experts:P probabilities:P "
     "scores:P counts:P"
@@ -49,7 +48,7 @@ def route(logits: Tensor, bias: Tensor | None, *rest: Any) -> None:
     score, normalizes, num_groups, top_groups, factor, experts, probabilities, *recorded = rest
     (rows, cols), count = logits.shape, experts.shape[1]
     if recorded[1] is not None:
-        launch(ZERO, logits, (-(-cols // _ZEROED), 1), (recorded[1].data_ptr(), cols))
+        zero(recorded[1])
     if not rows:
         return
     rule = (num_groups, top_groups, normalizes, factor)

@@ -66,11 +66,13 @@ class Tapes:
     def run(self, key: Hashable, tensors: tuple[Tensor, ...], function: Callable[[], Result]) -> Result:
         """What `function` returns: tensors, and something else, which is the same for equal keys.
 
+        It runs in the ordinary way while a compiler traces it.
+
         Args:
             key: what the function depends on besides `tensors`. It does not depend on torch's autocast.
             tensors: all that it reads or writes.
         """
-        if not is_recordable(tensors[0]):
+        if torch.compiler.is_compiling() or not is_recordable(tensors[0]):
             return function()
         signature = _C.cuda.signature(tensors, PLAIN, ALIGNMENT)
         if signature is None:

@@ -28,8 +28,6 @@ class GroupTable(NamedTuple):
 
 def group_table(m_splits: Tensor, rows: int) -> GroupTable:
     """Where groups of these sizes, int (G,), begin in a matrix of `rows`; on their device, which is not waited for."""
-    if torch.compiler.is_compiling():
-        return GroupTable(_table_of(m_splits, rows), rows)
     (table,), _ = _tables.run(rows, (m_splits,), lambda: ((_table_of(m_splits, rows),), None))
     return GroupTable(table, rows)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,13 +13,18 @@ import te_dist as te
 from te_dist.nn import forgotten
 
 
+def layer_and_pass(made: te.recipe.Recipe, grouped: bool) -> tuple[torch.nn.Module, Callable[[], object]]:
+    """A linear map with a weight quantized by a recipe, and a forward pass of it."""
+    with te.quantized_model_init(recipe=made):
+        layer = te.GroupedLinear(1, 128, 128, bias=False) if grouped else te.Linear(128, 128, bias=False)
+    x = torch.randn(128, 128)
+    return layer, functools.partial(layer, x, [128]) if grouped else functools.partial(layer, x)
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 def test_training_quantized_weights_outside_of_autocast_warns_once(monkeypatch, grouped: bool) -> None:
     monkeypatch.setattr(forgotten, "_has_warned", False)
-    with te.quantized_model_init(recipe=te.recipe.Float8BlockScaling()):
-        layer = te.GroupedLinear(1, 128, 128, bias=False) if grouped else te.Linear(128, 128, bias=False)
-    x = torch.randn(16, 128)
-    run = functools.partial(layer, x, [16]) if grouped else functools.partial(layer, x)
+    layer, run = layer_and_pass(te.recipe.Float8BlockScaling(), grouped)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with te.autocast(enabled=False):
@@ -36,10 +42,7 @@ def test_training_quantized_weights_outside_of_autocast_warns_once(monkeypatch, 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_weights_of_another_recipe_warn_once(monkeypatch, grouped: bool) -> None:
     monkeypatch.setattr(forgotten, "_has_warned_of_another", False)
-    with te.quantized_model_init(recipe=te.recipe.MXFP8BlockScaling()):
-        layer = te.GroupedLinear(1, 128, 128, bias=False) if grouped else te.Linear(128, 128, bias=False)
-    x = torch.randn(128, 128)
-    run = functools.partial(layer, x, [128]) if grouped else functools.partial(layer, x)
+    _, run = layer_and_pass(te.recipe.MXFP8BlockScaling(), grouped)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with te.autocast(recipe=te.recipe.MXFP8BlockScaling()):

@@ -128,8 +128,6 @@ def _without_autocast(kind: str) -> AbstractContextManager[Any]:
 
 def _taped(key: Any, given: tuple[Tensor, ...], function: Callable[[], tuple[Tensor, ...]]) -> list[Tensor]:
     """What `function` of the tensors `given` returns."""
-    if torch.compiler.is_compiling():
-        return list(function())
     return list(_tapes.run(key, given, lambda: (function(), None))[0])
 
 
@@ -160,10 +158,12 @@ def _gradients(given: Sequence[Tensor], rule: RoutingRule, wants: tuple[bool, ..
     out = torch.empty(shape, dtype=dtype, device=x.device)
     of_scores = weights[0] if weights else None
     ops.route_gradient(logits, rule=rule, experts=experts, grad=grad, of_scores=of_scores, out=out)
-    if in_halves:
-        return *([_of_tokens(out, weight)] if wants[0] else []), *([_of_weight(out, x)] if wants[1] else [])
-    of_x = [(out @ weight.float()).to(x.dtype)] if wants[0] else []
-    return *of_x, *([(out.t() @ x.float()).to(weight.dtype)] if wants[1] else [])
+    found = []
+    if wants[0]:
+        found.append(_of_tokens(out, weight) if in_halves else (out @ weight.float()).to(x.dtype))
+    if wants[1]:
+        found.append(_of_weight(out, x) if in_halves else (out.t() @ x.float()).to(weight.dtype))
+    return tuple(found)
 
 
 def _of_tokens(halves: Tensor, weight: Tensor) -> Tensor:

@@ -54,8 +54,6 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> Permutation:
     experts = experts.to(torch.int64).contiguous()
     if not 0 < num_experts <= MOST_EXPERTS:
         return Permutation(*sorted_copies(experts, num_experts))
-    if torch.compiler.is_compiling():
-        return Permutation(*_sorted(experts, num_experts))
     found, _ = _sorts.run(num_experts, (experts,), lambda: (_sorted(experts, num_experts), None))
     return Permutation(*found)
 
@@ -158,8 +156,6 @@ def _taken(values: Tensor, places: Tensor) -> Tensor:
     """The values, in whatever shape, at the places, in the shape of those."""
     if torch.is_grad_enabled() or values.dtype not in HIGH_PRECISION:  # there may be a graph of backward
         return values.flatten()[places]
-    if torch.compiler.is_compiling():
-        return _values_at(values, places)
     (found,), _ = _values.run(None, (values, places), lambda: ((_values_at(values, places),), None))
     return found
 
