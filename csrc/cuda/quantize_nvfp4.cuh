@@ -46,7 +46,6 @@ struct QuantizeNvFp4 {
   static constexpr int kScaleWords = kPanel / kRuns + 4;  // of a line of tiles, which begin in different banks
 
   using RowStrip = Strip<Element, true>;
-  using Errors = DecodeErrors<Rule::kFourOverSix>;
 
   struct Params {
     typename Source::Params source;
@@ -86,10 +85,10 @@ struct QuantizeNvFp4 {
 
     const Params& p;
     const Panel& panel;
-    const Strip& strip;
+    Strip& strip;
     const BlockOutput<uint8_t>& output;
     const TensorScale tensor;  // where the panel has one
-    TE_DIST_DEVICE Tiles(const QuantizeNvFp4& kernel, const Strip& strip, const BlockOutput<uint8_t>& output,
+    TE_DIST_DEVICE Tiles(const QuantizeNvFp4& kernel, Strip& strip, const BlockOutput<uint8_t>& output,
                          const TensorScale& tensor)
         : p(kernel.p), panel(kernel.panel), strip(strip), output(output), tensor(tensor) {}
 
@@ -122,8 +121,11 @@ struct QuantizeNvFp4 {
       return scale_of_row(panel.row + strip.local_row / kRun * kRun, square_is_inside());
     }
 
+    TE_DIST_DEVICE Choice<Rule::kFourOverSix, Strip> choice() const { return {strip, p.e4m3_max}; }
+
     TE_DIST_DEVICE void settle_runs(Largest& largest, Scale (&scales)[kRuns]) const {
       float(&amax)[kRuns] = largest.of_runs;
+      const float own[kRuns] = {amax[0], amax[1], amax[2], amax[3]};
       if (__builtin_expect(output.amax.data != nullptr, 0)) {
         largest.bound = float_of(kInfinityBits);
 #pragma unroll
@@ -133,85 +135,36 @@ struct QuantizeNvFp4 {
           amax[run] = output.amax.at(row, col);
         }
       }
+      if constexpr (kChooses) {
+        choice().of_runs(amax, own, [&](int run) { return scale_of_run(run); }, scales);
+        return;
+      }
       float units[kRuns];
       bool is_ordinary = true;
 #pragma unroll
       for (int run = 0; run < kRuns; run += 2) {
         const TensorScale first = scale_of_run(run), second = scale_of_run(run + 1);
-        if constexpr (kChooses) {
-          const auto left = [&](const Errors& errors) { return sum_of_run(run, errors); };
-          const auto right = [&](const Errors& errors) { return sum_of_run(run + 1, errors); };
-          scales[run] = chosen(fabsf(amax[run]), first, left);
-          scales[run + 1] = chosen(fabsf(amax[run + 1]), second, right);
-        } else {
-          const uint32_t codes = encode_pair<E4M3>(first.scaled(fabsf(amax[run])), second.scaled(fabsf(amax[run + 1])));
-          const float2 decoded = decode_pair<E4M3>(codes);
-          scales[run].code = codes & 0xFFu, scales[run + 1].code = codes >> 8;
-          units[run] = decoded.x * first.inverse, units[run + 1] = decoded.y * second.inverse;
-          is_ordinary = is_ordinary && first.is_ordinary() && second.is_ordinary();
-        }
+        const uint32_t codes = encode_pair<E4M3>(first.scaled(fabsf(amax[run])), second.scaled(fabsf(amax[run + 1])));
+        const float2 decoded = decode_pair<E4M3>(codes);
+        scales[run].code = codes & 0xFFu, scales[run + 1].code = codes >> 8;
+        units[run] = decoded.x * first.inverse, units[run + 1] = decoded.y * second.inverse;
+        is_ordinary = is_ordinary && first.is_ordinary() && second.is_ordinary();
       }
-      if constexpr (!kChooses) find_multipliers(units, is_ordinary, scales);
+      find_multipliers(units, is_ordinary, scales);
     }
 
     TE_DIST_DEVICE Scale settle_square(const Largest& largest) const {
       const float(&of_runs)[kRuns] = largest.of_runs;
-      float amax = fmaxf(fmaxf(fabsf(of_runs[0]), fabsf(of_runs[1])), fmaxf(fabsf(of_runs[2]), fabsf(of_runs[3])));
-      amax = larger_of_lanes(larger_of_lanes(amax, Strip::kSquareLanes[0]), Strip::kSquareLanes[1]);
+      const float own = fmaxf(fmaxf(fabsf(of_runs[0]), fabsf(of_runs[1])), fmaxf(fabsf(of_runs[2]), fabsf(of_runs[3])));
+      float amax = larger_of_lanes(larger_of_lanes(own, Strip::kSquareLanes[0]), Strip::kSquareLanes[1]);
       if (__builtin_expect(output.amax.data != nullptr, 0) && square_is_inside()) {
         amax = output.amax.at(tile_row(), tile_col());
       }
       const TensorScale whole = scale_of_square();
-      if constexpr (kChooses) return chosen(amax, whole, [&](const Errors& errors) { return sum_of_square(errors); });
+      if constexpr (kChooses) return choice().of_square(amax, own, whole);
       Scale scales[1] = {{whole.code(amax)}};
       find_multipliers({whole.unit(scales[0].code)}, whole.is_ordinary(), scales);
       return scales[0];
-    }
-
-    // Of the two ways to scale a tile the one that loses less; the largest value becomes 6 where they tie.
-    template <class SumOf>
-    TE_DIST_DEVICE Scale chosen(float amax, const TensorScale& tensor, const SumOf& sum_of) const {
-      Scale scales[2];
-      float units[2], sums[2];
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        scales[c].code = nvfp4_four_over_six_code(amax, tensor.scale, c ? 1.5f : 1.0f);
-        units[c] = tensor.unit(scales[c].code);
-      }
-      find_multipliers(units, tensor.is_ordinary(), scales);
-#pragma unroll
-      for (int c = 0; c < 2; ++c) sums[c] = sum_of(Errors(scales[c].code, scales[c].multiplier, tensor.amax, p.e4m3_max));
-      return sums[1] < sums[0] ? scales[1] : scales[0];
-    }
-
-    TE_DIST_DEVICE float sum_of_run(int run, const Errors& errors) const {
-      float sum = 0.0f;
-      if (Errors::is_ordinary(errors.tensor_amax)) {
-#pragma unroll
-        for (int i = 0; i < kRun; ++i) sum += errors.ordinary(fabsf(strip.value(run, i)));
-      } else {
-        float values[kRun];  // not in registers: a loop is short, and this is rare
-#pragma unroll
-        for (int i = 0; i < kRun; ++i) values[i] = strip.value(run, i);
-        const Inside inside = (kAlongRows ? strip.cols() : strip.rows()).only_if(strip.has(run));
-#pragma unroll 1
-        for (int i = 0; i < kRun; ++i) {
-          if (inside.has(i)) sum += errors.any(values[i]);
-        }
-      }
-      return sum;
-    }
-
-    // Every row from left to right, then rows folded in halves.
-    TE_DIST_DEVICE float sum_of_square(const Errors& errors) const {
-      float rows[kRuns];
-#pragma unroll
-      for (int run = 0; run < kRuns; ++run) {
-        rows[run] = sum_of_run(run, errors);
-        rows[run] += __shfl_xor_sync(kFullWarp, rows[run], Strip::kSquareLanes[1]);
-        rows[run] += __shfl_xor_sync(kFullWarp, rows[run], Strip::kSquareLanes[0]);
-      }
-      return (rows[0] + rows[2]) + (rows[1] + rows[3]);
     }
   };
 
@@ -226,6 +179,12 @@ struct QuantizeNvFp4 {
     constexpr bool kHasScale = kHasRow && !kAmaxPerRow && !kChooses;  // to choose takes the registers that one would keep
     if (kHasScale && bits_of(amax) == bits_of(by_rows.amax)) return by_rows;
     return TensorScale::of(amax, p.e4m3_max);
+  }
+
+  // Whether squares have the same scale in both directions, as it is found from the same.
+  TE_DIST_DEVICE bool has_one_choice() const {
+    if (kAmaxPerRow || p.row.amax.data != nullptr || p.col.amax.data != nullptr) return false;
+    return bits_of(tensor_amax(p.row_tensor_amax)) == bits_of(tensor_amax(p.col_tensor_amax));
   }
 
   // Returns the scale of the tensor by rows.
@@ -258,13 +217,14 @@ struct QuantizeNvFp4 {
     __syncwarp();  // the compiler would keep them in registers
   }
 
-  TE_DIST_DEVICE void write_rows(const RowStrip& strip, const TensorScale& tensor, Largest& largest) const {
+  TE_DIST_DEVICE void write_rows(RowStrip& strip, const TensorScale& tensor, Largest& largest) const {
     const Tiles<RowStrip> tiles(*this, strip, p.row, tensor);
     Scale scales[kRuns];
     if constexpr (kRow == Share::kRun) {
       tiles.settle_runs(largest, scales);
     } else {
-      const Scale scale = tiles.settle_square(largest);
+      const bool is_chosen = kChoosesByRows && has_one_choice();
+      const Scale scale = is_chosen ? shared.squares[strip.local_row / kRun][strip.local_col / kRun] : tiles.settle_square(largest);
 #pragma unroll
       for (int run = 0; run < kRuns; ++run) scales[run] = scale;
     }

@@ -161,6 +161,7 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 inline void __syncthreads() { sim::sync_named(0, int(sim::block_threads())); }
 inline void __syncwarp(unsigned = ~0u) { sim::sync_warp(); }
 inline unsigned __ballot_sync(unsigned, bool value) { return sim::ballot(value); }
+inline bool __any_sync(unsigned, bool value) { return sim::ballot(value) != 0; }
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) {
   return sim::exchange(value, unsigned(lane));

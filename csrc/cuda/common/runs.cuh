@@ -170,7 +170,9 @@ struct Strip {
     }
   }
 
-  TE_DIST_DEVICE float value(int run, int i) const {
+  TE_DIST_DEVICE float value(int run, int i) const { return value(words, run, i); }
+  // Of words like these.
+  TE_DIST_INLINE float value(const uint32_t (&words)[kRows][kWords], int run, int i) {
     const int r = kAlongRows ? run : i, c = kAlongRows ? i : run;
     return Element::value(words[r][c / kPerWord], c % kPerWord);
   }
@@ -191,6 +193,15 @@ struct Strip {
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
       for (int w = 0; w < kWords; ++w) words[i][w] = Element::without_nan(words[i][w]);
+    }
+  }
+
+  // Elements are taken out of their words again: the compiler would keep all of them, in more registers than there are.
+  TE_DIST_DEVICE void pack() {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) asm("" : "+r"(words[i][w]));
     }
   }
 
