@@ -30,10 +30,11 @@ def sums_decoded(kinds: tuple[str, str], turned: tuple[bool, bool], width: int) 
 
 def grouped_gemm_decoded(*arguments: object) -> None:
     """See te_dist.ops.grouped_gemm_decoded."""
-    sides, factors, (table, bias, row_factor, accumulate, out) = _operands(arguments)
+    table, bias, row_factor, accumulate, out = arguments[2 * _OF_OPERAND :]
     (rows, cols), groups = out.shape, table.shape[1] - 1
     if out.numel() == 0 or groups == 0:
         return
+    sides, factors = _operands(arguments)
     a, b = sides
     summed = a.summed
     width = width_of(rows, cols, False)
@@ -49,11 +50,12 @@ def grouped_gemm_decoded(*arguments: object) -> None:
 
 def grouped_wgrad_decoded(*arguments: object) -> None:
     """See te_dist.ops.grouped_wgrad_decoded."""
-    sides, factors, (table, accumulate, out) = _operands(arguments)
+    table, accumulate, out = arguments[2 * _OF_OPERAND :]
     (all_rows, cols), groups = out.shape, table.shape[1] - 1
-    a, b = sides
-    if gemm.is_trivial(a.codes.numel(), out, accumulate=accumulate):
+    if gemm.is_trivial(arguments[0].numel(), out, accumulate=accumulate):
         return
+    sides, factors = _operands(arguments)
+    a, b = sides
     width = width_of(all_rows, cols, False)
     spec = sums_decoded((a.kind, b.kind), (a.turned, b.turned), width)
     if out.is_meta:
@@ -65,11 +67,11 @@ def grouped_wgrad_decoded(*arguments: object) -> None:
     launch_everywhere(spec, 1, (*values, 0, 0, *tiles), out)
 
 
-def _operands(arguments: tuple) -> tuple[tuple[Side, Side], Factors, tuple]:
-    """(operands, factors, other arguments)."""
+def _operands(arguments: tuple) -> tuple[tuple[Side, Side], Factors]:
+    """Both, which have values, and their factors."""
     a, b = arguments[:_OF_OPERAND], arguments[_OF_OPERAND : 2 * _OF_OPERAND]
     sides = _side("a", *a[:3]), _side("b", *b[:3])
-    return sides, (_factor(a[3]), _factor(b[3]), a[4] * b[4]), arguments[2 * _OF_OPERAND :]
+    return sides, (_factor(a[3]), _factor(b[3]), a[4] * b[4])
 
 
 def _side(name: str, codes: Tensor, kind: str, scale: Tensor) -> Side:

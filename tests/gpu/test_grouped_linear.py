@@ -92,6 +92,20 @@ def test_products_are_those_of_the_cpu(name: str, sizes: list[int]) -> None:
 
 
 @every_kind
+def test_a_rank_that_no_row_reaches_has_gradients_of_zero(name: str, quantized: bool, single: bool) -> None:
+    made_by = RECIPES[name]
+    module, splits = (
+        make(3, made_by if quantized else None, single=single),
+        torch.zeros(3, device="cuda", dtype=torch.int64),
+    )
+    for x in (normal(0, IN), normal(0, IN), normal(ROWS, IN)[:0]):
+        found = step(module, made_by, splits, x)
+        assert found["y"].shape == (0, OUT) and found["dx"].shape == (0, IN)
+        for key in ("dw", "db"):
+            assert found[key].shape[0] == 3 and not found[key].any(), key
+
+
+@every_kind
 def test_later_passes_and_other_kinds_of_parameters_give_the_same_bits(
     name: str, quantized: bool, single: bool
 ) -> None:

@@ -63,6 +63,16 @@ def fresh(name: str, x: Tensor, grad: Tensor) -> list[Tensor]:
 
 
 @every_recipe
+def test_a_rank_without_tokens_has_gradients_of_zeros(name: str) -> None:
+    module = make(name)
+    for x in (tokens(0)[:0], tokens(1)[:0].clone()):
+        module.zero_grad()
+        out, *gradients = run(module, name, x.detach().requires_grad_(), torch.empty_like(x))
+        assert out.shape == (0, HIDDEN)
+        assert all(grad is not None and not grad.any() for grad in gradients)
+
+
+@every_recipe
 def test_no_pass_waits_for_the_gpu(name: str) -> None:
     module, grad = make(name), tokens(9)
     for _ in range(2):

@@ -55,3 +55,15 @@ def test_sum_over_the_rows_of_each_group(kind, turned, adds):
         want, sums = by * (left @ right.t()) + before, by * (left.abs() @ right.abs().t()) + before
         check_product(got, want, sums, f"group {group}")
         begin = end
+
+
+@pytest.mark.parametrize(("kind", "turned"), [("e4m3", True), ("e4m3", False), ("e2m1", False)])
+def test_groups_without_any_row_have_sums_of_zero(kind, turned):
+    a, b = (DecodedOperand(extent, 0, kind, seed=1, groups=3, turned=turned) for extent in (144, 208))
+    for adds in (False, True):
+        out = torch.full((3 * 144, 208), 2.0)
+        ops.grouped_wgrad_decoded(a.coded, b.coded, table=table_of([0] * 3, 0), out=out, accumulate=adds)
+        assert (out == (2.0 if adds else 0.0)).all()
+    rows = DecodedOperand(0, 128, kind, seed=1, groups=3)
+    members = DecodedOperand(3 * 208, 128, kind, seed=2, groups=3)
+    ops.grouped_gemm_decoded(rows.coded, members.coded, table=table_of([0] * 3, 0), out=torch.empty(0, 208))
