@@ -93,6 +93,12 @@ __all__ = [
 _OF_TRANSFORMER_ENGINE = {
     "fp8_autocast": "te_dist.autocast(recipe=...)",
     "fp8_model_init": "te_dist.quantized_model_init(recipe=...)",
+    "make_graphed_callables": "torch.cuda.make_graphed_callables",
+    "moe_permute": "te_dist.nn.moe.permute",
+    "moe_unpermute": "te_dist.nn.moe.unpermute",
+    "DotProductAttention": "torch.nn.functional.scaled_dot_product_attention",
+    "Fp8Padding": "rows as they are: groups of a GroupedLinear may have any size",
+    "Fp8Unpadding": "rows as they are: groups of a GroupedLinear may have any size",
 }
 
 if not TYPE_CHECKING:  # which would take any name for one that is there
@@ -100,5 +106,5 @@ if not TYPE_CHECKING:  # which would take any name for one that is there
     def __getattr__(name: str) -> object:
         """Raises: nothing is made up. Names that TransformerEngine has for what is here lead to it."""
         here = _OF_TRANSFORMER_ENGINE.get(name)
-        hint = "" if here is None else f"; TransformerEngine's {name} is {here} here"
+        hint = "" if here is None else f"; in the place of TransformerEngine's {name} take {here}"
         raise AttributeError(f"module 'te_dist' has no attribute {name!r}{hint}")

@@ -23,7 +23,7 @@ def test_sources_without_what_is_compiled_say_so(monkeypatch: pytest.MonkeyPatch
 
 def test_names_of_transformer_engine_lead_to_those_here() -> None:
     te = importlib.import_module("te_dist")
-    with pytest.raises(AttributeError, match=r"fp8_autocast is te_dist.autocast\(recipe=...\) here"):
+    with pytest.raises(AttributeError, match=r"TransformerEngine's fp8_autocast take te_dist.autocast\(recipe=...\)"):
         te.fp8_autocast  # noqa: B018
     with pytest.raises(AttributeError, match="module 'te_dist' has no attribute 'nothing'$"):
         te.nothing  # noqa: B018

@@ -28,7 +28,7 @@ from te_dist.launch.progress import Progress
 from te_dist.launch.schedule import learning_rate
 from te_dist.launch.unigram import unigram_loss
 from te_dist.launch.world import World
-from te_dist.nn.moe import MoE, update_expert_biases
+from te_dist.nn.moe import MoE, scale_aux_losses, update_expert_biases
 
 
 class Meter:
@@ -94,8 +94,7 @@ class Trainer:
         self.unigram = self._mean(torch.tensor(unigram_loss(corpus.counts, self.held_out), device=device))
         self.model = self._build(mesh)
         self.mixtures = [module for module in self.model.modules() if isinstance(module, MoE)]
-        for mixture in self.mixtures:
-            mixture.router.aux_loss_scale = 1 / layout.accumulate
+        scale_aux_losses(self.model, 1 / layout.accumulate)
         self.optimizer = parallelize.build_optimizer(self.model, config.optimizer)
         self.precision = parallelize.Precision(config)
         self.progress = Progress(step=0, position=0, text=corpus.digest, recipe=config.recipe)

@@ -1,4 +1,4 @@
-"""Quantized weights that meet no `autocast`, or that of another recipe, easily forgotten: each is said once."""
+"""What is easily forgotten, each said once: `autocast` around quantized weights, or its recipe; biases of routers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from te_dist.tensor import QuantizedTensor
 
 _has_warned = False
 _has_warned_of_another = False
+_has_warned_of_biases = False
+_MANY_PASSES = 1024  # more micro batches than a step has
 
 
 def warn(weight: Tensor, site: Any) -> None:
@@ -47,6 +49,19 @@ def warn_of_another(weight: QuantizedTensor, made: Format, *, recipe: object, si
         f"{_label_of(site)}: its weight is {found}, and {type(recipe).__name__} of te_dist.autocast makes weights of "
         f"{wanted}. What is multiplied is the weight as it is: where there are kernels for both formats at all, most "
         "decode it, which is slower. Give autocast the recipe of quantized_model_init, unless this is meant",
+        stacklevel=2,
+    )
+
+
+def warn_of_biases(passes: int) -> None:
+    """Once, where a router has counted choices in so many passes and nobody has moved its biases by them."""
+    global _has_warned_of_biases  # noqa: PLW0603
+    if _has_warned_of_biases or passes < _MANY_PASSES:
+        return
+    _has_warned_of_biases = True
+    warnings.warn(
+        f"TopKRouter: {passes} training passes have counted choices, and its biases have not moved: a bias_update_rate "
+        "is for te_dist.nn.moe.update_expert_biases(model, mesh=...), once a step after backward",
         stacklevel=2,
     )
 

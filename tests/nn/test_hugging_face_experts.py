@@ -12,7 +12,7 @@ from torch import nn
 
 import te_dist as te
 from te_dist import checkpoints, recipe
-from te_dist.nn.moe import StackedExperts
+from te_dist.nn.moe import Routing, StackedExperts, TopKRouter
 from te_dist.tensor import QuantizedTensor
 from te_dist.testing import assert_bitwise
 from tests.nn.recipes import relative_error
@@ -41,6 +41,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "DeepseekV3": LOW_RANK
     | dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, n_group=2, topk_group=1)
     | dict(first_k_dense_replace=1, num_key_value_heads=4),
+}
+
+
+# As the table in docs/moe.md, with fewer experts.
+ROUTINGS = {
+    "Mixtral": Routing(6, 2),
+    "Qwen3Moe": Routing(6, 2),
+    "Olmoe": Routing(6, 2, normalizes=False),
+    "DeepseekV3": Routing(8, 2, "sigmoid", scaling_factor=2.5, num_groups=2, top_groups=1, bias_update_rate=1e-3),
 }
 
 
@@ -92,3 +101,24 @@ def test_other_experts_are_refused(name: str, options: dict[str, Any]) -> None:
     model = getattr(transformers, f"{name}ForCausalLM")(made_of)
     with pytest.raises(ValueError, match="experts: the matrices of .* would stay in torch.float32"):
         te.convert(model, {"model.layers.*": BLOCK})
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_routers_choose_and_weigh_as_those_of_models(name: str) -> None:
+    norm = dict(norm_topk_prob=True) if name == "Qwen3Moe" else {}
+    model = make(name, **MODELS[name] | norm)
+    block = model.model.layers[1].mlp
+    router = TopKRouter(SIZES["hidden_size"], ROUTINGS[name])
+    with torch.no_grad():
+        block.gate.weight.normal_()
+        router.weight.copy_(block.gate.weight)
+        if router.expert_bias is not None:
+            router.expert_bias.copy_(block.gate.e_score_correction_bias.normal_(std=0.1))
+    given = []
+    block.experts.register_forward_pre_hook(lambda module, args: given.append(args))
+    model(IDS % 126 + 2)  # padding is zeros, whose experts are all alike
+    (x, chosen, weights), *_ = given
+    found = router(x)
+    order, its = (ids.argsort(1) for ids in (chosen, found.experts))
+    assert_bitwise(found.experts.gather(1, its), chosen.gather(1, order), "experts")
+    torch.testing.assert_close(found.probabilities.gather(1, its), weights.gather(1, order), rtol=1e-5, atol=1e-6)

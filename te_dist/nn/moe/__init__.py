@@ -3,7 +3,7 @@
 from te_dist.nn.moe.block import ExpertParallel, MoE
 from te_dist.nn.moe.experts import GroupedMLP, SwiGluMLP
 from te_dist.nn.moe.permutation import Permutation, permute, permute_probabilities, sort_by_expert, unpermute
-from te_dist.nn.moe.router import Routed, TopKRouter, attach_loss, update_expert_biases
+from te_dist.nn.moe.router import Routed, TopKRouter, attach_loss, scale_aux_losses, update_expert_biases
 from te_dist.nn.moe.routing import Routing
 from te_dist.nn.moe.stacked import StackedExperts
 
@@ -20,6 +20,7 @@ __all__ = [
     "attach_loss",
     "permute",
     "permute_probabilities",
+    "scale_aux_losses",
     "sort_by_expert",
     "unpermute",
     "update_expert_biases",

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from te_dist._torch_private import in_backward
 from te_dist.fsdp2.check import not_gathered
+from te_dist.nn import forgotten
 from te_dist.nn.moe import routing as rules
 from te_dist.nn.moe.decision import Asked, decide, rehearse
 from te_dist.nn.moe.routing import Routing
@@ -85,6 +86,7 @@ class TopKRouter(nn.Module):
         self.routing = routing
         self.aux_loss_scale = 1.0
         self.last_aux_loss = None
+        self._passes = 0  # since the last `update_expert_biases`, but for compiled ones
         self.weight = nn.Parameter(torch.empty(routing.num_experts, hidden_size, dtype=params_dtype, device=device))
         bias = torch.empty(routing.num_experts, dtype=torch.float32, device=device)
         self.register_buffer("expert_bias", bias if routing.bias_update_rate > 0 else None)
@@ -121,20 +123,16 @@ class TopKRouter(nn.Module):
         has_loss = self.training and self.routing.aux_loss_coefficient > 0
         counts_choices = has_loss or (self.training and self.tokens_per_expert is not None)
         asked = Asked(self.routing, counts_choices, has_loss)
-        scale = self._scale()
+        scale = _check_scale(self.aux_loss_scale)
         probabilities, experts, *found = decide(x, weight, self.expert_bias, asked=asked, scale=scale)
         if counts_choices and (total := self.counted(experts.device)) is not None:
             torch.ops.te_dist.add_choices(total, found[0])
+            if not torch.compiler.is_compiling() and not in_backward():
+                self._passes += 1
+                forgotten.warn_of_biases(self._passes)
         if has_loss:
             self.last_aux_loss = found[1]
         return Routed(probabilities, experts)
-
-    def _scale(self) -> float:
-        if not isinstance(self.aux_loss_scale, Real):
-            raise TypeError(
-                f"aux_loss_scale: got {self.aux_loss_scale!r}, wanted a float, which forward reads; .item() of a tensor"
-            )
-        return float(self.aux_loss_scale)
 
     def rehearse(self, dtype: torch.dtype | None) -> None:
         """Launches what decides, see `rehearsal.rehearse`."""
@@ -163,6 +161,12 @@ class TopKRouter(nn.Module):
         return f"{self.hidden_size}, {self.routing}"
 
 
+def _check_scale(scale: object) -> float:
+    if not isinstance(scale, Real):
+        raise TypeError(f"aux_loss_scale: got {scale!r}, wanted a float, which forward reads; .item() of a tensor")
+    return float(scale)
+
+
 class _AttachLoss(torch.autograd.Function):
     """The first input; in backward the second one, a loss, gets a gradient of `scale`."""
 
@@ -186,6 +190,19 @@ def attach_loss(x: Tensor, loss: Tensor, *, scale: float = 1.0) -> Tensor:
         loss: scalar.
     """
     return _AttachLoss.apply(x, loss, scale)
+
+
+def scale_aux_losses(model: nn.Module, scale: float) -> int:
+    """Sets `aux_loss_scale` of all routers of `model`: 1 / n where a step is n backward passes. Returns how many.
+
+    Raises:
+        TypeError: `scale` is no number.
+    """
+    _check_scale(scale)
+    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+    for router in routers:
+        router.aux_loss_scale = scale
+    return len(routers)
 
 
 @torch.no_grad()
@@ -219,4 +236,5 @@ def update_expert_biases(model: nn.Module, *, mesh: DeviceMesh | None = None) ->
     for (router, bias, counts), part in zip(routers, parts, strict=True):
         bias.copy_(rules.next_bias(bias, part, router.routing.bias_update_rate))
         counts.zero_()
+        router._passes = 0
     return len(routers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import te_dist as te
-from te_dist.nn.moe import Routing, TopKRouter, attach_loss, update_expert_biases
+from te_dist.nn import forgotten
+from te_dist.nn.moe import Routing, TopKRouter, attach_loss, scale_aux_losses, update_expert_biases
 from te_dist.nn.moe import routing as rules
 from te_dist.nn.moe.router import Routed
 from te_dist.testing import assert_bitwise
@@ -125,6 +127,33 @@ def test_biases_even_out_what_a_router_chooses() -> None:
         last = count_choices(router(x).experts, EXPERTS)
     assert first.max() / first.mean() > 1.4
     assert last.max() / last.mean() < 1.1
+
+
+def test_biases_that_nobody_moves_are_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forgotten, "_has_warned_of_biases", False)
+    monkeypatch.setattr(forgotten, "_MANY_PASSES", 3)
+    router, x = make(Routing(EXPERTS, 2, bias_update_rate=0.1)), tokens().requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            te.checkpoint(router, x).probabilities.sum().backward()  # runs twice, and counts once
+            router(x)
+            update_expert_biases(router)
+            router.eval()(x)
+            router.train()
+        for _ in range(2):
+            router(x)
+    with pytest.warns(UserWarning, match="3 training passes have counted choices, .*update_expert_biases"):
+        router(x)
+
+
+def test_losses_of_all_routers_are_scaled() -> None:
+    model = torch.nn.ModuleList(make(Routing(EXPERTS, 2, aux_loss_coefficient=0.1)) for _ in range(2))
+    assert scale_aux_losses(model, 0.25) == 2
+    assert [router.aux_loss_scale for router in model] == [0.25] * 2
+    with pytest.raises(TypeError, match="aux_loss_scale: got None"):
+        scale_aux_losses(model, None)
+    assert scale_aux_losses(torch.nn.Linear(2, 2), 0.5) == 0
 
 
 def test_biases_choose_and_do_not_weigh() -> None:
