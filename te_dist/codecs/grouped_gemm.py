@@ -137,7 +137,7 @@ def multiply_rows(a: Rows, b: Members, result: Result) -> Tensor:
             f"members of {kept} x {summed} do not fit products of {a.encoding.codec} in groups, which take multiples "
             f"of {entry.multiple}; pad with zeros"
         )
-    with _as_given(result.out.device.type):
+    with as_given(result.out.device.type):
         entry.rows(a, b, result)
     return result.out
 
@@ -146,12 +146,12 @@ def multiply_sums(a: Rows, b: Rows, result: SumsResult) -> Tensor:
     """Writes a[rows of g]^T b[rows of g] for every group g; returns `result.out`. Raises as `multiply_rows` does."""
     sums = find_sums(a.encoding, b.encoding, target_of(result.out.device)).sums
     assert sums is not None
-    with _as_given(result.out.device.type):
+    with as_given(result.out.device.type):
         sums(a, b, result)
     return result.out
 
 
-def _as_given(device: str) -> AbstractContextManager[Any]:
+def as_given(device: str) -> AbstractContextManager[Any]:
     """A block in which products of torch are computed in the types of their operands, whatever its autocast says."""
     if device == "meta" or not torch.is_autocast_enabled(device):
         return nullcontext()

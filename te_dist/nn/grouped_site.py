@@ -260,7 +260,7 @@ def _traced_plan(name: str, place: str, dtype: torch.dtype, device: torch.device
     _check(recipe, (site, *features), target)
     if any(not isinstance(answer, Quantizer) for answer in answers.values()):
         return None
-    plan = plan_by(recipe, GroupedSite.module_type, answers)
+    plan = plan_by(recipe, GroupedSite.module_type, answers, features=features)
     return grouped_traced.name_of(plan, described(name, place, dtype, target=target, trains=trains))
 
 

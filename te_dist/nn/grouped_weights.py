@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from te_dist.codecs.grouped_gemm import Members, Rows, reads_as_they_lie
+from te_dist.codecs.grouped_gemm import Members, Rows, as_given, reads_as_they_lie
 from te_dist.formats import Direction, Group
 from te_dist.fsdp2.parameter import GroupedParameter, QuantizedParameter
 from te_dist.grouped import GroupedStorage, GroupedTensor, join
@@ -90,7 +90,8 @@ def together(tensors: Sequence[Tensor], *, dims: int) -> Tensor:
         return tensors[0]
     if isinstance(tensors[0], QuantizedTensor):
         return join(tensors)  # type: ignore[arg-type]
-    return torch.stack(tuple(tensors))
+    with as_given(tensors[0].device.type):  # on CPUs torch's autocast stacks no fp16
+        return torch.stack(tuple(tensors))
 
 
 def as_one(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -12,8 +12,8 @@ front of the quantizer, its values are never written: its own input is saved, of
 What sums over rows takes a multiple of them: bytes that hold several values, transforms and copies of 16 bytes are not
 cut. Other numbers of rows are quantized as those of one group, whose columnwise codes are followed by zeros up to a
 tile of 128; zeros are exact in every format: they raise no amax and add nothing to a sum. The bytes are those of a
-matrix that was padded before, and nothing is copied for them. A quantizer that knows no groups, or not of as many
-columns, is given such a matrix. Rows that nobody sums over are taken as they are.
+matrix that was padded before, and nothing is copied for them. Such a matrix is given to both quantizers where one knows
+no groups, or not of as many columns. Rows that nobody sums over are taken as they are.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Plan:
     Attributes:
         input, weight, grad_output: by role; `weight` for plain weights only.
         row_multiple: of which products take inputs and gradients, see [Note: Rows that do not fit].
+        fits_groups: whether inputs and gradients have columns as groups of rows have.
         moves: histories that the end of backward brings up to date.
         fuses_wgrad: whether the gradient of the weight is added to its `main_grad` by the product itself.
         tensors: those that the quantizers hold.
@@ -68,6 +69,7 @@ class Plan:
     weight: Quantizer
     grad_output: Quantizer
     row_multiple: int = 1
+    fits_groups: bool = True
     moves: DelayedScalingState | None = None
     fuses_wgrad: bool = False
     tensors: tuple[Tensor, ...] = ()
@@ -77,7 +79,8 @@ class Plan:
     def takes_groups(self) -> bool:
         """Whether inputs and gradients, both of which a product sums over, may be quantized as rows of one group."""
         quantizers = self.input, self.grad_output
-        return all(isinstance(quantizer, Quantizer) and quantizer.takes_groups for quantizer in quantizers)
+        known = all(isinstance(quantizer, Quantizer) and quantizer.takes_groups for quantizer in quantizers)
+        return self.fits_groups and known
 
     @property
     def reads_gradients_once(self) -> bool:
@@ -90,18 +93,23 @@ def plan_by(
     module_type: str,
     quantizers: Mapping[str, Any],
     *,
+    features: Sequence[int],
     row_multiple: int = 1,
     fuses_wgrad: bool = False,
 ) -> Plan:
     """A plan that follows from a recipe: `quantizers` are its answers for maps of this type, None where it has others.
+
+    `features`: those of inputs and outputs.
 
     Maps of one recipe have their tapes in common. What the layers of a model are given for the first time, another
     number of rows for instance, is worked out in the first, recorded in the second and played in all others. A recipe
     that may answer by names leaves each map tapes of its own.
     """
     is_shared = type(recipe) in UNIFORM
-    tapes = _shared_tapes(recipe, module_type, row_multiple, fuses_wgrad) if is_shared else Tapes()
-    return Plan(**quantizers, row_multiple=row_multiple, fuses_wgrad=fuses_wgrad, tapes=tapes)
+    fits_groups = all(extent % NVFP4_TILE == 0 for extent in features)  # rounded by chance they have whole tiles
+    options = dict(row_multiple=row_multiple, fits_groups=fits_groups, fuses_wgrad=fuses_wgrad)
+    tapes = _shared_tapes(recipe, module_type, *options.values()) if is_shared else Tapes()
+    return Plan(**quantizers, **options, tapes=tapes)
 
 
 @cache
@@ -433,11 +441,8 @@ def _is_cut(x: Tensor | Source, plan: Plan, directions: tuple[Direction, ...]) -
 
 
 def _is_one_group(x: Tensor | Source, plan: Plan, directions: tuple[Direction, ...]) -> bool:
-    """Whether rows are quantized as those of one group, see [Note: Rows that do not fit].
-
-    Groups that are rounded by chance have whole tiles of columns.
-    """
-    return _is_cut(x, plan, directions) and plan.takes_groups and x.shape[-1] % NVFP4_TILE == 0
+    """Whether rows are quantized as those of one group, see [Note: Rows that do not fit]; of both operands alike."""
+    return _is_cut(x, plan, directions) and plan.takes_groups
 
 
 def _of_one_group(rows: GroupedRows, directions: tuple[Direction, ...]) -> _ByDirection:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ast import literal_eval
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import lcm
@@ -35,6 +35,7 @@ from te_dist.tensor import QuantizedTensor, placement
 
 ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
 Answers = Mapping[str, Quantizer | DelayedScalingRequest]
+_PassKey = tuple[torch.dtype, torch.device, Any, bool]
 
 
 _PROCESS = uuid4().hex
@@ -204,7 +205,7 @@ class LinearSite(nn.Module):
         key = (x.dtype, weight.device, self.placed, self.fuses_wgrad)
         found = None if latest is None else latest.found
         if found is None or found.key != key or (found.state is not state and found.state != state):
-            found = self._planned(state, key)
+            found = self._planned(state, key, weight)
             if isinstance(weight, QuantizedTensor):
                 made = found.plan.weight.declare(weight.dtype)
                 forgotten.warn_of_another(weight, made, recipe=state.recipe, site=self)
@@ -259,17 +260,17 @@ class LinearSite(nn.Module):
             )
         return quantizer.format(weight.dtype)
 
-    def _planned(self, state: Autocast, key: tuple[torch.dtype, torch.device, Any, bool]) -> Pass:
+    def _planned(self, state: Autocast, key: _PassKey, weight: Tensor) -> Pass:
         """A pass that was planned before, with its tapes, or a new one: training and evaluation may take turns."""
         passes = planned_of.setdefault(self, [])
         found = next((each for each in passes if each.key == key and each.state == state), None)
         if found is None:
-            found = self._plan(state, key)
+            found = self._plan(state, key, placement.local_tensor(weight).shape)
             passes.append(found)
             del passes[:-MAX_PLANNED]
         return found
 
-    def _plan(self, state: Autocast, key: tuple[torch.dtype, torch.device, Any, bool]) -> Pass:
+    def _plan(self, state: Autocast, key: _PassKey, features: Sequence[int]) -> Pass:
         dtype, device, placed, fuses = key
         answers = self.prepare(state.recipe, device)
         requests = _requests(answers)
@@ -277,7 +278,8 @@ class LinearSite(nn.Module):
         if placed is not None:
             quantizers |= {kind: placed(kind, found) for kind, found in quantizers.items() if found is not None}
         multiple = self.row_multiple(state.recipe, dtype, target_of(device))
-        plan = plan_by(state.recipe, self.module_type, quantizers, row_multiple=multiple, fuses_wgrad=fuses)
+        options = dict(features=features[-2:], row_multiple=multiple, fuses_wgrad=fuses)
+        plan = plan_by(state.recipe, self.module_type, quantizers, **options)
         # Quantizers of parts that ranks hold know their ranks.
         return Pass(state, key, plan if placed is None else replace(plan, tapes=Tapes()), requests, {})
 
@@ -377,7 +379,7 @@ def _traced_plan(name: str, place: str, dtype: torch.dtype, device: torch.device
     if _requests(answers):
         return None
     multiple = _row_multiple(recipe, site, dtype, target)
-    plan = plan_by(recipe, LinearSite.module_type, answers, row_multiple=multiple)
+    plan = plan_by(recipe, LinearSite.module_type, answers, features=features, row_multiple=multiple)
     return traced.name_of(plan, described(name, place, dtype, target=target, trains=trains))
 
 

@@ -442,6 +442,15 @@ def test_inside_of_torch_autocast_plain_groups_are_multiplied_in_its_type() -> N
     assert_bitwise(got, make(None)(x.bfloat16(), SIZES), "y")
 
 
+def test_inside_of_torch_autocast_biases_may_be_of_another_type() -> None:
+    module, x, made_by = make(None, params_dtype=torch.float16), normal(ROWS, IN), QUANTIZED["block"]
+    module.bias1 = nn.Parameter(module.bias1.detach().clone())  # beside the others no longer
+    with torch.autocast("cpu", torch.bfloat16), te.autocast(recipe=made_by):
+        got = module(x, SIZES)
+    with te.autocast(recipe=made_by):
+        assert_bitwise(got, module(x.bfloat16(), SIZES), "y")
+
+
 @pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize("made_by", [None, QUANTIZED["block"], QUANTIZED["nvfp4"]], ids=["plain", "block", "nvfp4"])
 def test_groups_made_on_meta_compute_once_they_have_values(made_by: Recipe | None, single: bool) -> None:
