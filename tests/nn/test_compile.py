@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_dist as te
 from te_dist import recipe
+from te_dist.nn import lost_recipes
 from te_dist.quantizers import Quantizer
 from te_dist.recipe import Recipe
 from te_dist.testing import assert_bitwise
@@ -26,7 +27,10 @@ block_scaling = recipe.Float8BlockScaling()
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
+    """No graph is there, and no pass waits for its backward, which tests may have left out."""
     torch.compiler.reset()
+    for records in (lost_recipes._recorded, lost_recipes._unrecorded, lost_recipes._plain, lost_recipes._ended):
+        records.clear()
     yield
     torch.compiler.reset()
 
