@@ -97,8 +97,8 @@ _OF_TRANSFORMER_ENGINE = {
     "moe_permute": "te_dist.nn.moe.permute",
     "moe_unpermute": "te_dist.nn.moe.unpermute",
     "DotProductAttention": "torch.nn.functional.scaled_dot_product_attention",
-    "Fp8Padding": "rows as they are: groups of a GroupedLinear may have any size",
-    "Fp8Unpadding": "rows as they are: groups of a GroupedLinear may have any size",
+    "Fp8Padding": "nothing: groups of a GroupedLinear may have any size",
+    "Fp8Unpadding": "nothing: groups of a GroupedLinear may have any size",
 }
 
 if not TYPE_CHECKING:  # which would take any name for one that is there

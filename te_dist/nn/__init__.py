@@ -5,7 +5,7 @@ from te_dist.nn.grouped_linear import GroupedLinear
 from te_dist.nn.layernorm_linear import LayerNormLinear
 from te_dist.nn.layernorm_mlp import LayerNormMLP
 from te_dist.nn.linear import Linear
-from te_dist.nn.moe import ExpertParallel, MoE, Routing, update_expert_biases
+from te_dist.nn.moe import ExpertParallel, MoE, Routing, scale_aux_losses, update_expert_biases
 from te_dist.nn.norms import LayerNorm, RMSNorm
 from te_dist.nn.site import LinearSite, prepare
 
@@ -23,5 +23,6 @@ __all__ = [
     "Routing",
     "group_table",
     "prepare",
+    "scale_aux_losses",
     "update_expert_biases",
 ]

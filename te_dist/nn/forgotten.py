@@ -54,14 +54,14 @@ def warn_of_another(weight: QuantizedTensor, made: Format, *, recipe: object, si
 
 
 def warn_of_biases(passes: int) -> None:
-    """Once, where a router has counted choices in so many passes and nobody has moved its biases by them."""
+    """Once, where a router has counted choices in so many passes since `update_expert_biases` was called."""
     global _has_warned_of_biases  # noqa: PLW0603
     if _has_warned_of_biases or passes < _MANY_PASSES:
         return
     _has_warned_of_biases = True
     warnings.warn(
-        f"TopKRouter: {passes} training passes have counted choices, and its biases have not moved: a bias_update_rate "
-        "is for te_dist.nn.moe.update_expert_biases(model, mesh=...), once a step after backward",
+        f"TopKRouter: {passes} training passes have counted choices, and nobody has called what moves its biases by "
+        "them, once a step after backward: te_dist.nn.moe.update_expert_biases(model, mesh=...)",
         stacklevel=2,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ast import literal_eval
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from math import lcm
@@ -35,7 +35,7 @@ from te_dist.tensor import QuantizedTensor, placement
 
 ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
 Answers = Mapping[str, Quantizer | DelayedScalingRequest]
-_PassKey = tuple[torch.dtype, torch.device, Any, bool]
+_PassKey = tuple[torch.dtype, torch.device, Any, bool, torch.Size]
 
 
 _PROCESS = uuid4().hex
@@ -202,10 +202,10 @@ class LinearSite(nn.Module):
                 # What ran without a recipe before compiled maps ran by one may have run by one since, compiled itself.
                 note(self, WITHOUT_BESIDE if lost_recipes.waits(self.place) else WITHOUT, latest)
             return None
-        key = (x.dtype, weight.device, self.placed, self.fuses_wgrad)
+        key = (x.dtype, weight.device, self.placed, self.fuses_wgrad, weight.shape[-2:])
         found = None if latest is None else latest.found
         if found is None or found.key != key or (found.state is not state and found.state != state):
-            found = self._planned(state, key, weight)
+            found = self._planned(state, key)
             if isinstance(weight, QuantizedTensor):
                 made = found.plan.weight.declare(weight.dtype)
                 forgotten.warn_of_another(weight, made, recipe=state.recipe, site=self)
@@ -260,25 +260,25 @@ class LinearSite(nn.Module):
             )
         return quantizer.format(weight.dtype)
 
-    def _planned(self, state: Autocast, key: _PassKey, weight: Tensor) -> Pass:
+    def _planned(self, state: Autocast, key: _PassKey) -> Pass:
         """A pass that was planned before, with its tapes, or a new one: training and evaluation may take turns."""
         passes = planned_of.setdefault(self, [])
         found = next((each for each in passes if each.key == key and each.state == state), None)
         if found is None:
-            found = self._plan(state, key, placement.local_tensor(weight).shape)
+            found = self._plan(state, key)
             passes.append(found)
             del passes[:-MAX_PLANNED]
         return found
 
-    def _plan(self, state: Autocast, key: _PassKey, features: Sequence[int]) -> Pass:
-        dtype, device, placed, fuses = key
+    def _plan(self, state: Autocast, key: _PassKey) -> Pass:
+        dtype, device, placed, fuses, features = key
         answers = self.prepare(state.recipe, device)
         requests = _requests(answers)
         quantizers = {kind: None if kind in requests else answer for kind, answer in answers.items()}
         if placed is not None:
             quantizers |= {kind: placed(kind, found) for kind, found in quantizers.items() if found is not None}
         multiple = self.row_multiple(state.recipe, dtype, target_of(device))
-        options = dict(features=features[-2:], row_multiple=multiple, fuses_wgrad=fuses)
+        options = dict(features=features, row_multiple=multiple, fuses_wgrad=fuses)
         plan = plan_by(state.recipe, self.module_type, quantizers, **options)
         # Quantizers of parts that ranks hold know their ranks.
         return Pass(state, key, plan if placed is None else replace(plan, tapes=Tapes()), requests, {})

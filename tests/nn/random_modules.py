@@ -17,7 +17,8 @@ from tests.nn.recipes import CASES
 KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "MoE")
 RECIPES: dict[str, Recipe | None] = {"none": None} | {name: case.recipe for name, case in CASES.items()}
 ROWS = (0, 1, 2, 3, 5, 15, 16, 17, 31, 33, 64, 65, 100, 127, 128, 129, 160, 255, 257, 300)
-FEATURES = (16, 32, 48, 64, 80, 96, 112, 128, 136, 144, 160, 192, 208, 256, 272, 320, 384)
+FEATURES = (16, 32, 40, 48, 64, 72, 80, 96, 112, 128, 136, 144, 160, 192, 208, 256, 272, 320, 384)
+OF_GROUPS = (64, 128, 192, 256)  # which all recipes take
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)
 ACTIVATIONS = ("gelu", "swiglu", "relu", "srelu", "geglu", "silu", "qgelu", "reglu")
 
@@ -107,6 +108,7 @@ def draw(seed: int) -> Drawn:
     def chance(part: float) -> bool:
         return random.random() < part
 
+    features = OF_GROUPS if kind in ("GroupedLinear", "MoE") and chance(0.7) else FEATURES
     dtype = random.choice(DTYPES)
     drawn = Drawn(
         kind=kind,
@@ -114,7 +116,7 @@ def draw(seed: int) -> Drawn:
         quantized=chance(0.5),
         dtype=dtype,
         input_dtype=dtype if chance(0.85) else random.choice(DTYPES),
-        sizes=(random.choice(FEATURES), random.choice(FEATURES)),
+        sizes=(random.choice(features), random.choice(features)),
         rows=random.choice(ROWS),
         lead=(random.choice((1, 2, 3)),) if chance(0.3) else (),
         amp=chance(0.1),

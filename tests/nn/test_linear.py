@@ -58,18 +58,6 @@ def test_products_are_those_of_the_quantized_operands(case: Any, rows: int) -> N
     assert relative_error(grad_b, grad.double().sum(0)) < 1e-6
 
 
-@pytest.mark.parametrize("features", [(136, 80), (80, 136), (72, 40)], ids=str)
-@pytest.mark.parametrize("name", ["block", "nvfp4", "nvfp4_plain", "hybrid"])
-def test_rows_that_do_not_fit_are_padded_alike_whatever_the_features(name: str, features: tuple[int, int]) -> None:
-    module, made_by, rows = te.Linear(*features), CASES[name].recipe, 33
-    x, grad = normal(rows, features[0]), normal(rows, features[1], seed=2)
-    got = step(module, made_by, x, grad)
-    more = (0, 0, 0, 128 - rows)
-    want = step(module, made_by, F.pad(x, more), F.pad(grad, more))
-    for label, a, b in zip(("y", "dx", "dw", "db"), got, want, strict=True):
-        assert relative_error(a, b[: len(a)]) < 1e-6, label
-
-
 @every_recipe
 def test_products_are_close_to_exact_ones(case: Any) -> None:
     module, x = make(None, params_dtype=torch.bfloat16), normal(200, IN, dtype=torch.bfloat16)

@@ -180,3 +180,32 @@ def test_columns_that_groups_do_not_take_are_padded(rows: int) -> None:
     out.sum().backward()
     assert out.shape == (rows, 30)
     assert all(grad.isfinite().all() and grad.any() for grad in (x.grad, module.weight.grad, module.bias.grad))
+
+
+@pytest.mark.parametrize("features", [(136, 80), (80, 136), (72, 40)], ids=str)
+@pytest.mark.parametrize("name", ["block", "nvfp4", "nvfp4_plain", "hybrid"])
+def test_both_operands_are_padded_alike_whatever_the_features(name: str, features: tuple[int, int]) -> None:
+    module, rows = te.Linear(*features), 33
+    generator = torch.Generator().manual_seed(1)
+    x, grad = (torch.randn(rows, extent, generator=generator) for extent in features)
+    passes = []
+    for more in (0, TILE - rows):
+        given = F.pad(x, (0, 0, 0, more)).requires_grad_()
+        module.zero_grad()
+        with te.autocast(recipe=CASES[name].recipe):
+            out = module(given)
+        out.backward(F.pad(grad, (0, 0, 0, more)))
+        passes.append((out.detach()[:rows], given.grad[:rows], module.weight.grad, module.bias.grad))
+    for label, got, want in zip(("y", "dx", "dw", "db"), *passes, strict=True):
+        assert relative_error(got, want) < 1e-6, label
+
+
+def test_a_weight_that_is_exchanged_may_have_other_features() -> None:
+    module, made_by = te.Linear(128, 128, bias=False), recipe.NVFP4BlockScaling(disable_rht=True)
+    for features in (128, 136, 96):
+        module.weight = torch.nn.Parameter(torch.randn(features, features))
+        for rows in (33, 64):
+            with te.autocast(recipe=made_by):
+                out = module(torch.randn(rows, features))
+            out.sum().backward()
+            assert module.weight.grad.isfinite().all()

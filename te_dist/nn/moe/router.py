@@ -72,6 +72,7 @@ class TopKRouter(nn.Module):
     expert_bias: Tensor | None
     tokens_per_expert: Tensor | None
     last_aux_loss: Tensor | None
+    _passes: int = 0  # that counted since the last `update_expert_biases`, but for compiled ones
 
     def __init__(
         self,
@@ -86,7 +87,6 @@ class TopKRouter(nn.Module):
         self.routing = routing
         self.aux_loss_scale = 1.0
         self.last_aux_loss = None
-        self._passes = 0  # since the last `update_expert_biases`, but for compiled ones
         self.weight = nn.Parameter(torch.empty(routing.num_experts, hidden_size, dtype=params_dtype, device=device))
         bias = torch.empty(routing.num_experts, dtype=torch.float32, device=device)
         self.register_buffer("expert_bias", bias if routing.bias_update_rate > 0 else None)
@@ -99,6 +99,7 @@ class TopKRouter(nn.Module):
         if self.expert_bias is not None and self.tokens_per_expert is not None:
             self.expert_bias.zero_()
             self.tokens_per_expert.zero_()
+            self._passes = 0
 
     def forward(self, x: Tensor) -> Routed:
         """Experts and probabilities for `x` (T, hidden_size).
@@ -127,7 +128,7 @@ class TopKRouter(nn.Module):
         probabilities, experts, *found = decide(x, weight, self.expert_bias, asked=asked, scale=scale)
         if counts_choices and (total := self.counted(experts.device)) is not None:
             torch.ops.te_dist.add_choices(total, found[0])
-            if not torch.compiler.is_compiling() and not in_backward():
+            if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not in_backward():
                 self._passes += 1
                 forgotten.warn_of_biases(self._passes)
         if has_loss:
@@ -198,10 +199,10 @@ def scale_aux_losses(model: nn.Module, scale: float) -> int:
     Raises:
         TypeError: `scale` is no number.
     """
-    _check_scale(scale)
+    number = _check_scale(scale)
     routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
     for router in routers:
-        router.aux_loss_scale = scale
+        router.aux_loss_scale = number
     return len(routers)
 
 
