@@ -186,8 +186,7 @@ def test_columns_that_groups_do_not_take_are_padded(rows: int) -> None:
 @pytest.mark.parametrize("name", ["block", "nvfp4", "nvfp4_plain", "hybrid"])
 def test_both_operands_are_padded_alike_whatever_the_features(name: str, features: tuple[int, int]) -> None:
     module, rows = te.Linear(*features), 33
-    generator = torch.Generator().manual_seed(1)
-    x, grad = (torch.randn(rows, extent, generator=generator) for extent in features)
+    x, grad = normal(rows, features[0]), normal(rows, features[1], seed=2)
     passes = []
     for more in (0, TILE - rows):
         given = F.pad(x, (0, 0, 0, more)).requires_grad_()
@@ -203,9 +202,9 @@ def test_both_operands_are_padded_alike_whatever_the_features(name: str, feature
 def test_a_weight_that_is_exchanged_may_have_other_features() -> None:
     module, made_by = te.Linear(128, 128, bias=False), recipe.NVFP4BlockScaling(disable_rht=True)
     for features in (128, 136, 96):
-        module.weight = torch.nn.Parameter(torch.randn(features, features))
+        module.weight = torch.nn.Parameter(normal(features, features))
         for rows in (33, 64):
             with te.autocast(recipe=made_by):
-                out = module(torch.randn(rows, features))
+                out = module(normal(rows, features))
             out.sum().backward()
             assert module.weight.grad.isfinite().all()
