@@ -107,7 +107,8 @@ class ColumnParallel(ParallelStyle):
         quantizer = FormatWriter(self.gather_format) if self.gather_format else _input_quantizer(site, local, args[1])
         if quantizer is None:
             return gather_values(local, mesh.get_group(), dim=self.input_layouts.dim, size=size)
-        return _gather_input(quantizer, local, args[1], _cut(local, mesh, self.input_layouts.dim, size), mesh)
+        cut = _cut(local, mesh, self.input_layouts.dim, size)
+        return _gather_input(quantizer, local, cut, mesh, trains=args[1].requires_grad)
 
     def _output(self, out: Tensor, out_features: int, mesh: DeviceMesh) -> Tensor:
         held = Shard(out.dim() - 1)
@@ -194,13 +195,17 @@ class GatherInput(ParallelStyle):
                 "a layer, as query, by whose input quantizer the input is gathered"
             )
         _site_of(layer, type(self).__name__)
-        module.register_forward_pre_hook(lambda _, args: (self._input(layer, args, device_mesh), *args[1:]))
+        module.register_forward_pre_hook(
+            lambda module, args: (self._input(module, layer, args[0], device_mesh), *args[1:])
+        )
         return module
 
-    def _input(self, layer: Any, args: tuple[Any, ...], mesh: DeviceMesh) -> Tensor:
-        local, size = _local(args[0], mesh, self.input_layouts)
+    def _input(self, module: nn.Module, layer: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        local, size = _local(x, mesh, self.input_layouts)
         if quantizer := _input_quantizer(getattr(layer, SITE), local, layer.weight):
-            return _gather_input(quantizer, local, layer.weight, _cut(local, mesh, self.input_layouts.dim, size), mesh)
+            cut = _cut(local, mesh, self.input_layouts.dim, size)
+            trains = any(each.weight.requires_grad for each in (layer, *_column_parallel(module)))
+            return _gather_input(quantizer, local, cut, mesh, trains=trains)
         # The layers sum the gradient of a plain input over ranks themselves.
         return gather_values(local, mesh.get_group(), dim=self.input_layouts.dim, size=size, gradient="part")
 
@@ -280,9 +285,15 @@ def _input_quantizer(site: Any, x: Tensor, weight: Tensor) -> Any:
     return None if plan is None else plan.input
 
 
-def _gather_input(quantizer: Any, x: Tensor, weight: Tensor, cut: SequenceCut, mesh: DeviceMesh) -> QuantizedTensor:
-    """The whole input in the directions that forward and wgrad read."""
-    saves = torch.is_grad_enabled() and weight.requires_grad
+def _column_parallel(module: nn.Module) -> list[Any]:
+    """The layers of `module` of which each rank computes some outputs."""
+    sites = ((layer, getattr(layer, SITE, None)) for layer in module.modules())
+    return [layer for layer, site in sites if isinstance(getattr(site, "placed", None), ColumnPlacement)]
+
+
+def _gather_input(quantizer: Any, x: Tensor, cut: SequenceCut, mesh: DeviceMesh, *, trains: bool) -> QuantizedTensor:
+    """The whole input in the directions that forward reads, and wgrad where it `trains` a weight."""
+    saves = torch.is_grad_enabled() and trains
     directions = (Direction.ROWWISE, Direction.COLUMNWISE) if saves else (Direction.ROWWISE,)
     return gather_by(Quantization.now(quantizer, directions), x, group=mesh.get_group(), cut=cut)
 

@@ -298,9 +298,7 @@ def check_refusals(rank: int, world: int) -> None:
     recipe = NVFP4BlockScaling()
     with te.quantized_model_init(recipe=recipe):
         odd = te.Linear(64, 64, name="blocks.3.down")
-        narrow = (
-            te.Linear(world * 15 - 1 + world % 2, 64, name="odd") if False else te.Linear(6, 64, name="blocks.3.up")
-        )
+        narrow = te.Linear(6, 64, name="blocks.3.up")
     with Traffic() as traffic:
         with pytest.raises(ValueError, match=r"blocks.3.up.weight: 6 columns over 2 ranks are cut at 0 and 3"):
             RowParallel()._apply(narrow, over)
@@ -345,11 +343,14 @@ class Attention(nn.Module):
         return self.query(x) * self.key(x)
 
 
-def check_gathered_input(rank: int, world: int, recipe_name: str) -> None:
+def check_gathered_input(rank: int, world: int, recipe_name: str, frozen: str) -> None:
     recipe, over = RECIPES[recipe_name], testing.mesh((world,), ("tp",))
     torch.manual_seed(0)
     want, got = Attention(), Attention()
     got.load_state_dict(want.state_dict())
+    if frozen:
+        for attention in (want, got):
+            getattr(attention, frozen).weight.requires_grad_(False)
     parallelize_module(got, over, {"query": ColumnParallel(), "key": ColumnParallel()})
     parallelize_module(got, over, GatherInput("query"))
     x, grad = torch.randn(BATCH, SEQUENCE, K), torch.randn(BATCH, SEQUENCE, HIDDEN)
@@ -359,11 +360,17 @@ def check_gathered_input(rank: int, world: int, recipe_name: str) -> None:
     assert len([s for s in traffic.sent if s.kind == "all_gather"]) == 1
     assert_near(gotten[0], wanted[0].chunk(world, 2)[rank], "output")
     assert_near(gotten[1], wanted[1].chunk(world, 1)[rank], "input gradient")
+    for name, param in got.named_parameters():
+        its = want.get_parameter(name)
+        assert (param.grad is None) == (its.grad is None) == (name == f"{frozen}.weight")
+        if param.grad is not None:
+            assert_near(whole(param.grad), its.grad, name)
 
 
+@pytest.mark.parametrize("frozen", ["", "query", "key"])
 @pytest.mark.parametrize("recipe", ["none", "current", "mx", "nv"])
-def test_an_input_is_gathered_once_for_all_that_take_it(ranks, recipe):
-    ranks(2).run(check_gathered_input, recipe)
+def test_an_input_is_gathered_once_for_all_that_take_it(ranks, recipe, frozen):
+    ranks(2).run(check_gathered_input, recipe, frozen)
 
 
 def check_uneven(rank: int, world: int) -> None:
