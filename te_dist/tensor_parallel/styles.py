@@ -177,6 +177,8 @@ class RowParallel(ParallelStyle):
 class GatherInput(ParallelStyle):
     """Gathers the first input of a module once, quantized, for all the `ColumnParallel` layers in it that take it.
 
+    These take it whole: their `input_layouts` is `Replicate()`, the default.
+
     Args:
         like: name of the layer, below the module, by whose input quantizer it is gathered.
         input_layouts: `Shard(dim)` along which the input is cut; `Shard(1)` by default, of (batch, sequence, K).

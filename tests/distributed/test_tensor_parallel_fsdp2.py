@@ -1,0 +1,99 @@
+"""Tensor and sequence parallelism on one dimension of a mesh, FSDP2 on the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+
+import te_dist as te
+from te_dist import fsdp2, testing
+from te_dist.recipe import Recipe
+from te_dist.tensor import QuantizedTensor
+from te_dist.tensor.placement import local_tensor
+from tests.distributed.test_tensor_parallel import (
+    BATCH,
+    RECIPES,
+    SEQUENCE,
+    SEQUENCE_PARALLEL,
+    K,
+    assert_canonical,
+    assert_near,
+    autocast,
+    make_layer,
+    run,
+    whole,
+)
+
+pytestmark = pytest.mark.gloo_only("its inputs are made on the CPU")
+
+
+def check_two_dimensions(rank: int, world: int, recipe_name: str) -> None:
+    recipe, over = RECIPES[recipe_name], testing.mesh((2, 2), ("dp", "tp"))
+    want, got = (make_layer(recipe, quantized=True) for _ in range(2))
+    parallelize_module(got, over["tp"], {name: style() for name, style in SEQUENCE_PARALLEL.items()})
+    fsdp2.fully_shard(got, mesh=over["dp"])
+    dp, tp = over.get_local_rank("dp"), over.get_local_rank("tp")
+    x, grad = torch.randn(2, BATCH, SEQUENCE, K), torch.randn(2, BATCH, SEQUENCE, K)
+    outputs = []
+    for i in range(2):
+        outputs.append(run(want, x[i], grad[i], autocast(recipe, dist.group.WORLD)))
+    parts = (t[dp].chunk(2, 1)[tp] for t in (x, grad))
+    output, input_gradient = run(got, *parts, autocast(recipe, dist.group.WORLD))
+    assert_near(output, outputs[dp][0].chunk(2, 1)[tp], "output")
+    assert_near(input_gradient, outputs[dp][1].chunk(2, 1)[tp], "input gradient")
+    for (name, a), (_, b) in zip(got.named_parameters(), want.named_parameters(), strict=True):
+        assert_near(whole(a.grad), b.grad / 2, name)
+
+
+@pytest.mark.every_run(recipe=("none", "current", "mx"))
+@pytest.mark.parametrize("recipe", ["none", "current", "block", "mx", "nv"])
+def test_two_dimensional_meshes_compute_what_one_process_does(ranks, recipe):
+    ranks(4).run(check_two_dimensions, recipe)
+
+
+def trained(layer: nn.Module, recipe: Recipe | None, parts, steps: int) -> list[float]:
+    """Losses of this rank while Adam fits a fixed batch."""
+    optimizer = te.optim.FusedAdam(layer.parameters(), lr=2e-3, master_weights=True)
+    losses = []
+    for _ in range(steps):
+        x, target = parts
+        with autocast(recipe, dist.group.WORLD):
+            loss = (layer(x) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def check_training(rank: int, world: int, recipe_name: str) -> None:
+    """Both models start from `materialize`, which makes the same weights for every mesh."""
+    recipe, over = RECIPES[recipe_name], testing.mesh((2, 2), ("dp", "tp"))
+    want, got = (make_layer(recipe, quantized=True) for _ in range(2))
+    parallelize_module(got, over["tp"], {name: style() for name, style in SEQUENCE_PARALLEL.items()})
+    fsdp2.fully_shard(got, mesh=over["dp"])
+    for layer in (want, got):
+        fsdp2.materialize(layer, device="cpu", seed=3)
+    for (name, a), (_, b) in zip(got.named_parameters(), want.named_parameters(), strict=True):
+        local = local_tensor(a)
+        if isinstance(local, QuantizedTensor):
+            region = local.storage.region
+            rows = b.storage.narrow(0, region.rows.start, len(region.rows))
+            assert_canonical(local.storage, rows.narrow(1, region.cols.start, len(region.cols)), name)
+    torch.manual_seed(4)
+    x, target = torch.randn(BATCH, SEQUENCE, K), torch.randn(BATCH, SEQUENCE, K)
+    tp = over.get_local_rank("tp")
+    losses = torch.tensor(trained(got, recipe, [t.chunk(2, 1)[tp] for t in (x, target)], 6))
+    dist.all_reduce(losses, group=over["tp"].get_group())
+    wanted = torch.tensor(trained(want, recipe, (x, target), 6))
+    torch.testing.assert_close(losses / 2, wanted, rtol=2e-3, atol=0)
+    assert wanted[-1] < 0.8 * wanted[0]
+
+
+@pytest.mark.every_run(recipe=("block", "nv"))
+@pytest.mark.parametrize("recipe", ["none", "current", "block", "mx", "nv"])
+def test_training_on_a_two_dimensional_mesh_follows_one_process(ranks, recipe):
+    ranks(4).run(check_training, recipe)
