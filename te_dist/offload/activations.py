@@ -14,6 +14,7 @@ from torch import Tensor
 from te_dist._torch_private import is_traceable_wrapper_subclass
 from te_dist.offload.copies import COPIED, copies_of
 from te_dist.offload.host import parse_bytes
+from te_dist.offload.pace import Pace
 from te_dist.offload.saved import ParkedView, Rebuild, buffers_of, outlives_backward, take_apart
 from te_dist.offload.unit import Extent, Kept, Statistics, Unit, version_of
 
@@ -25,7 +26,7 @@ class Policy:
     Attributes:
         budget: host bytes at most, of all contexts for the device together; None for no bound.
         min_bytes: smaller saved tensors stay.
-        window: device bytes at most that are held for copies on their way, in either direction.
+        window: device bytes that are held for copies on their way, in either direction, at most, or one tensor of more.
     """
 
     budget: int | None
@@ -43,10 +44,16 @@ class Parked:
 
 @dataclass(frozen=True)
 class Stayed:
-    """A saved tensor that stays where it is, and how often it had been written when it was saved."""
+    """A saved tensor that stays where it is.
+
+    Attributes:
+        version: how often it had been written when it was saved.
+        before: what was parked before it.
+    """
 
     tensor: Tensor
     version: int
+    before: weakref.ref[Unit] | None
 
 
 class Session:
@@ -59,21 +66,28 @@ class Session:
     def __init__(self, policy: Policy, device: torch.device | None) -> None:
         self.statistics = Statistics()
         self._policy, self._device = policy, device
+        self._pace = Pace(policy.budget, (policy, device))
         self._units: weakref.WeakKeyDictionary[object, list[weakref.ref[Unit]]] = weakref.WeakKeyDictionary()
+        self._staying: weakref.WeakSet[object] = weakref.WeakSet()  # storages that found no room
         self._leaving: deque[weakref.ref[Unit]] = deque()
-        self._latest: Unit | None = None
+        self._latest: weakref.ref[Unit] | None = None
+
+    def end(self) -> None:
+        """To be called behind a forward pass."""
+        self._pace.end()
 
     def pack(self, tensor: Tensor) -> Parked | Stayed:
         """What the graph shall hold for `tensor`."""
         kept = self._why_kept(tensor)
         if kept is None:
             leaves, rebuild = take_apart(tensor)
-            if self._has_room(leaves):
+            if self._takes(leaves):
                 return Parked(tuple(self._park(leaf) for leaf in leaves), rebuild)
             kept = Kept.BUDGET
+            self._staying.update(leaf.untyped_storage() for leaf in leaves)
         self.statistics.kept[kept] += 1
         # NOTE: the tensor itself would close a cycle with its own node, where that node saves its output.
-        return Stayed(tensor if tensor.grad_fn is None else tensor.detach(), version_of(tensor))
+        return Stayed(tensor if tensor.grad_fn is None else tensor.detach(), version_of(tensor), self._latest)
 
     def unpack(self, saved: Parked | Stayed) -> Tensor:
         """The tensor that was saved."""
@@ -83,36 +97,43 @@ class Session:
                     f"a tensor saved for backward, of shape {tuple(saved.tensor.shape)}, was modified in place since: "
                     f"it is at version {version_of(saved.tensor)}, saved was {saved.version}; modify a clone of it"
                 )
+            self._prefetch(saved.before)
             return saved.tensor
         units = [leaf.unit for leaf in saved.leaves if isinstance(leaf, ParkedView)]
         leaves = [leaf.restore() if isinstance(leaf, ParkedView) else leaf for leaf in saved.leaves]
-        self._prefetch(units)
+        self._prefetch(units[0].before if units else None)
         return saved.rebuild(leaves)
 
     def _why_kept(self, tensor: Tensor) -> Kept | None:
         if outlives_backward(tensor):
             return Kept.PARAMETER
         buffers = buffers_of(tensor)
-        if not all(_is_plain(b) and self._takes(b.device) for b in buffers):
+        if not all(_is_plain(b) and self._is_meant(b.device) for b in buffers):
             return Kept.FOREIGN
         # What lies in a storage that was parked is had for nothing, and would keep it on the device.
         new = [b for b in buffers if b.numel() and self._find(b) is None]
         parked = len(new) < len([b for b in buffers if b.numel()])
         if not parked and sum(len(Extent.of(b)) for b in new) < max(self._policy.min_bytes, 1):
             return Kept.SMALL
-        return None
+        # What lies in a storage that stays would be copied, and free nothing.
+        return Kept.BUDGET if any(b.untyped_storage() in self._staying for b in new) else None
 
-    def _takes(self, device: torch.device) -> bool:
+    def _is_meant(self, device: torch.device) -> bool:
         return device.type in COPIED if self._device is None else device == self._device
 
-    def _has_room(self, leaves: Sequence[Tensor]) -> bool:
-        if self._policy.budget is None:
-            return True
+    def _takes(self, leaves: Sequence[Tensor]) -> bool:
+        """Whether all of `leaves` are parked, by the budget and by [Note: Pace]."""
         extents = {
             (id(leaf.untyped_storage()), Extent.of(leaf)) for leaf in leaves if leaf.numel() and not self._find(leaf)
         }
+        nbytes = sum(len(extent) for _, extent in extents)
+        if not nbytes:
+            return True
         live = sum(copies_of(device).pool.live for device in {leaf.device for leaf in leaves})
-        return live + sum(len(extent) for _, extent in extents) <= self._policy.budget
+        fits = self._policy.budget is None or live + nbytes <= self._policy.budget
+        takes = self._pace.is_due(nbytes) and fits
+        self._pace.taken += nbytes if takes else 0
+        return takes
 
     def _park(self, leaf: Tensor) -> ParkedView | Tensor:
         if not leaf.numel():
@@ -120,8 +141,7 @@ class Session:
         unit = self._find(leaf)
         if unit is None:
             unit = Unit(leaf.detach(), Extent.of(leaf), copies_of(leaf.device), statistics=self.statistics)
-            unit.before = None if self._latest is None else weakref.ref(self._latest)
-            self._latest = unit
+            unit.before, self._latest = self._latest, weakref.ref(unit)
             self._units.setdefault(leaf.untyped_storage(), []).append(weakref.ref(unit))
             if unit.is_copied_aside:
                 self._leaving.append(weakref.ref(unit))
@@ -140,23 +160,26 @@ class Session:
         return None
 
     def _let_go(self) -> None:
-        """Drops the oldest sources, until those that are left fit into the window."""
+        """Drops the oldest sources, until those that are left fit into the window; not the newest, if there is one.
+
+        That may be what backward begins with.
+        """
         held = [unit for r in self._leaving if (unit := r()) is not None and unit.source is not None]
-        total = sum(len(unit.extent) for unit in held)
-        while held and total > self._policy.window:
+        total, fewest = sum(len(unit.extent) for unit in held), min(self._policy.window, 1)
+        while len(held) > fewest and total > self._policy.window:
             unit = held.pop(0)
             total -= len(unit.extent)
             unit.let_go()
         self._leaving = deque(weakref.ref(unit) for unit in held)
 
-    def _prefetch(self, units: Sequence[Unit]) -> None:
-        """Starts copying back what was parked before `units`, up to the window."""
-        ahead, unit = 0, units[0] if units else None
+    def _prefetch(self, latest: weakref.ref[Unit] | None) -> None:
+        """Starts copying back what backward asks for next: `latest` and what was parked before it, up to the window."""
+        ahead, unit = 0, latest() if latest is not None else None
         while unit is not None and ahead < self._policy.window:
-            unit = unit.before() if unit.before is not None else None
-            if unit is not None and unit.is_copied_aside:
+            if unit.is_copied_aside:
                 unit.prefetch()
                 ahead += len(unit.extent)
+            unit = unit.before() if unit.before is not None else None
 
 
 @contextmanager
@@ -170,14 +193,16 @@ def activations(
     """Parks what autograd saves inside this block in host memory until backward asks for it.
 
     Quantized tensors are parked as their canonical fields and rebuilt; plain tensors as they are; tensors that lie in
-    one storage are copied once. Parameters and views of them, small tensors, and what exceeds the budget stay. Results
-    are bit for bit those without it.
+    one storage are copied once. Parameters and views of them, small tensors, and what exceeds the budget stay. From the
+    second pass by one budget on, what is parked lies evenly among what is saved, see [Note: Pace]. Results are bit for
+    bit those without it.
 
     Args:
         budget: host bytes at most, of all such blocks for a device together, as a number or as text ("16GiB").
             None: no bound.
         min_bytes: saved tensors of fewer bytes stay.
-        window: device bytes at most that are held for copies on their way, in either direction (GPU only).
+        window: device bytes that are held for copies on their way, in either direction, at most, or one tensor of more
+            (GPU only).
         device: whose tensors are parked; those of every device by default.
 
     Yields:
@@ -188,6 +213,7 @@ def activations(
     session = Session(policy(budget, min_bytes, window), named)
     with torch.autograd.graph.saved_tensors_hooks(session.pack, session.unpack):
         yield session.statistics
+    session.end()
 
 
 def policy(budget: int | str | None, min_bytes: int | str, window: int | str) -> Policy:

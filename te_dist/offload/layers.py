@@ -1,4 +1,4 @@
-"""`get_cpu_offload_context`: TransformerEngine's name for offloading the activations of the first layers of a model."""
+"""`get_cpu_offload_context`: TransformerEngine's name for offloading the activations of some layers of a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _IMPLIED = {
 
 
 class LayerwiseOffload:
-    """A context to enter once per layer: it offloads the layers that come before `num_layers`.
+    """A context to enter once per layer: it offloads `num_layers` of them, evenly spread, and never the last.
 
     Each layer is `with ctx: y = layer(x)` and `y = ctx.synchronize(y)`; after `model_layers` counting starts again.
     """
@@ -40,7 +40,8 @@ class LayerwiseOffload:
         if self._hooks is not None:
             raise RuntimeError(f"layer {self._layer} was entered twice; call the sync function on each layer's output")
         self._hooks = nullcontext()
-        if self._layer < self._num_layers:
+        last = self._model_layers - 1
+        if self._layer < last and self._layer * self._num_layers % last < self._num_layers:
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self._session.pack, self._session.unpack)
         self._hooks.__enter__()
 
@@ -62,7 +63,7 @@ class LayerwiseOffload:
 def get_cpu_offload_context(
     enabled: bool = False, num_layers: int = 1, model_layers: int = 1, **options: Any
 ) -> tuple[AbstractContextManager[None], Callable[[Tensor], Tensor]]:
-    """(context, sync function) that offload the activations of the first `num_layers` layers of a model.
+    """(context, sync function) that offload the activations of `num_layers` layers of a model, evenly spread.
 
         ctx, sync = get_cpu_offload_context(enabled=True, num_layers=3, model_layers=4)
         for layer in layers:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from te_dist import offload
 from te_dist.catalog import FORMATS
 from te_dist.formats import Region
+from te_dist.offload.activations import Session, policy
 from te_dist.offload.host import pool_of
 from te_dist.tensor import QuantizedTensor, empty
 from te_dist.testing import assert_bitwise
@@ -133,3 +134,19 @@ def test_quantized_tensors_come_back_on_their_device(name):
     for field in format.canonical.fields:
         assert seen[0].storage.buffers[field.name].device == storage.device
         assert_bitwise(seen[0].storage.buffers[field.name], storage.buffers[field.name], field.name)
+
+
+def test_what_was_saved_last_stays_and_the_rest_comes_back_as_backward_begins():
+    size = 4 << 20
+    first, second, third = (torch.full((size,), value, dtype=torch.uint8, device="cuda") for value in (1, 2, 3))
+    where = first.data_ptr(), second.data_ptr()
+    session = Session(policy(2 * size, 0, size * 3 // 2), None)
+    packed = [session.pack(tensor) for tensor in (first, second, third)]
+    units = [leaf.unit for saved in packed[:2] for leaf in saved.leaves]
+    assert [unit.source is None for unit in units] == [True, False]
+    assert session.unpack(packed[2]) is third
+    assert session.statistics.restored == size, "the first is on its way before it is asked for"
+    back = [session.unpack(saved) for saved in packed[1::-1]]
+    assert (back[0].data_ptr() == where[1]) and (back[1].data_ptr() != where[0])
+    for tensor, value in zip(back, (2, 1), strict=True):
+        assert (tensor == value).all()
