@@ -19,7 +19,7 @@ class Kept(Enum):
 
     PARAMETER = "a parameter, a view of one, or another tensor that outlives backward anyway"
     SMALL = "smaller than min_bytes"
-    BUDGET = "the host bytes of the budget are taken"
+    BUDGET = "the budget has no room for it, or is spread over others"
     FOREIGN = "not on the device that is offloaded, or not made of plain strided memory"
 
 
