@@ -21,10 +21,8 @@ from te_dist import fsdp2, testing
 from te_dist.optim import FusedAdam
 from te_dist.tensor_parallel import ColumnParallel, GatherInput, RowParallel, SequenceParallel
 from te_dist.testing import assert_bitwise
-from tests.distributed.test_tensor_parallel import assert_near, whole
+from tests.distributed.test_tensor_parallel import assert_near, normal, whole
 from tests.nn.random_modules import RECIPES
-
-pytestmark = pytest.mark.gloo_only("its inputs are made on the CPU")
 
 FEW, TOGETHER, WORLD = 3, 15, 4
 BLOCKS = [block if block < FEW else pytest.param(block, marks=pytest.mark.exhaustive) for block in range(40)]
@@ -134,7 +132,7 @@ def build(drawn: Drawn) -> Layer:
     """The same values on every rank."""
     torch.manual_seed(0)
     made_by = RECIPES[drawn.recipe] if drawn.quantized else None
-    with te.quantized_model_init(enabled=made_by is not None, recipe=made_by):
+    with te.quantized_model_init(enabled=made_by is not None, recipe=made_by), testing.device():
         layer = Layer(drawn)
     if frozen := getattr(layer.maps, drawn.frozen or "none", None):
         frozen.weight.requires_grad_(False)
@@ -160,11 +158,10 @@ def trained(layer: Layer, part: Callable[[Tensor], Tensor], steps: int) -> list[
     """Of each step, outputs and gradients."""
     drawn, made_by, found = layer.drawn, RECIPES[layer.drawn.recipe], []
     optimizer = FusedAdam(layer.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
+    for step in range(steps):
         its: dict[str, Tensor] = {}
         for number in range(drawn.passes):
-            x, grad = (part(torch.randn(*drawn.shape, drawn.sizes[0], generator=generator)) for _ in range(2))
+            x, grad = (part(normal(*drawn.shape, drawn.sizes[0], seed=10 * step + 2 * number + i)) for i in range(2))
             x = x.clone().requires_grad_()
             if drawn.syncs_last and hasattr(layer, "set_requires_gradient_sync"):
                 layer.set_requires_gradient_sync(number == drawn.passes - 1)

@@ -23,11 +23,10 @@ from tests.distributed.test_tensor_parallel import (
     assert_near,
     autocast,
     make_layer,
+    normal,
     run,
     whole,
 )
-
-pytestmark = pytest.mark.gloo_only("its inputs are made on the CPU")
 
 
 def check_two_dimensions(rank: int, world: int, recipe_name: str) -> None:
@@ -36,7 +35,7 @@ def check_two_dimensions(rank: int, world: int, recipe_name: str) -> None:
     parallelize_module(got, over["tp"], {name: style() for name, style in SEQUENCE_PARALLEL.items()})
     fsdp2.fully_shard(got, mesh=over["dp"])
     dp, tp = over.get_local_rank("dp"), over.get_local_rank("tp")
-    x, grad = torch.randn(2, BATCH, SEQUENCE, K), torch.randn(2, BATCH, SEQUENCE, K)
+    x, grad = (normal(2, BATCH, SEQUENCE, K, seed=seed) for seed in (1, 2))
     outputs = []
     for i in range(2):
         outputs.append(run(want, x[i], grad[i], autocast(recipe, dist.group.WORLD)))
@@ -76,19 +75,18 @@ def check_training(rank: int, world: int, recipe_name: str) -> None:
     parallelize_module(got, over["tp"], {name: style() for name, style in SEQUENCE_PARALLEL.items()})
     fsdp2.fully_shard(got, mesh=over["dp"])
     for layer in (want, got):
-        fsdp2.materialize(layer, device="cpu", seed=3)
+        fsdp2.materialize(layer, device=testing.device(), seed=3)
     for (name, a), (_, b) in zip(got.named_parameters(), want.named_parameters(), strict=True):
         local = local_tensor(a)
         if isinstance(local, QuantizedTensor):
             region = local.storage.region
             rows = b.storage.narrow(0, region.rows.start, len(region.rows))
             assert_canonical(local.storage, rows.narrow(1, region.cols.start, len(region.cols)), name)
-    torch.manual_seed(4)
-    x, target = torch.randn(BATCH, SEQUENCE, K), torch.randn(BATCH, SEQUENCE, K)
+    x, target = (normal(BATCH, SEQUENCE, K, seed=seed) for seed in (4, 5))
     tp = over.get_local_rank("tp")
-    losses = torch.tensor(trained(got, recipe, [t.chunk(2, 1)[tp] for t in (x, target)], 6))
+    losses = torch.tensor(trained(got, recipe, [t.chunk(2, 1)[tp] for t in (x, target)], 6), device=x.device)
     dist.all_reduce(losses, group=over["tp"].get_group())
-    wanted = torch.tensor(trained(want, recipe, (x, target), 6))
+    wanted = torch.tensor(trained(want, recipe, (x, target), 6), device=x.device)
     torch.testing.assert_close(losses / 2, wanted, rtol=2e-3, atol=0)
     assert wanted[-1] < 0.8 * wanted[0]
 

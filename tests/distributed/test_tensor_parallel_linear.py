@@ -19,9 +19,7 @@ from te_dist.recipe import (
     Recipe,
 )
 from te_dist.tensor_parallel import ColumnParallel, RowParallel
-from tests.distributed.test_tensor_parallel import assert_near, whole
-
-pytestmark = pytest.mark.gloo_only("its inputs are made on the CPU")
+from tests.distributed.test_tensor_parallel import assert_near, normal, whole
 
 BATCH, SEQUENCE, WIDTH = 2, 32, 96
 STYLES = {
@@ -70,14 +68,14 @@ def results(linear: nn.Module, x: Tensor, grad: Tensor, made_by: Recipe) -> dict
 def check_linear(rank: int, world: int, style: str, frozen: str) -> None:
     kind, options, cut_in, cut_out = STYLES[style]
     over = testing.mesh((world,), ("tp",))
-    x, grad = (torch.randn(BATCH, SEQUENCE, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
-    x *= torch.logspace(-2, 2, WIDTH)  # ranks hold values of unlike sizes
+    x, grad = (normal(BATCH, SEQUENCE, WIDTH, seed=seed) for seed in (1, 2))
+    x *= torch.logspace(-2, 2, WIDTH, device=x.device)  # ranks hold values of unlike sizes
     for name, made_by in RECIPES.items():
         for returns in (False, True):
             both = []
             for is_cut in (False, True):
                 torch.manual_seed(0)
-                linear = te.Linear(WIDTH, WIDTH, return_bias=returns)
+                linear = te.Linear(WIDTH, WIDTH, return_bias=returns, device=testing.device())
                 if is_cut:
                     parallelize_module(linear, over, kind(**options))
                 if frozen in ("weight", "bias"):
@@ -104,10 +102,11 @@ def check_no_rows(rank: int, world: int, shape: tuple[int, ...]) -> None:
     """A batch that a loader ends with, or a part of a sequence that has no token."""
     over = testing.mesh((world,), ("tp",))
     for name, made_by in {**RECIPES, "block": Float8BlockScaling(), "mxfp8": MXFP8BlockScaling()}.items():
-        block = nn.Sequential(te.Linear(WIDTH, 128), te.Linear(128, WIDTH))
+        with testing.device():
+            block = nn.Sequential(te.Linear(WIDTH, 128), te.Linear(128, WIDTH))
         plan = {"0": ColumnParallel(input_layouts=Shard(1)), "1": RowParallel(output_layouts=Shard(1))}
         parallelize_module(block, over, plan)
-        x = torch.zeros(shape, requires_grad=True)
+        x = torch.zeros(shape, device=testing.device(), requires_grad=True)
         with te.autocast(recipe=made_by):
             out = block(x)
         out.sum().backward()

@@ -1,0 +1,233 @@
+"""How fast are blocks over the ranks of tensor and sequence parallelism, beside torch's own styles in bf16?
+
+    torchrun --standalone --nproc-per-node 4 -m benchmarks.tensor_parallel_cuda --out benchmarks/results
+
+Forward and backward of some Llama-shaped blocks whose sequence is cut between the maps: of torch in bf16 by
+`ColwiseParallel`, `RowwiseParallel` and `SequenceParallel`, of te_dist by the styles of `te_dist.tensor_parallel`,
+whose inputs are gathered quantized, once for all the maps that read them. Weights of te_dist are quantized; norms,
+rotary embedding, attention and activation are the same code. All run by turns; times are those of the slowest rank,
+medians. Bytes are what a rank hands to collectives in a step, as `te_dist.tensor.traffic.Traffic` counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor.parallel as torch_styles
+import torch.nn.functional as F
+import tyro
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.nn.attention import sdpa_kernel
+
+import te_dist as te
+from benchmarks.decoder import LLAMA, Rotary, Shape, rotary_table, rotate
+from benchmarks.linear_cuda import RECIPES
+from benchmarks.report import Report, number, text
+from benchmarks.training_cuda import BACKENDS, over_ranks
+from te_dist import recipe
+from te_dist.tensor.traffic import Traffic
+from te_dist.tensor_parallel import ColumnParallel, GatherInput, RowParallel, SequenceParallel
+
+WARM_STEPS = 4
+Plan = dict[str, ParallelStyle]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line: a step in ms, torch's over it, and MiB handed to collectives."""
+
+    label: str
+    step: float
+    speedup: float
+    gathered: float
+    reduced: float
+
+
+class Attention(nn.Module):
+    """Causal attention of this rank's heads."""
+
+    def __init__(self, shape: Shape, linear: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.width = shape.width
+        self.query = linear(shape.hidden, shape.attended, bias=False)
+        self.key = linear(shape.hidden, shape.kv_heads * shape.width, bias=False)
+        self.value = linear(shape.hidden, shape.kv_heads * shape.width, bias=False)
+        self.out = linear(shape.attended, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor, table: Rotary) -> Tensor:
+        """`x`: (B, S, hidden)."""
+        query, key, value = (each(x).unflatten(-1, (-1, self.width)) for each in (self.query, self.key, self.value))
+        query, key, value = (t.transpose(1, 2) for t in (rotate(query, table), rotate(key, table), value))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU of this rank's columns."""
+
+    def __init__(self, shape: Shape, linear: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.gate = linear(shape.hidden, shape.ffn, bias=False)
+        self.up = linear(shape.hidden, shape.ffn, bias=False)
+        self.down = linear(shape.ffn, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x`: (B, S, hidden)."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Attention and what follows it; between them a rank has its part of the sequence."""
+
+    def __init__(self, shape: Shape, *, linear: Callable[..., nn.Module], norm: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = norm(shape.hidden), Attention(shape, linear)
+        self.ffn_norm, self.ffn = norm(shape.hidden), FeedForward(shape, linear)
+
+    def forward(self, x: Tensor, table: Rotary) -> Tensor:
+        """`x`: (B, S / ranks, hidden)."""
+        x = x + self.attention(self.attention_norm(x), table)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+def torch_plan() -> Plan:
+    """Torch's styles."""
+    whole = {"desired_input_layouts": (Replicate(),)}
+    column, row = torch_styles.ColwiseParallel, torch_styles.RowwiseParallel
+    return {
+        "attention_norm": torch_styles.SequenceParallel(use_local_output=True),
+        "attention": torch_styles.PrepareModuleInput(
+            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+        ),
+        "attention.query": column(),
+        "attention.key": column(),
+        "attention.value": column(),
+        "attention.out": row(output_layouts=Shard(1)),
+        "ffn_norm": torch_styles.SequenceParallel(use_local_output=True),
+        "ffn": torch_styles.PrepareModuleInput(input_layouts=(Shard(1),), **whole),
+        "ffn.gate": column(),
+        "ffn.up": column(),
+        "ffn.down": row(output_layouts=Shard(1)),
+    }
+
+
+def own_plan() -> Plan:
+    """te_dist's."""
+    return {
+        "attention_norm": SequenceParallel(),
+        "attention": GatherInput("query"),
+        "attention.query": ColumnParallel(),
+        "attention.key": ColumnParallel(),
+        "attention.value": ColumnParallel(),
+        "attention.out": RowParallel(output_layouts=Shard(1)),
+        "ffn_norm": SequenceParallel(),
+        "ffn": GatherInput("gate"),
+        "ffn.gate": ColumnParallel(),
+        "ffn.up": ColumnParallel(),
+        "ffn.down": RowParallel(output_layouts=Shard(1)),
+    }
+
+
+class Step:
+    """Forward and backward of blocks, of one recipe or of torch."""
+
+    def __init__(self, made_by: recipe.Recipe | None, mesh: DeviceMesh, *, length: int, layers: int) -> None:
+        self.made_by, self.group = made_by, mesh.get_group()
+        linear: Any = nn.Linear if made_by is None else te.Linear
+        norm: Any = nn.RMSNorm if made_by is None else te.RMSNorm
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with te.quantized_model_init(enabled=made_by is not None, recipe=made_by), torch.device("cuda"):
+                self.blocks = nn.ModuleList(Block(LLAMA, linear=linear, norm=norm) for _ in range(layers))
+        finally:
+            torch.set_default_dtype(before)
+        for block in self.blocks:
+            parallelize_module(block, mesh, torch_plan() if made_by is None else own_plan())
+        own = 1, length // mesh.size(), LLAMA.hidden
+        self.x, self.grad = (torch.randn(own, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        self.table = rotary_table(LLAMA, length, torch.device("cuda"))
+
+    def __call__(self) -> None:
+        """Gradients are dropped."""
+        x = self.x.requires_grad_()
+        with te.autocast(enabled=self.made_by is not None, recipe=self.made_by, amax_reduction_group=self.group):
+            for block in self.blocks:
+                x = block(x, self.table)
+        x.backward(self.grad)
+        self.blocks.zero_grad()
+        self.x.grad = None
+
+
+def times_of(steps: list[Step], repeats: int) -> list[float]:
+    """Milliseconds of each, by turns."""
+    found: list[list[float]] = [[] for _ in steps]
+    for turn in range(WARM_STEPS + repeats):
+        for times, step in zip(found, steps, strict=True):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            dist.barrier()
+            begin.record()
+            step()
+            end.record()
+            torch.cuda.synchronize()
+            if turn >= WARM_STEPS:
+                times.append(begin.elapsed_time(end))
+    return [over_ranks(sorted(times)[len(times) // 2]) for times in found]
+
+
+def rows(names: tuple[str, ...], mesh: DeviceMesh, *, length: int, layers: int, repeats: int) -> Iterator[Row]:
+    """Torch's line, and one for each recipe."""
+    chosen = [None, *(RECIPES[name] for name in names)]
+    steps = [Step(made_by, mesh, length=length, layers=layers) for made_by in chosen]
+    times = times_of(steps, repeats)
+    for name, step, time in zip(("torch bf16", *names), steps, times, strict=True):
+        with Traffic() as traffic:
+            step()
+        gathered = traffic.nbytes("all_gather") / 2**20
+        yield Row(name, time, times[0] / time, gathered, traffic.nbytes() / 2**20 - gathered)
+
+
+def main(
+    out: Path | None = None,
+    recipes: tuple[str, ...] = ("block", "current", "delayed"),
+    length: int = 8192,
+    layers: int = 4,
+    repeats: int = 15,
+) -> None:
+    """Prints a table of one sequence of this `length`; writes it as Markdown and JSON."""
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    report = Report(
+        "tensor_parallel_cuda",
+        "Tensor and sequence parallelism",
+        f"{layers} blocks of {LLAMA}, one sequence of {length} cut over all GPUs. A step is a forward and a backward "
+        "pass; MiB that a rank hands to collectives that gather, and to those that add.",
+        {
+            "": text("label"),
+            "step ms": number("step", 1),
+            "torch's over it": number("speedup", 2),
+            "gathered MiB": number("gathered"),
+            "added MiB": number("reduced"),
+        },
+    )
+    with sdpa_kernel(BACKENDS, set_priority=True), torch.autograd.set_multithreading_enabled(False):
+        found = rows(recipes, mesh, length=length, layers=layers, repeats=repeats)
+        if dist.get_rank() == 0:
+            report.publish(found, out, facts={"GPUs": str(mesh.size())})
+        else:
+            list(found)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
