@@ -164,6 +164,10 @@ class QuantizedTensor(torch.Tensor):
         """Raises, as `numpy`."""
         raise self._no_array("tolist")
 
+    def __dlpack__(self, **_: Any) -> NoReturn:
+        """Raises, as `numpy`: what takes it would read memory that is not there."""
+        raise self._no_array("__dlpack__")
+
     def _no_array(self, op: str) -> RuntimeError:
         return RuntimeError(
             f"{op} of a quantized tensor of {tuple(self.shape)}: got codes and scales in several buffers, wanted "
@@ -255,6 +259,10 @@ class OpTable:
         """What the handler of `func` returns; raises NotImplementedError where there is none."""
         handler = self._handlers.get(func)
         if handler is None:
+            # In inference mode what is made of other ops comes as it is.
+            out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
             raise NotImplementedError(
                 f"{func} is not defined on a quantized tensor. Call .dequantize() where a copy in high precision is "
                 f"meant; products of matrices belong to te_dist.Linear (te_dist.convert exchanges torch's); "

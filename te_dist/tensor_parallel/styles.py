@@ -14,6 +14,7 @@ scales of the whole, so that a sharded model multiplies the same bytes as an uns
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from te_dist.formats import Direction, Format
+from te_dist.kernels.runtime import is_recording
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor_parallel.cuts import SequenceCut, spans
 from te_dist.tensor_parallel.cutting import ColumnPlacement, RowPlacement, cut_parameter
@@ -63,8 +65,8 @@ class ColumnParallel(ParallelStyle):
         gather_format: Format | None = None,
     ) -> None:
         super().__init__()
-        self.input_layouts = input_layouts or Replicate()
-        self.output_layouts = output_layouts or Shard(-1)
+        self.input_layouts = _layout("input_layouts", input_layouts, Replicate())
+        self.output_layouts = _layout("output_layouts", output_layouts, Shard(-1))
         self.use_local_output = use_local_output
         self.gather_format = gather_format
 
@@ -84,8 +86,11 @@ class ColumnParallel(ParallelStyle):
             module.register_forward_pre_hook(lambda _, args: (self._part(args[0], device_mesh), *args[1:]))
         if others and isinstance(self.input_layouts, Shard):
             sum_gradients(module, others, device_mesh)
-        site.register_forward_pre_hook(lambda site, args: (self._input(site, args, device_mesh), *args[1:]))
-        site.register_forward_hook(lambda site, args, out: self._output(out, out_features, device_mesh))
+        _hook(
+            site,
+            before=lambda args: (self._input(site, args, device_mesh), *args[1:]),
+            behind=lambda args, out: self._output(out, out_features, device_mesh),
+        )
         return module
 
     def _part(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -138,8 +143,8 @@ class RowParallel(ParallelStyle):
         use_local_output: bool = True,
     ) -> None:
         super().__init__()
-        self.input_layouts = input_layouts or Shard(-1)
-        self.output_layouts = output_layouts or Replicate()
+        self.input_layouts = _layout("input_layouts", input_layouts, Shard(-1))
+        self.output_layouts = _layout("output_layouts", output_layouts, Replicate())
         self.use_local_output = use_local_output
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
@@ -155,8 +160,11 @@ class RowParallel(ParallelStyle):
         site.placed = RowPlacement(parts, device_mesh.get_group())
         if module.bias is not None and isinstance(self.output_layouts, Shard):
             sum_gradients(module, [BIAS], device_mesh)  # each rank adds it to its part, or returns it for that
-        site.register_forward_pre_hook(lambda site, args: (self._input(args[0], device_mesh), args[1]))
-        site.register_forward_hook(lambda site, args, out: self._output(module, args, out, device_mesh))
+        _hook(
+            site,
+            before=lambda args: (self._input(args[0], device_mesh), args[1]),
+            behind=lambda args, out: self._output(module, args, out, device_mesh),
+        )
         return module
 
     def _input(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -239,6 +247,24 @@ def sum_gradients(module: nn.Module, names: list[str], mesh: DeviceMesh) -> None
     kept: list[dict[str, Any]] = []
     module.register_forward_pre_hook(replace)
     module.register_forward_hook(put_back, always_call=True)
+
+
+def _layout(name: str, given: Any, default: Placement) -> Placement:
+    """`given`, or the default where that is None; raises TypeError where it is no placement."""
+    if given is not None and not isinstance(given, Placement):
+        raise TypeError(f"{name}: got {given!r}, wanted a placement of torch.distributed.tensor, as Shard(1)")
+    return default if given is None else given
+
+
+def _hook(
+    site: nn.Module,
+    *,
+    before: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+    behind: Callable[[tuple[Any, ...], Tensor], Tensor],
+) -> None:
+    """Surrounds what a site computes. A rehearsal sends nothing, see [Note: Kernels ahead of time]."""
+    site.register_forward_pre_hook(lambda _, args: None if is_recording() else before(args))
+    site.register_forward_hook(lambda _, args, out: None if is_recording() else behind(args, out))
 
 
 def _site_of(module: nn.Module, style: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from itertools import product
 
 import pytest
 import torch
@@ -261,6 +262,12 @@ def check_layer(rank: int, world: int, recipe_name: str, plan: str) -> None:
             for (name, a), (_, b) in zip(got.named_parameters(), want.named_parameters(), strict=True):
                 assert_near(whole(a.grad), b.grad, name)
                 a.grad = b.grad = None
+        with autocast(recipe, over.get_group()):
+            outs = []
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode():
+                    outs.append(got(part(x)))
+        assert_bitwise(outs[1], outs[0], "output in inference mode")
 
 
 @pytest.mark.each_value
@@ -307,6 +314,9 @@ def check_refusals(rank: int, world: int) -> None:
             ColumnParallel()._apply(odd, over)
         with pytest.raises(ValueError, match="got torch's Linear; exchange torch's by te_dist.convert"):
             ColumnParallel()._apply(nn.Linear(4, 4), over)
+        for style, keyword in product((ColumnParallel, RowParallel), ("input_layouts", "output_layouts")):
+            with pytest.raises(TypeError, match=rf"{keyword}: got 'Shard\(1\)', wanted a placement"):
+                style(**{keyword: "Shard(1)"})
         with pytest.raises(ValueError, match="normalizes its input"):
             RowParallel()._apply(te.LayerNormLinear(64, 64), over)
         with pytest.raises(ValueError, match=r"GatherInput\('x'\).*below the Attention, wanted the name of a layer"):

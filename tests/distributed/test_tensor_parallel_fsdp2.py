@@ -10,11 +10,14 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import te_dist as te
 from te_dist import fsdp2, testing
+from te_dist.fsdp2.ahead import kernels_of
 from te_dist.recipe import Recipe
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
+from te_dist.tensor.traffic import Traffic
 from tests.distributed.test_tensor_parallel import (
     BATCH,
+    PLANS,
     RECIPES,
     SEQUENCE,
     SEQUENCE_PARALLEL,
@@ -51,6 +54,22 @@ def check_two_dimensions(rank: int, world: int, recipe_name: str) -> None:
 @pytest.mark.parametrize("recipe", ["none", "current", "block", "mx", "nv"])
 def test_two_dimensional_meshes_compute_what_one_process_does(ranks, recipe):
     ranks(4).run(check_two_dimensions, recipe)
+
+
+def check_rehearsal(rank: int, world: int, recipe_name: str, plan: str) -> int:
+    over = testing.mesh((world,), ("tp",))
+    layer = make_layer(RECIPES[recipe_name], quantized=True)
+    parallelize_module(layer, over, {name: style() for name, style in PLANS[plan].items()})
+    with Traffic() as traffic:
+        kernels = kernels_of(layer)
+    assert not traffic.sent
+    return len(kernels)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("recipe", ["current", "block", "nv", "hybrid"])
+def test_kernels_of_parts_are_known_before_they_run_and_nothing_is_sent(ranks, recipe, plan):
+    assert min(ranks(2).run(check_rehearsal, recipe, plan)) > 5
 
 
 def trained(layer: nn.Module, recipe: Recipe | None, parts, steps: int) -> list[float]:

@@ -111,9 +111,36 @@ def test_parameters_are_told_apart_by_address(name: str) -> None:
 
 
 @every_format
+def test_ops_of_ops_are_the_same_in_inference_mode(name: str) -> None:
+    weight = Holder(name).weight
+    calls = (
+        weight.float,
+        lambda: weight.to(torch.bfloat16),
+        lambda: weight.view_as(weight),
+        lambda: weight.reshape(SHAPE),
+        lambda: weight.expand_as(weight),
+        lambda: weight.type_as(torch.ones(1)),
+        lambda: weight.chunk(1)[0],
+        lambda: weight.narrow(0, 0, SHAPE[0]),
+        lambda: Holder(name).to("cpu").weight,
+    )
+    for call in calls:
+        with torch.no_grad():
+            want = call()
+        with torch.inference_mode():
+            got = call()
+        assert type(got) is type(want) and got.dtype == want.dtype and got.shape == want.shape
+        assert_same_bytes(got, want, "in inference mode")
+    with torch.inference_mode(), pytest.raises(NotImplementedError, match="aten.* is not defined on a quantized"):
+        torch.nn.functional.linear(torch.ones(1, SHAPE[1]), weight)
+
+
+@every_format
 def test_what_is_no_quantized_tensor_says_how_to_get_values(name: str) -> None:
     weight = quantize(signed(dtype=torch.float32), FORMATS[name])
-    for call, op in ((weight.numpy, "numpy"), (lambda: np.asarray(weight), "numpy"), (weight.tolist, "tolist")):
+    exchanged = ((lambda: torch.from_dlpack(weight), "__dlpack__"), (lambda: np.from_dlpack(weight), "__dlpack__"))
+    arrays = (weight.numpy, "numpy"), (lambda: np.asarray(weight), "numpy"), (weight.tolist, "tolist")
+    for call, op in (*arrays, *exchanged):
         with pytest.raises(RuntimeError, match=rf"{op} of a quantized tensor.*call \.dequantize\(\)\.{op}\(\)"):
             call()
     for part in (lambda: weight[0], lambda: weight[0, 0], lambda: weight[:, 0], lambda: list(weight)):

@@ -116,6 +116,12 @@ def steps(rank: int, world: int, name: str, sizes: tuple[int, int], capacity: in
     found["after"] = whole_bytes(model)
     found["bias"] = model.moe.router.expert_bias.cpu()
     found["dropped"] = None if model.moe.dropped is None else int(model.moe.dropped)
+    model.eval()
+    outs = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), te.autocast(enabled=made_by is not None, recipe=made_by):
+            outs.append(model(x))
+    assert_bitwise(outs[1], outs[0], "output in inference mode")
     return found
 
 
