@@ -13,11 +13,9 @@ same kind; the first time where most of the latest tapes were played, and much l
 were recorded or played last: shapes that do not come again have none. Layers of a model share theirs, since nearly all
 that one of them is given comes again in the next.
 
-Collectives that parts of tensors are quantized and gathered by are recorded too, and waited for when they are played.
-
-A tape stays blank, and its function always runs in the ordinary way, where something else happened: another collective,
-a tensor from elsewhere, an address that no tensor of the function holds. Tensors that overlap, CPU tensors, subclasses
-of tensors (those of compilers among them) and blocks in which torch's dispatch is watched are not recorded at all.
+A tape stays blank, and its function always runs in the ordinary way, where something else happened: a collective, a
+tensor from elsewhere, an address that no tensor of the function holds. Tensors that overlap, CPU tensors, subclasses of
+tensors (those of compilers among them) and blocks in which torch's dispatch is watched are not recorded at all.
 """
 
 from __future__ import annotations
@@ -49,7 +47,6 @@ _QUICK = {  # the same without a look-up of overloads
     torch.ops.aten.select.int: Tensor.select,
 }
 _EMPTY = torch.ops.aten.empty.memory_format
-_COLLECTIVES = {"c10d::allreduce_", "c10d::_allgather_base_"}  # which write into an argument
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # without autograd, their argument itself
 
 Program = _C.cuda.Program
@@ -167,17 +164,6 @@ class _Call(NamedTuple):
                 slots[slot] = tensor
 
 
-class _Waited(NamedTuple):
-    """A collective, and the wait of the current stream for it."""
-
-    op: Any
-
-    def __call__(self, *args: Any) -> None:
-        *_, work = self.op(*args)
-        if work is not None:
-            work.wait()
-
-
 class _View(NamedTuple):
     """A call of an op in `_QUICK` of one tensor, which autocast has nothing to do with."""
 
@@ -278,8 +264,6 @@ class _Recorder(QuickDispatchMode):
         out = func(*args, **kwargs)
         if func is _EMPTY and out.is_contiguous():
             self._record_allocation(out)
-        elif func.namespace == "c10d" and func.name() in _COLLECTIVES:
-            self._steps.append(_Call(_Waited(func), self._by_slot(list(args)), {}, [], writes=True))
         elif func.namespace != "te_dist":  # the launches of its ops are recorded
             made = list(out) if isinstance(out, tuple | list) else [] if out is None else [out]
             known = func.namespace == "aten" and all(kind in PLAIN for kind in types)

@@ -208,10 +208,6 @@ class _Reduction:
     ) -> None:
         self._amaxes, self._groups = amaxes, groups
         self._sizes = [(owner, each.size) for owner, each in zip(owners, slots, strict=True)]
-        self._is_dense = all(each.size == each.num_amaxes == 1 for each in slots)  # one amax of each matrix
-        if self._is_dense:
-            self._agreed = amaxes[: len(slots)]
-            return
         own, slot, start, size = [], [], 0, 0
         for each in slots:
             own.append(each.own + start)
@@ -223,16 +219,14 @@ class _Reduction:
 
     def run(self) -> None:
         """Collective."""
-        if not self._is_dense:
-            torch.index_select(self._amaxes, 0, self._own, out=self._found)
-            self._agreed.zero_().index_copy_(0, self._slot, self._found)
+        torch.index_select(self._amaxes, 0, self._own, out=self._found)
+        self._agreed.zero_().index_copy_(0, self._slot, self._found)
         if not self._amaxes.is_meta:  # a rehearsal launches what every rank launches, and sends nothing
             for group in self._groups:
                 dist.all_reduce(self._agreed, dist.ReduceOp.MAX, group=group)
             traffic.report(self._shares)
-        if not self._is_dense:
-            torch.index_select(self._agreed, 0, self._slot, out=self._found)
-            self._amaxes.index_copy_(0, self._own, self._found)
+        torch.index_select(self._agreed, 0, self._slot, out=self._found)
+        self._amaxes.index_copy_(0, self._own, self._found)
 
     def _shares(self) -> list[tuple[QuantizedStorage | None, int]]:
         """Whose amaxes were reduced, and their bytes over all groups."""

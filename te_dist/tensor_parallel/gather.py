@@ -16,8 +16,7 @@ from torch import Tensor
 
 from te_dist.context import current_autocast
 from te_dist.formats import Direction, Format, Partition
-from te_dist.kernels.tape import Tapes
-from te_dist.tensor import QuantizedStorage, QuantizedTensor, StorageKind, collectives
+from te_dist.tensor import QuantizedTensor, collectives
 from te_dist.tensor_parallel.cuts import SequenceCut
 from te_dist.tensor_parallel.spread import (
     FormatWriter,
@@ -41,22 +40,16 @@ class Quantization:
         writer: the quantizer.
         directions: those wanted, of the ones it has.
         scaled_by: ranks that keep scales of past steps in common, where the quantizer has such.
-        tapes: of gathers by this writer; None where they are not recorded.
-        tensors: those that the writer holds.
     """
 
     writer: Writer
     directions: tuple[Direction, ...]
     scaled_by: dist.ProcessGroup | None = None
-    tapes: Tapes | None = None
-    tensors: tuple[Tensor, ...] = ()
 
     @staticmethod
-    def now(
-        writer: Writer, directions: Sequence[Direction], *, tapes: Tapes | None = None, tensors: tuple[Tensor, ...] = ()
-    ) -> Quantization:
+    def now(writer: Writer, directions: Sequence[Direction]) -> Quantization:
         """With the group of the surrounding `autocast`."""
-        return Quantization(writer, tuple(directions), current_autocast().amax_reduction_group, tapes, tensors)
+        return Quantization(writer, tuple(directions), current_autocast().amax_reduction_group)
 
 
 def gather(
@@ -203,19 +196,6 @@ def _whole_values(x: Tensor, group: dist.ProcessGroup, cut: SequenceCut) -> Tens
 
 
 def _gathered(x: Tensor, how: Quantization, group: dist.ProcessGroup, cut: SequenceCut) -> QuantizedTensor:
-    def gathered() -> tuple[tuple[Tensor, ...], StorageKind]:
-        storage = _gathered_storage(x, how, group, cut)
-        return tuple(storage.buffers.values()), StorageKind.of(storage)
-
-    if how.tapes is None:
-        buffers, kind = gathered()
-    else:
-        key = ("gathered", how.directions, how.scaled_by, group, cut)
-        buffers, kind = how.tapes.run(key, (x, *how.tensors), gathered)
-    return QuantizedTensor(kind.storage(buffers), cut.shape)
-
-
-def _gathered_storage(x: Tensor, how: Quantization, group: dist.ProcessGroup, cut: SequenceCut) -> QuantizedStorage:
     declared = how.writer.declare(x.dtype)
     format = declared.select(*(d for d in declared.directions if d in how.directions))
     cut.check(format)
@@ -229,7 +209,7 @@ def _gathered_storage(x: Tensor, how: Quantization, group: dist.ProcessGroup, cu
     how.writer.write(x, storage)
     check_shared_scales(storage, how.scaled_by)
     runs = storage.cut_into(cut.runs[rank])
-    return gather_rows(runs, cut.runs, cut.region, group=group)
+    return QuantizedTensor(gather_rows(runs, cut.runs, cut.region, group=group), cut.shape)
 
 
 def _spread_storage(x: Tensor, format: Format, group: dist.ProcessGroup, cut: SequenceCut) -> SpreadStorage:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from te_dist.codecs import Amax, Codec
 from te_dist.formats import WHOLE, Direction, Format, Partition, Region, Span
-from te_dist.scaling.agreement import Entry, agree, shares_scales
+from te_dist.scaling.agreement import Entry, agree
 from te_dist.tensor import Amaxes, QuantizedStorage, QuantizedTensor, empty, find_amaxes
 
 
@@ -57,10 +57,8 @@ class SpreadStorage(QuantizedStorage):
         self.origin, self.agreed = origin or self, False
 
     def quantize_(self, x: Tensor, amaxes: Amaxes | None = None) -> None:
-        if amaxes is None and shares_scales(self.format, self.partition):
-            amaxes = find_amaxes(x, self.format, self.region)
-        if amaxes is not None:
-            agree([Entry(amaxes, self.region, self.partition)], [self.group])
+        amaxes = find_amaxes(x, self.format, self.region) if amaxes is None else amaxes
+        agree([Entry(amaxes, self.region, self.partition)], [self.group])
         super().quantize_(x, amaxes)
         self.origin.agreed = True
 

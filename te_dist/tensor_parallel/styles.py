@@ -14,7 +14,7 @@ scales of the whole, so that a sharded model multiplies the same bytes as an uns
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -109,16 +109,11 @@ class ColumnParallel(ParallelStyle):
         local, size = _local(args[0], mesh, self.input_layouts)
         if not isinstance(self.input_layouts, Shard):
             return replicate(local, mesh.get_group())
-        directions = _read_directions(trains=args[1].requires_grad)
-        plan = None if self.gather_format else site.plan(local, args[1])
-        if self.gather_format:
-            how = Quantization.now(FormatWriter(self.gather_format), directions)
-        elif plan is not None:
-            how = _by_plan(plan, plan.input, directions)
-        else:
+        quantizer = FormatWriter(self.gather_format) if self.gather_format else _input_quantizer(site, local, args[1])
+        if quantizer is None:
             return gather_values(local, mesh.get_group(), dim=self.input_layouts.dim, size=size)
         cut = _cut(local, mesh, self.input_layouts.dim, size)
-        return gather_by(how, local, group=mesh.get_group(), cut=cut)
+        return _gather_input(quantizer, local, cut, mesh, trains=args[1].requires_grad)
 
     def _output(self, out: Tensor, out_features: int, mesh: DeviceMesh) -> Tensor:
         held = Shard(out.dim() - 1)
@@ -217,12 +212,10 @@ class GatherInput(ParallelStyle):
 
     def _input(self, module: nn.Module, layer: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
         local, size = _local(x, mesh, self.input_layouts)
-        plan = getattr(layer, SITE).plan(local, layer.weight)
-        if plan is not None:
+        if quantizer := _input_quantizer(getattr(layer, SITE), local, layer.weight):
             cut = _cut(local, mesh, self.input_layouts.dim, size)
             trains = any(each.weight.requires_grad for each in (layer, *_column_parallel(module)))
-            how = _by_plan(plan, plan.input, _read_directions(trains=trains))
-            return gather_by(how, local, group=mesh.get_group(), cut=cut)
+            return _gather_input(quantizer, local, cut, mesh, trains=trains)
         # The layers sum the gradient of a plain input over ranks themselves.
         return gather_values(local, mesh.get_group(), dim=self.input_layouts.dim, size=size, gradient="part")
 
@@ -314,20 +307,23 @@ def _cut(local: Tensor, mesh: DeviceMesh, dim: int, size: int | None) -> Sequenc
     return SequenceCut.of_local(tuple(local.shape), dim, num_parts=mesh.size(), size=size)
 
 
+def _input_quantizer(site: Any, x: Tensor, weight: Tensor) -> Any:
+    """What the site would quantize its input by; None where it would not."""
+    plan = site.plan(x, weight)
+    return None if plan is None else plan.input
+
+
 def _column_parallel(module: nn.Module) -> list[Any]:
     """The layers of `module` of which each rank computes some outputs."""
     sites = ((layer, getattr(layer, SITE, None)) for layer in module.modules())
     return [layer for layer, site in sites if isinstance(getattr(site, "placed", None), ColumnPlacement)]
 
 
-def _by_plan(plan: Any, writer: Any, directions: Sequence[Direction]) -> Quantization:
-    """How a `writer` of a plan quantizes what is gathered; recorded beside what the map does."""
-    return Quantization.now(writer, directions, tapes=plan.tapes, tensors=plan.tensors)
-
-
-def _read_directions(*, trains: bool) -> tuple[Direction, ...]:
-    """Those of a gathered input that forward reads, and wgrad where it `trains` a weight."""
-    return (Direction.ROWWISE, Direction.COLUMNWISE) if torch.is_grad_enabled() and trains else (Direction.ROWWISE,)
+def _gather_input(quantizer: Any, x: Tensor, cut: SequenceCut, mesh: DeviceMesh, *, trains: bool) -> QuantizedTensor:
+    """The whole input in the directions that forward reads, and wgrad where it `trains` a weight."""
+    saves = torch.is_grad_enabled() and trains
+    directions = (Direction.ROWWISE, Direction.COLUMNWISE) if saves else (Direction.ROWWISE,)
+    return gather_by(Quantization.now(quantizer, directions), x, group=mesh.get_group(), cut=cut)
 
 
 def _gradient_gather(site: Any, args: tuple[Any, ...], out: Tensor) -> Quantization | None:
@@ -343,5 +339,4 @@ def _gradient_gather(site: Any, args: tuple[Any, ...], out: Tensor) -> Quantizat
             f"{plan.row_multiple}, as the formats of its products want; pad the sequence or the batch"
         )
     wanted = ((Direction.ROWWISE, x.requires_grad), (Direction.COLUMNWISE, weight.requires_grad))
-    directions = [direction for direction, is_wanted in wanted if is_wanted]
-    return _by_plan(plan, plan.grad_output.inner, directions)
+    return Quantization.now(plan.grad_output.inner, [direction for direction, is_wanted in wanted if is_wanted])
