@@ -7,6 +7,8 @@ Shapes: B sequences, S tokens, H query heads, C heads of keys and as many of val
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +97,17 @@ class PlainMoE(nn.Module):
         hidden = F.silu(gate) * up * chosen.flatten()[order, None].to(x.dtype)
         made = F.grouped_mm(hidden, self.second.transpose(1, 2), offs=ends)
         return torch.zeros_like(tokens).index_add(0, sources, made).view_as(x)
+
+
+@contextmanager
+def in_bf16() -> Iterator[None]:
+    """A block in which parameters are made in bf16."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def rotary_table(shape: Shape, length: int, device: torch.device) -> Rotary:

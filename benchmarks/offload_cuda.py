@@ -29,7 +29,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import te_dist as te
-from benchmarks.decoder import LLAMA, Decoder
+from benchmarks.decoder import LLAMA, Decoder, in_bf16
 from benchmarks.report import Report, number, text
 from benchmarks.training_cuda import BACKENDS
 from te_dist import recipe
@@ -87,13 +87,9 @@ def own_ways(budgets: tuple[str, ...]) -> Iterator[Way]:
 
 def made(*, quantized: bool) -> Decoder:
     """The model, weights in bf16 or quantized."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with te.quantized_model_init(enabled=quantized, recipe=FP8 if quantized else None), torch.device("cuda"):
-            return Decoder(LLAMA, quantized=quantized)
-    finally:
-        torch.set_default_dtype(before)
+    made_by = FP8 if quantized else None
+    with in_bf16(), te.quantized_model_init(enabled=quantized, recipe=made_by), torch.device("cuda"):
+        return Decoder(LLAMA, quantized=quantized)
 
 
 class Step:

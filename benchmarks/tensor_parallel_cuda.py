@@ -28,13 +28,13 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.attention import sdpa_kernel
 
 import te_dist as te
-from benchmarks.decoder import LLAMA, Rotary, Shape, rotary_table, rotate
+from benchmarks.decoder import LLAMA, Rotary, Shape, in_bf16, rotary_table, rotate
 from benchmarks.linear_cuda import RECIPES
 from benchmarks.report import Report, number, text
 from benchmarks.training_cuda import BACKENDS, over_ranks
 from te_dist import recipe
+from te_dist.launch.parallelize import block_plan
 from te_dist.tensor.traffic import Traffic
-from te_dist.tensor_parallel import ColumnParallel, GatherInput, RowParallel, SequenceParallel
 
 WARM_STEPS = 4
 Plan = dict[str, ParallelStyle]
@@ -90,17 +90,16 @@ class Block(nn.Module):
     def __init__(self, shape: Shape, *, linear: Callable[..., nn.Module], norm: Callable[..., nn.Module]) -> None:
         super().__init__()
         self.attention_norm, self.attention = norm(shape.hidden), Attention(shape, linear)
-        self.ffn_norm, self.ffn = norm(shape.hidden), FeedForward(shape, linear)
+        self.feed_forward_norm, self.feed_forward = norm(shape.hidden), FeedForward(shape, linear)
 
     def forward(self, x: Tensor, table: Rotary) -> Tensor:
         """`x`: (B, S / ranks, hidden)."""
         x = x + self.attention(self.attention_norm(x), table)
-        return x + self.ffn(self.ffn_norm(x))
+        return x + self.feed_forward(self.feed_forward_norm(x))
 
 
 def torch_plan() -> Plan:
     """Torch's styles."""
-    whole = {"desired_input_layouts": (Replicate(),)}
     column, row = torch_styles.ColwiseParallel, torch_styles.RowwiseParallel
     return {
         "attention_norm": torch_styles.SequenceParallel(use_local_output=True),
@@ -111,28 +110,13 @@ def torch_plan() -> Plan:
         "attention.key": column(),
         "attention.value": column(),
         "attention.out": row(output_layouts=Shard(1)),
-        "ffn_norm": torch_styles.SequenceParallel(use_local_output=True),
-        "ffn": torch_styles.PrepareModuleInput(input_layouts=(Shard(1),), **whole),
-        "ffn.gate": column(),
-        "ffn.up": column(),
-        "ffn.down": row(output_layouts=Shard(1)),
-    }
-
-
-def own_plan() -> Plan:
-    """te_dist's."""
-    return {
-        "attention_norm": SequenceParallel(),
-        "attention": GatherInput("query"),
-        "attention.query": ColumnParallel(),
-        "attention.key": ColumnParallel(),
-        "attention.value": ColumnParallel(),
-        "attention.out": RowParallel(output_layouts=Shard(1)),
-        "ffn_norm": SequenceParallel(),
-        "ffn": GatherInput("gate"),
-        "ffn.gate": ColumnParallel(),
-        "ffn.up": ColumnParallel(),
-        "ffn.down": RowParallel(output_layouts=Shard(1)),
+        "feed_forward_norm": torch_styles.SequenceParallel(use_local_output=True),
+        "feed_forward": torch_styles.PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        ),
+        "feed_forward.gate": column(),
+        "feed_forward.up": column(),
+        "feed_forward.down": row(output_layouts=Shard(1)),
     }
 
 
@@ -143,15 +127,10 @@ class Step:
         self.made_by, self.group = made_by, mesh.get_group()
         linear: Any = nn.Linear if made_by is None else te.Linear
         norm: Any = nn.RMSNorm if made_by is None else te.RMSNorm
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            with te.quantized_model_init(enabled=made_by is not None, recipe=made_by), torch.device("cuda"):
-                self.blocks = nn.ModuleList(Block(LLAMA, linear=linear, norm=norm) for _ in range(layers))
-        finally:
-            torch.set_default_dtype(before)
+        with in_bf16(), te.quantized_model_init(enabled=made_by is not None, recipe=made_by), torch.device("cuda"):
+            self.blocks = nn.ModuleList(Block(LLAMA, linear=linear, norm=norm) for _ in range(layers))
         for block in self.blocks:
-            parallelize_module(block, mesh, torch_plan() if made_by is None else own_plan())
+            parallelize_module(block, mesh, torch_plan() if made_by is None else block_plan())
         own = 1, length // mesh.size(), LLAMA.hidden
         self.x, self.grad = (torch.randn(own, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         self.table = rotary_table(LLAMA, length, torch.device("cuda"))

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import te_dist as te
-from benchmarks.decoder import LLAMA, QWEN, Decoder, Shape
+from benchmarks.decoder import LLAMA, QWEN, Decoder, Shape, in_bf16
 from benchmarks.linear_cuda import RECIPES
 from benchmarks.report import Report, number, text
 from benchmarks.shares import shares_of
@@ -127,13 +127,8 @@ def plain(shape: Shape, unit: int, mesh: DeviceMesh) -> Decoder:
 
 def quantized(shape: Shape, made_by: recipe.Recipe, unit: int, *, mesh: DeviceMesh) -> Decoder:
     """te_dist's, made on meta and filled once it is cut."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with te.quantized_model_init(recipe=made_by), torch.device("meta"):
-            model = Decoder(shape, quantized=True)
-    finally:
-        torch.set_default_dtype(before)
+    with in_bf16(), te.quantized_model_init(recipe=made_by), torch.device("meta"):
+        model = Decoder(shape, quantized=True)
     for modules in units_of(model, unit):
         fsdp2.fully_shard(modules, mesh=mesh)
     fsdp2.materialize(model, device=mesh.device_type, seed=0)
