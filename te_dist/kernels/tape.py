@@ -13,9 +13,13 @@ same kind; the first time where most of the latest tapes were played, and much l
 were recorded or played last: shapes that do not come again have none. Layers of a model share theirs, since nearly all
 that one of them is given comes again in the next.
 
-A tape stays blank, and its function always runs in the ordinary way, where something else happened: a collective, a
-tensor from elsewhere, an address that no tensor of the function holds. Tensors that overlap, CPU tensors, subclasses of
-tensors (those of compilers among them) and blocks in which torch's dispatch is watched are not recorded at all.
+Collectives are called again when a tape is played, where they were called through `communicate`: on every rank, since
+every rank plays what all recorded alike.
+
+A tape stays blank, and its function always runs in the ordinary way, where something else happened: another
+collective, a tensor from elsewhere, an address that no tensor of the function holds. Tensors that overlap, CPU tensors,
+subclasses of tensors (those of compilers among them) and blocks in which torch's dispatch is watched are not recorded
+at all.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,6 +53,8 @@ _QUICK = {  # the same without a look-up of overloads
 }
 _EMPTY = torch.ops.aten.empty.memory_format
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # without autograd, their argument itself
+
+_recorder: ContextVar[_Recorder | None] = ContextVar("te_dist_recorder", default=None)
 
 Program = _C.cuda.Program
 
@@ -97,8 +104,12 @@ class Tapes:
         recorder = _Recorder(tensors)
         if recorder.overlaps:  # others of the same kind may not
             return function()
-        with recorder, listening(recorder.launched):
-            result = function()
+        token = _recorder.set(recorder)
+        try:
+            with recorder, listening(recorder.launched):
+                result = function()
+        finally:
+            _recorder.reset(token)
         self._runs.pop(place, None)
         tape = recorder.tape(*result)
         self._keep(self._tapes, place, tape)
@@ -126,6 +137,18 @@ def is_recordable(tensor: Tensor) -> bool:
     return tensor.is_cuda and not is_dispatch_watched()
 
 
+def communicate(collective: Callable[..., None], *tensors: Tensor) -> None:
+    """Calls `collective`, which reads and writes these tensors and no others; a tape that is recorded calls it again.
+
+    It may keep nothing that a tape must not keep alive, as tensors.
+    """
+    recorder = _recorder.get()
+    if recorder is None:
+        collective(*tensors)
+    else:
+        recorder.communicated(collective, tensors)
+
+
 class _Slot(NamedTuple):
     """A tensor, by its place among those of a tape."""
 
@@ -142,7 +165,12 @@ class _Allocation(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """An op of torch; `outputs` are the slots of the tensors that it returns, `writes` whether into its arguments."""
+    """An op of torch, or a collective.
+
+    Attributes:
+        outputs: slots of the tensors that it returns.
+        writes: whether it writes into its arguments.
+    """
 
     op: Any
     args: list[Any]
@@ -250,6 +278,7 @@ class _Recorder(QuickDispatchMode):
         self._slots = {id(tensor): slot for slot, tensor in enumerate(tensors)}
         self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         self._aliases: list[Tensor] = []  # kept like the others
+        self._communicates = False  # what torch does meanwhile is not looked at
         self._steps: list[_Allocation | _Call | _Launched] = []
         self._ranges = dict(enumerate(map(_range, tensors)))  # by slot, of tensors that are no views of others
         # An address does not tell apart tensors that lie in one place; one without elements, or freed, has none.
@@ -262,6 +291,8 @@ class _Recorder(QuickDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if self._communicates:
+            return out
         if func is _EMPTY and out.is_contiguous():
             self._record_allocation(out)
         elif func.namespace != "te_dist":  # the launches of its ops are recorded
@@ -281,6 +312,15 @@ class _Recorder(QuickDispatchMode):
         self._ranges[slot] = address, address + tensor.nbytes
         self._is_blank |= address == 0 or tensor.device != self._tensors[0].device
         self._steps.append(_Allocation(slot, tuple(tensor.shape), tensor.stride(), tensor.dtype))
+
+    def communicated(self, collective: Callable[..., None], tensors: tuple[Tensor, ...]) -> None:
+        """Calls a collective and records the call."""
+        self._communicates = True
+        try:
+            collective(*tensors)
+        finally:
+            self._communicates = False
+        self._steps.append(_Call(collective, self._by_slot(list(tensors)), {}, [], writes=True))
 
     def launched(self, launch: Launch) -> None:
         """Records a launch."""

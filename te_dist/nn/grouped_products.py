@@ -24,12 +24,12 @@ from te_dist.nn.grouped_reading import Gradient, operand, put_together, read_gra
 from te_dist.nn.grouped_weights import MainGrads, as_one, members_of, shape_of, stacked, together
 from te_dist.nn.left_gradients import LeftGradients
 from te_dist.nn.once import once_differentiable
-from te_dist.nn.products import Plan, Saved, directions_of, taken_apart
+from te_dist.nn.products import Plan, directions_of, taken_apart
 from te_dist.nn.saved import let_go, save, saved
 from te_dist.ops.evaluate import values
 from te_dist.ops.source import Source, unsummed
 from te_dist.quantizers import IdentityQuantizer
-from te_dist.tensor import GroupedRows, QuantizedStorage, QuantizedTensor
+from te_dist.tensor import GroupedRows, QuantizedStorage, QuantizedTensor, StorageKind
 
 ROWWISE, COLUMNWISE = BOTH = Direction.ROWWISE, Direction.COLUMNWISE
 _Tensors = Sequence[Tensor]
@@ -309,7 +309,7 @@ def _each(gradient: Tensor | None, wanted: Sequence[bool], is_one: bool) -> Sequ
 
 def taped_forward(
     x: Tensor, tensors: _Operands, counts: Counts, *, given: Given
-) -> tuple[tuple[Tensor, ...], Saved | None]:
+) -> tuple[tuple[Tensor, ...], StorageKind | None]:
     """(output, buffers of the input that backward needs), what these are; no autograd."""
     weights, *others = tensors
     read = weights if given.cached is None else ()
@@ -318,7 +318,9 @@ def taped_forward(
     return given.plan.tapes.run(key, (*parts, *given.tensors), lambda: _forward(x, tensors, counts, given))
 
 
-def _forward(x: Tensor, tensors: _Operands, counts: Counts, given: Given) -> tuple[tuple[Tensor, ...], Saved | None]:
+def _forward(
+    x: Tensor, tensors: _Operands, counts: Counts, given: Given
+) -> tuple[tuple[Tensor, ...], StorageKind | None]:
     weights, biases, beside, behind = tensors
     plan, saves = given.plan, counts.saves_input and not given.saves_itself(x)
     rows, left = _quantized_input(x, beside, given, (ROWWISE, COLUMNWISE) if saves else (ROWWISE,))
@@ -335,10 +337,10 @@ def _forward(x: Tensor, tensors: _Operands, counts: Counts, given: Given) -> tup
     return (out, *buffers), saved
 
 
-def saved_part(rows: GroupedRows) -> tuple[tuple[Tensor, ...], Saved]:
+def saved_part(rows: GroupedRows) -> tuple[tuple[Tensor, ...], StorageKind]:
     """What backward needs of the input: its buffers, and what these are."""
     part = rows.as_matrix(COLUMNWISE)
-    return tuple(part.buffers.values()), Saved(part.format, tuple(part.buffers), part.region, part.dtype)
+    return tuple(part.buffers.values()), StorageKind.of(part)
 
 
 def _quantized_input(
@@ -442,7 +444,7 @@ class Found(NamedTuple):
     """
 
     inputs: int
-    saved: Saved | None
+    saved: StorageKind | None
 
 
 def taped_backward(of: Backward, given: Given) -> tuple[tuple[Tensor, ...], Found]:

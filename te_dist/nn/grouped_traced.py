@@ -21,17 +21,17 @@ from te_dist.nn import lost_recipes
 from te_dist.nn.group_fronts import SWIGLU, WEIGHTED_SWIGLU
 from te_dist.nn.grouped_products import Given
 from te_dist.nn.grouped_weights import as_one, shape_of
-from te_dist.nn.products import Plan, Saved
+from te_dist.nn.products import Plan
 from te_dist.nn.traced import check_columns
 from te_dist.ops._library import LIBRARY
-from te_dist.tensor import OPS, QuantizedStorage, QuantizedTensor
+from te_dist.tensor import OPS, QuantizedStorage, QuantizedTensor, StorageKind
 
 PLAIN = ""  # kind of plain weights, and name of no front
 FRONTS = {PLAIN: None} | {str(front.name): front for front in (SWIGLU, WEIGHTED_SWIGLU)}
 _CONSTANTS = 9  # arguments in front of weights
 _plans: dict[str, Plan] = {}
 _kinds: dict[str, _Kind] = {}
-_saved: dict[Any, Saved | None] = {}  # by plan, how, and shape and type of the input
+_saved: dict[Any, StorageKind | None] = {}  # by plan, how, and shape and type of the input
 
 
 class _Kind(NamedTuple):

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from te_dist._torch_private import applied, is_executed
 from te_dist.codecs.gemm import READS_ANY_ORDER, Operand, multiply
-from te_dist.formats import Direction, Format, Region
+from te_dist.formats import Direction
 from te_dist.kernels.tape import Tapes
 from te_dist.nn.fronts import FRONTS, Fronts
 from te_dist.nn.once import once_differentiable
@@ -44,7 +44,7 @@ from te_dist.ops.source import Source, sums_shape
 from te_dist.quantizers import Quantizer
 from te_dist.recipe import UNIFORM, Recipe
 from te_dist.scaling.delayed import DelayedScalingState
-from te_dist.tensor import GroupedRows, QuantizedStorage, QuantizedTensor
+from te_dist.tensor import GroupedRows, QuantizedStorage, QuantizedTensor, StorageKind
 
 ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
 MAX_SHARED = 1024  # tapes of all maps that compute alike
@@ -188,7 +188,7 @@ class _Linear(torch.autograd.Function):
 
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, saves_input: bool, front: str
-) -> tuple[tuple[Tensor, ...], Saved | None]:
+) -> tuple[tuple[Tensor, ...], StorageKind | None]:
     """(output, buffers of the input that backward needs), what these are; no autograd."""
     parts, kinds = taken_apart(x, weight, bias)
     key = ("forward", kinds, saves_input, front)
@@ -202,19 +202,6 @@ def backward(of: Backward, plan: Plan) -> tuple[Tensor, ...]:
     parts, kinds = taken_apart(grad, *tensors, inputs, weight, main_grad, behind)
     key = ("backward", kinds, kind, wants, shape, dtypes, front)
     return plan.tapes.run(key, (*parts, *plan.tensors), lambda: (_backward(of, plan), None))[0]
-
-
-class Saved(NamedTuple):
-    """A storage without its buffers."""
-
-    format: Format
-    names: tuple[str, ...]
-    region: Region
-    dtype: torch.dtype
-
-    def storage(self, buffers: Sequence[Tensor]) -> QuantizedStorage:
-        """The storage with them."""
-        return QuantizedStorage(self.format, dict(zip(self.names, buffers, strict=True)), self.region, dtype=self.dtype)
 
 
 class Backward(NamedTuple):
@@ -257,7 +244,7 @@ class Gradient(NamedTuple):
     def kind(self) -> tuple[Any, ...]:
         """What is to be known besides, to put it together again."""
         storages = self.storages
-        kinds = tuple(Saved(each.format, tuple(each.buffers), each.region, each.dtype) for each in storages)
+        kinds = tuple(StorageKind.of(each) for each in storages)
         ids = [id(each) for each in storages]
         places = tuple((direction, ids.index(id(each))) for direction, each in self.by_direction.items())
         return kinds, places, self.sums is not None
@@ -294,7 +281,7 @@ def directions_of(wants: tuple[bool, bool, bool]) -> tuple[Direction, ...]:
 
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, saves_input: bool, front: str
-) -> tuple[tuple[Tensor, ...], Saved | None]:
+) -> tuple[tuple[Tensor, ...], StorageKind | None]:
     """(output, buffers of the input that are saved), what these are."""
     inputs = quantized_input(x, plan, (ROWWISE, COLUMNWISE) if saves_input else (ROWWISE,), front=front)
     weights = _quantized_weight(weight, plan, ROWWISE)
@@ -306,10 +293,10 @@ def _forward(
     return (out, *buffers), saved
 
 
-def saved_part(inputs: QuantizedStorage) -> tuple[tuple[Tensor, ...], Saved]:
+def saved_part(inputs: QuantizedStorage) -> tuple[tuple[Tensor, ...], StorageKind]:
     """What backward needs of the input: its buffers, and what these are."""
     part = _columnwise_part(inputs)
-    return tuple(part.buffers.values()), Saved(part.format, tuple(part.buffers), part.region, part.dtype)
+    return tuple(part.buffers.values()), StorageKind.of(part)
 
 
 def _backward(of: Backward, plan: Plan) -> tuple[Tensor, ...]:
@@ -495,4 +482,6 @@ def _contiguous(x: Tensor | Source) -> Tensor | Source:
 
 
 def _matrix(x: Tensor) -> Tensor:
+    if isinstance(x, QuantizedTensor):  # as its storage is; a view of it is nothing that can be recorded
+        return QuantizedTensor(x.storage)
     return x.flatten(0, -2) if x.dim() > 1 else x[None]

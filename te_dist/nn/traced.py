@@ -20,15 +20,16 @@ from torch.autograd.function import once_differentiable
 
 from te_dist.formats import Direction, Format, Region
 from te_dist.nn import lost_recipes
-from te_dist.nn.products import Backward, Plan, Saved, backward, forward, quantized_input, saved_part
+from te_dist.nn.products import Backward, Plan, backward, forward, quantized_input, saved_part
 from te_dist.ops._library import LIBRARY
-from te_dist.tensor import OPS, QuantizedStorage, QuantizedTensor
+from te_dist.tensor import OPS, QuantizedStorage, QuantizedTensor, StorageKind
 
 PLAIN = ""  # kind of a plain weight
 BOTH = tuple(Direction)
 _plans: dict[str, Plan] = {}
 _kinds: dict[str, Kind] = {}
-_saved: dict[tuple[str, str, torch.Size, torch.dtype], Saved] = {}  # by plan, front, and shape and type of the input
+# By plan, front, and shape and type of the input.
+_saved: dict[tuple[str, str, torch.Size, torch.dtype], StorageKind] = {}
 
 
 class Kind(NamedTuple):

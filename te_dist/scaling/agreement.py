@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from te_dist._torch_private import copy_each
 from te_dist.codecs import Amax, Codec
 from te_dist.formats import WHOLE, Format, Partition, Region, Span
 from te_dist.formats.region import Pair
+from te_dist.kernels.tape import communicate
 from te_dist.ops.multi_tensor import Batch, Call, record
 from te_dist.tensor import Amaxes, QuantizedStorage, find_amaxes, traffic
 from te_dist.tensor.parts import before_writing
@@ -62,9 +63,10 @@ def agree(entries: Sequence[Entry], groups: Sequence[dist.ProcessGroup]) -> None
     slots = [each for entry in entries for each in _all_slots(entry.amaxes, entry.region, entry.partition)]
     if not groups or not any(each.size for each in slots):
         return
-    together = torch.cat(grids)
+    together = torch.cat(grids) if len(grids) > 1 else grids[0]
     _Reduction(together, slots, groups, owners=[None] * len(slots)).run()
-    copy_each(grids, together.split([grid.numel() for grid in grids]))
+    if together is not grids[0]:
+        copy_each(grids, together.split([grid.numel() for grid in grids]))
 
 
 def shares_scales(format: Format, partition: Partition) -> bool:
@@ -191,6 +193,8 @@ def parts_of(storage: QuantizedStorage, values: Tensor, partition: Partition | N
 class _Reduction:
     """The MAX reduction of amaxes that lie one behind the other in one tensor. Allocates nothing when it runs.
 
+    Where each matrix has one amax, these are what is reduced.
+
     Args:
         amaxes: f32 (n,), all grids.
         slots: of each grid.
@@ -206,8 +210,12 @@ class _Reduction:
         *,
         owners: Sequence[QuantizedStorage | None],
     ) -> None:
-        self._amaxes, self._groups = amaxes, groups
-        self._sizes = [(owner, each.size) for owner, each in zip(owners, slots, strict=True)]
+        sizes = [(owner, each.size) for owner, each in zip(owners, slots, strict=True)]
+        self._maximum = _Maximum(tuple(groups), tuple(sizes))
+        self._amaxes = self._agreed = amaxes
+        self._is_whole = all(each.size == each.num_amaxes == 1 for each in slots) and len(slots) == len(amaxes)
+        if self._is_whole:
+            return
         own, slot, start, size = [], [], 0, 0
         for each in slots:
             own.append(each.own + start)
@@ -219,19 +227,32 @@ class _Reduction:
 
     def run(self) -> None:
         """Collective."""
-        torch.index_select(self._amaxes, 0, self._own, out=self._found)
-        self._agreed.zero_().index_copy_(0, self._slot, self._found)
+        if not self._is_whole:
+            torch.index_select(self._amaxes, 0, self._own, out=self._found)
+            self._agreed.zero_().index_copy_(0, self._slot, self._found)
         if not self._amaxes.is_meta:  # a rehearsal launches what every rank launches, and sends nothing
-            for group in self._groups:
-                dist.all_reduce(self._agreed, dist.ReduceOp.MAX, group=group)
-            traffic.report(self._shares)
-        torch.index_select(self._agreed, 0, self._slot, out=self._found)
-        self._amaxes.index_copy_(0, self._own, self._found)
+            communicate(self._maximum, self._agreed)
+        if not self._is_whole:
+            torch.index_select(self._agreed, 0, self._slot, out=self._found)
+            self._amaxes.index_copy_(0, self._own, self._found)
 
-    def _shares(self) -> list[tuple[QuantizedStorage | None, int]]:
+
+class _Maximum(NamedTuple):
+    """Over `groups`, of shared amaxes; `sizes`: whose they are, and how many."""
+
+    groups: tuple[dist.ProcessGroup, ...]
+    sizes: tuple[tuple[QuantizedStorage | None, int], ...]
+
+    def __call__(self, amaxes: Tensor) -> None:
+        """Collective; in place."""
+        for group in self.groups:
+            dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
+        traffic.report(lambda: self._shares(amaxes.itemsize))
+
+    def _shares(self, itemsize: int) -> list[tuple[QuantizedStorage | None, int]]:
         """Whose amaxes were reduced, and their bytes over all groups."""
-        times = sum(group.size() > 1 for group in self._groups)
-        return [(owner, size * times * self._agreed.itemsize) for owner, size in self._sizes if size]
+        times = sum(group.size() > 1 for group in self.groups)
+        return [(owner, size * times * itemsize) for owner, size in self.sizes if size]
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from te_dist.tensor import aten, aten_values, redistribute  # noqa: F401  (they fill the op table)
 from te_dist.tensor.cut import Cut
 from te_dist.tensor.grouped_rows import GroupedRows, empty_rows
+from te_dist.tensor.kind import StorageKind
 from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor, quantize
 from te_dist.tensor.storage import Amaxes, QuantizedStorage, as_matrix, empty, find_amaxes
 
@@ -13,6 +14,7 @@ __all__ = [
     "GroupedRows",
     "QuantizedStorage",
     "QuantizedTensor",
+    "StorageKind",
     "as_matrix",
     "empty",
     "empty_rows",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import atexit
 import time
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from te_dist import env
+from te_dist.kernels.tape import communicate
 
 DROPPED = 0.1  # seconds within which gloo's threads drop the tensors of a collective that has ended
 
@@ -27,8 +30,9 @@ _reduce_scatter = _first_of("reduce_scatter_single", "reduce_scatter_tensor")
 def all_gather(x: Tensor, group: dist.ProcessGroup, *, out: Tensor | None = None) -> Tensor:
     """(world * n, ...): every rank's `x` (n, ...), contiguous and of equal shape, one after the other; into `out`."""
     if out is None:
-        out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-    _all_gather(out, x, group=group)
+        shape = dist.get_world_size(group) * x.shape[0], *x.shape[1:]
+        out = torch.empty(shape, dtype=x.dtype, device=x.device)
+    communicate(partial(_all_gather, group=group), out, x)
     return out
 
 
@@ -37,6 +41,11 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
     _reduce_scatter(out, x, group=group)
     return out
+
+
+def maximum_(x: Tensor, group: dist.ProcessGroup) -> None:
+    """Replaces `x` by its maximum over ranks."""
+    communicate(partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=group), x)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:

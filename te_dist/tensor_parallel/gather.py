@@ -7,7 +7,7 @@ quantized values is none of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -16,10 +16,12 @@ from torch import Tensor
 
 from te_dist.context import current_autocast
 from te_dist.formats import Direction, Format, Partition
-from te_dist.tensor import QuantizedTensor, collectives
+from te_dist.kernels.tape import Tapes
+from te_dist.tensor import QuantizedStorage, QuantizedTensor, StorageKind, collectives
 from te_dist.tensor_parallel.cuts import SequenceCut
 from te_dist.tensor_parallel.spread import (
     FormatWriter,
+    GatheredQuantizer,
     RunsStorage,
     SpreadStorage,
     Writer,
@@ -40,16 +42,29 @@ class Quantization:
         writer: the quantizer.
         directions: those wanted, of the ones it has.
         scaled_by: ranks that keep scales of past steps in common, where the quantizer has such.
+        role: of the writer in the linear map that it is of.
+        tapes: of that map; None where gathers are not recorded.
+        tensors: those that the writer holds.
     """
 
     writer: Writer
     directions: tuple[Direction, ...]
     scaled_by: dist.ProcessGroup | None = None
+    role: str = ""
+    tapes: Tapes | None = None
+    tensors: tuple[Tensor, ...] = ()
 
     @staticmethod
     def now(writer: Writer, directions: Sequence[Direction]) -> Quantization:
         """With the group of the surrounding `autocast`."""
         return Quantization(writer, tuple(directions), current_autocast().amax_reduction_group)
+
+    @staticmethod
+    def of(plan: Any, role: str, directions: Sequence[Direction]) -> Quantization:
+        """By the quantizer that the plan of a linear map has for a role, in what this rank has whole."""
+        writer = getattr(plan, role)
+        now = Quantization.now(writer.inner if isinstance(writer, GatheredQuantizer) else writer, directions)
+        return replace(now, role=role, tapes=plan.tapes, tensors=plan.tensors)
 
 
 def gather(
@@ -184,18 +199,25 @@ class _Replicate(torch.autograd.Function):
 
 def _whole_values(x: Tensor, group: dist.ProcessGroup, cut: SequenceCut) -> Tensor:
     """The whole tensor in the dtype of `x`, this rank's part. No gradient."""
-    widest = max(len(extent) for extent in cut.extents)
-    rows = x.movedim(cut.dim, 0)
-    padded = rows.new_zeros(widest, *rows.shape[1:])
-    padded[: len(rows)] = rows
-    gathered = collectives.all_gather(padded, group)
-    if cut.shape[cut.dim] != len(gathered):
-        parts = gathered.split(widest)
-        gathered = torch.cat([part[: len(extent)] for part, extent in zip(parts, cut.extents, strict=True)])
+    rows = _filled_up(x.movedim(cut.dim, 0), len(cut.extents[0]))
+    gathered = collectives.all_gather(rows, group)[: cut.shape[cut.dim]]
     return gathered.movedim(0, cut.dim).contiguous()
 
 
 def _gathered(x: Tensor, how: Quantization, group: dist.ProcessGroup, cut: SequenceCut) -> QuantizedTensor:
+    def gathered() -> tuple[tuple[Tensor, ...], StorageKind]:
+        storage = _gathered_storage(x, how, group, cut)
+        return tuple(storage.buffers.values()), StorageKind.of(storage)
+
+    if how.tapes is None:
+        buffers, kind = gathered()
+    else:
+        key = ("gathered", how.role, how.directions, how.scaled_by, group, cut)
+        buffers, kind = how.tapes.run(key, (x, *how.tensors), gathered)
+    return QuantizedTensor(kind.storage(buffers), cut.shape)
+
+
+def _gathered_storage(x: Tensor, how: Quantization, group: dist.ProcessGroup, cut: SequenceCut) -> QuantizedStorage:
     declared = how.writer.declare(x.dtype)
     format = declared.select(*(d for d in declared.directions if d in how.directions))
     cut.check(format)
@@ -209,7 +231,7 @@ def _gathered(x: Tensor, how: Quantization, group: dist.ProcessGroup, cut: Seque
     how.writer.write(x, storage)
     check_shared_scales(storage, how.scaled_by)
     runs = storage.cut_into(cut.runs[rank])
-    return QuantizedTensor(gather_rows(runs, cut.runs, cut.region, group=group), cut.shape)
+    return gather_rows(runs, cut.runs, cut.region, group=group)
 
 
 def _spread_storage(x: Tensor, format: Format, group: dist.ProcessGroup, cut: SequenceCut) -> SpreadStorage:
@@ -224,13 +246,18 @@ def _spread_storage(x: Tensor, format: Format, group: dist.ProcessGroup, cut: Se
 
 def _scattered_sum(x: Tensor, group: dist.ProcessGroup, cut: SequenceCut) -> Tensor:
     """This rank's part, along the cut, of the sum over ranks."""
-    widest = max(len(extent) for extent in cut.extents)
-    rows = x.movedim(cut.dim, 0)
-    padded = rows.new_zeros(cut.num_parts, widest, *rows.shape[1:])
-    for part, extent in zip(padded, cut.extents, strict=True):
-        part[: len(extent)] = rows[extent.start : extent.stop]
-    own = collectives.reduce_scatter(padded.flatten(0, 1), group)
-    return own[: len(cut.extents[dist.get_rank(group)])].movedim(0, cut.dim).contiguous()
+    rows = _filled_up(x.movedim(cut.dim, 0), cut.num_parts * len(cut.extents[0]))
+    own = collectives.reduce_scatter(rows, group)[: len(cut.extents[dist.get_rank(group)])]
+    return own.movedim(0, cut.dim).contiguous()
+
+
+def _filled_up(rows: Tensor, count: int) -> Tensor:
+    """Contiguous, with rows of zeros at the end up to `count`; what `torch.chunk` cuts is short there alone."""
+    if len(rows) == count:
+        return rows.contiguous()
+    filled = rows.new_zeros(count, *rows.shape[1:])
+    filled[: len(rows)] = rows
+    return filled
 
 
 def _cut_of(x: Tensor, dim: int, size: int | None, group: dist.ProcessGroup) -> SequenceCut:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from te_dist.codecs import Amax, Codec
 from te_dist.formats import WHOLE, Direction, Format, Partition, Region, Span
-from te_dist.scaling.agreement import Entry, agree
-from te_dist.tensor import Amaxes, QuantizedStorage, QuantizedTensor, empty, find_amaxes
+from te_dist.scaling.agreement import Entry, agree, shares_scales
+from te_dist.tensor import Amaxes, QuantizedStorage, QuantizedTensor, collectives, empty, find_amaxes
 
 
 class Writer(Protocol):
@@ -57,7 +57,9 @@ class SpreadStorage(QuantizedStorage):
         self.origin, self.agreed = origin or self, False
 
     def quantize_(self, x: Tensor, amaxes: Amaxes | None = None) -> None:
-        amaxes = find_amaxes(x, self.format, self.region) if amaxes is None else amaxes
+        if amaxes is None:
+            shared = shares_scales(self.format, self.partition)
+            amaxes = find_amaxes(x, self.format, self.region) if shared else {}
         agree([Entry(amaxes, self.region, self.partition)], [self.group])
         super().quantize_(x, amaxes)
         self.origin.agreed = True
@@ -140,7 +142,7 @@ class RunsStorage(SpreadStorage):
                 window = _window(grid, self.region, run.region, tile)
                 torch.maximum(window, amax[index], out=window)
             if tile[0] != 1:  # a tile of one row lies in one run
-                dist.all_reduce(grid, dist.ReduceOp.MAX, group=self.group)
+                collectives.maximum_(grid, self.group)
             grids.append(grid)
         return tuple(grids)
 

@@ -109,11 +109,16 @@ class ColumnParallel(ParallelStyle):
         local, size = _local(args[0], mesh, self.input_layouts)
         if not isinstance(self.input_layouts, Shard):
             return replicate(local, mesh.get_group())
-        quantizer = FormatWriter(self.gather_format) if self.gather_format else _input_quantizer(site, local, args[1])
-        if quantizer is None:
+        directions = _read_directions(trains=args[1].requires_grad)
+        plan = None if self.gather_format else site.plan(local, args[1])
+        if self.gather_format:
+            how = Quantization.now(FormatWriter(self.gather_format), directions)
+        elif plan is not None:
+            how = Quantization.of(plan, "input", directions)
+        else:
             return gather_values(local, mesh.get_group(), dim=self.input_layouts.dim, size=size)
         cut = _cut(local, mesh, self.input_layouts.dim, size)
-        return _gather_input(quantizer, local, cut, mesh, trains=args[1].requires_grad)
+        return gather_by(how, local, group=mesh.get_group(), cut=cut)
 
     def _output(self, out: Tensor, out_features: int, mesh: DeviceMesh) -> Tensor:
         held = Shard(out.dim() - 1)
@@ -212,10 +217,12 @@ class GatherInput(ParallelStyle):
 
     def _input(self, module: nn.Module, layer: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
         local, size = _local(x, mesh, self.input_layouts)
-        if quantizer := _input_quantizer(getattr(layer, SITE), local, layer.weight):
+        plan = getattr(layer, SITE).plan(local, layer.weight)
+        if plan is not None:
             cut = _cut(local, mesh, self.input_layouts.dim, size)
-            trains = any(each.weight.requires_grad for each in (layer, *_column_parallel(module)))
-            return _gather_input(quantizer, local, cut, mesh, trains=trains)
+            trains = layer.weight.requires_grad or any(each.weight.requires_grad for each in _column_parallel(module))
+            how = Quantization.of(plan, "input", _read_directions(trains=trains))
+            return gather_by(how, local, group=mesh.get_group(), cut=cut)
         # The layers sum the gradient of a plain input over ranks themselves.
         return gather_values(local, mesh.get_group(), dim=self.input_layouts.dim, size=size, gradient="part")
 
@@ -307,23 +314,15 @@ def _cut(local: Tensor, mesh: DeviceMesh, dim: int, size: int | None) -> Sequenc
     return SequenceCut.of_local(tuple(local.shape), dim, num_parts=mesh.size(), size=size)
 
 
-def _input_quantizer(site: Any, x: Tensor, weight: Tensor) -> Any:
-    """What the site would quantize its input by; None where it would not."""
-    plan = site.plan(x, weight)
-    return None if plan is None else plan.input
-
-
 def _column_parallel(module: nn.Module) -> list[Any]:
     """The layers of `module` of which each rank computes some outputs."""
     sites = ((layer, getattr(layer, SITE, None)) for layer in module.modules())
     return [layer for layer, site in sites if isinstance(getattr(site, "placed", None), ColumnPlacement)]
 
 
-def _gather_input(quantizer: Any, x: Tensor, cut: SequenceCut, mesh: DeviceMesh, *, trains: bool) -> QuantizedTensor:
-    """The whole input in the directions that forward reads, and wgrad where it `trains` a weight."""
-    saves = torch.is_grad_enabled() and trains
-    directions = (Direction.ROWWISE, Direction.COLUMNWISE) if saves else (Direction.ROWWISE,)
-    return gather_by(Quantization.now(quantizer, directions), x, group=mesh.get_group(), cut=cut)
+def _read_directions(*, trains: bool) -> tuple[Direction, ...]:
+    """Those of a gathered input that forward reads, and wgrad where it `trains` a weight."""
+    return (Direction.ROWWISE, Direction.COLUMNWISE) if torch.is_grad_enabled() and trains else (Direction.ROWWISE,)
 
 
 def _gradient_gather(site: Any, args: tuple[Any, ...], out: Tensor) -> Quantization | None:
@@ -339,4 +338,4 @@ def _gradient_gather(site: Any, args: tuple[Any, ...], out: Tensor) -> Quantizat
             f"{plan.row_multiple}, as the formats of its products want; pad the sequence or the batch"
         )
     wanted = ((Direction.ROWWISE, x.requires_grad), (Direction.COLUMNWISE, weight.requires_grad))
-    return Quantization.now(plan.grad_output.inner, [direction for direction, is_wanted in wanted if is_wanted])
+    return Quantization.of(plan, "grad_output", [direction for direction, is_wanted in wanted if is_wanted])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from te_dist.kernels import runtime, tape
@@ -16,6 +17,7 @@ from te_dist.kernels.spec import Layout, Spec
 from te_dist.kernels.tape import Tapes
 from te_dist.ops._taped import taped
 from te_dist.ops.source import Gathered, Source, SwiGlu
+from te_dist.tensor import collectives
 
 COPY = Spec("", "Copy", Layout("src:P out:P bytes:q"))
 
@@ -142,6 +144,53 @@ def test_ops_of_torch_are_repeated_and_those_without_effect_are_not() -> None:
     (steps,) = (made.steps for made in counted.tapes._tapes.values() if made)
     assert counted.runs == 2
     assert sum(str(getattr(step, "op", "")) == "aten.cat.default" for step in steps) == 1
+
+
+@pytest.fixture
+def group() -> Iterator[Any]:
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_collectives_are_called_again(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    its = collectives._all_gather
+
+    def gather(out: Tensor, x: Tensor, *, group: Any) -> None:
+        assert group is dist.group.WORLD
+        sent.append(x.data_ptr())
+        its(out, x, group=group)
+        out.mul_(torch.tensor(2.0))  # a tensor from elsewhere: what is done in here is not looked at
+
+    monkeypatch.setattr(collectives, "_all_gather", gather)
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        gathered = collectives.all_gather(copied(x), group)
+        collectives.maximum_(gathered, group)
+        return copied(gathered), copied(x)
+
+    counted = Counted(function)
+    for count in (1, 2, 3):
+        x = torch.randn(64)
+        doubled, same = counted(x)
+        assert torch.equal(doubled, 2 * x)
+        assert torch.equal(same, x)
+        assert (counted.runs, len(sent)) == (min(count, 2), count)
+        assert sent[-1] not in (x.data_ptr(), 0)
+
+
+def test_other_collectives_are_not_recorded(group: Any) -> None:
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        out = copied(x)
+        dist.all_reduce(out, group=group)
+        return (out,)
+
+    counted = Counted(function)
+    for _ in range(3):
+        counted(torch.randn(64))
+    assert counted.runs == 3
 
 
 def test_what_only_launches_use_is_allocated_together() -> None:
