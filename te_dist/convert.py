@@ -47,9 +47,10 @@ def convert(
 
     Raises:
         TypeError: `plan` is no mapping, or holds something else than recipes and None.
-        ValueError: a pattern fits no module, the model is such a module itself, a weight to be quantized is tied to
-            another module, the model is sharded already, features do not fit the recipe, a module has hooks, or a
-            recipe is meant for experts that compute something else. The model is unchanged then.
+        ValueError: a pattern fits no module, or none that patterns before it leave; the model is such a module itself,
+            a weight to be quantized is tied to another module, the model is sharded already, features do not fit the
+            recipe, a module has hooks, or a recipe is meant for experts that compute something else. The model is
+            unchanged then.
     """
     chosen = _choose(model, plan)
     init = partial(quantized_model_init, preserve_high_precision_init_val=preserve_high_precision_init_val)
@@ -99,11 +100,18 @@ def _choose(model: nn.Module, plan: Mapping[str, Recipe | None]) -> dict[str, Re
             f"nothing that is still to be converted, no torch.nn.Linear and no experts, is named {unused}; names are "
             f"{names[:8]}{' ...' if names[8:] else ''}"
         )
-    chosen = {}
-    for name in names:
-        fitting = [recipe for pattern, recipe in plan.items() if fnmatchcase(name, pattern)]
-        if fitting and _can_be_exchanged(model.get_submodule(name), name, fitting[0]):
-            chosen[name] = fitting[0]
+    first = {name: next((pattern for pattern in plan if fnmatchcase(name, pattern)), None) for name in names}
+    hidden = [pattern for pattern in plan if pattern not in first.values()]
+    if hidden:
+        raise ValueError(
+            f"all that {hidden} fit in the plan is taken by patterns before them, which count; put them first, or "
+            "leave them out"
+        )
+    chosen = {
+        name: plan[pattern]
+        for name, pattern in first.items()
+        if pattern is not None and _can_be_exchanged(model.get_submodule(name), name, plan[pattern])
+    }
     users: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         users.setdefault(id(param), []).append(name)

@@ -160,23 +160,40 @@ class FusedAdam(torch.optim.Optimizer):
         with first_post_hook(self, self.current_state):
             return super().state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but state keeps the types it has here: torch would round it to the dtype of its parameter."""
+    def load_state_dict(self, state_dict: dict[str, Any], *, begin_masters: bool = False) -> None:
+        """As in torch, but state keeps the types it has here: torch would round it to the dtype of its parameter.
+
+        Args:
+            state_dict: of a `FusedAdam`.
+            begin_masters: whether it may be one without masters, as that of `torch.optim.AdamW`: masters then begin
+                with what parameters hold.
+
+        Raises:
+            ValueError: what is kept of a parameter here is not what is saved of it; nothing is loaded then.
+        """
         params = [param for group in self.param_groups for param in group["params"]]
         loaded: dict[Tensor, dict[str, Any]] = {}
+        begun: set[Tensor] = set()
 
         def read(_: Any, given: dict[str, Any]) -> None:
             saved = [key for group in given["param_groups"] for key in group["params"]]
             for key, param in zip(saved, params, strict=False):
-                loaded[param] = self._as_loaded(param, given["state"].get(key, {}))
+                state = given["state"].get(key, {})
+                if begin_masters and state and MASTER in self.precision.dtypes(param).keys() - state.keys():
+                    state = state | {MASTER: self.precision.initial_master(param)}
+                    begun.add(param)
+                loaded[param] = self._as_loaded(param, state)
 
         with last_pre_hook(self, read):
             super().load_state_dict(state_dict)
         for param, own in loaded.items():
             if own:
                 self.state[param].update(own)
-            self._ledger.forget(param)
-            self._loaded.add(param)
+            if param in begun:
+                self.take_over(param)
+            else:
+                self._ledger.forget(param)
+                self._loaded.add(param)
 
     def install_state(self, param: Tensor, state: dict[str, Any]) -> None:
         """Puts state that was loaded with the values of its parameter in place, in the types it has here; tensors of
@@ -201,9 +218,11 @@ class FusedAdam(torch.optim.Optimizer):
         wanted = self.precision.dtypes(param)
         begins = may_begin and dtypes.keys() == {MASTER} <= wanted.keys()
         if dtypes.keys() != wanted.keys() and not begins:
+            lacks_master = wanted.keys() - dtypes.keys() == {MASTER}
+            also = ", or pass begin_masters=True, where masters are to begin with what parameters hold"
             raise ValueError(
                 f"state of a parameter of shape {tuple(param.shape)}: got {sorted(dtypes)}, wanted {sorted(wanted)}; "
-                "make the optimizer with the options it was saved with"
+                f"make the optimizer with the options it was saved with{also if lacks_master else ''}"
             )
         for name, dtype in dtypes.items():
             if dtype is not None:
@@ -232,7 +251,7 @@ class FusedAdam(torch.optim.Optimizer):
             state.update(self.precision.initial_state(param))
             self.take_over(param)
         elif not masters.is_quantized(param) and MASTER in self.precision.dtypes(param).keys() - state.keys():
-            state[MASTER] = masters.shaped_like(param, masters.initial_master(param))
+            state[MASTER] = self.precision.initial_master(param)
             self.take_over(param)
 
     def take_over(self, param: Tensor) -> None:

@@ -130,12 +130,16 @@ class Precision:
             if name == "step":
                 state[name] = torch.zeros((), dtype=dtype, device=param.device)
             elif name == MASTER:
-                state[name] = masters.shaped_like(param, masters.initial_master(param).to(dtype))
+                state[name] = self.initial_master(param)
             else:
                 shape, own = (_state_shape(name, each) for each in (param.shape, local.shape))
                 zeros = torch.zeros(own, dtype=dtype, device=param.device)
                 state[name] = masters.shaped_like(param, zeros, shape=shape)
         return state
+
+    def initial_master(self, param: Tensor) -> Tensor:
+        """Of the values before quantization where they are kept, else of those that a parameter has."""
+        return masters.shaped_like(param, masters.initial_master(param).to(self.dtypes(param)[MASTER]))
 
     def check_state(self, param: Tensor, state: Mapping[str, Any], *, grad: Tensor | None = None) -> None:
         """Raises ValueError where state of a parameter is not of the types, shapes and cuts of `initial_state`, on its

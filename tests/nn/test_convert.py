@@ -137,8 +137,9 @@ def test_a_model_on_meta_is_converted_there() -> None:
         ({"layers.*": BLOCK, "layer.*": None}, r"named \['layer\.\*'\]"),
         ({"head": BLOCK}, "tied, as .*embedding.weight"),
         ({"*": BLOCK}, "tied"),
+        ({"layers.*": BLOCK, "layers.0.*": None}, r"\['layers\.0\.\*'\] fit in the plan is taken"),
     ],
-    ids=["unused", "tied", "tied-star"],
+    ids=["unused", "tied", "tied-star", "hidden"],
 )
 def test_a_plan_that_cannot_be_followed_changes_nothing(plan, match) -> None:
     model = Model()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from te_dist import optim
 from te_dist.optim.masters import initial_master
@@ -253,6 +254,28 @@ def test_a_master_alone_is_no_state_to_load() -> None:
     alone = saved | {"state": {0: {"master_param": saved["state"][0]["master_param"]}}}
     with pytest.raises(ValueError, match="make the optimizer with the options it was saved with"):
         optimizer.load_state_dict(alone)
+
+
+def test_what_torchs_adam_has_kept_goes_on_with_masters_that_begin(make: Make) -> None:
+    """To what kernels of torch round otherwise, it goes on as torch's would with weights that are not quantized."""
+    plain = torch.nn.Parameter(signed().float())
+    its = torch.optim.Adam([plain], lr=0.1)
+    step(its, 0)
+    weight, _ = parameters()
+    with torch.no_grad():
+        weight.copy_(plain)
+        plain.copy_(weight)
+    optimizer = make([weight])
+    saved = copy.deepcopy(its.state_dict())
+    with pytest.raises(ValueError, match=r"wanted .*master_param.*begin_masters=True"):
+        optimizer.load_state_dict(saved)
+    assert not optimizer.state
+    optimizer.load_state_dict(saved, begin_masters=True)
+    for each in (its, optimizer):
+        step(each, 1)
+    assert_close(optimizer.state[weight]["master_param"], plain.detach())
+    assert_close(optimizer.state[weight]["exp_avg_sq"], its.state[plain]["exp_avg_sq"])
+    assert optimizer.state[weight]["step"] == 2  # noqa: PLR2004
 
 
 # -- parameters in 16 bits --------------------------------------------------------------------------------------------
