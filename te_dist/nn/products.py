@@ -26,6 +26,7 @@ from itertools import chain
 from typing import Any, NamedTuple, Unpack
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -62,6 +63,7 @@ class Plan:
         moves: histories that the end of backward brings up to date.
         fuses_wgrad: whether the gradient of the weight is added to its `main_grad` by the product itself.
         tensors: those that the quantizers hold.
+        scaled_by: ranks that keep scales of past steps in common.
         tapes: of this map, or of all that compute alike, see `plan_by`.
     """
 
@@ -73,6 +75,7 @@ class Plan:
     moves: DelayedScalingState | None = None
     fuses_wgrad: bool = False
     tensors: tuple[Tensor, ...] = ()
+    scaled_by: dist.ProcessGroup | None = None
     tapes: Tapes = field(default_factory=Tapes, compare=False)
 
     @cached_property

@@ -281,7 +281,8 @@ class LinearSite(nn.Module):
         options = dict(features=features, row_multiple=multiple, fuses_wgrad=fuses)
         plan = plan_by(state.recipe, self.module_type, quantizers, **options)
         # Quantizers of parts that ranks hold know their ranks.
-        return Pass(state, key, plan if placed is None else replace(plan, tapes=Tapes()), requests, {})
+        tapes = plan.tapes if placed is None else Tapes()
+        return Pass(state, key, replace(plan, scaled_by=state.amax_reduction_group, tapes=tapes), requests, {})
 
     def _with_histories(self, current: Pass, x: Tensor, weight: Tensor) -> Plan:
         """The plan of a pass that uses, and in training moves, the histories of this map."""

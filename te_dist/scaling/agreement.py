@@ -193,7 +193,7 @@ def parts_of(storage: QuantizedStorage, values: Tensor, partition: Partition | N
 class _Reduction:
     """The MAX reduction of amaxes that lie one behind the other in one tensor. Allocates nothing when it runs.
 
-    Where each matrix has one amax, these are what is reduced.
+    Where each grid is one amax, and shared, they are reduced where they are.
 
     Args:
         amaxes: f32 (n,), all grids.
@@ -213,7 +213,8 @@ class _Reduction:
         sizes = [(owner, each.size) for owner, each in zip(owners, slots, strict=True)]
         self._maximum = _Maximum(tuple(groups), tuple(sizes))
         self._amaxes = self._agreed = amaxes
-        self._is_whole = all(each.size == each.num_amaxes == 1 for each in slots) and len(slots) == len(amaxes)
+        # This part's only tile may be another one than that which others share.
+        self._is_whole = all(each.size == each.num_amaxes == len(each.own) == 1 for each in slots)
         if self._is_whole:
             return
         own, slot, start, size = [], [], 0, 0

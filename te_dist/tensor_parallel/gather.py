@@ -7,7 +7,7 @@ quantized values is none of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -60,11 +60,15 @@ class Quantization:
         return Quantization(writer, tuple(directions), current_autocast().amax_reduction_group)
 
     @staticmethod
-    def of(plan: Any, role: str, directions: Sequence[Direction]) -> Quantization:
-        """By the quantizer that the plan of a linear map has for a role, in what this rank has whole."""
+    def of(plan: Any, role: str, directions: Sequence[Direction], *, is_cut: bool) -> Quantization:
+        """By the quantizer that the plan of a linear map has for a role, in what this rank has whole.
+
+        `is_cut`: whether tensor parallelism cuts the map; other maps have tapes in common, which outlive a group.
+        """
         writer = getattr(plan, role)
-        now = Quantization.now(writer.inner if isinstance(writer, GatheredQuantizer) else writer, directions)
-        return replace(now, role=role, tapes=plan.tapes, tensors=plan.tensors)
+        writer = writer.inner if isinstance(writer, GatheredQuantizer) else writer
+        tapes = plan.tapes if is_cut else None
+        return Quantization(writer, tuple(directions), plan.scaled_by, role, tapes, plan.tensors)
 
 
 def gather(
@@ -200,8 +204,7 @@ class _Replicate(torch.autograd.Function):
 def _whole_values(x: Tensor, group: dist.ProcessGroup, cut: SequenceCut) -> Tensor:
     """The whole tensor in the dtype of `x`, this rank's part. No gradient."""
     rows = _filled_up(x.movedim(cut.dim, 0), len(cut.extents[0]))
-    gathered = collectives.all_gather(rows, group)[: cut.shape[cut.dim]]
-    return gathered.movedim(0, cut.dim).contiguous()
+    return _along(cut, collectives.all_gather(rows, group)[: cut.shape[cut.dim]])
 
 
 def _gathered(x: Tensor, how: Quantization, group: dist.ProcessGroup, cut: SequenceCut) -> QuantizedTensor:
@@ -247,8 +250,13 @@ def _spread_storage(x: Tensor, format: Format, group: dist.ProcessGroup, cut: Se
 def _scattered_sum(x: Tensor, group: dist.ProcessGroup, cut: SequenceCut) -> Tensor:
     """This rank's part, along the cut, of the sum over ranks."""
     rows = _filled_up(x.movedim(cut.dim, 0), cut.num_parts * len(cut.extents[0]))
-    own = collectives.reduce_scatter(rows, group)[: len(cut.extents[dist.get_rank(group)])]
-    return own.movedim(0, cut.dim).contiguous()
+    return _along(cut, collectives.reduce_scatter(rows, group)[: len(cut.extents[dist.get_rank(group)])])
+
+
+def _along(cut: SequenceCut, rows: Tensor) -> Tensor:
+    """`rows` along the dimension that is cut; contiguous, and no view to autograd: it may be changed in place."""
+    moved = rows.movedim(0, cut.dim)
+    return torch.ops.aten._unsafe_view(rows, moved.shape) if moved.is_contiguous() else moved.contiguous()
 
 
 def _filled_up(rows: Tensor, count: int) -> Tensor:

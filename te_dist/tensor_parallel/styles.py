@@ -114,7 +114,7 @@ class ColumnParallel(ParallelStyle):
         if self.gather_format:
             how = Quantization.now(FormatWriter(self.gather_format), directions)
         elif plan is not None:
-            how = Quantization.of(plan, "input", directions)
+            how = Quantization.of(plan, "input", directions, is_cut=True)
         else:
             return gather_values(local, mesh.get_group(), dim=self.input_layouts.dim, size=size)
         cut = _cut(local, mesh, self.input_layouts.dim, size)
@@ -217,11 +217,13 @@ class GatherInput(ParallelStyle):
 
     def _input(self, module: nn.Module, layer: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
         local, size = _local(x, mesh, self.input_layouts)
-        plan = getattr(layer, SITE).plan(local, layer.weight)
+        site = getattr(layer, SITE)
+        plan = site.plan(local, layer.weight)
         if plan is not None:
             cut = _cut(local, mesh, self.input_layouts.dim, size)
             trains = layer.weight.requires_grad or any(each.weight.requires_grad for each in _column_parallel(module))
-            how = Quantization.of(plan, "input", _read_directions(trains=trains))
+            directions = _read_directions(trains=trains)
+            how = Quantization.of(plan, "input", directions, is_cut=site.placed is not None)
             return gather_by(how, local, group=mesh.get_group(), cut=cut)
         # The layers sum the gradient of a plain input over ranks themselves.
         return gather_values(local, mesh.get_group(), dim=self.input_layouts.dim, size=size, gradient="part")
@@ -338,4 +340,5 @@ def _gradient_gather(site: Any, args: tuple[Any, ...], out: Tensor) -> Quantizat
             f"{plan.row_multiple}, as the formats of its products want; pad the sequence or the batch"
         )
     wanted = ((Direction.ROWWISE, x.requires_grad), (Direction.COLUMNWISE, weight.requires_grad))
-    return Quantization.of(plan, "grad_output", [direction for direction, is_wanted in wanted if is_wanted])
+    directions = [direction for direction, is_wanted in wanted if is_wanted]
+    return Quantization.of(plan, "grad_output", directions, is_cut=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -74,6 +76,8 @@ SEQUENCES = {
     "inner_dimension": ((2, 64, 3, 128), 1),
     "fewer_than_ranks": ((2, 64), 0),
 }
+# Over three ranks: two of them share a tile, and the third has one of its own.
+SHARED_BY_TWO = {tile: ((tile + tile // 2, tile), 0) for tile in (16, 32, 128)}
 
 
 def check_gather(rank: int, world: int, shape: tuple[int, ...], dim: int) -> list[str]:
@@ -107,6 +111,11 @@ def test_gathered_parts_are_the_quantized_whole(ranks, world, sequence):
     refused = ranks(world).run(check_gather, *SEQUENCES[sequence])
     assert all(each == refused[0] for each in refused), "ranks disagree on what can be gathered"
     assert len(refused[0]) < len(FORMATS) / 2
+
+
+@pytest.mark.parametrize("tile", SHARED_BY_TWO)
+def test_a_rank_has_no_say_in_a_tile_of_others(ranks, tile):
+    ranks(3).run(check_gather, *SHARED_BY_TWO[tile])
 
 
 def gather_without_amaxes(rank: int, world: int) -> list[tuple[str, int]]:
@@ -430,15 +439,17 @@ def check_recomputation(rank: int, world: int, recipe_name: str) -> None:
     parallelize_module(layer, over, {name: style() for name, style in SEQUENCE_PARALLEL.items()})
     x, grad = (normal(BATCH, SEQUENCE // world, K, seed=seed) for seed in (1, 2))
     results = []
-    for run_layer in (layer, lambda x: te.checkpoint(layer, x)):
+    of_torch = partial(torch.utils.checkpoint.checkpoint, layer, use_reentrant=False)
+    for run_layer in (layer, lambda x: te.checkpoint(layer, x), of_torch):
         with te.offload.activations(min_bytes=0) if results else contextlib.nullcontext():
             values_of_run = run(run_layer, x, grad, autocast(recipe, over.get_group()))
         results.append([*values_of_run, *(whole(p.grad) for p in layer.parameters())])
         layer.zero_grad()
         if layer.gate.gemm.scaling is not None:
             layer.gate.gemm.scaling = layer.up.gemm.scaling = layer.down.gemm.scaling = None
-    for index, (a, b) in enumerate(zip(*results, strict=True)):
-        assert_bitwise(b, a, f"result {index}")
+    for index, (a, *others) in enumerate(zip(*results, strict=True)):
+        for other in others:
+            assert_bitwise(other, a, f"result {index}")
 
 
 @every_recipe

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from te_dist.recipe import (
     QuantizerRole,
     Recipe,
 )
-from te_dist.tensor_parallel import ColumnParallel, RowParallel
+from te_dist.tensor_parallel import ColumnParallel, RowParallel, gather_values, reduce_scatter
 from tests.distributed.test_tensor_parallel import assert_near, normal, whole
 
 BATCH, SEQUENCE, WIDTH = 2, 32, 96
@@ -117,3 +119,18 @@ def check_no_rows(rank: int, world: int, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", [(0, 8, WIDTH), (2, 0, WIDTH)], ids=["no sequence", "no token"])
 def test_a_sequence_without_rows_has_an_empty_output_and_no_gradients(ranks, shape: tuple[int, ...]) -> None:
     ranks(2).run(check_no_rows, shape)
+
+
+def check_in_place(rank: int, world: int) -> None:
+    group = testing.mesh((world,), ("tp",)).get_group()
+    for function, shape, dim in product((gather_values, reduce_scatter), ((4, 3, 8), (1, 4, 8), (2, 4, 8)), (0, 1)):
+        if shape[dim] % world == 0:
+            x = normal(*shape, seed=rank).requires_grad_()
+            changed = function(x * 1, group, dim=dim)
+            changed += 1
+            changed.sum().backward()
+            assert torch.equal(x.grad, torch.full_like(x, float(world if function is gather_values else 1)))
+
+
+def test_what_is_gathered_or_summed_may_be_changed_in_place(ranks):
+    ranks(2).run(check_in_place)
