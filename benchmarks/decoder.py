@@ -86,17 +86,20 @@ class PlainMoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., hidden)."""
         tokens = x.flatten(0, -2)
-        scores = F.linear(tokens, self.router).float().softmax(-1)
-        chosen, experts = scores.topk(self.top_k, dim=-1)
-        chosen = chosen / chosen.sum(-1, keepdim=True)
-        order = experts.flatten().argsort(stable=True)
-        counts = torch.zeros(scores.shape[1], dtype=torch.int32, device=x.device)
-        counts.index_add_(0, experts.flatten(), torch.ones_like(experts.flatten(), dtype=torch.int32))
+        chosen, order, counts = self.routed(tokens)
         ends, sources = counts.cumsum(0).int(), order // self.top_k
         gate, up = F.grouped_mm(tokens[sources], self.first.transpose(1, 2), offs=ends).chunk(2, dim=-1)
         hidden = F.silu(gate) * up * chosen.flatten()[order, None].to(x.dtype)
         made = F.grouped_mm(hidden, self.second.transpose(1, 2), offs=ends)
         return torch.zeros_like(tokens).index_add(0, sources, made).view_as(x)
+
+    def routed(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of tokens (T, hidden) the weights of choices, f32 (T, k); (T k,), choices sorted by expert; rows of each."""
+        scores = F.linear(tokens, self.router).float().softmax(-1)
+        chosen, experts = scores.topk(self.top_k, dim=-1)
+        counts = torch.zeros(scores.shape[1], dtype=torch.int32, device=tokens.device)
+        counts.index_add_(0, experts.flatten(), torch.ones_like(experts.flatten(), dtype=torch.int32))
+        return chosen / chosen.sum(-1, keepdim=True), experts.flatten().argsort(stable=True), counts
 
 
 @contextmanager

@@ -31,12 +31,12 @@ import te_dist as te
 from benchmarks.decoder import LLAMA, Rotary, Shape, in_bf16, rotary_table, rotate
 from benchmarks.linear_cuda import RECIPES
 from benchmarks.report import Report, number, text
-from benchmarks.training_cuda import BACKENDS, over_ranks
+from benchmarks.timing import step_times
+from benchmarks.training_cuda import BACKENDS
 from te_dist import recipe
 from te_dist.launch.parallelize import block_plan
 from te_dist.tensor.traffic import Traffic
 
-WARM_STEPS = 4
 Plan = dict[str, ParallelStyle]
 
 
@@ -146,27 +146,11 @@ class Step:
         self.x.grad = None
 
 
-def times_of(steps: list[Step], repeats: int) -> list[float]:
-    """Milliseconds of each, by turns."""
-    found: list[list[float]] = [[] for _ in steps]
-    for turn in range(WARM_STEPS + repeats):
-        for times, step in zip(found, steps, strict=True):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            dist.barrier()
-            begin.record()
-            step()
-            end.record()
-            torch.cuda.synchronize()
-            if turn >= WARM_STEPS:
-                times.append(begin.elapsed_time(end))
-    return [over_ranks(sorted(times)[len(times) // 2]) for times in found]
-
-
 def rows(names: tuple[str, ...], mesh: DeviceMesh, *, length: int, layers: int, repeats: int) -> Iterator[Row]:
     """Torch's line, and one for each recipe."""
     chosen = [None, *(RECIPES[name] for name in names)]
     steps = [Step(made_by, mesh, length=length, layers=layers) for made_by in chosen]
-    times = times_of(steps, repeats)
+    times = step_times(steps, repeats)
     for name, step, time in zip(("torch bf16", *names), steps, times, strict=True):
         with Traffic() as traffic:
             step()

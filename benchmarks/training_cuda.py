@@ -31,6 +31,7 @@ from benchmarks.decoder import LLAMA, QWEN, Decoder, Shape, in_bf16
 from benchmarks.linear_cuda import RECIPES
 from benchmarks.report import Report, number, text
 from benchmarks.shares import shares_of
+from benchmarks.timing import over_ranks
 from te_dist import fsdp2, optim, recipe
 
 MODELS = {"llama": LLAMA, "qwen_moe": QWEN}
@@ -134,13 +135,6 @@ def quantized(shape: Shape, made_by: recipe.Recipe, unit: int, *, mesh: DeviceMe
     fsdp2.materialize(model, device=mesh.device_type, seed=0)
     te.prepare(model, made_by)
     return model
-
-
-def over_ranks(value: float) -> float:
-    """The largest."""
-    found = torch.tensor(value, device="cuda", dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
 
 
 def times_of(job: Callable[[], object], steps: int) -> tuple[float, float]:

@@ -1,0 +1,162 @@
+"""How fast is a mixture whose experts lie over ranks, beside one in torch's bf16?
+
+    torchrun --standalone --nproc-per-node 4 -m benchmarks.expert_parallel_cuda --out benchmarks/results
+
+Forward and backward of some mixtures behind one another, each rank with tokens of its own and a part of the experts.
+The peer is plain torch: the router, argsort and sums of `benchmarks.decoder.PlainMoE`, rows sent by torch's all-to-all
+with its gradient, `grouped_mm`. Of te_dist: without a recipe, and quantized weights by each; rows are sent plainly, as
+codes and scales, or into slots. All run by turns; times are those of the slowest rank, medians. Bytes are what a rank
+hands to all-to-alls in a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import tyro
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.nn.functional import all_to_all_single
+from torch.distributed.tensor.parallel import parallelize_module
+
+import te_dist as te
+from benchmarks.decoder import PlainMoE
+from benchmarks.linear_cuda import RECIPES
+from benchmarks.moe_cuda import Shape
+from benchmarks.report import Report, number, text
+from benchmarks.timing import step_times
+from te_dist.nn.moe import ExpertParallel, MoE, Routing
+from te_dist.tensor.traffic import Traffic
+
+# (tokens of a rank, H, F, experts, top-k): layers of Qwen3-30B-A3B, and of few wide experts.
+SHAPES: tuple[Shape, ...] = ((8192, 2048, 768, 128, 8), (4096, 4096, 2048, 16, 4))
+CAPACITY = 1.25  # of what ranks send to each other in the mean
+WAYS: dict[str, dict[str, Any]] = {"": {}, ", quantized": {"payload": "quantized"}, ", slots": {"capacity": CAPACITY}}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line: a step in ms, torch's over it, and MiB handed to all-to-alls."""
+
+    shape: str
+    label: str
+    step: float
+    speedup: float
+    sent: float
+
+
+class PlainExpertParallel(PlainMoE):
+    """`PlainMoE` with experts over ranks. Probabilities are multiplied where tokens come back."""
+
+    def __init__(self, shape: Shape, group: dist.ProcessGroup) -> None:
+        _, hidden, ffn, experts, top_k = shape
+        super().__init__(hidden, ffn, experts // group.size(), top_k)
+        self.router = nn.Parameter(torch.randn(experts, hidden) * 0.02)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, hidden)."""
+        chosen, order, counts = self.routed(x)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=self.group)
+        by_rank = [each.view(self.group.size(), -1) for each in (counts, arriving)]
+        sent, received = torch.stack([each.sum(1) for each in by_rank]).tolist()
+        sources = order // self.top_k
+        rows = self._exchanged(x[sources], sent, received)
+        experts = torch.arange(self.first.shape[0], device=x.device).repeat(self.group.size())
+        by_expert = experts.repeat_interleave(arriving, output_size=len(rows)).argsort(stable=True)
+        ends = by_rank[1].sum(0).cumsum(0).int()
+        gate, up = F.grouped_mm(rows[by_expert], self.first.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        made = F.grouped_mm(F.silu(gate) * up, self.second.transpose(1, 2), offs=ends)
+        made = torch.empty_like(made).index_copy(0, by_expert, made)
+        back = self._exchanged(made, received, sent) * chosen.flatten()[order, None].to(x.dtype)
+        return torch.zeros_like(x).index_add(0, sources, back)
+
+    def _exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        out = rows.new_empty(sum(received), rows.shape[1])
+        return all_to_all_single(out, rows, received, sent, group=self.group)
+
+
+class Step:
+    """Forward and backward of mixtures behind one another, of torch where `way` is None."""
+
+    def __init__(self, shape: Shape, mesh: DeviceMesh, *, recipe: str, way: str | None, layers: int) -> None:
+        tokens, hidden, ffn, experts, top_k = shape
+        self.made_by = RECIPES[recipe] if recipe else None
+        self.layers: Any = nn.ModuleList()
+        for _ in range(layers):
+            if way is None:
+                self.layers.append(PlainExpertParallel(shape, mesh.get_group()).to("cuda", torch.bfloat16))
+                continue
+            options = dict(WAYS[way])
+            if "capacity" in options:
+                options["capacity"] = math.ceil(options["capacity"] * tokens * top_k / mesh.size())
+            with te.quantized_model_init(enabled=self.made_by is not None, recipe=self.made_by):
+                layer = MoE(hidden, ffn, Routing(experts, top_k), params_dtype=torch.bfloat16, device="cuda")
+            self.layers.append(parallelize_module(layer, mesh, ExpertParallel(**options)))
+        self.x, self.grad = (torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    def __call__(self) -> None:
+        """Gradients are dropped."""
+        x = self.x.requires_grad_()
+        with te.autocast(enabled=self.made_by is not None, recipe=self.made_by):
+            for layer in self.layers:
+                x = x + layer(F.rms_norm(x, x.shape[-1:]))
+        x.backward(self.grad)
+        self.layers.zero_grad()
+        self.x.grad = None
+
+
+def rows(shape: Shape, mesh: DeviceMesh, recipes: tuple[str, ...], *, layers: int, repeats: int) -> Iterator[Row]:
+    """Torch's line, te_dist's in bf16, and those of each recipe."""
+    lines: list[tuple[str, str | None]] = [("", None), ("", "")]
+    lines += [(name, way) for name in recipes for way in WAYS if "quantized" not in way or name == "block"]
+    steps = [Step(shape, mesh, recipe=name, way=way, layers=layers) for name, way in lines]
+    times = step_times(steps, repeats)
+    for (name, way), step, time in zip(lines, steps, times, strict=True):
+        with Traffic() as traffic:
+            step()
+        label = "torch bf16" if way is None else f"{name or 'bf16'}{way}"
+        sent = traffic.nbytes("all_to_all") / 2**20
+        yield Row(", ".join(map(str, shape)), label, time, times[0] / time, sent)
+
+
+def main(
+    out: Path | None = None, recipes: tuple[str, ...] = ("block", "current"), layers: int = 4, repeats: int = 15
+) -> None:
+    """Prints a table; writes it as Markdown and JSON into `out`."""
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    torch.manual_seed(dist.get_rank())
+    report = Report(
+        "expert_parallel_cuda",
+        "Experts over ranks",
+        f"{layers} mixtures behind one another, the experts of each over all GPUs. A step is a forward and a backward "
+        f"pass; MiB that a rank hands to all-to-alls. Slots: {CAPACITY} times those of the mean.",
+        {
+            "tokens of a rank, H, F, E, k": text("shape"),
+            "": text("label"),
+            "step ms": number("step", 1),
+            "torch's over it": number("speedup", 2),
+            "sent MiB": number("sent"),
+        },
+    )
+    with torch.autograd.set_multithreading_enabled(False):
+        found = (row for shape in SHAPES for row in rows(shape, mesh, recipes, layers=layers, repeats=repeats))
+        if dist.get_rank() == 0:
+            report.publish(found, out, facts={"GPUs": str(mesh.size())})
+        else:
+            list(found)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
