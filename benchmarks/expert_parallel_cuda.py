@@ -4,9 +4,9 @@
 
 Forward and backward of some mixtures behind one another, each rank with tokens of its own and a part of the experts.
 The peer is plain torch: the router, argsort and sums of `benchmarks.decoder.PlainMoE`, rows sent by torch's all-to-all
-with its gradient, `grouped_mm`. Of te_dist: without a recipe, and quantized weights by each; rows are sent plainly, as
-codes and scales, or into slots. All run by turns; times are those of the slowest rank, medians. Bytes are what a rank
-hands to all-to-alls in a step.
+with its gradient, `grouped_mm`. Of te_dist: without a recipe, and quantized weights by each; a copy of a token is sent
+for each expert, plainly, as codes and scales, or into slots; or the token, once to each rank. All run by turns; times
+are those of the slowest rank, medians. Bytes are what a rank hands to all-to-alls in a step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,13 @@ from te_dist.tensor.traffic import Traffic
 # (tokens of a rank, H, F, experts, top-k): layers of Qwen3-30B-A3B, and of few wide experts.
 SHAPES: tuple[Shape, ...] = ((8192, 2048, 768, 128, 8), (4096, 4096, 2048, 16, 4))
 CAPACITY = 1.25  # of what ranks send to each other in the mean
-WAYS: dict[str, dict[str, Any]] = {"": {}, ", quantized": {"payload": "quantized"}, ", slots": {"capacity": CAPACITY}}
+WAYS: dict[str, dict[str, Any]] = {
+    "": {},
+    ", slots": {"capacity": CAPACITY},
+    ", tokens": {"travels": "tokens"},
+    ", quantized": {"payload": "quantized"},
+    ", tokens quantized": {"travels": "tokens", "payload": "quantized"},
+}
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,7 @@ class Step:
 
 def rows(shape: Shape, mesh: DeviceMesh, recipes: tuple[str, ...], *, layers: int, repeats: int) -> Iterator[Row]:
     """Torch's line, te_dist's in bf16, and those of each recipe."""
-    lines: list[tuple[str, str | None]] = [("", None), ("", "")]
+    lines: list[tuple[str, str | None]] = [("", None), ("", ""), ("", ", tokens")]
     lines += [(name, way) for name in recipes for way in WAYS if "quantized" not in way or name == "block"]
     steps = [Step(shape, mesh, recipe=name, way=way, layers=layers) for name, way in lines]
     times = step_times(steps, repeats)

@@ -93,6 +93,8 @@ class ExpertsConfig:
     """With mesh.ep: rows a rank sends to another, over the mean; what exceeds it is dropped. 0: nothing is dropped."""
     payload: Literal["plain", "quantized"] = "plain"
     """With mesh.ep: whether rows travel to experts in bf16, or as the codes and scales that are multiplied there."""
+    travels: Literal["copies", "tokens"] = "copies"
+    """With mesh.ep: a copy of a token for each expert, or the token, once to each rank that has experts of it."""
 
     def __post_init__(self) -> None:
         _at_least("model.experts", self, 0, "count", "shared_ffn", "aux_loss_coefficient", "bias_update_rate")
@@ -104,6 +106,13 @@ class ExpertsConfig:
             got=f"{self.top_k} of {self.count} experts",
             wanted="at most model.experts.count",
             remedy="lower it",
+        )
+        require(
+            self.travels == "copies" or not self.capacity_factor,
+            "model.experts.travels",
+            got=f"{self.travels} with capacity_factor = {self.capacity_factor}",
+            wanted="copies, which capacities are numbers of",
+            remedy="leave out either",
         )
 
 

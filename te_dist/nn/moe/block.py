@@ -15,11 +15,13 @@ from te_dist.nn.moe.experts import ExpertOptions, GroupedMLP, SwiGluMLP
 from te_dist.nn.moe.permutation import sort_by_expert
 from te_dist.nn.moe.router import Routed, TopKRouter
 from te_dist.nn.moe.routing import Routing
+from te_dist.nn.moe.tokens import TokenDispatcher
 from te_dist.nn.options import LinearOptions, read
 from te_dist.nn.site import autocast_of_torch
 from te_dist.tensor.tally import tally_on
 
 Payload = Literal["plain", "quantized"]
+Travels = Literal["copies", "tokens"]
 
 
 class MoE(nn.Module):
@@ -116,8 +118,8 @@ class MoE(nn.Module):
 
     def rehearse(self, dtype: torch.dtype | None) -> None:
         """Launches what sorts, among all ranks and on this one, see `rehearsal.rehearse`; whatever `dtype` is."""
-        for num_experts in (self.router.routing.num_experts, self.dispatcher.num_local_experts):
-            sort_by_expert(torch.empty(1, 1, dtype=torch.int64, device="meta"), num_experts)
+        for number in self.dispatcher.sorts:
+            sort_by_expert(torch.empty(1, 1, dtype=torch.int64, device="meta"), number)
 
     def _mix(self, x: Tensor, routed: Routed, **kept: Any) -> Tensor:
         """(T, H): what the chosen experts make of every row of `x` (T, H); `kept`: keywords of `GroupedMLP.forward`."""
@@ -151,10 +153,13 @@ class ExpertParallel(ParallelStyle):
             copy of sizes to the host per pass.
         payload: "quantized" sends tokens to experts as codes and scales, where a recipe quantizes; see [Note: Quantized
             payload].
+        travels: "tokens" sends a token once to each rank that has experts of it, and sums back, instead of a copy for
+            each expert: less is sent, and rounded otherwise, see [Note: Tokens that travel once]. Without a capacity.
     """
 
-    def __init__(self, *, capacity: int | None = None, payload: Payload = "plain") -> None:
-        """Raises ValueError for another payload, TypeError for a capacity that is no number of rows."""
+    def __init__(self, *, capacity: int | None = None, payload: Payload = "plain", travels: Travels = "copies") -> None:
+        """Raises ValueError for another payload, other travellers, or tokens with a capacity, TypeError for a capacity
+        that is no number of rows."""
         super().__init__()
         if capacity is not None and not isinstance(capacity, int):
             raise TypeError(
@@ -163,14 +168,24 @@ class ExpertParallel(ParallelStyle):
             )
         if payload not in get_args(Payload):
             raise ValueError(f"payload: got {payload!r}, wanted one of {get_args(Payload)}")
+        if travels not in get_args(Travels):
+            raise ValueError(f"travels: got {travels!r}, wanted one of {get_args(Travels)}")
+        if travels == "tokens" and capacity is not None:
+            raise ValueError(
+                f'travels: got "tokens" with capacity={capacity}, which is a number of copies; leave out either'
+            )
         self.capacity = capacity
         self.payload: Payload = payload
+        self.travels: Travels = travels
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, MoE):
             raise ValueError(f"ExpertParallel is for te_dist's MoE, got {type(module).__name__}")
         num_experts = module.router.routing.num_experts
-        dispatcher = AllToAllDispatcher(num_experts, device_mesh, capacity=self.capacity)
+        if self.travels == "tokens":
+            dispatcher: AllToAllDispatcher = TokenDispatcher(num_experts, device_mesh)
+        else:
+            dispatcher = AllToAllDispatcher(num_experts, device_mesh, capacity=self.capacity)
         module.experts.cut(device_mesh)
         module.dispatcher, module.payload = dispatcher, self.payload
         if self.capacity is not None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from te_dist.nn.moe.exchange import Exchange, bring_back, send
+from te_dist.nn.moe.exchange import Exchange, bring_back, send_rows, send_values
 from te_dist.nn.moe.payload import Route, check_rows, send_quantized
 from te_dist.nn.moe.permutation import Permutation, permute_probabilities, sort_by_expert
 from te_dist.nn.moe.router import Routed
@@ -67,6 +67,11 @@ class Dispatcher(Protocol):
 
     num_local_experts: int
 
+    @property
+    def sorts(self) -> tuple[int, ...]:
+        """Among how many each of the sorts of a dispatch sorts."""
+        ...
+
     def dispatch(self, x: Tensor, routed: Routed, *, quantizer: Quantizer | None = None) -> Arrived:
         """Rows (T, H) at their experts; quantized on the way where there is a quantizer."""
         ...
@@ -81,6 +86,11 @@ class LocalDispatcher:
 
     def __init__(self, num_experts: int) -> None:
         self.num_local_experts = num_experts
+
+    @property
+    def sorts(self) -> tuple[int, ...]:
+        """See `Dispatcher`."""
+        return (self.num_local_experts,)
 
     def dispatch(self, x: Tensor, routed: Routed, *, quantizer: Quantizer | None = None) -> Arrived:
         """See `Dispatcher`; nothing is sent, and nothing quantized."""
@@ -117,6 +127,11 @@ class AllToAllDispatcher:
         self.num_host_syncs = 0
 
     @property
+    def sorts(self) -> tuple[int, ...]:
+        """See `Dispatcher`."""
+        return self.num_local_experts * self.num_ranks, self.num_local_experts
+
+    @property
     def group(self) -> dist.ProcessGroup:
         """The ranks of the mesh."""
         return self.mesh.get_group()
@@ -135,11 +150,11 @@ class AllToAllDispatcher:
             outgoing, incoming, exchange = plan(routed.experts)
             dropped = None if self.capacity is None else routed.experts.numel() - outgoing.counts.sum()
         if quantizer is not None:
-            route = Route(outgoing, incoming, exchange)
-            rows, probabilities = send_quantized(x, routed.probabilities, route, quantizer=quantizer)
+            rows: Tensor = send_quantized(x, Route(outgoing, incoming, exchange), quantizer=quantizer)
         else:
-            rows, probabilities = send(x, routed.probabilities, outgoing, by=exchange)
-            probabilities = permute_probabilities(probabilities[:, None], incoming)
+            rows = send_rows(x, outgoing, by=exchange)
+        probabilities = send_values(routed.probabilities, outgoing, by=exchange)
+        probabilities = permute_probabilities(probabilities[:, None], incoming)
         return Arrived(rows, incoming, probabilities, outgoing=outgoing, exchange=exchange, dropped=dropped)
 
     def combine(self, y: Tensor, arrived: Arrived) -> Tensor:
@@ -148,17 +163,13 @@ class AllToAllDispatcher:
         return bring_back(y, arrived.outgoing, by=arrived.exchange)
 
     def _plan_any_sizes(self, experts: Tensor) -> tuple[Permutation, Permutation, Exchange]:
-        if experts.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "expert parallelism without a capacity copies sizes to the host, which a CUDA graph cannot hold; "
-                "choose a capacity"
-            )
+        refuse_graphs(experts)
         outgoing = sort_by_expert(experts, self.num_local_experts * self.num_ranks)
         counts = self._swap_counts(outgoing.counts)
         sizes = torch.stack((outgoing.counts.view_as(counts).sum(1), counts.sum(1)))
         sent, received = map(tuple, sizes.tolist())
         self.num_host_syncs += 1
-        num_rows = _rounded(sum(received))
+        num_rows = rounded(sum(received))
         spare = counts.new_zeros(self.num_ranks, 1)
         spare[-1] = num_rows - sum(received)
         exchange = Exchange(self.group, self.num_ranks, sum(sent), num_rows, sent, received)
@@ -180,7 +191,16 @@ class AllToAllDispatcher:
         return out.view(self.num_ranks, self.num_local_experts)
 
 
-def _rounded(num_rows: int) -> int:
+def refuse_graphs(experts: Tensor) -> None:
+    """Raises RuntimeError where a CUDA graph is being captured."""
+    if experts.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "expert parallelism without a capacity copies sizes to the host, which a CUDA graph cannot hold; choose a "
+            "capacity"
+        )
+
+
+def rounded(num_rows: int) -> int:
     """Not less, of 2**4 numbers between a power of two and the next."""
     grain = 1 << max(0, num_rows.bit_length() - 1 - 4)
     return -(-num_rows // grain) * grain

@@ -73,14 +73,14 @@ def chosen_rows(x: Tensor, index: Tensor) -> Tensor:
     return x.index_select(0, index) if x.shape[0] else x.new_zeros(index.shape[0], *x.shape[1:])
 
 
-def send(x: Tensor, probabilities: Tensor, outgoing: Permutation, *, by: Exchange) -> tuple[Tensor, Tensor]:
-    """Copies of rows and their probabilities, as they arrive: (num_received, H) and f32 (num_received,).
+def send_rows(x: Tensor, outgoing: Permutation, *, by: Exchange) -> Tensor:
+    """(num_received, H): copies of rows of `x` (S, H), sent in the order of `outgoing`, as they arrive."""
+    return _SendRows.apply(x, outgoing, by)
 
-    Args:
-        x: (S, H), of which copies are sent in the order of `outgoing`.
-        probabilities: f32 (S, k).
-    """
-    return _Send.apply(x, probabilities, outgoing, by)
+
+def send_values(values: Tensor, outgoing: Permutation, *, by: Exchange) -> Tensor:
+    """f32 (num_received,): the values of copies, f32 (S, k), that `send_rows` sends."""
+    return _SendValues.apply(values, outgoing, by)
 
 
 def bring_back(rows: Tensor, outgoing: Permutation, *, by: Exchange) -> Tensor:
@@ -88,21 +88,31 @@ def bring_back(rows: Tensor, outgoing: Permutation, *, by: Exchange) -> Tensor:
     return _BringBack.apply(rows, outgoing, by)
 
 
-class _Send(torch.autograd.Function):
+class _SendRows(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, probabilities: Tensor, outgoing: Permutation, by: Exchange
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, outgoing: Permutation, by: Exchange) -> Tensor:
         ctx.by = by
         ctx.save_for_backward(outgoing.positions)
-        return by.send(chosen_rows(x, outgoing.index)), by.send(chosen_rows(probabilities.flatten(), outgoing.choices))
+        return by.send(chosen_rows(x, outgoing.index))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, of_probabilities: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (positions,) = ctx.saved_tensors
-        copies, values = ctx.by.send_back(grad), ctx.by.send_back(of_probabilities)
-        num_ranks = ctx.by.num_ranks  # see [Note: Gradients of experts over ranks]
-        return gather_sum(copies, positions) * num_ranks, values[positions] * num_ranks, None, None
+        # See [Note: Gradients of experts over ranks].
+        return gather_sum(ctx.by.send_back(grad), positions) * ctx.by.num_ranks, None, None
+
+
+class _SendValues(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, outgoing: Permutation, by: Exchange) -> Tensor:
+        ctx.by = by
+        ctx.save_for_backward(outgoing.positions)
+        return by.send(chosen_rows(values.flatten(), outgoing.choices))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (positions,) = ctx.saved_tensors
+        return ctx.by.send_back(grad)[positions] * ctx.by.num_ranks, None, None
 
 
 class _BringBack(torch.autograd.Function):

@@ -55,38 +55,28 @@ def check_rows(quantizer: Quantizer, dtype: torch.dtype) -> Encoding:
     return encoding
 
 
-def send_quantized(x: Tensor, probabilities: Tensor, route: Route, *, quantizer: Quantizer) -> tuple[Any, Tensor]:
-    """Copies of rows at their experts, sorted: a QuantizedTensor (num_received, H), rowwise, and f32 (num_received,).
-
-    Args:
-        x: (S, H).
-        probabilities: f32 (S, k).
-    """
-    return _SendQuantized.apply(x, probabilities, route, quantizer)
+def send_quantized(x: Tensor, route: Route, *, quantizer: Quantizer) -> Any:
+    """Copies of rows of `x` (S, H) at their experts, sorted: a QuantizedTensor (num_received, H), rowwise."""
+    return _SendQuantized.apply(x, route, quantizer)
 
 
 class _SendQuantized(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, probabilities: Tensor, route: Route, quantizer: Quantizer
-    ) -> tuple[QuantizedTensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, route: Route, quantizer: Quantizer) -> QuantizedTensor:
         ctx.by = route.by
         ctx.save_for_backward(route.outgoing.positions, route.incoming.positions)
         encoding = check_rows(quantizer, x.dtype)
         here = quantizer.encode(x, ROWWISE).select(ROWWISE)
-        there = Region.whole(route.by.num_received, x.shape[1])
+        there = Region.whole(route.incoming.index.shape[0], x.shape[1])
         buffers = {field.name: _moved(field, here, there, route) for field in encoding.fields}
-        rows = QuantizedTensor(QuantizedStorage(here.format, buffers, there, dtype=x.dtype))
-        values = route.by.send(chosen_rows(probabilities.flatten(), route.outgoing.choices))
-        return rows, values.index_select(0, route.incoming.index)
+        return QuantizedTensor(QuantizedStorage(here.format, buffers, there, dtype=x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, of_probabilities: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         outgoing, incoming = ctx.saved_tensors
         copies = ctx.by.send_back(gather_sum(grad, incoming))
-        values = ctx.by.send_back(of_probabilities.index_select(0, incoming[:, 0]))
-        num_ranks = ctx.by.num_ranks  # see [Note: Gradients of experts over ranks]
-        return gather_sum(copies, outgoing) * num_ranks, values[outgoing] * num_ranks, None, None
+        # See [Note: Gradients of experts over ranks].
+        return gather_sum(copies, outgoing) * ctx.by.num_ranks, None, None
 
 
 def _moved(field: Field, here: QuantizedStorage, there: Region, route: Route) -> Tensor:

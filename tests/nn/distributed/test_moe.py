@@ -12,6 +12,7 @@ from torch import Tensor
 from te_dist import testing
 from te_dist.nn.moe import Routed, Routing, TopKRouter, unpermute, update_expert_biases
 from te_dist.nn.moe.dispatch import AllToAllDispatcher, Arrived, Dispatcher, LocalDispatcher, fill_slots
+from te_dist.nn.moe.tokens import TokenDispatcher
 from te_dist.testing import assert_bitwise
 
 TOKENS, COPIES, EXPERTS, HIDDEN = 12, 3, 8, 16
@@ -55,25 +56,31 @@ def own_part(rank: int, world: int) -> slice:
     return slice(begin, begin + PARTS[world][rank])
 
 
-def dispatched(rank: int, world: int, capacity: int | None) -> tuple[tuple[Tensor, ...], int]:
-    dispatcher = AllToAllDispatcher(EXPERTS, testing.mesh((world,), ("ep",)), capacity=capacity)
+def dispatcher_of(world: int, how: str | int | None) -> AllToAllDispatcher:
+    """Of copies into so many slots, or of tokens."""
+    mesh = testing.mesh((world,), ("ep",))
+    return TokenDispatcher(EXPERTS, mesh) if how == "tokens" else AllToAllDispatcher(EXPERTS, mesh, capacity=how)
+
+
+def dispatched(rank: int, world: int, how: str | int | None) -> tuple[tuple[Tensor, ...], int]:
+    dispatcher = dispatcher_of(world, how)
     return run(dispatcher, rank * dispatcher.num_local_experts, own_part(rank, world)), dispatcher.num_host_syncs
 
 
-@pytest.mark.parametrize("capacity", [None, TOKENS * COPIES])
+@pytest.mark.parametrize("how", [None, TOKENS * COPIES, "tokens"])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_experts_over_ranks_give_what_one_rank_gives(ranks: Callable, world: int, capacity: int | None) -> None:
+def test_experts_over_ranks_give_what_one_rank_gives(ranks: Callable, world: int, how: str | int | None) -> None:
     want = run(LocalDispatcher(EXPERTS), 0, slice(None))
-    results = ranks(world).run(dispatched, capacity)
+    results = ranks(world).run(dispatched, how)
     for name, of_ranks, whole in zip(
         ("out", "x", "probabilities"), zip(*(r for r, _ in results), strict=True), want, strict=True
     ):
         assert_bitwise(torch.cat(of_ranks), whole, name)
-    assert [syncs for _, syncs in results] == [int(capacity is None)] * world
+    assert [syncs for _, syncs in results] == [int(not isinstance(how, int))] * world
 
 
-def arrived_rows(rank: int, world: int) -> list[list[list[float]]]:
-    dispatcher = AllToAllDispatcher(EXPERTS, testing.mesh((world,), ("ep",)))
+def arrived_rows(rank: int, world: int, how: str | None) -> list[list[list[float]]]:
+    dispatcher = dispatcher_of(world, how)
     x, routed, _ = inputs()
     part = own_part(rank, world)
     moved = Routed(routed.probabilities[part].to(testing.device()), routed.experts[part].to(testing.device()))
@@ -81,11 +88,12 @@ def arrived_rows(rank: int, world: int) -> list[list[list[float]]]:
     return [rows.tolist() for rows in arrived.rows[arrived.by_expert.index].split(arrived.by_expert.counts.tolist())]
 
 
-def test_an_expert_sees_tokens_in_the_order_of_one_rank(ranks: Callable) -> None:
+@pytest.mark.parametrize("how", [None, "tokens"])
+def test_an_expert_sees_tokens_in_the_order_of_one_rank(ranks: Callable, how: str | None) -> None:
     x, routed, _ = inputs()
     local = LocalDispatcher(EXPERTS).dispatch(x, routed)
     want = [rows.tolist() for rows in x[local.by_expert.index].split(local.by_expert.counts.tolist())]
-    assert [rows for of_rank in ranks(4).run(arrived_rows) for rows in of_rank] == want
+    assert [rows for of_rank in ranks(4).run(arrived_rows, how) for rows in of_rank] == want
 
 
 def own_experts(rank: int) -> Tensor:

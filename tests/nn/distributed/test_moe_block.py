@@ -38,21 +38,21 @@ SHARDINGS = {"1": (1, 1), "2 of ep": (1, 2), "2 of dp": (2, 1), "4 of ep": (1, 4
 class Model(nn.Module):
     """A mixture between what keeps it from being the root of FSDP2."""
 
-    def __init__(self) -> None:
+    def __init__(self, routing: Routing = ROUTING) -> None:
         super().__init__()
-        self.moe = MoE(HIDDEN, FFN, ROUTING, shared_ffn_hidden_size=FFN, params_dtype=torch.bfloat16)
+        self.moe = MoE(HIDDEN, FFN, routing, shared_ffn_hidden_size=FFN, params_dtype=torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.moe(x)
 
 
-def build(made_by: Recipe | None, mesh: DeviceMesh, *, capacity: int | None = None, payload: Any = "plain") -> Model:
+def build(made_by: Recipe | None, mesh: DeviceMesh, *, routing: Routing = ROUTING, **how: Any) -> Model:
     """The model cut over (edp, ep), whose product shares the batch; initialized alike for every mesh."""
     with te.quantized_model_init(enabled=made_by is not None, recipe=made_by), torch.device("meta"):
-        model = Model()
+        model = Model(routing)
     everyone = init_device_mesh(testing.device().type, (mesh.size(),), mesh_dim_names=("dp",))
-    if mesh["ep"].size() > 1 or capacity is not None:
-        parallelize_module(model, mesh["ep"], {"moe": ExpertParallel(capacity=capacity, payload=payload)})
+    if mesh["ep"].size() > 1 or any(each is not None for each in how.values()):
+        parallelize_module(model, mesh["ep"], {"moe": ExpertParallel(**how)})
     fsdp2.fully_shard(model.moe.experts, mesh=mesh["edp"])
     fsdp2.fully_shard(model, mesh=everyone)
     fsdp2.materialize(model, device=testing.device(), seed=5)
@@ -269,7 +269,7 @@ def test_payloads_that_are_not_known_are_named() -> None:
         ExpertParallel(payload="fp8")
 
 
-def starved(rank: int, world: int, name: str, payload: Any) -> tuple[list[Tensor], int]:
+def starved(rank: int, world: int, name: str, how: dict[str, Any]) -> tuple[list[Tensor], int]:
     """(output and gradient of tokens) where all choose experts of the first rank; how many weights here move."""
     made_by = RECIPES[name]
     torch.manual_seed(0)
@@ -279,7 +279,7 @@ def starved(rank: int, world: int, name: str, payload: Any) -> tuple[list[Tensor
         moe.router.weight.zero_()
         moe.router.weight[:2] = 1.0
     if world > 1:
-        parallelize_module(moe, testing.mesh((world,), ("ep",)), ExpertParallel(payload=payload))
+        parallelize_module(moe, testing.mesh((world,), ("ep",)), ExpertParallel(**how))
     moe.to(testing.device())
     x = tokens().abs().chunk(world)[rank].to(testing.device()).requires_grad_()
     with te.autocast(enabled=made_by is not None, recipe=made_by):
@@ -289,11 +289,13 @@ def starved(rank: int, world: int, name: str, payload: Any) -> tuple[list[Tensor
     return [out.detach().cpu(), x.grad.cpu()], sum(bool(grad.any()) for grad in grads)
 
 
+@pytest.mark.parametrize("travels", ["copies", "tokens"])
 @pytest.mark.parametrize("payload", ["plain", "quantized"])
 @pytest.mark.parametrize("name", ["bf16", "block", "mxfp8"])
-def test_ranks_whose_experts_nobody_chooses_take_part(ranks: Callable, name: str, payload: str) -> None:
-    (want, _), *_ = ranks(1).run(starved, name, payload)
-    found = ranks(2).run(starved, name, payload)
+def test_ranks_whose_experts_nobody_chooses_take_part(ranks: Callable, name: str, payload: str, travels: str) -> None:
+    how = {"payload": payload, "travels": travels}
+    (want, _), *_ = ranks(1).run(starved, name, how)
+    found = ranks(2).run(starved, name, how)
     assert [moved for _, moved in found] == [2, 0]
     for index, value in enumerate(want):
         got = torch.cat([of_rank[index] for of_rank, _ in found])

@@ -1,0 +1,73 @@
+"""Tokens that travel once to each rank with experts of theirs: experts see the same, and less is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import te_dist as te
+from te_dist import testing
+from te_dist.nn.moe import ExpertParallel, Routing
+from te_dist.testing import assert_bitwise
+from tests.nn.distributed.test_moe_block import EXPERTS, RECIPES, CountedMessages, build, tokens
+
+ROUTING = Routing(EXPERTS, 4)  # several of the same rank, and others elsewhere
+ROUNDING = 2**-7  # of sums in bf16, one for each rank
+
+
+def passed(rank: int, world: int, name: str, ways: list[dict[str, Any]]) -> list[tuple[list[Tensor], int]]:
+    """(output, gradients of tokens, of the router and of experts), bytes of messages, each way; of unlike ranks."""
+    made_by, mesh = RECIPES[name], testing.mesh((1, world), ("edp", "ep"))
+    x, results = tokens()[rank * 24 :][: 24 + 16 * rank].to(testing.device()), []
+    for how in ways:
+        model = build(made_by, mesh, routing=ROUTING, **how)
+        asking = x.clone().requires_grad_()
+        with CountedMessages() as messages:
+            with te.autocast(enabled=made_by is not None, recipe=made_by):
+                out = model(asking)
+            out.backward(x.flip(0))
+        grads = [model.moe.router.weight.grad, *(param.grad for param in model.moe.experts.parameters())]
+        found = [out.detach(), asking.grad, *(grad.to_local() for grad in grads)]
+        results.append(([each.cpu() for each in found], messages.num_bytes))
+    return results
+
+
+@pytest.mark.parametrize("name", ["bf16", "block", "current"])
+def test_experts_see_the_same_and_sums_are_rounded_once_more(ranks: Callable, name: str) -> None:
+    ways: list[dict[str, Any]] = [{"travels": "copies"}, {"travels": "tokens"}]
+    for (want, of_copies), (got, of_tokens) in ranks(2).run(passed, name, ways):
+        assert of_tokens < 0.6 * of_copies, "of four choices fewer than two messages are made"
+        *sums, router, first, second = zip(got, want, strict=True)
+        assert_bitwise(*router, "gradient of the router")
+        assert_bitwise(*first, "gradient of fc1.weight")
+        assert_bitwise(*second, "gradient of fc2.weight")
+        for a, b in sums:
+            assert not torch.equal(a, b)
+            assert float((a.float() - b.float()).norm() / b.float().norm()) < ROUNDING
+
+
+@pytest.mark.parametrize("name", ["bf16", "block"])
+def test_on_one_rank_nothing_is_rounded_otherwise(ranks: Callable, name: str) -> None:
+    ((want, _), (got, _)) = ranks(1).run(passed, name, [{}, {"travels": "tokens"}])[0]
+    for index, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert_bitwise(a, b, f"result {index}")
+
+
+@pytest.mark.parametrize("name", ["block", "mxfp8"])
+def test_tokens_sent_as_codes_are_multiplied_as_they_are(ranks: Callable, name: str) -> None:
+    ways = [{"travels": "tokens", "payload": payload} for payload in ("plain", "quantized")]
+    for (want, of_plain), (got, of_codes) in ranks(2).run(passed, name, ways):
+        assert of_codes < of_plain
+        for index in (0, 1, 2, 4):  # fc1.weight's is found from what the codes stand for
+            assert_bitwise(got[index], want[index], f"result {index}")
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"travels: got 'rows', wanted one of \('copies', 'tokens'\)"):
+        ExpertParallel(travels="rows")
+    with pytest.raises(ValueError, match='travels: got "tokens" with capacity=4'):
+        ExpertParallel(travels="tokens", capacity=4)
