@@ -26,6 +26,7 @@ aux_loss_coefficient = 0.01
 bias_update_rate = 0.01
 """
 SLOTS = ("--model.experts.capacity-factor", "0.6", "--model.experts.payload", "quantized")
+TOKENS = ("--model.experts.travels", "tokens", "--model.experts.payload", "quantized")
 
 
 @pytest.fixture
@@ -115,6 +116,19 @@ def test_sizes_that_products_in_groups_do_not_take_are_told_in_one_line(expert_j
         train.main([str(expert_job("mxfp8").path), "--model.experts.ffn", "96"])
     (line,) = capsys.readouterr().err.splitlines()
     assert "recipe mxfp8: got experts.fc2: in_features=96 does not fit" in line
+
+
+def test_capacities_are_not_for_tokens() -> None:
+    with pytest.raises(JobError, match=r"model.experts.travels: got tokens with capacity_factor = 1\.5"):
+        configured(model={"experts": {"count": 4, "capacity_factor": 1.5, "travels": "tokens"}}, mesh={"ep": 2})
+
+
+def test_ranks_share_experts_to_which_tokens_travel(expert_job: Callable, two_ranks) -> None:
+    job = expert_job("float8_block")
+    code, output = two_ranks(*job.command("--mesh.ep", "2", "--recompute", "full", *TOKENS))
+    assert code == 0, output
+    loss = job.metrics("loss")
+    assert loss[8] < loss[1] == pytest.approx(math.log(320), abs=0.7)
 
 
 def test_ranks_share_experts_and_tell_what_they_drop(expert_job: Callable, two_ranks) -> None:
