@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -30,8 +30,8 @@ import te_dist as te
 from benchmarks.decoder import PlainMoE
 from benchmarks.linear_cuda import RECIPES
 from benchmarks.moe_cuda import Shape
+from benchmarks.ranks import all_gpus, publish, step_times
 from benchmarks.report import Report, number, text
-from benchmarks.timing import step_times
 from te_dist.nn.moe import ExpertParallel, MoE, Routing
 from te_dist.tensor.traffic import Traffic
 
@@ -138,10 +138,6 @@ def main(
     out: Path | None = None, recipes: tuple[str, ...] = ("block", "current"), layers: int = 4, repeats: int = 15
 ) -> None:
     """Prints a table; writes it as Markdown and JSON into `out`."""
-    dist.init_process_group("nccl")
-    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("ep",))
-    torch.manual_seed(dist.get_rank())
     report = Report(
         "expert_parallel_cuda",
         "Experts over ranks",
@@ -155,13 +151,10 @@ def main(
             "sent MiB": number("sent"),
         },
     )
-    with torch.autograd.set_multithreading_enabled(False):
+    with all_gpus("ep") as mesh:
+        torch.manual_seed(mesh.get_rank())
         found = (row for shape in SHAPES for row in rows(shape, mesh, recipes, layers=layers, repeats=repeats))
-        if dist.get_rank() == 0:
-            report.publish(found, out, facts={"GPUs": str(mesh.size())})
-        else:
-            list(found)
-    dist.destroy_process_group()
+        publish(report, found, out, mesh=mesh)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.tensor.parallel as torch_styles
 import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.attention import sdpa_kernel
@@ -30,8 +29,8 @@ from torch.nn.attention import sdpa_kernel
 import te_dist as te
 from benchmarks.decoder import LLAMA, Rotary, Shape, in_bf16, rotary_table, rotate
 from benchmarks.linear_cuda import RECIPES
+from benchmarks.ranks import all_gpus, publish, step_times
 from benchmarks.report import Report, number, text
-from benchmarks.timing import step_times
 from benchmarks.training_cuda import BACKENDS
 from te_dist import recipe
 from te_dist.launch.parallelize import block_plan
@@ -166,10 +165,6 @@ def main(
     repeats: int = 15,
 ) -> None:
     """Prints a table of one sequence of this `length`; writes it as Markdown and JSON."""
-    dist.init_process_group("nccl")
-    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    torch.manual_seed(0)
     report = Report(
         "tensor_parallel_cuda",
         "Tensor and sequence parallelism",
@@ -183,13 +178,9 @@ def main(
             "added MiB": number("reduced"),
         },
     )
-    with sdpa_kernel(BACKENDS, set_priority=True), torch.autograd.set_multithreading_enabled(False):
-        found = rows(recipes, mesh, length=length, layers=layers, repeats=repeats)
-        if dist.get_rank() == 0:
-            report.publish(found, out, facts={"GPUs": str(mesh.size())})
-        else:
-            list(found)
-    dist.destroy_process_group()
+    with sdpa_kernel(BACKENDS, set_priority=True), all_gpus("tp") as mesh:
+        torch.manual_seed(0)
+        publish(report, rows(recipes, mesh, length=length, layers=layers, repeats=repeats), out, mesh=mesh)
 
 
 if __name__ == "__main__":

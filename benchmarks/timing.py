@@ -1,4 +1,4 @@
-"""Times of calls on a GPU whose L2 cache is cold, and of steps that ranks take together."""
+"""Times of calls on a GPU whose L2 cache is cold."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Callable, Sequence
 from statistics import median_high
 
 import torch
-import torch.distributed as dist
 
 FLUSHED_BYTES = 256 * 2**20
 COPY_GRAIN = 2**18  # copies of other sizes are slower
 _AHEAD = 2_000_000  # cycles that the device waits while the host issues a call
 _WARMUP = 3
-_WARM_STEPS = 4
 
 
 def median_time(call: Callable[[], object], repeats: int) -> float:
@@ -46,26 +44,3 @@ def copy_time(nbytes: int, repeats: int) -> float:
     size = nbytes // 2 // COPY_GRAIN * COPY_GRAIN
     source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
     return median_time(lambda: target.copy_(source), repeats) * nbytes / (2 * size)
-
-
-def over_ranks(value: float) -> float:
-    """The largest."""
-    found = torch.tensor(value, device="cuda", dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
-
-
-def step_times(steps: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Milliseconds of each, by turns: medians, those of the slowest rank. Collective; ranks begin each together."""
-    found: list[list[float]] = [[] for _ in steps]
-    for turn in range(_WARM_STEPS + repeats):
-        for times, step in zip(found, steps, strict=True):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            dist.barrier()
-            begin.record()
-            step()
-            end.record()
-            torch.cuda.synchronize()
-            if turn >= _WARM_STEPS:
-                times.append(begin.elapsed_time(end))
-    return [over_ranks(sorted(times)[len(times) // 2]) for times in found]

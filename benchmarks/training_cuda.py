@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import tyro
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -29,9 +28,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import te_dist as te
 from benchmarks.decoder import LLAMA, QWEN, Decoder, Shape, in_bf16
 from benchmarks.linear_cuda import RECIPES
+from benchmarks.ranks import all_gpus, over_ranks, publish
 from benchmarks.report import Report, number, text
 from benchmarks.shares import shares_of
-from benchmarks.timing import over_ranks
 from te_dist import fsdp2, optim, recipe
 
 MODELS = {"llama": LLAMA, "qwen_moe": QWEN}
@@ -232,21 +231,14 @@ def main(  # noqa: PLR0913  (options of a command)
 
     `unit`: how many blocks are wrapped, and so gathered, as one; of all lines.
     """
-    dist.init_process_group("nccl")
-    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    torch.manual_seed(dist.get_rank())
-    with sdpa_kernel(BACKENDS, set_priority=True), torch.autograd.set_multithreading_enabled(False):
+    with sdpa_kernel(BACKENDS, set_priority=True), all_gpus("dp") as mesh:
+        torch.manual_seed(mesh.get_rank())
         for model in models:
             parts: list[str] = []
             every = cases_of(model, recipes, compiled=compiled, unit=unit)
             cases = [case for case in every if not lengths or case.length in lengths]
             rows = rows_of(cases, mesh, parts=parts if shares else None)
-            if dist.get_rank() == 0:
-                report_on(model).publish(rows, out, facts={"GPUs": str(mesh.size())}, end=parts)
-            else:
-                list(rows)
-    dist.destroy_process_group()
+            publish(report_on(model), rows, out, mesh=mesh, end=parts)
 
 
 if __name__ == "__main__":
