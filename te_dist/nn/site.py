@@ -27,6 +27,7 @@ from te_dist.nn import activations, forgotten, lost_recipes, rehearsal, traced
 from te_dist.nn.fronts import FRONTS, Fronts
 from te_dist.nn.passes import MAX_PLANNED, WITHOUT, WITHOUT_BESIDE, Latest, Moving, Pass, latest_of, note, planned_of
 from te_dist.nn.products import Plan, linear, plan_by
+from te_dist.ops._checks import HIGH_PRECISION
 from te_dist.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, Quantizer
 from te_dist.recipe import QuantizerRole, Recipe
 from te_dist.scaling.delayed import DelayedScalingState
@@ -272,6 +273,11 @@ class LinearSite(nn.Module):
 
     def _plan(self, state: Autocast, key: _PassKey) -> Pass:
         dtype, device, placed, fuses, features = key
+        if dtype not in HIGH_PRECISION:
+            raise ValueError(
+                f"{self.name or 'Linear'}: an input of {dtype} cannot be quantized; convert it to float32, bfloat16 or "
+                "float16 first"
+            )
         answers = self.prepare(state.recipe, device)
         requests = _requests(answers)
         quantizers = {kind: None if kind in requests else answer for kind, answer in answers.items()}

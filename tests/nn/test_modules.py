@@ -257,3 +257,14 @@ def test_state_dicts_move_between_plain_and_quantized(make) -> None:
     x = normal(4, 64)
     with te.autocast(recipe=recipe.MXFP8BlockScaling()):
         assert_bitwise(quantized(x), plain(x), "loaded")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64], ids=str)
+def test_inputs_that_cannot_be_quantized_are_named_with_their_module(dtype: torch.dtype) -> None:
+    cases = (te.Linear(128, 128, name="up"), ()), (te.GroupedLinear(2, 128, 128, name="up"), ([4, 4],))
+    for module, splits in cases:
+        with (
+            te.autocast(recipe=recipe.Float8BlockScaling()),
+            pytest.raises(ValueError, match=f"up: an input of {dtype}"),
+        ):
+            module(torch.ones(8, 128, dtype=dtype), *splits)
