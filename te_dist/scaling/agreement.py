@@ -36,7 +36,7 @@ class Entry:
     partition: Partition
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Slots:
     """Places of one amax grid in the reduced buffer.
 
@@ -217,14 +217,9 @@ class _Reduction:
         self._is_whole = all(each.size == each.num_amaxes == len(each.own) == 1 for each in slots)
         if self._is_whole:
             return
-        own, slot, start, size = [], [], 0, 0
-        for each in slots:
-            own.append(each.own + start)
-            slot.append(each.slot + size)
-            start, size = start + each.num_amaxes, size + each.size
-        self._own, self._slot = (torch.cat(indices).to(amaxes.device) for indices in (own, slot))
+        self._own, self._slot = _indices(tuple(slots), amaxes.device)
         self._found = torch.empty(len(self._own), device=amaxes.device)
-        self._agreed = torch.empty(size, device=amaxes.device)
+        self._agreed = torch.empty(sum(each.size for each in slots), device=amaxes.device)
 
     def run(self) -> None:
         """Collective."""
@@ -236,6 +231,18 @@ class _Reduction:
         if not self._is_whole:
             torch.index_select(self._agreed, 0, self._slot, out=self._found)
             self._amaxes.index_copy_(0, self._own, self._found)
+
+
+@lru_cache(maxsize=1024)
+def _indices(slots: tuple[_Slots, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(own, slot) of all grids behind one another; kept on the device, so that agreeing does not wait for it."""
+    own, slot, start, size = [], [], 0, 0
+    for each in slots:
+        own.append(each.own + start)
+        slot.append(each.slot + size)
+        start, size = start + each.num_amaxes, size + each.size
+    with torch.inference_mode(False):  # a later pass is trained
+        return torch.cat(own).to(device), torch.cat(slot).to(device)
 
 
 class _Maximum(NamedTuple):

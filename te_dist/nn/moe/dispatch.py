@@ -150,9 +150,10 @@ class AllToAllDispatcher:
             outgoing, incoming, exchange = plan(routed.experts)
             dropped = None if self.capacity is None else routed.experts.numel() - outgoing.counts.sum()
         if quantizer is not None:
-            rows: Tensor = send_quantized(x, Route(outgoing, incoming, exchange), quantizer=quantizer)
+            route = Route(outgoing, incoming, exchange)
+            rows: Tensor = send_quantized(x, route, quantizer=quantizer, beside=routed.probabilities)
         else:
-            rows = send_rows(x, outgoing, by=exchange)
+            rows = send_rows(x, outgoing, by=exchange, beside=routed.probabilities)
         probabilities = send_values(routed.probabilities, outgoing, by=exchange)
         probabilities = permute_probabilities(probabilities[:, None], incoming)
         return Arrived(rows, incoming, probabilities, outgoing=outgoing, exchange=exchange, dropped=dropped)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_dist.nn.moe.permutation import Permutation, gather_sum
+from te_dist.nn.once import once_differentiable
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,13 @@ def chosen_rows(x: Tensor, index: Tensor) -> Tensor:
     return x.index_select(0, index) if x.shape[0] else x.new_zeros(index.shape[0], *x.shape[1:])
 
 
-def send_rows(x: Tensor, outgoing: Permutation, *, by: Exchange) -> Tensor:
-    """(num_received, H): copies of rows of `x` (S, H), sent in the order of `outgoing`, as they arrive."""
-    return _SendRows.apply(x, outgoing, by)
+def send_rows(x: Tensor, outgoing: Permutation, *, by: Exchange, beside: Tensor) -> Tensor:
+    """(num_received, H): copies of rows of `x` (S, H), sent in the order of `outgoing`, as they arrive.
+
+    `beside`: their probabilities, by which routers are trained on every rank. So the gradient of rows is sent back also
+    where the rows of this rank want none: other ranks wait for it.
+    """
+    return _SendRows.apply(x, beside, outgoing, by)
 
 
 def send_values(values: Tensor, outgoing: Permutation, *, by: Exchange) -> Tensor:
@@ -90,16 +95,17 @@ def bring_back(rows: Tensor, outgoing: Permutation, *, by: Exchange) -> Tensor:
 
 class _SendRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, outgoing: Permutation, by: Exchange) -> Tensor:
+    def forward(ctx: Any, x: Tensor, beside: Tensor, outgoing: Permutation, by: Exchange) -> Tensor:
         ctx.by = by
         ctx.save_for_backward(outgoing.positions)
         return by.send(chosen_rows(x, outgoing.index))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (positions,) = ctx.saved_tensors
         # See [Note: Gradients of experts over ranks].
-        return gather_sum(ctx.by.send_back(grad), positions) * ctx.by.num_ranks, None, None
+        return gather_sum(ctx.by.send_back(grad), positions) * ctx.by.num_ranks, None, None, None
 
 
 class _SendValues(torch.autograd.Function):
@@ -110,6 +116,7 @@ class _SendValues(torch.autograd.Function):
         return by.send(chosen_rows(values.flatten(), outgoing.choices))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (positions,) = ctx.saved_tensors
         return ctx.by.send_back(grad)[positions] * ctx.by.num_ranks, None, None
@@ -123,6 +130,7 @@ class _BringBack(torch.autograd.Function):
         return gather_sum(by.send_back(rows), outgoing.positions)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (index,) = ctx.saved_tensors
         return ctx.by.send(chosen_rows(grad / ctx.by.num_ranks, index)), None, None

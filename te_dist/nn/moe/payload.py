@@ -18,6 +18,7 @@ from torch import Tensor
 from te_dist.formats import Direction, Encoding, Field, Region, geometry
 from te_dist.nn.moe.exchange import Exchange, chosen_rows
 from te_dist.nn.moe.permutation import Permutation, gather_sum
+from te_dist.nn.once import once_differentiable
 from te_dist.quantizers import Quantizer
 from te_dist.tensor import QuantizedStorage, QuantizedTensor
 
@@ -55,14 +56,17 @@ def check_rows(quantizer: Quantizer, dtype: torch.dtype) -> Encoding:
     return encoding
 
 
-def send_quantized(x: Tensor, route: Route, *, quantizer: Quantizer) -> Any:
-    """Copies of rows of `x` (S, H) at their experts, sorted: a QuantizedTensor (num_received, H), rowwise."""
-    return _SendQuantized.apply(x, route, quantizer)
+def send_quantized(x: Tensor, route: Route, *, quantizer: Quantizer, beside: Tensor) -> Any:
+    """Copies of rows of `x` (S, H) at their experts, sorted: a QuantizedTensor (R, H), rowwise.
+
+    `beside`: as of `send_rows`.
+    """
+    return _SendQuantized.apply(x, beside, route, quantizer)
 
 
 class _SendQuantized(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, route: Route, quantizer: Quantizer) -> QuantizedTensor:
+    def forward(ctx: Any, x: Tensor, beside: Tensor, route: Route, quantizer: Quantizer) -> QuantizedTensor:
         ctx.by = route.by
         ctx.save_for_backward(route.outgoing.positions, route.incoming.positions)
         encoding = check_rows(quantizer, x.dtype)
@@ -72,11 +76,12 @@ class _SendQuantized(torch.autograd.Function):
         return QuantizedTensor(QuantizedStorage(here.format, buffers, there, dtype=x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         outgoing, incoming = ctx.saved_tensors
         copies = ctx.by.send_back(gather_sum(grad, incoming))
         # See [Note: Gradients of experts over ranks].
-        return gather_sum(copies, outgoing) * ctx.by.num_ranks, None, None
+        return gather_sum(copies, outgoing) * ctx.by.num_ranks, None, None, None
 
 
 def _moved(field: Field, here: QuantizedStorage, there: Region, route: Route) -> Tensor:

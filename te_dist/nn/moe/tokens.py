@@ -25,6 +25,7 @@ from te_dist.nn.moe.exchange import Exchange, chosen_rows, send_rows
 from te_dist.nn.moe.payload import Route, check_rows, send_quantized
 from te_dist.nn.moe.permutation import Permutation, sort_by_expert
 from te_dist.nn.moe.router import Routed
+from te_dist.nn.once import once_differentiable
 from te_dist.quantizers import Quantizer
 
 
@@ -63,11 +64,14 @@ class TokenDispatcher(AllToAllDispatcher):
         with torch.no_grad():
             way = self._plan(routed.experts)
         # Rows first, which the device has to do with while choices are handed over.
-        rows: Tensor | None = send_rows(x, way.outgoing, by=way.by) if quantizer is None else None
+        rows: Tensor | None = None
+        if quantizer is None:
+            rows = send_rows(x, way.outgoing, by=way.by, beside=routed.probabilities)
         probabilities, *found = _SendChoices.apply(routed.probabilities, routed.experts, way, self.num_local_experts)
         incoming = Permutation(*found)
         if quantizer is not None:
-            rows = send_quantized(x, Route(way.outgoing, incoming, way.by), quantizer=quantizer)
+            route = Route(way.outgoing, incoming, way.by)
+            rows = send_quantized(x, route, quantizer=quantizer, beside=routed.probabilities)
         assert rows is not None
         return Arrived(rows, incoming, probabilities, outgoing=way.outgoing, exchange=way.by)
 
@@ -85,7 +89,8 @@ class TokenDispatcher(AllToAllDispatcher):
         sent, received = map(tuple, sizes)
         num_sent, num_rows = sum(sent), rounded(sum(received))
         exchange = Exchange(self.group, self.num_ranks, num_sent, num_rows, sent, received)
-        outgoing = Permutation(index[:num_sent], choices[:num_sent], positions, counts)
+        # NOTE: copied, since backward keeps it, and a slice would keep what it is of.
+        outgoing = Permutation(index[:num_sent].clone(), choices[:num_sent], positions, counts)
         return _Way(outgoing, exchange, owners, min(rounded(sum(here)), num_rows * experts.shape[1]))
 
 
@@ -104,7 +109,7 @@ class _SendChoices(torch.autograd.Function):
         arrived = by.send(torch.cat((chosen_rows(probabilities, outgoing.index), local.float()), dim=1))
         local = arrived[:, copies:].long() - 1
         index, choices, positions, counts = sort_by_expert(local, num_local_experts)
-        index, choices = index[:num_copies].contiguous(), choices[:num_copies].contiguous()
+        index, choices = index[:num_copies].clone(), choices[:num_copies].clone()
         if copies > 1:  # of one choice each row that is somebody's has it
             positions = torch.where(local < 0, positions.numel(), positions)
         ctx.by, ctx.shape = by, (by.num_received, copies)
@@ -113,6 +118,7 @@ class _SendChoices(torch.autograd.Function):
         return arrived[:, :copies].flatten()[choices], index, choices, positions, counts
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         choices, own_rows = ctx.saved_tensors
         of_copies = grad.new_zeros(ctx.shape).view(-1).index_copy_(0, choices, grad).view(ctx.shape)

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 import te_dist as te
 from te_dist import testing
-from te_dist.nn.moe import ExpertParallel, Routing
+from te_dist.nn.moe import ExpertParallel, MoE, Routing
 from te_dist.testing import assert_bitwise
-from tests.nn.distributed.test_moe_block import EXPERTS, RECIPES, CountedMessages, build, tokens
+from tests.nn.distributed.test_moe_block import EXPERTS, FFN, HIDDEN, RECIPES, CountedMessages, build, tokens
 
 ROUTING = Routing(EXPERTS, 4)  # several of the same rank, and others elsewhere
 ROUNDING = 2**-7  # of sums in bf16, one for each rank
@@ -64,6 +65,53 @@ def test_tokens_sent_as_codes_are_multiplied_as_they_are(ranks: Callable, name: 
         assert of_codes < of_plain
         for index in (0, 1, 2, 4):  # fc1.weight's is found from what the codes stand for
             assert_bitwise(got[index], want[index], f"result {index}")
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "copies": {},
+    "slots": {"capacity": 256},
+    "tokens": {"travels": "tokens"},
+    "codes": {"payload": "quantized"},
+    "tokens as codes": {"travels": "tokens", "payload": "quantized"},
+}
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+def mixture(world: int, way: str) -> MoE:
+    torch.manual_seed(0)
+    moe = MoE(HIDDEN, FFN, ROUTING, params_dtype=torch.bfloat16).to(testing.device())
+    return parallelize_module(moe, testing.mesh((world,), ("ep",)), ExpertParallel(**WAYS[way]))
+
+
+def asked_by_one(rank: int, world: int, way: str) -> None:
+    found = []
+    for asking in (range(world), [world - 1]):
+        moe, x = mixture(world, way), tokens().chunk(world)[rank].to(testing.device())
+        with te.autocast(recipe=RECIPES["block"]):
+            out = moe(x.requires_grad_(rank in asking))
+        out.backward(x.detach().flip(0))
+        found.append([moe.router.weight.grad, x.grad if rank == world - 1 else x.detach()])
+    for name, got, want in zip(("router", "tokens"), found[1], found[0], strict=True):
+        assert_bitwise(got, want, f"gradient of {name}")
+
+
+@every_way
+def test_gradients_that_one_rank_wants_come_back_to_it(ranks: Callable, way: str) -> None:
+    ranks(2).run(asked_by_one, way)
+
+
+def differentiated_twice(rank: int, world: int, way: str) -> None:
+    moe, x = mixture(world, way), tokens().chunk(world)[rank].to(testing.device()).requires_grad_()
+    with te.autocast(recipe=RECIPES["block"]):
+        out = x**2 + moe(x)
+    (grad,) = torch.autograd.grad(out.float().pow(2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
+
+
+@every_way
+def test_gradients_have_no_gradient(ranks: Callable, way: str) -> None:
+    ranks(2).run(differentiated_twice, way)
 
 
 def test_what_cannot_be_is_refused() -> None:
