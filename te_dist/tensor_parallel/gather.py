@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from te_dist.context import current_autocast
 from te_dist.formats import Direction, Format, Partition
@@ -148,6 +149,7 @@ class _Gather(torch.autograd.Function):
         return _gathered(x, how, group, cut)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _scattered_sum(grad, ctx.group, ctx.cut), None, None, None
 
@@ -159,6 +161,7 @@ class _GatherValues(torch.autograd.Function):
         return _whole_values(x, group, cut)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradient == "sum":
             return _scattered_sum(grad, ctx.group, ctx.cut), None, None, None
@@ -174,6 +177,7 @@ class _ReduceScatter(torch.autograd.Function):
         return _scattered_sum(x, group, ctx.cut)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             return _whole_values(grad, ctx.group, ctx.cut), None, None, None
@@ -197,6 +201,7 @@ class _Replicate(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return collectives.all_reduce(grad, ctx.group), None
 

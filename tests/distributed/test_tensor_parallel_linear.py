@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import te_dist as te
 from te_dist import testing
+from te_dist.catalog import FORMATS
 from te_dist.recipe import (
     CustomRecipe,
     Float8BlockScaling,
@@ -20,7 +22,8 @@ from te_dist.recipe import (
     QuantizerRole,
     Recipe,
 )
-from te_dist.tensor_parallel import ColumnParallel, RowParallel, gather_values, reduce_scatter
+from te_dist.tensor import QuantizedTensor
+from te_dist.tensor_parallel import ColumnParallel, RowParallel, gather, gather_values, reduce_scatter, replicate
 from tests.distributed.test_tensor_parallel import assert_near, normal, whole
 
 BATCH, SEQUENCE, WIDTH = 2, 32, 96
@@ -134,3 +137,18 @@ def check_in_place(rank: int, world: int) -> None:
 
 def test_what_is_gathered_or_summed_may_be_changed_in_place(ranks):
     ranks(2).run(check_in_place)
+
+
+def check_twice(rank: int, world: int) -> None:
+    group = testing.mesh((world,), ("tp",)).get_group()
+    for function in (gather_values, reduce_scatter, replicate, partial(gather, format=FORMATS["mxfp8_1d"])):
+        x = normal(64, 64, seed=rank).requires_grad_()
+        values = function(x, group=group)
+        values = values.dequantize() if isinstance(values, QuantizedTensor) else values
+        (grad,) = torch.autograd.grad(values.pow(3).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            grad.sum().backward()
+
+
+def test_gradients_of_what_is_gathered_or_summed_have_no_gradient(ranks):
+    ranks(2).run(check_twice)

@@ -19,6 +19,7 @@ from torch import Tensor
 from te_dist import ops
 from te_dist.kernels.sorting import MOST_EXPERTS
 from te_dist.kernels.tape import Tapes
+from te_dist.nn.once import once_differentiable
 from te_dist.ops._checks import HIGH_PRECISION
 from te_dist.ops.sort_by_expert import sorted_copies, workspace_shape
 from te_dist.ops.source import Gathered
@@ -105,6 +106,7 @@ class _Permute(torch.autograd.Function):
         return x.index_select(0, index)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (positions,) = ctx.saved_tensors
         return gather_sum(grad.contiguous(), positions), None, None
