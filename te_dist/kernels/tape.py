@@ -13,8 +13,8 @@ same kind; the first time where most of the latest tapes were played, and much l
 were recorded or played last: shapes that do not come again have none. Layers of a model share theirs, since nearly all
 that one of them is given comes again in the next.
 
-Collectives that were called through `communicate` are called again whenever a tape is played, in their order: a rank may
-play what another one records, or runs in the ordinary way.
+Collectives that were called through `communicate` are called again whenever a tape is played, in their order: a rank
+may play what another one records, or runs in the ordinary way.
 
 A tape stays blank, and its function always runs in the ordinary way, where something else happened: another
 collective, a tensor from elsewhere, an address that no tensor of the function holds. Tensors that overlap, CPU tensors,
