@@ -45,12 +45,14 @@ class _Slots:
         size: number of shared amaxes of the matrix; the same on every rank.
         own: flat indices of the shared ones in the grid of this part.
         slot: their places among the `size`.
+        is_whole: whether the grid is the shared ones of the matrix, in their order.
     """
 
     num_amaxes: int
     size: int
     own: Tensor
     slot: Tensor
+    is_whole: bool
 
 
 def agree(entries: Sequence[Entry], groups: Sequence[dist.ProcessGroup]) -> None:
@@ -59,10 +61,12 @@ def agree(entries: Sequence[Entry], groups: Sequence[dist.ProcessGroup]) -> None
     Collective: every rank of every group calls it with the same matrices in the same order. There is one reduction per
     group, and none where nothing is shared.
     """
-    grids = [grid.view(-1) for entry in entries for grid in _in_order(entry.amaxes)]
-    slots = [each for entry in entries for each in _all_slots(entry.amaxes, entry.region, entry.partition)]
-    if not groups or not any(each.size for each in slots):
+    every = [grid.view(-1) for entry in entries for grid in _in_order(entry.amaxes)]
+    of_every = [each for entry in entries for each in _all_slots(entry.amaxes, entry.region, entry.partition)]
+    shared = [(grid, each) for grid, each in zip(every, of_every, strict=True) if each.size]
+    if not groups or not shared:
         return
+    grids, slots = map(list, zip(*shared, strict=True))
     together = torch.cat(grids) if len(grids) > 1 else grids[0]
     _Reduction(together, slots, groups, owners=[None] * len(slots)).run()
     if together is not grids[0]:
@@ -193,7 +197,7 @@ def parts_of(storage: QuantizedStorage, values: Tensor, partition: Partition | N
 class _Reduction:
     """The MAX reduction of amaxes that lie one behind the other in one tensor. Allocates nothing when it runs.
 
-    Where each grid is one amax, and shared, they are reduced where they are.
+    Where all amaxes of all grids are shared, they are reduced where they are.
 
     Args:
         amaxes: f32 (n,), all grids.
@@ -213,8 +217,7 @@ class _Reduction:
         sizes = [(owner, each.size) for owner, each in zip(owners, slots, strict=True)]
         self._maximum = _Maximum(tuple(groups), tuple(sizes))
         self._amaxes = self._agreed = amaxes
-        # This part's only tile may be another one than that which others share.
-        self._is_whole = all(each.size == each.num_amaxes == len(each.own) == 1 for each in slots)
+        self._is_whole = all(each.is_whole for each in slots)
         if self._is_whole:
             return
         self._own, self._slot = _indices(tuple(slots), amaxes.device)
@@ -385,10 +388,10 @@ def _slots(tile: Pair, region: Region, partition: Partition) -> _Slots:
         if cols.start <= col < cols.stop:
             own += [r * len(cols) + col - cols.start for r in range(len(rows))]
             slot += [offset + (r - extent[0].start) * len(shared[1]) + at for r in range(rows.start, rows.stop)]
-    size = _num_shared(tile, partition)
-    return _Slots(
-        len(rows) * len(cols), size, torch.tensor(own, dtype=torch.long), torch.tensor(slot, dtype=torch.long)
-    )
+    num_amaxes, size = len(rows) * len(cols), _num_shared(tile, partition)
+    # NOTE: a part's only tile may be another one than that which others share.
+    is_whole = own == slot == list(range(size)) and num_amaxes == size
+    return _Slots(num_amaxes, size, *(torch.tensor(each, dtype=torch.long) for each in (own, slot)), is_whole)
 
 
 def _extent(spans: Sequence[Span], block: int) -> Span:
