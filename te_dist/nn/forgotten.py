@@ -1,4 +1,5 @@
-"""What is easily forgotten, each said once: `autocast` around quantized weights, or its recipe; biases of routers."""
+"""What is easily forgotten, each said once: `autocast` around quantized weights, or its recipe; that one was tied to a
+plain weight; biases of routers."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from te_dist.tensor import QuantizedTensor
 _has_warned = False
 _has_warned_of_another = False
 _has_warned_of_biases = False
+_has_warned_of_plain = False
 _MANY_PASSES = 1024  # more micro batches than a step has
 
 
@@ -49,6 +51,21 @@ def warn_of_another(weight: QuantizedTensor, made: Format, *, recipe: object, si
         f"{_label_of(site)}: its weight is {found}, and {type(recipe).__name__} of te_dist.autocast makes weights of "
         f"{wanted}. What is multiplied is the weight as it is: where there are kernels for both formats at all, most "
         "decode it, which is slower. Give autocast the recipe of quantized_model_init, unless this is meant",
+        stacklevel=2,
+    )
+
+
+def warn_of_plain(site: Any) -> None:
+    """Once, where the weight of a map that was made quantized is a plain one now. Not while a compiler traces it."""
+    global _has_warned_of_plain  # noqa: PLW0603
+    if _has_warned_of_plain or torch.compiler.is_compiling():
+        return
+    _has_warned_of_plain = True
+    warnings.warn(
+        f"{_label_of(site)}: its weight was made quantized, and another one that is plain has taken its place, as "
+        "tying weights does: it takes the memory of a plain one, and products quantize it each time. Tie weights "
+        "before te_dist.convert, which refuses to quantize them, unless this is meant; "
+        "te_dist.fsdp2.check(model) names all",
         stacklevel=2,
     )
 

@@ -18,7 +18,7 @@ from te_dist.formats import Direction
 from te_dist.fsdp2.check import check_gathered
 from te_dist.kernels.runtime import target_of
 from te_dist.kernels.tape import Tapes
-from te_dist.nn import grouped_traced, lost_recipes
+from te_dist.nn import forgotten, grouped_traced, lost_recipes
 from te_dist.nn.grouped_cache import WeightCache
 from te_dist.nn.grouped_products import Around, Given, differentiable, grouped_linear, reads_weights
 from te_dist.nn.grouped_weights import OneBuffer
@@ -81,6 +81,7 @@ class GroupedSite(LinearSite):
         """
         if self.made_quantized and not isinstance(weights[0], QuantizedTensor):
             check_gathered(weights[0])
+            forgotten.warn_of_plain(self)
         if torch.compiler.is_compiling():
             return self._in_graph(x, weights, given=given, **around)
         return self._eager(x, weights, given=given, **around)

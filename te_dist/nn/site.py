@@ -118,6 +118,7 @@ class LinearSite(nn.Module):
         bias = bias.to_local() if isinstance(bias, DTensor) else bias
         if self.made_quantized and not isinstance(weight, QuantizedTensor):
             check_gathered(weight)
+            forgotten.warn_of_plain(self)
         if x.shape[-1] != weight.shape[-1] * (FRONTS[front].widens if front else 1):
             raise ValueError(
                 f"{self.name or 'Linear'}: the input of shape {tuple(x.shape)} has {x.shape[-1]} columns, the weight "

@@ -40,6 +40,20 @@ def test_training_quantized_weights_outside_of_autocast_warns_once(monkeypatch, 
 
 
 @pytest.mark.parametrize("grouped", [False, True])
+def test_plain_weights_in_the_place_of_quantized_ones_warn_once(monkeypatch, grouped: bool) -> None:
+    monkeypatch.setattr(forgotten, "_has_warned_of_plain", False)
+    layer, run = layer_and_pass(te.recipe.Float8BlockScaling(), grouped)
+    with warnings.catch_warnings(), te.autocast(recipe=te.recipe.Float8BlockScaling()):
+        warnings.simplefilter("error")
+        run()
+        name, weight = next(iter(layer.named_parameters()))
+        layer.register_parameter(name, torch.nn.Parameter(weight.dequantize().detach()))
+        with pytest.raises(UserWarning, match="made quantized, and another one that is plain.*unless this is meant"):
+            run()
+        run()
+
+
+@pytest.mark.parametrize("grouped", [False, True])
 def test_weights_of_another_recipe_warn_once(monkeypatch, grouped: bool) -> None:
     monkeypatch.setattr(forgotten, "_has_warned_of_another", False)
     _, run = layer_and_pass(te.recipe.MXFP8BlockScaling(), grouped)
