@@ -133,9 +133,9 @@ def shard_model(config: Config, mesh: DeviceMesh, *, expert_mesh: DeviceMesh | N
         if mesh["tp"].size() > 1:
             parallelize_module(block, mesh["tp"], block_plan())
         if expert_mesh is not None:
-            sent = {"payload": config.model.experts.payload, "travels": config.model.experts.travels}
-            experts = ExpertParallel(capacity=expert_capacity(config), **sent)
-            parallelize_module(block, expert_mesh["ep"], {"feed_forward": experts})
+            asked = config.model.experts
+            style = ExpertParallel(capacity=expert_capacity(config), payload=asked.payload, travels=asked.travels)
+            parallelize_module(block, expert_mesh["ep"], {"feed_forward": style})
             fsdp2.fully_shard(block.feed_forward.experts, mesh=expert_mesh["edp"], recompute=recomputes)
     blocks, size = list(model.blocks), config.mesh.unit_blocks
     for first in range(0, len(blocks), size):

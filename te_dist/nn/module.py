@@ -19,6 +19,7 @@ from te_dist.grouped import storage as groups
 from te_dist.nn import rehearsal
 from te_dist.nn.options import InitMethod
 from te_dist.nn.site import LinearSite
+from te_dist.ops._checks import HIGH_PRECISION
 from te_dist.tensor import QuantizedStorage
 from te_dist.tensor import storage as storages
 from te_dist.tensor.placement import local_tensor
@@ -135,7 +136,7 @@ def weight_of(site: LinearSite, plain: Tensor) -> nn.Parameter:
         return nn.Parameter(plain)
     rehearsal.expect(site, init.recipe)
     site.made_quantized = True
-    if plain.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if plain.dtype not in HIGH_PRECISION:
         raise ValueError(
             f"{site.name or 'weight'}: a weight of {plain.dtype} cannot be quantized; convert the model to float32, "
             "bfloat16 or float16 first"

@@ -15,6 +15,7 @@ from torch import Tensor
 from te_dist import codecs, ops
 from te_dist.codecs import Amax, Codec
 from te_dist.formats import Direction, Field, Format, Region, geometry
+from te_dist.ops._checks import HIGH_PRECISION
 from te_dist.ops.evaluate import values
 from te_dist.ops.source import Source
 from te_dist.tensor import writes
@@ -464,7 +465,7 @@ def find_amaxes(x: Tensor | Source, format: Format, region: Region) -> dict[Code
 
 def as_matrix(x: Tensor | Source, shape: tuple[int, int]) -> Tensor | Source:
     """`x` as codecs take it; a source has the shape already."""
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if x.dtype not in HIGH_PRECISION:
         raise ValueError(f"cannot quantize {x.dtype}: convert to float32, bfloat16 or float16 first")
     if isinstance(x, Source):
         assert x.shape == tuple(shape)

@@ -110,10 +110,9 @@ class ColumnParallel(ParallelStyle):
         if not isinstance(self.input_layouts, Shard):
             return replicate(local, mesh.get_group())
         directions = _read_directions(trains=args[1].requires_grad)
-        plan = None if self.gather_format else site.plan(local, args[1])
         if self.gather_format:
             how = Quantization.now(FormatWriter(self.gather_format), directions)
-        elif plan is not None:
+        elif plan := site.plan(local, args[1]):
             how = Quantization.of(plan, "input", directions, is_cut=True)
         else:
             return gather_values(local, mesh.get_group(), dim=self.input_layouts.dim, size=size)
@@ -218,8 +217,7 @@ class GatherInput(ParallelStyle):
     def _input(self, module: nn.Module, layer: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
         local, size = _local(x, mesh, self.input_layouts)
         site = getattr(layer, SITE)
-        plan = site.plan(local, layer.weight)
-        if plan is not None:
+        if plan := site.plan(local, layer.weight):
             cut = _cut(local, mesh, self.input_layouts.dim, size)
             trains = layer.weight.requires_grad or any(each.weight.requires_grad for each in _column_parallel(module))
             directions = _read_directions(trains=trains)

@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -123,19 +124,26 @@ def test_capacities_are_not_for_tokens() -> None:
         configured(model={"experts": {"count": 4, "capacity_factor": 1.5, "travels": "tokens"}}, mesh={"ep": 2})
 
 
-def test_ranks_share_experts_to_which_tokens_travel(expert_job: Callable, two_ranks) -> None:
-    job = expert_job("float8_block")
-    code, output = two_ranks(*job.command("--mesh.ep", "2", "--recompute", "full", *TOKENS))
-    assert code == 0, output
-    loss = job.metrics("loss")
-    assert loss[8] < loss[1] == pytest.approx(math.log(320), abs=0.7)
+@pytest.fixture
+def job_of_two(expert_job: Callable, two_ranks):
+    """Trains a job whose ranks share experts, with these options; asserts that it learns. The job, and its output."""
+
+    def run(*options: str) -> tuple[Any, str]:
+        job = expert_job("float8_block")
+        code, output = two_ranks(*job.command("--mesh.ep", "2", "--recompute", "full", *options))
+        assert code == 0, output
+        loss = job.metrics("loss")
+        assert loss[8] < loss[1] == pytest.approx(math.log(320), abs=0.7)
+        return job, output
+
+    return run
 
 
-def test_ranks_share_experts_and_tell_what_they_drop(expert_job: Callable, two_ranks) -> None:
-    job = expert_job("float8_block")
-    code, output = two_ranks(*job.command("--mesh.ep", "2", "--recompute", "full", *SLOTS))
-    assert code == 0, output
-    loss = job.metrics("loss")
-    assert loss[8] < loss[1] == pytest.approx(math.log(320), abs=0.7)
+def test_ranks_share_experts_to_which_tokens_travel(job_of_two: Callable) -> None:
+    job_of_two(*TOKENS)
+
+
+def test_ranks_share_experts_and_tell_what_they_drop(job_of_two: Callable) -> None:
+    job, output = job_of_two(*SLOTS)
     assert all(0.1 < part < 0.5 for part in job.metrics("dropped").values())  # four tenths of evenly spread choices
     assert "dropped" in output
