@@ -42,6 +42,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "": {},
     ", slots": {"capacity": CAPACITY},
     ", tokens": {"travels": "tokens"},
+    ", batches": {"travels": "batches"},
+    ", batches slots": {"travels": "batches", "capacity": CAPACITY},
     ", quantized": {"payload": "quantized"},
     ", tokens quantized": {"travels": "tokens", "payload": "quantized"},
 }

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from te_dist._torch_private import in_backward
+from te_dist.nn.moe.batches import BatchDispatcher
 from te_dist.nn.moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from te_dist.nn.moe.experts import ExpertOptions, GroupedMLP, SwiGluMLP
 from te_dist.nn.moe.permutation import sort_by_expert
@@ -21,7 +22,7 @@ from te_dist.nn.site import autocast_of_torch
 from te_dist.tensor.tally import tally_on
 
 Payload = Literal["plain", "quantized"]
-Travels = Literal["copies", "tokens"]
+Travels = Literal["copies", "tokens", "batches"]
 
 
 class MoE(nn.Module):
@@ -185,7 +186,8 @@ class ExpertParallel(ParallelStyle):
         if self.travels == "tokens":
             dispatcher: AllToAllDispatcher = TokenDispatcher(num_experts, device_mesh)
         else:
-            dispatcher = AllToAllDispatcher(num_experts, device_mesh, capacity=self.capacity)
+            kind = BatchDispatcher if self.travels == "batches" else AllToAllDispatcher
+            dispatcher = kind(num_experts, device_mesh, capacity=self.capacity)
         module.experts.cut(device_mesh)
         module.dispatcher, module.payload = dispatcher, self.payload
         if self.capacity is not None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from te_dist.nn.moe.exchange import Exchange, bring_back, send_rows, send_values
+from te_dist.nn.moe.exchange import Carrier, Exchange, bring_back, send_rows, send_values
 from te_dist.nn.moe.payload import Route, check_rows, send_quantized
 from te_dist.nn.moe.permutation import Permutation, permute_probabilities, sort_by_expert
 from te_dist.nn.moe.router import Routed
@@ -51,7 +51,7 @@ class Arrived:
         probabilities: Tensor,
         *,
         outgoing: Permutation | None = None,
-        exchange: Exchange | None = None,
+        exchange: Carrier | None = None,
         dropped: Tensor | None = None,
     ) -> None:
         self.rows = rows

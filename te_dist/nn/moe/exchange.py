@@ -13,7 +13,7 @@ rule, and then nothing is rounded.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,26 @@ from te_dist.nn.moe.permutation import Permutation, gather_sum
 from te_dist.nn.once import once_differentiable
 
 
+class Carrier(Protocol):
+    """The way of rows to other ranks, and back. Methods are collective."""
+
+    @property
+    def num_ranks(self) -> int:
+        """P."""
+        ...
+
+    def take(self, x: Tensor, index: Tensor) -> Tensor:
+        """The rows `index` of `x` (S, ...), as they arrive."""
+        ...
+
+    def send_back(self, rows: Tensor) -> Tensor:
+        """What ranks make of the rows that were taken to them, (arrived, ...), as it comes back."""
+        ...
+
+
 @dataclass(frozen=True)
 class Exchange:
-    """One all-to-all of rows, and the way back.
+    """One all-to-all of rows, and the way back. See `Carrier`.
 
     Attributes:
         group: the P ranks.
@@ -42,6 +59,10 @@ class Exchange:
     sent: tuple[int, ...] | None = None
     received: tuple[int, ...] | None = None
     has_spare_row: bool = False
+
+    def take(self, x: Tensor, index: Tensor) -> Tensor:
+        """(num_received, ...): rows of `x`, nobody's rows zero. Collective."""
+        return self.send(chosen_rows(x, index))
 
     def send(self, rows: Tensor) -> Tensor:
         """(num_received, ...) of (num_sent, ...), nobody's rows zero. Collective."""
@@ -74,7 +95,7 @@ def chosen_rows(x: Tensor, index: Tensor) -> Tensor:
     return x.index_select(0, index) if x.shape[0] else x.new_zeros(index.shape[0], *x.shape[1:])
 
 
-def send_rows(x: Tensor, outgoing: Permutation, *, by: Exchange, beside: Tensor) -> Tensor:
+def send_rows(x: Tensor, outgoing: Permutation, *, by: Carrier, beside: Tensor) -> Tensor:
     """(num_received, H): copies of rows of `x` (S, H), sent in the order of `outgoing`, as they arrive.
 
     `beside`: their probabilities, by which routers are trained on every rank. So the gradient of rows is sent back also
@@ -83,22 +104,22 @@ def send_rows(x: Tensor, outgoing: Permutation, *, by: Exchange, beside: Tensor)
     return _SendRows.apply(x, beside, outgoing, by)
 
 
-def send_values(values: Tensor, outgoing: Permutation, *, by: Exchange) -> Tensor:
+def send_values(values: Tensor, outgoing: Permutation, *, by: Carrier) -> Tensor:
     """f32 (num_received,): the values of copies, f32 (S, k), that `send_rows` sends."""
     return _SendValues.apply(values, outgoing, by)
 
 
-def bring_back(rows: Tensor, outgoing: Permutation, *, by: Exchange) -> Tensor:
+def bring_back(rows: Tensor, outgoing: Permutation, *, by: Carrier) -> Tensor:
     """(S, H): sums of copies of rows (num_received, H), which travel back to where they were sent from."""
     return _BringBack.apply(rows, outgoing, by)
 
 
 class _SendRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, beside: Tensor, outgoing: Permutation, by: Exchange) -> Tensor:
+    def forward(ctx: Any, x: Tensor, beside: Tensor, outgoing: Permutation, by: Carrier) -> Tensor:
         ctx.by = by
         ctx.save_for_backward(outgoing.positions)
-        return by.send(chosen_rows(x, outgoing.index))
+        return by.take(x, outgoing.index)
 
     @staticmethod
     @once_differentiable
@@ -113,7 +134,7 @@ class _SendValues(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, outgoing: Permutation, by: Exchange) -> Tensor:
         ctx.by = by
         ctx.save_for_backward(outgoing.positions)
-        return by.send(chosen_rows(values.flatten(), outgoing.choices))
+        return by.take(values.flatten(), outgoing.choices)
 
     @staticmethod
     @once_differentiable
@@ -124,7 +145,7 @@ class _SendValues(torch.autograd.Function):
 
 class _BringBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, outgoing: Permutation, by: Exchange) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, outgoing: Permutation, by: Carrier) -> Tensor:
         ctx.by = by
         ctx.save_for_backward(outgoing.index)
         return gather_sum(by.send_back(rows), outgoing.positions)
@@ -133,4 +154,4 @@ class _BringBack(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (index,) = ctx.saved_tensors
-        return ctx.by.send(chosen_rows(grad / ctx.by.num_ranks, index)), None, None
+        return ctx.by.take(grad / ctx.by.num_ranks, index), None, None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from te_dist.formats import Direction, Encoding, Field, Region, geometry
-from te_dist.nn.moe.exchange import Exchange, chosen_rows
+from te_dist.nn.moe.exchange import Carrier
 from te_dist.nn.moe.permutation import Permutation, gather_sum
 from te_dist.nn.once import once_differentiable
 from te_dist.quantizers import Quantizer
@@ -37,7 +37,7 @@ class Route:
 
     outgoing: Permutation
     incoming: Permutation
-    by: Exchange
+    by: Carrier
 
 
 def check_rows(quantizer: Quantizer, dtype: torch.dtype) -> Encoding:
@@ -88,7 +88,7 @@ def _moved(field: Field, here: QuantizedStorage, there: Region, route: Route) ->
     """What copies of rows store of `field`, at their experts."""
     wire = geometry.compact(field, here.buffers[field.name], here.region)
     rows = wire if field.inner_dim == 1 else wire.T
-    arrived = route.by.send(chosen_rows(rows, route.outgoing.index)).index_select(0, route.incoming.index)
+    arrived = route.by.take(rows, route.outgoing.index).index_select(0, route.incoming.index)
     if field.inner_dim == 1 and not field.is_padded(there):
         return arrived
     return geometry.padded(field, arrived if field.inner_dim == 1 else arrived.T, there)

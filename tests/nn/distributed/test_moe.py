@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_dist import testing
-from te_dist.nn.moe import Routed, Routing, TopKRouter, unpermute, update_expert_biases
+from te_dist.nn.moe import Routed, Routing, TopKRouter, permute, unpermute, update_expert_biases
 from te_dist.nn.moe.dispatch import AllToAllDispatcher, Arrived, Dispatcher, LocalDispatcher, fill_slots
 from te_dist.nn.moe.tokens import TokenDispatcher
 from te_dist.testing import assert_bitwise
@@ -31,7 +31,7 @@ def inputs(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Routed, Tensor]
 
 def expert_work(arrived: Arrived, first_expert: int) -> Tensor:
     """Sums of what an expert's stand-in makes of rows: (expert + 1) * probability * row; junk behind the last one."""
-    rows = arrived.rows[arrived.by_expert.index]
+    rows = permute(arrived.rows, arrived.by_expert)
     counts = arrived.by_expert.counts
     factors = torch.full((rows.shape[0],), torch.nan, device=rows.device)
     numbers = torch.arange(len(counts), device=rows.device).repeat_interleave(counts) + first_expert + 1

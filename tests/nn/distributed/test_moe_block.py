@@ -289,7 +289,7 @@ def starved(rank: int, world: int, name: str, how: dict[str, Any]) -> tuple[list
     return [out.detach().cpu(), x.grad.cpu()], sum(bool(grad.any()) for grad in grads)
 
 
-@pytest.mark.parametrize("travels", ["copies", "tokens"])
+@pytest.mark.parametrize("travels", ["copies", "tokens", "batches"])
 @pytest.mark.parametrize("payload", ["plain", "quantized"])
 @pytest.mark.parametrize("name", ["bf16", "block", "mxfp8"])
 def test_ranks_whose_experts_nobody_chooses_take_part(ranks: Callable, name: str, payload: str, travels: str) -> None:

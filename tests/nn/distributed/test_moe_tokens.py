@@ -73,6 +73,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "tokens": {"travels": "tokens"},
     "codes": {"payload": "quantized"},
     "tokens as codes": {"travels": "tokens", "payload": "quantized"},
+    "batches": {"travels": "batches"},
+    "batches into slots": {"travels": "batches", "capacity": 256},
 }
 every_way = pytest.mark.parametrize("way", WAYS)
 
@@ -115,7 +117,7 @@ def test_gradients_have_no_gradient(ranks: Callable, way: str) -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"travels: got 'rows', wanted one of \('copies', 'tokens'\)"):
+    with pytest.raises(ValueError, match=r"travels: got 'rows', wanted one of \('copies', 'tokens', 'batches'\)"):
         ExpertParallel(travels="rows")
     with pytest.raises(ValueError, match='travels: got "tokens" with capacity=4'):
         ExpertParallel(travels="tokens", capacity=4)
