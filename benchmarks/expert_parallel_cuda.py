@@ -5,8 +5,9 @@
 Forward and backward of some mixtures behind one another, each rank with tokens of its own and a part of the experts.
 The peer is plain torch: the router, argsort and sums of `benchmarks.decoder.PlainMoE`, rows sent by torch's all-to-all
 with its gradient, `grouped_mm`. Of te_dist: without a recipe, and quantized weights by each; a copy of a token is sent
-for each expert, plainly, as codes and scales, or into slots; or the token, once to each rank. All run by turns; times
-are those of the slowest rank, medians. Bytes are what a rank hands to all-to-alls in a step.
+for each expert, plainly, as codes and scales, or into slots; or the token, once to each rank with experts of it; or the
+batches of all ranks to all, without and with as many slots, and these as one CUDA graph. All run by turns, a few steps
+in a row; times are those of the slowest rank, medians. Bytes are what a rank hands to collectives in a step.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from te_dist.tensor.traffic import Traffic
 
 # (tokens of a rank, H, F, experts, top-k): layers of Qwen3-30B-A3B, and of few wide experts.
 SHAPES: tuple[Shape, ...] = ((8192, 2048, 768, 128, 8), (4096, 4096, 2048, 16, 4))
+_WARM_PASSES = 3
 CAPACITY = 1.25  # of what ranks send to each other in the mean
 WAYS: dict[str, dict[str, Any]] = {
     "": {},
@@ -44,6 +46,7 @@ WAYS: dict[str, dict[str, Any]] = {
     ", tokens": {"travels": "tokens"},
     ", batches": {"travels": "batches"},
     ", batches slots": {"travels": "batches", "capacity": CAPACITY},
+    ", batches slots captured": {"travels": "batches", "capacity": CAPACITY, "captured": True},
     ", quantized": {"payload": "quantized"},
     ", tokens quantized": {"travels": "tokens", "payload": "quantized"},
 }
@@ -51,7 +54,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A line: a step in ms, torch's over it, and MiB handed to all-to-alls."""
+    """A line: a step in ms, torch's over it, and MiB handed to collectives."""
 
     shape: str
     label: str
@@ -93,26 +96,47 @@ class PlainExpertParallel(PlainMoE):
 
 
 class Step:
-    """Forward and backward of mixtures behind one another, of torch where `way` is None."""
+    """Forward and backward of mixtures behind one another, of torch where `way` is None; `captured`: as one graph."""
 
     def __init__(self, shape: Shape, mesh: DeviceMesh, *, recipe: str, way: str | None, layers: int) -> None:
         tokens, hidden, ffn, experts, top_k = shape
         self.made_by = RECIPES[recipe] if recipe else None
         self.layers: Any = nn.ModuleList()
+        self.graph: torch.cuda.CUDAGraph | None = None
+        options = dict(WAYS[way or ""])
+        captured = options.pop("captured", False)
+        if "capacity" in options:
+            options["capacity"] = math.ceil(options["capacity"] * tokens * top_k / mesh.size())
         for _ in range(layers):
             if way is None:
                 self.layers.append(PlainExpertParallel(shape, mesh.get_group()).to("cuda", torch.bfloat16))
                 continue
-            options = dict(WAYS[way])
-            if "capacity" in options:
-                options["capacity"] = math.ceil(options["capacity"] * tokens * top_k / mesh.size())
             with te.quantized_model_init(enabled=self.made_by is not None, recipe=self.made_by):
                 layer = MoE(hidden, ffn, Routing(experts, top_k), params_dtype=torch.bfloat16, device="cuda")
             self.layers.append(parallelize_module(layer, mesh, ExpertParallel(**options)))
         self.x, self.grad = (torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        if captured:
+            self._capture()
 
     def __call__(self) -> None:
         """Gradients are dropped."""
+        if self.graph is None:
+            self.eager()
+        else:
+            self.graph.replay()
+
+    def _capture(self) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(_WARM_PASSES):
+                self.eager()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has threads that ask for events
+            self.eager()
+        self.graph = graph
+
+    def eager(self) -> None:
+        """Issues the kernels."""
         x = self.x.requires_grad_()
         with te.autocast(enabled=self.made_by is not None, recipe=self.made_by):
             for layer in self.layers:
@@ -130,10 +154,14 @@ def rows(shape: Shape, mesh: DeviceMesh, recipes: tuple[str, ...], *, layers: in
     times = step_times(steps, repeats)
     for (name, way), step, time in zip(lines, steps, times, strict=True):
         with Traffic() as traffic:
-            step()
+            step.eager()
         label = "torch bf16" if way is None else f"{name or 'bf16'}{way}"
-        sent = traffic.nbytes("all_to_all") / 2**20
-        yield Row(", ".join(map(str, shape)), label, time, times[0] / time, sent)
+        yield Row(", ".join(map(str, shape)), label, time, times[0] / time, _sent(traffic, mesh.size()) / 2**20)
+
+
+def _sent(traffic: Traffic, num_ranks: int) -> int:
+    """Bytes that a rank hands over: what it gathers goes to all."""
+    return traffic.nbytes("all_to_all") + num_ranks * traffic.nbytes("all_gather")
 
 
 def main(
@@ -144,7 +172,7 @@ def main(
         "expert_parallel_cuda",
         "Experts over ranks",
         f"{layers} mixtures behind one another, the experts of each over all GPUs. A step is a forward and a backward "
-        f"pass; MiB that a rank hands to all-to-alls. Slots: {CAPACITY} times those of the mean.",
+        f"pass; MiB that a rank hands to collectives. Slots: {CAPACITY} times those of the mean.",
         {
             "tokens of a rank, H, F, E, k": text("shape"),
             "": text("label"),

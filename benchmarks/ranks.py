@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.report import Report
 
-_WARM_STEPS = 4
+_WARM_TURNS = 4
+_IN_A_ROW = 3  # steps of a turn, between which the CPU does not wait
 
 
 @contextmanager
@@ -45,16 +46,19 @@ def over_ranks(value: float) -> float:
 
 
 def step_times(steps: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Milliseconds of each, by turns: medians, those of the slowest rank. Collective; ranks begin each together."""
+    """Milliseconds of each, by turns of a few steps: medians, those of the slowest rank. Collective; ranks begin turns
+    together.
+    """
     found: list[list[float]] = [[] for _ in steps]
-    for turn in range(_WARM_STEPS + repeats):
+    for turn in range(_WARM_TURNS + repeats):
         for times, step in zip(found, steps, strict=True):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             dist.barrier()
             begin.record()
-            step()
+            for _ in range(_IN_A_ROW):
+                step()
             end.record()
             torch.cuda.synchronize()
-            if turn >= _WARM_STEPS:
-                times.append(begin.elapsed_time(end))
+            if turn >= _WARM_TURNS:
+                times.append(begin.elapsed_time(end) / _IN_A_ROW)
     return [over_ranks(sorted(times)[len(times) // 2]) for times in found]

@@ -9,14 +9,16 @@ namespace te_dist::cuda {
 
 constexpr int kChunk = 256;  // copies of a warp
 
-// Experts have numbers from 0; copies with any other are nobody's, and come last, as if for one expert more.
+// Experts have numbers from `first` on; copies with any other are nobody's, and come last, as if for one expert more.
 struct Copies {
   const int64_t* experts;  // (copies,)
   int64_t copies;
+  int64_t first;
   int64_t num_experts;
   int64_t chunks;
   int32_t* before;      // (num_experts + 1, chunks): copies for an expert in a chunk, then in all chunks before it
   int64_t copies_each;  // of a row
+  int64_t elsewhere;    // the position of nobody's copies; below 0: where they come
   int64_t* index;       // (copies,): the row of each sorted copy
   int64_t* choices;     // (copies,): which copy it is
   int64_t* positions;   // (copies,): where a copy is once sorted
@@ -26,7 +28,7 @@ struct Copies {
   TE_DIST_DEVICE int32_t expert_of(int64_t copy) const {
     if (copy >= copies) return -1;
     const int64_t expert = __ldg(experts + copy);
-    return int32_t(expert < 0 || expert > num_experts ? num_experts : expert);
+    return int32_t(expert < first || expert - first > num_experts ? num_experts : expert - first);
   }
 };
 
@@ -116,7 +118,7 @@ struct PlaceCopies {
       if (expert >= 0 && rank == 0) next[expert] += __popc(same);
       __syncwarp();
       if (expert < 0) continue;
-      p.positions[copy] = position;
+      p.positions[copy] = expert == p.num_experts && p.elsewhere >= 0 ? p.elsewhere : position;
       p.choices[position] = copy;
       p.index[position] = copy / p.copies_each;
     }

@@ -11,8 +11,10 @@ CHUNK = 256  # copies that a warp sorts
 MOST_EXPERTS = 8192
 _WARPS = 4  # of a block, each of which can count for a part of the most experts; or one
 _ROWS = 8  # of a block of threads
+_STAY = -1  # the position of nobody's copies: where they sort
 _COPIES = Layout(
-    "experts:P copies:q num_experts:q chunks:q before:P copies_each:q index:P choices:P positions:P counts:P"
+    "experts:P copies:q first:q num_experts:q chunks:q before:P copies_each:q elsewhere:q "
+    "index:P choices:P positions:P counts:P"
 )
 BEFORE = Spec("sort_copies.cuh", "CountBefore", _COPIES)
 
@@ -29,13 +31,14 @@ def place(warps: int) -> Spec:
     return Spec("sort_copies.cuh", f"PlaceCopies<{warps}>", _COPIES)
 
 
-def sort_by_expert(experts: Tensor, workspace: Tensor, *rest: Tensor) -> None:
+def sort_by_expert(experts: Tensor, first: int | None, workspace: Tensor, *rest: Tensor) -> None:
     """See te_dist.ops.sort_by_expert."""
     index, choices, positions, counts = rest
     num_experts, (rows, copies) = counts.shape[0], experts.shape
     chunks, warps = workspace.shape[1], _WARPS if num_experts <= MOST_EXPERTS // _WARPS else 1
     outputs = tuple(tensor.data_ptr() for tensor in rest)
-    values = (experts.data_ptr(), rows * copies, num_experts, chunks, workspace.data_ptr(), copies, *outputs)
+    given = (experts.data_ptr(), rows * copies, first or 0, num_experts, chunks)
+    values = (*given, workspace.data_ptr(), copies, _STAY if first is None else rows * copies, *outputs)
     blocks = (-(-chunks // warps), 1)
     if chunks:
         launch(count(warps), experts, blocks, values)

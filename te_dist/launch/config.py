@@ -93,8 +93,8 @@ class ExpertsConfig:
     """With mesh.ep: rows a rank sends to another, over the mean; what exceeds it is dropped. 0: nothing is dropped."""
     payload: Literal["plain", "quantized"] = "plain"
     """With mesh.ep: whether rows travel to experts in bf16, or as the codes and scales that are multiplied there."""
-    travels: Literal["copies", "tokens"] = "copies"
-    """With mesh.ep: a copy of a token for each expert, or the token, once to each rank that has experts of it."""
+    travels: Literal["copies", "tokens", "batches"] = "copies"
+    """With mesh.ep: a copy of a token for each expert; the token, once to each rank with experts of it; or to all."""
 
     def __post_init__(self) -> None:
         _at_least("model.experts", self, 0, "count", "shared_ffn", "aux_loss_coefficient", "bias_update_rate")
@@ -108,10 +108,10 @@ class ExpertsConfig:
             remedy="lower it",
         )
         require(
-            self.travels == "copies" or not self.capacity_factor,
+            self.travels != "tokens" or not self.capacity_factor,
             "model.experts.travels",
             got=f"{self.travels} with capacity_factor = {self.capacity_factor}",
-            wanted="copies, which capacities are numbers of",
+            wanted="copies or batches, whose messages are as large whatever they hold",
             remedy="leave out either",
         )
 

@@ -21,22 +21,24 @@ def workspace_shape(num_copies: int, num_experts: int) -> Pair:
 
 
 @taped
-def sort_by_expert(
-    experts: Tensor, *, workspace: Tensor, index: Tensor, choices: Tensor, positions: Tensor, counts: Tensor
-) -> None:
+def sort_by_expert(experts: Tensor, *, first: int | None = None, workspace: Tensor, **found: Tensor) -> None:
     """Sorts copies by their expert; copies for one expert keep their order. Copy j of row s has the number s * k + j.
 
+    Written are `index`, int64 (S * k,), the row of every sorted copy; `choices`, int64 (S * k,), its number;
+    `positions`, int64 (S, k), where a copy is once sorted; `counts`, int64 (E,), copies for each expert.
+
     Args:
-        experts: int64 (S, k), contiguous: numbers of experts from 0 to below E; copies with others sort behind.
+        experts: int64 (S, k), contiguous: numbers of experts from `first` to below `first` + E; copies with others sort
+            behind.
+        first: at least 0, where others are elsewhere: their position is S * k, at which nothing is. None for 0, where
+            they are not.
         workspace: int32, `workspace_shape(S * k, E)`, is overwritten.
-        index: int64 (S * k,): the row of every sorted copy.
-        choices: int64 (S * k,): its number.
-        positions: int64 (S, k): where a copy is once sorted.
-        counts: int64 (E,): copies for each expert.
+        found: what is written, all four.
 
     Raises:
-        ValueError: a type or shape that does not fit, more than 8192 experts, or 2^31 copies.
+        ValueError: a type, shape or number that does not fit, more than 8192 experts, or 2^31 copies.
     """
+    index, choices, positions, counts = (found[name] for name in ("index", "choices", "positions", "counts"))
     if experts.dim() != 2:  # noqa: PLR2004
         raise ValueError(f"experts: got {experts.dim()} dimensions, wanted (rows, copies); reshape it")
     copies, num_experts = experts.numel(), counts.numel()
@@ -44,6 +46,8 @@ def sort_by_expert(
         raise ValueError(
             f"got {copies} copies for {num_experts} experts, wanted less than 2^31 for 1 to {MOST_EXPERTS}; cut them"
         )
+    if first is not None and first < 0:
+        raise ValueError(f"first: got {first}, wanted the number of an expert, or None")
     check_packed("experts", experts, (torch.int64,), experts.shape)
     check_output("workspace", workspace, torch.int32, workspace_shape(copies, num_experts))
     for name, output, shape in (
@@ -53,30 +57,35 @@ def sort_by_expert(
         ("counts", counts, (num_experts,)),
     ):
         check_output(name, output, torch.int64, shape)
-    torch.ops.te_dist.sort_by_expert(experts, workspace, index, choices, positions, counts)
+    torch.ops.te_dist.sort_by_expert(experts, first, workspace, index, choices, positions, counts)
 
 
-def sorted_copies(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def sorted_copies(
+    experts: Tensor, num_experts: int, *, first: int | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(index, choices, positions, counts) as `sort_by_expert` defines them, of any number of experts, by torch."""
-    keys = experts.flatten().clamp(-1, num_experts).remainder(num_experts + 1)  # E for nobody's, also -1
+    # E for nobody's. What wraps around is nobody's too.
+    keys = (experts.flatten() - (first or 0)).clamp(-1, num_experts).remainder(num_experts + 1)
     keys = keys.to(torch.int16) if num_experts < _NARROW else keys
     found, order = keys.sort(stable=True)
     positions = torch.empty_like(order)
     positions[order] = torch.arange(order.shape[0], device=order.device)
+    if first is not None:
+        positions.masked_fill_(keys == num_experts, experts.numel())
     numbers = torch.arange(num_experts, dtype=found.dtype, device=found.device)
     ends = torch.searchsorted(found, numbers, right=True)
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
     return order // max(experts.shape[1], 1), order, positions.view_as(experts), counts
 
 
-def _cpu(experts: Tensor, _: Tensor, *outputs: Tensor) -> None:
-    for output, found in zip(outputs, sorted_copies(experts, outputs[-1].shape[0]), strict=True):
+def _cpu(experts: Tensor, first: int | None, _: Tensor, *outputs: Tensor) -> None:
+    for output, found in zip(outputs, sorted_copies(experts, outputs[-1].shape[0], first=first), strict=True):
         output.copy_(found)
 
 
 register(
-    "sort_by_expert(Tensor experts, Tensor(w!) workspace, Tensor(a!) index, Tensor(b!) choices, Tensor(c!) positions, "
-    "Tensor(d!) counts) -> ()",
+    "sort_by_expert(Tensor experts, int? first, Tensor(w!) workspace, Tensor(a!) index, Tensor(b!) choices, "
+    "Tensor(c!) positions, Tensor(d!) counts) -> ()",
     _cpu,
     kernels.sort_by_expert,
 )

@@ -219,8 +219,9 @@ def sorts() -> Iterator[Call]:
     for rows, copies, num_experts in ((300, 3, 7), (1, 1, 1), (0, 2, 3), (257, 8, 100), (40, 2, 3000)):
         name, inputs = f"{rows} rows of {copies} to {num_experts}", experts_of(rows, copies, num_experts)
         workspace = torch.zeros(workspace_shape(rows * copies, num_experts), dtype=torch.int32)
-        given = dict(experts=inputs, workspace=workspace)
-        yield Call(name, ops.sort_by_expert, given, sorted_outputs(inputs, num_experts))
+        for first in (None, 2):
+            given = dict(experts=inputs, first=first, workspace=workspace)
+            yield Call(f"{name}, {first}", ops.sort_by_expert, given, sorted_outputs(inputs, num_experts))
 
 
 def gathers() -> Iterator[Call]:

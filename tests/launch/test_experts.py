@@ -29,6 +29,8 @@ bias_update_rate = 0.01
 SLOTS = ("--model.experts.capacity-factor", "0.6", "--model.experts.payload", "quantized")
 TOKENS = ("--model.experts.travels", "tokens", "--model.experts.payload", "quantized")
 
+BATCHES = ("--model.experts.travels", "batches", "--model.experts.capacity-factor", "2.0")
+
 
 @pytest.fixture
 def expert_job(tiny_job: Callable):
@@ -139,8 +141,9 @@ def job_of_two(expert_job: Callable, two_ranks):
     return run
 
 
-def test_ranks_share_experts_to_which_tokens_travel(job_of_two: Callable) -> None:
-    job_of_two(*TOKENS)
+@pytest.mark.parametrize("options", [TOKENS, BATCHES], ids=["tokens", "batches"])
+def test_ranks_share_experts_to_which_tokens_travel(job_of_two: Callable, options: tuple[str, ...]) -> None:
+    job_of_two(*options)
 
 
 def test_ranks_share_experts_and_tell_what_they_drop(job_of_two: Callable) -> None:

@@ -21,13 +21,16 @@ def sorted_outputs(experts: Tensor, num_experts: int, fill: int = -1) -> dict[st
     return {name: torch.full(shape, fill, dtype=torch.int64) for name, shape in shapes.items()}
 
 
-def wanted(experts: Tensor, num_experts: int) -> dict[str, Tensor]:
+def wanted(experts: Tensor, num_experts: int, first: int | None) -> dict[str, Tensor]:
     """What they become."""
-    keys = [key if 0 <= key < num_experts else num_experts for key in experts.flatten().tolist()]
+    begin = first or 0
+    keys = [key - begin if 0 <= key - begin < num_experts else num_experts for key in experts.flatten().tolist()]
     order = sorted(range(len(keys)), key=lambda copy: keys[copy])  # is stable
     want = sorted_outputs(experts, num_experts)
     want["choices"] = torch.tensor(order, dtype=torch.int64)
     want["index"] = want["choices"] // experts.shape[1]
     want["positions"].view(-1)[want["choices"]] = torch.arange(len(order))
+    if first is not None:
+        want["positions"].view(-1)[torch.tensor(keys, dtype=torch.int64) == num_experts] = len(keys)
     want["counts"] = torch.tensor([keys.count(expert) for expert in range(num_experts)], dtype=torch.int64)
     return want

@@ -14,20 +14,23 @@ copies a rank makes is told to the host while tokens travel, or bounded by a cap
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from te_dist.kernels.tape import Tapes, communicate
 from te_dist.nn.moe.dispatch import AllToAllDispatcher, Arrived, refuse_graphs, rounded
-from te_dist.nn.moe.exchange import send_rows
+from te_dist.nn.moe.exchange import send_rows, values_of_copies
 from te_dist.nn.moe.payload import Route, check_rows, send_quantized
 from te_dist.nn.moe.permutation import Permutation, sort_by_expert
 from te_dist.nn.moe.router import Routed
-from te_dist.nn.once import once_differentiable
 from te_dist.quantizers import Quantizer
 from te_dist.tensor import collectives
+
+_tapes = Tapes(max_tapes=1024)
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,19 @@ class Gathering:
     group: dist.ProcessGroup
     num_ranks: int
 
+    @property
+    def is_regular(self) -> bool:
+        """See `Carrier`."""
+        return True
+
     def take(self, x: Tensor, index: Tensor) -> Tensor:
         """(P T, ...) of (T, ...), all of them, whatever `index` is. Collective."""
         return collectives.all_gather(x.contiguous(), self.group)
 
     def send_back(self, rows: Tensor) -> Tensor:
         """(P T, ...) of (P T, ...): what each rank has for the tokens of this one. Collective."""
-        out = torch.empty_like(rows)
-        dist.all_to_all_single(out, rows, group=self.group)
+        out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+        communicate(partial(dist.all_to_all_single, group=self.group), out, rows.contiguous())
         return out
 
 
@@ -60,52 +68,75 @@ class BatchDispatcher(AllToAllDispatcher):
         capacity: C, of which a rank has P for copies, whoever sends their tokens; or None for no limit.
     """
 
+    def __init__(self, num_experts: int, mesh: DeviceMesh, *, capacity: int | None = None) -> None:
+        """Raises ValueError where experts or capacity do not fit the mesh, on every rank alike."""
+        super().__init__(num_experts, mesh, capacity=capacity)
+        self._known_tokens: set[int] = set()  # numbers of them that were the same on all ranks
+
     @property
     def sorts(self) -> tuple[int, ...]:
         """See `Dispatcher`."""
         return (self.num_local_experts,)
 
     def dispatch(self, x: Tensor, routed: Routed, *, quantizer: Quantizer | None = None) -> Arrived:
-        """See `AllToAllDispatcher.dispatch`; `dropped` are copies for experts of this rank, of whichever tokens."""
+        """See `AllToAllDispatcher.dispatch`; `dropped` are copies for experts of this rank, of whichever tokens.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured, and there is no capacity.
+            ValueError: as there; or a number of tokens that all ranks meet for the first time differs among them.
+        """
         if quantizer is not None:
             check_rows(quantizer, x.dtype)
         if self.capacity is None:
             refuse_graphs(routed.experts)
-        by, (tokens, top_k) = Gathering(self.group, self.num_ranks), routed.experts.shape
+        self._check_tokens(routed.experts)
+        by, probabilities = Gathering(self.group, self.num_ranks), routed.probabilities
         with torch.no_grad():
-            choices = collectives.all_gather(torch.cat((routed.probabilities, routed.experts), dim=1), self.group)
-            own, dropped = self._own(choices[:, top_k:])
-            found = sort_by_expert(own, self.num_local_experts)
-            places = torch.arange(len(choices), device=x.device).view(self.num_ranks, tokens).T.contiguous()
-            outgoing = Permutation(places[:, 0], places[:, 0], places, found.counts)
-            number = None if self.capacity is not None else _Number(found.counts.sum())
+            given = probabilities, routed.experts
+            key = by, self.num_local_experts, self.mesh.get_local_rank(), self.capacity
+            (values, places, *found), _ = _tapes.run(key, given, lambda: (self._decided(*given, by=by), None))
+        incoming, outgoing = Permutation(*found[:4]), Permutation(places[:, 0], places[:, 0], places, found[3])
+        number = _Number(incoming.counts) if self.capacity is None else None
         rows: Tensor | None = None
         if quantizer is None:
-            rows = send_rows(x, outgoing, by=by, beside=routed.probabilities)
-        num_copies = self._num_copies(number, own.numel())
-        with torch.no_grad():
-            positions = torch.where(own < 0, own.numel(), found.positions)
-            index, of_rows = found.index[:num_copies].clone(), found.choices[:num_copies].clone()
-            incoming = Permutation(index, of_rows, positions, found.counts)
+            rows = send_rows(x, outgoing, by=by, beside=probabilities)
+        index, choices, *rest = incoming
+        num_copies = self._num_copies(number, len(choices))
+        incoming = Permutation(index[:num_copies], choices[:num_copies], *rest)
         if quantizer is not None:
-            route = Route(outgoing, incoming, by)
-            rows = send_quantized(x, route, quantizer=quantizer, beside=routed.probabilities)
+            rows = send_quantized(x, Route(outgoing, incoming, by), quantizer=quantizer, beside=probabilities)
         assert rows is not None
-        owners = routed.experts // self.num_local_experts
-        probabilities = _TakeValues.apply(
-            routed.probabilities, choices[:, :top_k], of_rows, places.gather(1, owners), by
-        )
-        return Arrived(rows, incoming, probabilities, outgoing=outgoing, exchange=by, dropped=dropped)
+        probabilities = values_of_copies(probabilities, values, incoming, outgoing=outgoing, by=by)
+        return Arrived(rows, incoming, probabilities, outgoing=outgoing, exchange=by, dropped=(*found[4:], None)[0])
 
-    def _own(self, experts: Tensor) -> tuple[Tensor, Tensor | None]:
-        """int64 (P T, k): numbers among experts here, -1 for others and for what is dropped; how many that are."""
-        local = experts.long() - self.mesh.get_local_rank() * self.num_local_experts
-        here = (local >= 0) & (local < self.num_local_experts)
-        if self.capacity is None:
-            return torch.where(here, local, -1), None
-        before = here.T.flatten().cumsum(0)  # all first choices before all second ones
-        kept = here & (self.capacity * self.num_ranks >= before.view_as(here.T).T)
-        return torch.where(kept, local, -1), here.sum() - kept.sum()
+    def _check_tokens(self, experts: Tensor) -> None:
+        """Raises ValueError, on every rank alike, where a number of tokens that is new here is not all ranks'."""
+        tokens = len(experts)
+        if tokens in self._known_tokens or (experts.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        counts = collectives.all_gather(torch.tensor([tokens], device=experts.device), self.group).tolist()
+        self.num_host_syncs += 1
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f'travels="batches": got {tokens} tokens on this rank and {counts} on all, wanted equally many: what '
+                'travels is as large on every rank; pad them, or choose travels="tokens"'
+            )
+        self._known_tokens.add(tokens)
+
+    def _decided(self, probabilities: Tensor, experts: Tensor, *, by: Gathering) -> tuple[Tensor, ...]:
+        """Of all ranks: probabilities (P T, k); where what comes back is, (T, P); `incoming`; how many are dropped."""
+        tokens, top_k = experts.shape
+        # Numbers of experts are whole, and fp32 holds them.
+        both = collectives.all_gather(torch.cat((probabilities, experts), dim=1), self.group)
+        places = torch.arange(len(both), device=experts.device).view(self.num_ranks, tokens).t().contiguous()
+        chosen, first, dropped = both[:, top_k:].long(), self.mesh.get_local_rank() * self.num_local_experts, ()
+        if self.capacity is not None:
+            here = (chosen >= first) & (chosen < first + self.num_local_experts)
+            before = here.t().flatten().cumsum(0)  # all first choices before all second ones
+            kept = here & (before.view(top_k, len(both)).t() <= self.capacity * self.num_ranks)
+            chosen, dropped = torch.where(kept, chosen, -1), (here.sum() - kept.sum(),)
+        incoming = sort_by_expert(chosen, self.num_local_experts, first=first)
+        return both[:, :top_k].contiguous(), places, *incoming, *dropped
 
     def _num_copies(self, number: _Number | None, most: int) -> int:
         """R, at most `most`; rows that are nobody's among them."""
@@ -117,37 +148,14 @@ class BatchDispatcher(AllToAllDispatcher):
 
 
 class _Number:
-    """A number on its way to the host, while the device goes on."""
+    """The sum of some numbers, which are on their way to the host while the device goes on."""
 
-    def __init__(self, scalar: Tensor) -> None:
-        self._copy = scalar.to("cpu", non_blocking=True)
-        self._there = torch.cuda.current_stream(scalar.device).record_event() if scalar.is_cuda else None
+    def __init__(self, parts: Tensor) -> None:
+        self._parts = parts.to("cpu", non_blocking=True)
+        self._there = torch.cuda.current_stream(parts.device).record_event() if parts.is_cuda else None
 
     def wait(self) -> int:
-        """The number, once it is there."""
+        """The sum, once they are there."""
         if self._there is not None:
             self._there.synchronize()
-        return int(self._copy)
-
-
-class _TakeValues(torch.autograd.Function):
-    """Values of copies that are made here, of those of all ranks, (P T, k); gradients go back to their ranks.
-
-    `own_rows` (T, k): in which row the gradient of each choice of this rank's tokens comes back.
-    """
-
-    @staticmethod
-    def forward(  # noqa: PLR0913  (what autograd hands over)
-        ctx: Any, own: Tensor, values: Tensor, choices: Tensor, own_rows: Tensor, by: Gathering
-    ) -> Tensor:
-        ctx.by, ctx.shape = by, values.shape
-        ctx.save_for_backward(choices, own_rows)
-        return values.flatten()[choices]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        choices, own_rows = ctx.saved_tensors
-        of_copies = grad.new_zeros(ctx.shape).view(-1).index_copy_(0, choices, grad).view(ctx.shape)
-        # See [Note: Gradients of experts over ranks].
-        return ctx.by.send_back(of_copies).gather(0, own_rows) * ctx.by.num_ranks, None, None, None, None
+        return sum(self._parts.tolist())

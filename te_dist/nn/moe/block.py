@@ -34,8 +34,9 @@ class MoE(nn.Module):
         shared_experts: what every token goes through besides, as one wide expert; or None.
         dispatcher: brings rows to experts; `ExpertParallel` replaces it.
         payload: "plain" or "quantized", see `ExpertParallel`.
-        dropped: int64 scalar, copies of this rank's tokens that found no slot in training passes since it was last set
-            to zero; None unless there is a capacity. Each stands for one choice of one token that added nothing.
+        dropped: int64 scalar, copies of this rank's tokens (of batches: for experts of this rank) that found no slot in
+            training passes since it was last set to zero; None unless there is a capacity. Each stands for one choice
+            of one token that added nothing.
     """
 
     dropped: Tensor | None
@@ -156,6 +157,8 @@ class ExpertParallel(ParallelStyle):
             payload].
         travels: "tokens" sends a token once to each rank that has experts of it, and sums back, instead of a copy for
             each expert: less is sent, and rounded otherwise, see [Note: Tokens that travel once]. Without a capacity.
+            "batches" sends all tokens to all ranks, which have equally many: over few ranks hardly more, and nothing
+            waits for sizes, see [Note: Batches that travel]. A capacity is shared by all that come to a rank.
     """
 
     def __init__(self, *, capacity: int | None = None, payload: Payload = "plain", travels: Travels = "copies") -> None:

@@ -12,15 +12,20 @@ rule, and then nothing is rounded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from te_dist.nn.moe.permutation import Permutation, gather_sum
+from te_dist.kernels.tape import Tapes, communicate
+from te_dist.nn.moe.permutation import Permutation, gather_sum, taken
 from te_dist.nn.once import once_differentiable
+
+_tapes = Tapes(max_tapes=1024)
 
 
 class Carrier(Protocol):
@@ -29,6 +34,11 @@ class Carrier(Protocol):
     @property
     def num_ranks(self) -> int:
         """P."""
+        ...
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether messages have the same sizes whenever rows have the same shape, so that they can be recorded."""
         ...
 
     def take(self, x: Tensor, index: Tensor) -> Tensor:
@@ -60,6 +70,11 @@ class Exchange:
     received: tuple[int, ...] | None = None
     has_spare_row: bool = False
 
+    @property
+    def is_regular(self) -> bool:
+        """See `Carrier`."""
+        return self.sent is None
+
     def take(self, x: Tensor, index: Tensor) -> Tensor:
         """(num_received, ...): rows of `x`, nobody's rows zero. Collective."""
         return self.send(chosen_rows(x, index))
@@ -68,7 +83,8 @@ class Exchange:
         """(num_received, ...) of (num_sent, ...), nobody's rows zero. Collective."""
         out = rows.new_empty(self.num_received, *rows.shape[1:])
         arriving = self._of_ranks(out, self.received)
-        out[len(arriving) :].zero_()
+        if len(arriving) < len(out):
+            out[len(arriving) :].zero_()
         self._swap(arriving, rows, self.received, self.sent)
         return out
 
@@ -86,8 +102,9 @@ class Exchange:
         return rows if sizes is None else rows[: sum(sizes)]
 
     def _swap(self, out: Tensor, rows: Tensor, received: Any, sent: Any) -> None:
-        sizes = [None if each is None else list(each) for each in (received, sent)]
-        dist.all_to_all_single(out, rows.contiguous(), *sizes, group=self.group)
+        names = "output_split_sizes", "input_split_sizes"
+        sizes = {} if sent is None else dict(zip(names, map(list, (received, sent)), strict=True))
+        communicate(partial(dist.all_to_all_single, group=self.group, **sizes), out, rows.contiguous())
 
 
 def chosen_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -114,6 +131,40 @@ def bring_back(rows: Tensor, outgoing: Permutation, *, by: Carrier) -> Tensor:
     return _BringBack.apply(rows, outgoing, by)
 
 
+def values_of_copies(
+    own: Tensor, values: Tensor, incoming: Permutation, *, outgoing: Permutation, by: Carrier
+) -> Tensor:
+    """f32 (R,): of sorted copies, which `incoming` sorts, among the values (S, k) of rows that arrived.
+
+    Copies that rows have elsewhere are nowhere to `incoming`; each copy is somewhere.
+
+    Args:
+        own: (T, k), values of the copies of this rank's rows, which get the gradients of theirs.
+        values: f32 (S, k), as they arrived.
+        incoming: sorts copies of what arrived.
+        outgoing: of rows of this rank, brought there `by`; positions (T, P), where what comes back is.
+    """
+    return _ValuesOfCopies.apply(own, values, incoming, outgoing.positions, by)
+
+
+def _repeated(key: str, by: Carrier, tensors: tuple[Tensor, ...], function: Callable[[], Tensor]) -> Tensor:
+    """What `function` of `tensors` returns. Where messages are regular it is recorded, and played later."""
+    if not by.is_regular:
+        return function()
+    (found,), _ = _tapes.run((key, by), tensors, lambda: ((function(),), None))
+    return found
+
+
+def _brought_back(rows: Tensor, positions: Tensor, by: Carrier) -> Tensor:
+    """Sums over what comes back of `rows`, at the positions of each row of this rank."""
+    return gather_sum(by.send_back(rows), positions)
+
+
+def _gradients_back(grad: Tensor, positions: Tensor, by: Carrier) -> Tensor:
+    """See [Note: Gradients of experts over ranks]."""
+    return _brought_back(grad, positions, by) * by.num_ranks
+
+
 class _SendRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, beside: Tensor, outgoing: Permutation, by: Carrier) -> Tensor:
@@ -124,9 +175,8 @@ class _SendRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (positions,) = ctx.saved_tensors
-        # See [Note: Gradients of experts over ranks].
-        return gather_sum(ctx.by.send_back(grad), positions) * ctx.by.num_ranks, None, None, None
+        given = grad, *ctx.saved_tensors
+        return _repeated("rows", ctx.by, given, lambda: _gradients_back(*given, ctx.by)), None, None, None
 
 
 class _SendValues(torch.autograd.Function):
@@ -143,15 +193,43 @@ class _SendValues(torch.autograd.Function):
         return ctx.by.send_back(grad)[positions] * ctx.by.num_ranks, None, None
 
 
+class _ValuesOfCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, own: Tensor, values: Tensor, incoming: Permutation, own_positions: Tensor, by: Carrier
+    ) -> Tensor:
+        ctx.by = by
+        ctx.save_for_backward(incoming.positions, own_positions)
+        return taken(values, incoming.choices)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        given = grad.contiguous(), *ctx.saved_tensors
+        return _repeated("values", ctx.by, given, lambda: _values_back(*given, ctx.by)), None, None, None, None
+
+
+def _values_back(grad: Tensor, positions: Tensor, own_positions: Tensor, by: Carrier) -> Tensor:
+    """Zeros come from where a copy is not."""
+    of_copies = gather_sum(grad.view(-1, 1), positions.view(-1, 1)).view_as(positions)
+    return _gradients_back(of_copies, own_positions, by)
+
+
 class _BringBack(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, outgoing: Permutation, by: Carrier) -> Tensor:
         ctx.by = by
         ctx.save_for_backward(outgoing.index)
-        return gather_sum(by.send_back(rows), outgoing.positions)
+        given = rows, outgoing.positions
+        return _repeated("sums", by, given, lambda: _brought_back(*given, by))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (index,) = ctx.saved_tensors
-        return ctx.by.take(grad / ctx.by.num_ranks, index), None, None
+        given = grad, *ctx.saved_tensors
+        return _repeated("gradients of sums", ctx.by, given, lambda: _gradients_there(*given, ctx.by)), None, None
+
+
+def _gradients_there(grad: Tensor, index: Tensor, by: Carrier) -> Tensor:
+    """See [Note: Gradients of experts over ranks]."""
+    return by.take(grad / by.num_ranks, index)

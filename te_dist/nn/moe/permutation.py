@@ -43,29 +43,32 @@ class Permutation(NamedTuple):
     counts: Tensor
 
 
-def sort_by_expert(experts: Tensor, num_experts: int) -> Permutation:
+def sort_by_expert(experts: Tensor, num_experts: int, *, first: int | None = None) -> Permutation:
     """Sorts copies of rows by the experts they go to, copies for one expert in the order of the rows.
 
     Nothing waits for the device, and it can be captured in a CUDA graph.
 
     Args:
-        experts: int64 (S, k), numbers from 0 to below `num_experts`; all others sort behind and are nobody's.
+        experts: int64 (S, k), numbers from `first` to below `first` + E; all others sort behind and are nobody's.
         num_experts: E.
+        first: of the experts that are here; rows for others are elsewhere, and have the position S * k, at which
+            nothing is. None for 0, where others are not elsewhere.
     """
     experts = experts.to(torch.int64).contiguous()
     if not 0 < num_experts <= MOST_EXPERTS:
-        return Permutation(*sorted_copies(experts, num_experts))
-    found, _ = _sorts.run(num_experts, (experts,), lambda: (_sorted(experts, num_experts), None))
+        return Permutation(*sorted_copies(experts, num_experts, first=first))
+    found, _ = _sorts.run((num_experts, first), (experts,), lambda: (_sorted(experts, num_experts, first), None))
     return Permutation(*found)
 
 
-def _sorted(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _sorted(experts: Tensor, num_experts: int, first: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(index, choices, positions, counts)."""
     copies, device = experts.numel(), experts.device
     workspace = torch.empty(workspace_shape(copies, num_experts), dtype=torch.int32, device=device)
     shapes = (copies,), (copies,), experts.shape, (num_experts,)
     index, choices, positions, counts = (torch.empty(shape, dtype=torch.int64, device=device) for shape in shapes)
-    ops.sort_by_expert(experts, workspace=workspace, index=index, choices=choices, positions=positions, counts=counts)
+    found = dict(index=index, choices=choices, positions=positions, counts=counts)
+    ops.sort_by_expert(experts, first=first, workspace=workspace, **found)
     return index, choices, positions, counts
 
 
@@ -92,8 +95,6 @@ def permute_probabilities(probabilities: Tensor, permutation: Permutation) -> Te
 
 def gather_sum(rows: Tensor, positions: Tensor) -> Tensor:
     """(S, H): of every row of `positions` (S, k) the sum of those rows of `rows` (R, H), in fp32 and rounded once."""
-    if positions.shape[1] == 1:
-        return rows.index_select(0, positions[:, 0])
     out = torch.empty(positions.shape[0], rows.shape[1], dtype=rows.dtype, device=rows.device)
     ops.gather_sum(rows, positions=positions, out=out)
     return out
@@ -146,15 +147,15 @@ class _PermuteValues(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
         ctx.save_for_backward(positions)
-        return _taken(values, choices)
+        return taken(values, choices)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (positions,) = ctx.saved_tensors
-        return _taken(grad, positions), None, None
+        return taken(grad, positions), None, None
 
 
-def _taken(values: Tensor, places: Tensor) -> Tensor:
+def taken(values: Tensor, places: Tensor) -> Tensor:
     """The values, in whatever shape, at the places, in the shape of those."""
     if torch.is_grad_enabled() or values.dtype not in HIGH_PRECISION:  # there may be a graph of backward
         return values.flatten()[places]

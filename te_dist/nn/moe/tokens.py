@@ -13,36 +13,22 @@ added, so that results are not, to the bit, those of other numbers of ranks.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from te_dist.kernels.tape import Tapes, communicate
 from te_dist.nn.moe.dispatch import AllToAllDispatcher, Arrived, refuse_graphs, rounded
-from te_dist.nn.moe.exchange import Exchange, chosen_rows, send_rows
+from te_dist.nn.moe.exchange import Exchange, send_rows, values_of_copies
 from te_dist.nn.moe.payload import Route, check_rows, send_quantized
 from te_dist.nn.moe.permutation import Permutation, sort_by_expert
 from te_dist.nn.moe.router import Routed
-from te_dist.nn.once import once_differentiable
 from te_dist.quantizers import Quantizer
 
-
-class _Way(NamedTuple):
-    """How tokens travel.
-
-    Attributes:
-        outgoing: sorts them by rank; positions (T, P), behind all others where a token does not go to a rank.
-        by: brings them there.
-        owners: int64 (T, k), the rank of each choice.
-        num_copies: R; rows that are nobody's among them.
-    """
-
-    outgoing: Permutation
-    by: Exchange
-    owners: Tensor
-    num_copies: int
+_tapes = Tapes(max_tapes=1024)
 
 
 class TokenDispatcher(AllToAllDispatcher):
@@ -61,66 +47,54 @@ class TokenDispatcher(AllToAllDispatcher):
         """See `AllToAllDispatcher.dispatch`."""
         if quantizer is not None:
             check_rows(quantizer, x.dtype)
+        probabilities = routed.probabilities
         with torch.no_grad():
-            way = self._plan(routed.experts)
+            outgoing, by, num_copies = self._plan(routed.experts)
         # Rows first, which the device has to do with while choices are handed over.
         rows: Tensor | None = None
         if quantizer is None:
-            rows = send_rows(x, way.outgoing, by=way.by, beside=routed.probabilities)
-        probabilities, *found = _SendChoices.apply(routed.probabilities, routed.experts, way, self.num_local_experts)
-        incoming = Permutation(*found)
+            rows = send_rows(x, outgoing, by=by, beside=probabilities)
+        with torch.no_grad():
+            values, incoming = self._choices(routed, outgoing, by)
+            # NOTE: copied, since backward keeps it, and a slice would keep what it is of.
+            index, choices = (each[:num_copies].clone() for each in incoming[:2])
+        incoming = Permutation(index, choices, *incoming[2:])
         if quantizer is not None:
-            route = Route(way.outgoing, incoming, way.by)
-            rows = send_quantized(x, route, quantizer=quantizer, beside=routed.probabilities)
+            rows = send_quantized(x, Route(outgoing, incoming, by), quantizer=quantizer, beside=probabilities)
         assert rows is not None
-        return Arrived(rows, incoming, probabilities, outgoing=way.outgoing, exchange=way.by)
+        probabilities = values_of_copies(probabilities, values, incoming, outgoing=outgoing, by=by)
+        return Arrived(rows, incoming, probabilities, outgoing=outgoing, exchange=by)
 
-    def _plan(self, experts: Tensor) -> _Way:
+    def _plan(self, experts: Tensor) -> tuple[Permutation, Exchange, int]:
+        """How tokens are sorted by rank, positions (T, P); what brings them there; how many copies are made here."""
         refuse_graphs(experts)
-        owners = experts // self.num_local_experts
-        goes = torch.full((experts.shape[0], self.num_ranks), self.num_ranks, device=experts.device)
-        index, choices, positions, counts = sort_by_expert(goes.scatter_(1, owners, owners), self.num_ranks)
-        copies = torch.zeros_like(counts).scatter_add_(0, owners.flatten(), torch.ones_like(owners.flatten()))
-        leaving = torch.stack((counts, copies), dim=1)
-        arriving = torch.empty_like(leaving)
-        dist.all_to_all_single(arriving, leaving, group=self.group)
+        key = self.group, self.num_ranks, self.num_local_experts
+        (leaving, arriving, *outgoing), _ = _tapes.run(key, (experts,), lambda: (self._counted(experts), None))
         *sizes, here = torch.cat((leaving[:, :1], arriving), dim=1).T.tolist()
         self.num_host_syncs += 1
         sent, received = map(tuple, sizes)
         num_sent, num_rows = sum(sent), rounded(sum(received))
+        index, choices, *rest = outgoing
         exchange = Exchange(self.group, self.num_ranks, num_sent, num_rows, sent, received)
-        # NOTE: copied, since backward keeps it, and a slice would keep what it is of.
-        outgoing = Permutation(index[:num_sent].clone(), choices[:num_sent], positions, counts)
-        return _Way(outgoing, exchange, owners, min(rounded(sum(here)), num_rows * experts.shape[1]))
+        num_copies = min(rounded(sum(here)), num_rows * experts.shape[1])
+        return Permutation(index[:num_sent].clone(), choices[:num_sent], *rest), exchange, num_copies
 
+    def _counted(self, experts: Tensor) -> tuple[Tensor, ...]:
+        """int64 (P, 2), tokens and copies that go to each rank; those that come; how tokens are sorted."""
+        owners = experts // self.num_local_experts
+        goes = torch.full((experts.shape[0], self.num_ranks), self.num_ranks, device=experts.device)
+        outgoing = sort_by_expert(goes.scatter_(1, owners, owners), self.num_ranks, first=0)
+        copies = torch.zeros_like(outgoing.counts).scatter_add_(0, owners.view(-1), torch.ones_like(owners.view(-1)))
+        leaving = torch.stack((outgoing.counts, copies), dim=1)
+        arriving = torch.empty_like(leaving)
+        communicate(partial(dist.all_to_all_single, group=self.group), arriving, leaving)
+        return leaving, arriving, *outgoing
 
-class _SendChoices(torch.autograd.Function):
-    """Probabilities of copies where they are made, and how these are sorted; copies that are elsewhere lie behind."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, probabilities: Tensor, experts: Tensor, way: _Way, num_local_experts: int
-    ) -> tuple[Tensor, ...]:
-        outgoing, by, owners, num_copies = way
-        (_, copies), ranks = experts.shape, outgoing.choices % by.num_ranks
-        local = chosen_rows(experts, outgoing.index) - (ranks * num_local_experts)[:, None]
+    def _choices(self, routed: Routed, outgoing: Permutation, by: Exchange) -> tuple[Tensor, Permutation]:
+        """Probabilities of what arrived, f32 (S, k); how its copies are sorted, those made elsewhere being nowhere."""
+        top_k = routed.experts.shape[1]
         # Whole numbers from 1 on, which fp32 holds, so that rows that are nobody's have no choice.
-        local = torch.where((local >= 0) & (local < num_local_experts), local + 1, 0)
-        arrived = by.send(torch.cat((chosen_rows(probabilities, outgoing.index), local.float()), dim=1))
-        local = arrived[:, copies:].long() - 1
-        index, choices, positions, counts = sort_by_expert(local, num_local_experts)
-        index, choices = index[:num_copies].clone(), choices[:num_copies].clone()
-        if copies > 1:  # of one choice each row that is somebody's has it
-            positions = torch.where(local < 0, positions.numel(), positions)
-        ctx.by, ctx.shape = by, (by.num_received, copies)
-        ctx.save_for_backward(choices, outgoing.positions.gather(1, owners))
-        ctx.mark_non_differentiable(index, choices, positions, counts)
-        return arrived[:, :copies].flatten()[choices], index, choices, positions, counts
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        choices, own_rows = ctx.saved_tensors
-        of_copies = grad.new_zeros(ctx.shape).view(-1).index_copy_(0, choices, grad).view(ctx.shape)
-        # See [Note: Gradients of experts over ranks].
-        return ctx.by.send_back(of_copies).gather(0, own_rows) * ctx.by.num_ranks, None, None, None
+        arrived = by.take(torch.cat((routed.probabilities, routed.experts + 1), dim=1), outgoing.index)
+        first = 1 + self.mesh.get_local_rank() * self.num_local_experts
+        incoming = sort_by_expert(arrived[:, top_k:].long(), self.num_local_experts, first=first)
+        return arrived[:, :top_k].contiguous(), incoming

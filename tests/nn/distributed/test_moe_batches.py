@@ -31,9 +31,13 @@ def dispatcher_of(world: int, capacity: int | None) -> BatchDispatcher:
     return BatchDispatcher(EXPERTS, testing.mesh((world,), ("ep",)), capacity=capacity)
 
 
-def dispatched(rank: int, world: int, capacity: int | None) -> tuple[tuple[Tensor, ...], int]:
-    dispatcher = dispatcher_of(world, capacity)
-    return run(dispatcher, rank * dispatcher.num_local_experts, own_part(rank, world)), dispatcher.num_host_syncs
+def dispatched(rank: int, world: int, capacity: int | None) -> tuple[tuple[Tensor, ...], list[int]]:
+    """What `run` gives the second time; how often it waited the first time, and then."""
+    dispatcher, waited = dispatcher_of(world, capacity), []
+    for _ in range(2):
+        found = run(dispatcher, rank * dispatcher.num_local_experts, own_part(rank, world))
+        waited.append(dispatcher.num_host_syncs - sum(waited))
+    return found, waited
 
 
 @pytest.mark.parametrize("capacity", [None, AMPLE])
@@ -45,7 +49,8 @@ def test_experts_over_ranks_give_what_one_rank_gives(ranks: Callable, world: int
         ("out", "x", "probabilities"), zip(*(r for r, _ in results), strict=True), want, strict=True
     ):
         assert_bitwise(torch.cat(of_ranks), whole, name)
-    assert [syncs for _, syncs in results] == [int(capacity is None)] * world
+    for _, waited in results:
+        assert waited == ([2, 1] if capacity is None else [1, 0]), "ranks compare a new number of tokens once"
 
 
 def passed(rank: int, world: int, name: str, ways: list[dict[str, Any]]) -> list[list[Tensor]]:
@@ -103,6 +108,17 @@ def test_what_a_rank_has_no_room_for_adds_nothing_and_is_counted(ranks: Callable
     for rank, (_, lost) in enumerate(results):
         assert lost == int(((kept == 0) & (owners == rank)).sum())
     assert sum(lost for _, lost in results) > 0
+
+
+def uneven(rank: int, world: int) -> str:
+    with pytest.raises(ValueError) as error:
+        run(dispatcher_of(world, None), 0, slice(0, TOKENS - rank))
+    return str(error.value)
+
+
+def test_batches_of_unlike_sizes_are_refused_on_every_rank(ranks: Callable) -> None:
+    for rank, message in enumerate(ranks(2).run(uneven)):
+        assert f"got {TOKENS - rank} tokens on this rank and [12, 11] on all" in message
 
 
 def kept_to_itself(rank: int, world: int, capacity: int) -> list[int]:
