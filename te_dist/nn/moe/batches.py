@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from te_dist.kernels.tape import Tapes, communicate
+from te_dist.kernels.tape import communicate
 from te_dist.nn.moe.dispatch import AllToAllDispatcher, Arrived, refuse_graphs, rounded
 from te_dist.nn.moe.exchange import send_rows, values_of_copies
 from te_dist.nn.moe.payload import Route, check_rows, send_quantized
@@ -29,8 +29,6 @@ from te_dist.nn.moe.permutation import Permutation, sort_by_expert
 from te_dist.nn.moe.router import Routed
 from te_dist.quantizers import Quantizer
 from te_dist.tensor import collectives
-
-_tapes = Tapes(max_tapes=1024)
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,7 @@ class BatchDispatcher(AllToAllDispatcher):
         by, probabilities = Gathering(self.group, self.num_ranks), routed.probabilities
         with torch.no_grad():
             given = probabilities, routed.experts
-            key = by, self.num_local_experts, self.mesh.get_local_rank(), self.capacity
-            (values, places, *found), _ = _tapes.run(key, given, lambda: (self._decided(*given, by=by), None))
+            values, places, *found = self._repeated("decided", given, lambda: self._decided(*given))
         incoming, outgoing = Permutation(*found[:4]), Permutation(places[:, 0], places[:, 0], places, found[3])
         number = _Number(incoming.counts) if self.capacity is None else None
         rows: Tensor | None = None
@@ -107,7 +104,8 @@ class BatchDispatcher(AllToAllDispatcher):
             rows = send_quantized(x, Route(outgoing, incoming, by), quantizer=quantizer, beside=probabilities)
         assert rows is not None
         probabilities = values_of_copies(probabilities, values, incoming, outgoing=outgoing, by=by)
-        return Arrived(rows, incoming, probabilities, outgoing=outgoing, exchange=by, dropped=(*found[4:], None)[0])
+        dropped = None if self.capacity is None else found[4]
+        return Arrived(rows, incoming, probabilities, outgoing=outgoing, exchange=by, dropped=dropped)
 
     def _check_tokens(self, experts: Tensor) -> None:
         """Raises ValueError, on every rank alike, where a number of tokens that is new here is not all ranks'."""
@@ -123,7 +121,7 @@ class BatchDispatcher(AllToAllDispatcher):
             )
         self._known_tokens.add(tokens)
 
-    def _decided(self, probabilities: Tensor, experts: Tensor, *, by: Gathering) -> tuple[Tensor, ...]:
+    def _decided(self, probabilities: Tensor, experts: Tensor) -> tuple[Tensor, ...]:
         """Of all ranks: probabilities (P T, k); where what comes back is, (T, P); `incoming`; how many are dropped."""
         tokens, top_k = experts.shape
         # Numbers of experts are whole, and fp32 holds them.

@@ -17,6 +17,8 @@ token is zero, and their number is returned.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -24,11 +26,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from te_dist.kernels.tape import Tapes, communicate
 from te_dist.nn.moe.exchange import Carrier, Exchange, bring_back, send_rows, send_values
 from te_dist.nn.moe.payload import Route, check_rows, send_quantized
 from te_dist.nn.moe.permutation import Permutation, permute_probabilities, sort_by_expert
 from te_dist.nn.moe.router import Routed
 from te_dist.quantizers import Quantizer
+
+_tapes = Tapes(max_tapes=1024)
 
 
 class Arrived:
@@ -165,30 +170,46 @@ class AllToAllDispatcher:
 
     def _plan_any_sizes(self, experts: Tensor) -> tuple[Permutation, Permutation, Exchange]:
         refuse_graphs(experts)
-        outgoing = sort_by_expert(experts, self.num_local_experts * self.num_ranks)
-        counts = self._swap_counts(outgoing.counts)
-        sizes = torch.stack((outgoing.counts.view_as(counts).sum(1), counts.sum(1)))
+        found = self._repeated("leaving", (experts,), lambda: self._leaving(experts))
+        (counts, sizes), outgoing = found[:2], Permutation(*found[2:])
         sent, received = map(tuple, sizes.tolist())
         self.num_host_syncs += 1
         num_rows = rounded(sum(received))
-        spare = counts.new_zeros(self.num_ranks, 1)
-        spare[-1] = num_rows - sum(received)
         exchange = Exchange(self.group, self.num_ranks, sum(sent), num_rows, sent, received)
-        return outgoing, _behind(counts, spare, num_rows), exchange
+        incoming = self._repeated(("arriving", num_rows), (counts,), lambda: _with_spare_rows(counts, num_rows))
+        return outgoing, Permutation(*incoming), exchange
+
+    def _leaving(self, experts: Tensor) -> tuple[Tensor, ...]:
+        """int64 (P, L), rows from each rank for each expert here; (2, P), those that go and come; `outgoing`."""
+        outgoing = sort_by_expert(experts, self.num_local_experts * self.num_ranks)
+        counts = self._swap_counts(outgoing.counts)
+        return counts, torch.stack((outgoing.counts.view(counts.shape).sum(1), counts.sum(1))), *outgoing
 
     def _plan_slots(self, experts: Tensor) -> tuple[Permutation, Permutation, Exchange]:
         assert self.capacity is not None
         num_slots = self.capacity * self.num_ranks
+        found = self._repeated("slots", (experts,), lambda: self._into_slots(experts, num_slots))
+        exchange = Exchange(self.group, self.num_ranks, num_slots, num_slots, has_spare_row=True)
+        return Permutation(*found[:4]), Permutation(*found[4:]), exchange
+
+    def _into_slots(self, experts: Tensor, num_slots: int) -> tuple[Tensor, ...]:
+        """`outgoing` and `incoming`."""
+        assert self.capacity is not None
         outgoing = fill_slots(experts, self.num_ranks, self.num_local_experts, capacity=self.capacity)
         counts = self._swap_counts(outgoing.counts)
-        empty = self.capacity - counts.sum(1, keepdim=True)
-        exchange = Exchange(self.group, self.num_ranks, num_slots, num_slots, has_spare_row=True)
-        return outgoing, _behind(counts, empty, num_slots), exchange
+        return *outgoing, *_behind(counts, self.capacity - counts.sum(1, keepdim=True), num_slots)
+
+    def _repeated(
+        self, name: Hashable, tensors: tuple[Tensor, ...], function: Callable[[], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
+        """What `function` returns, which depends on `tensors`, on its name and on attributes; recorded and played."""
+        key = type(self), name, self.group, self.num_local_experts, self.capacity
+        return _tapes.run(key, tensors, lambda: (function(), None))[0]
 
     def _swap_counts(self, counts: Tensor) -> Tensor:
         """int64 (P, L): rows that come from each rank for each expert here, of rows that go to each expert, (E,)."""
         out = torch.empty_like(counts)
-        dist.all_to_all_single(out, counts, group=self.group)
+        communicate(partial(dist.all_to_all_single, group=self.group), out, counts)
         return out.view(self.num_ranks, self.num_local_experts)
 
 
@@ -205,6 +226,13 @@ def rounded(num_rows: int) -> int:
     """Not less, of 2**4 numbers between a power of two and the next."""
     grain = 1 << max(0, num_rows.bit_length() - 1 - 4)
     return -(-num_rows // grain) * grain
+
+
+def _with_spare_rows(counts: Tensor, num_rows: int) -> Permutation:
+    """`by_expert` of rows behind which some are nobody's, `num_rows` in all."""
+    spare = torch.zeros(counts.shape[0], 1, dtype=counts.dtype, device=counts.device)
+    spare[-1].add_(num_rows - counts.sum())
+    return _behind(counts, spare, num_rows)
 
 
 def _behind(counts: Tensor, spare: Tensor, num_rows: int) -> Permutation:

@@ -20,15 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from te_dist.kernels.tape import Tapes, communicate
+from te_dist.kernels.tape import communicate
 from te_dist.nn.moe.dispatch import AllToAllDispatcher, Arrived, refuse_graphs, rounded
 from te_dist.nn.moe.exchange import Exchange, send_rows, values_of_copies
 from te_dist.nn.moe.payload import Route, check_rows, send_quantized
 from te_dist.nn.moe.permutation import Permutation, sort_by_expert
 from te_dist.nn.moe.router import Routed
 from te_dist.quantizers import Quantizer
-
-_tapes = Tapes(max_tapes=1024)
 
 
 class TokenDispatcher(AllToAllDispatcher):
@@ -68,8 +66,7 @@ class TokenDispatcher(AllToAllDispatcher):
     def _plan(self, experts: Tensor) -> tuple[Permutation, Exchange, int]:
         """How tokens are sorted by rank, positions (T, P); what brings them there; how many copies are made here."""
         refuse_graphs(experts)
-        key = self.group, self.num_ranks, self.num_local_experts
-        (leaving, arriving, *outgoing), _ = _tapes.run(key, (experts,), lambda: (self._counted(experts), None))
+        leaving, arriving, *outgoing = self._repeated("counted", (experts,), lambda: self._counted(experts))
         *sizes, here = torch.cat((leaving[:, :1], arriving), dim=1).T.tolist()
         self.num_host_syncs += 1
         sent, received = map(tuple, sizes)
