@@ -16,6 +16,7 @@ from te_dist.nn.group_fronts import WEIGHTED_SWIGLU
 from te_dist.nn.grouped_products import Given
 from te_dist.recipe import Recipe
 from te_dist.testing import assert_bitwise
+from tests.gpu.graphs import warm_up
 from tests.gpu.twins import unrecorded
 from tests.gpu.waits import never_waiting
 from tests.nn.recipes import CASES, relative_error
@@ -194,13 +195,9 @@ GRAPHED = [kind for kind in KINDS if kind[2] and not kind[0].startswith("delayed
 def test_a_captured_pass_replays_with_other_sizes(name: str, quantized: bool, single: bool) -> None:
     made_by, num = RECIPES[name], 6
     of = made_by if quantized else None
-    module, graph, stream = make(num, of, single=single), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    module, graph = make(num, of, single=single), torch.cuda.CUDAGraph()
     splits, x, grad = torch.tensor(SIZES["ragged"]).cuda(), normal(ROWS, IN).requires_grad_(), normal(ROWS, OUT, seed=2)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step(module, made_by, splits, x)
-    torch.cuda.current_stream().wait_stream(stream)
+    warm_up(lambda: step(module, made_by, splits, x))
     module.zero_grad()
     x.grad = None
     with torch.cuda.graph(graph), inside(made_by):
@@ -224,7 +221,7 @@ FLAGGED = [name for name in RECIPES if name != "plain" and name not in NO_PARAME
 @pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize("name", FLAGGED)
 def test_a_flag_says_whether_a_captured_pass_quantizes_weights(name: str, single: bool) -> None:
-    made_by, graph, stream = RECIPES[name], torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    made_by, graph = RECIPES[name], torch.cuda.CUDAGraph()
     module, splits = make(6, single=single), torch.tensor(SIZES["ragged"]).cuda()
     x, grad, flag = normal(ROWS, IN).requires_grad_(), normal(ROWS, OUT, seed=2), torch.zeros(1, device="cuda")
 
@@ -234,11 +231,7 @@ def test_a_flag_says_whether_a_captured_pass_quantizes_weights(name: str, single
         out.backward(grad)
         return out.detach()
 
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
+    warm_up(run)
     module.zero_grad()
     x.grad = None
     with torch.cuda.graph(graph):

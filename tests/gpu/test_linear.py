@@ -14,6 +14,7 @@ from te_dist.catalog import FORMATS
 from te_dist.nn import products
 from te_dist.recipe import Recipe
 from te_dist.testing import assert_bitwise
+from tests.gpu.graphs import warm_up
 from tests.gpu.twins import unrecorded
 from tests.gpu.waits import never_waiting
 from tests.nn.recipes import CASES, exact_products, relative_error
@@ -266,12 +267,7 @@ def results(module: Block, made_by: Recipe, x: Tensor) -> list[Tensor]:
 @stateless
 def test_a_captured_pass_replays_with_other_inputs(case: Any) -> None:
     module, x, graph = Block(), normal(64, IN), torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            results(module, case.recipe, x)
-    torch.cuda.current_stream().wait_stream(stream)
+    warm_up(lambda: results(module, case.recipe, x))
     grad = normal(64, IN, seed=2)
     asking = x.clone().requires_grad_()
     module.zero_grad()

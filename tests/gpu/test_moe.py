@@ -16,6 +16,7 @@ from te_dist.nn.moe import ExpertParallel, MoE, Routing, sort_by_expert
 from te_dist.nn.moe.dispatch import by_expert, fill_slots
 from te_dist.recipe import Recipe
 from te_dist.testing import WorkerPool, assert_bitwise
+from tests.gpu.graphs import warm_up
 from tests.gpu.twins import unrecorded
 from tests.gpu.waits import never_waiting
 from tests.nn.recipes import relative_error
@@ -141,7 +142,7 @@ def test_a_captured_pass_replays_with_other_routings(name: str) -> None:
 def test_a_flag_says_whether_a_captured_pass_quantizes_the_weights_of_experts(name: str) -> None:
     torch.manual_seed(0)
     module, flag = MoE(HIDDEN, FFN, ROUTING, params_dtype=torch.bfloat16, device="cuda"), torch.zeros(1, device="cuda")
-    x, grad, graph, stream = tokens(0), tokens(9), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    x, grad, graph = tokens(0), tokens(9), torch.cuda.CUDAGraph()
 
     def forward(block: MoE, **kept: Any) -> Tensor:
         with te.autocast(recipe=RECIPES[name]):
@@ -149,11 +150,7 @@ def test_a_flag_says_whether_a_captured_pass_quantizes_the_weights_of_experts(na
         out.backward(grad)
         return out.detach()
 
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            forward(module, skip_weight_quantization=flag)
-    torch.cuda.current_stream().wait_stream(stream)
+    warm_up(lambda: forward(module, skip_weight_quantization=flag))
     module.zero_grad()
     with torch.cuda.graph(graph):
         out = forward(module, skip_weight_quantization=flag)
@@ -173,12 +170,7 @@ def test_a_flag_says_whether_a_captured_pass_quantizes_the_weights_of_experts(na
 
 def check_replays(module: MoE, name: str, grad: Tensor, expected: Any) -> None:
     """Captures forward and backward once, and compares replays with what `expected` gives for the same tokens."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for seed in range(3):
-            run(module, name, tokens(seed).requires_grad_(), grad)
-    torch.cuda.current_stream().wait_stream(stream)
+    warm_up(lambda: run(module, name, tokens(0).requires_grad_(), grad))
     module.zero_grad()
     x, graph = tokens(0).requires_grad_(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -195,11 +187,10 @@ def check_replays(module: MoE, name: str, grad: Tensor, expected: Any) -> None:
             assert_bitwise(got, want, f"{index} of seed {seed}")
 
 
-def slots_replayed(rank: int, world: int, name: str, payload: Any) -> None:
+def slots_replayed(rank: int, world: int, name: str, how: dict[str, Any]) -> None:
     """On each rank of experts at a fixed capacity, which some routings exceed."""
-
     mesh, grad = testing.mesh((world,), ("ep",)), tokens(9)
-    style = ExpertParallel(capacity=TOKENS * ROUTING.top_k * 3 // (4 * world), payload=payload)
+    style = ExpertParallel(capacity=TOKENS * ROUTING.top_k * 3 // (4 * world), **how)
     module, eager = (parallelize_module(make(name), mesh, style) for _ in range(2))
 
     def expected(x: Tensor) -> list[Tensor]:
@@ -213,8 +204,9 @@ def slots_replayed(rank: int, world: int, name: str, payload: Any) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("travels", ["copies", "batches"])
 @pytest.mark.parametrize(("name", "payload"), [("bf16", "plain"), ("block", "plain"), ("block", "quantized")])
 def test_a_captured_pass_with_slots_replays_with_other_routings(
-    name: str, payload: str, world: int, gpu_ranks: Callable[[int], WorkerPool]
+    name: str, payload: str, travels: str, world: int, gpu_ranks: Callable[[int], WorkerPool]
 ) -> None:
-    gpu_ranks(world).run(slots_replayed, name, payload)
+    gpu_ranks(world).run(slots_replayed, name, {"payload": payload, "travels": travels})

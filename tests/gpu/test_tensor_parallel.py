@@ -15,6 +15,7 @@ from te_dist import testing
 from te_dist.tensor.placement import local_tensor
 from te_dist.testing import WorkerPool, assert_bitwise
 from tests.distributed.test_tensor_parallel import BATCH, PLANS, RECIPES, SEQUENCE, K, autocast, make_layer, normal
+from tests.gpu.graphs import warm_up
 from tests.gpu.twins import unrecorded
 from tests.gpu.waits import never_waiting
 
@@ -68,12 +69,8 @@ def test_what_is_recorded_gives_the_bits_of_what_is_not(
 def captured(rank: int, world: int, name: str, plan: str) -> None:
     mesh = testing.mesh((world,), ("tp",))
     layer, eager = (cut(name, plan, mesh) for _ in range(2))
-    stream, graph, x = torch.cuda.Stream(), torch.cuda.CUDAGraph(), part(plan, world, 0).requires_grad_()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            passed(layer, name, x, mesh)
-    torch.cuda.current_stream().wait_stream(stream)
+    graph, x = torch.cuda.CUDAGraph(), part(plan, world, 0).requires_grad_()
+    warm_up(lambda: passed(layer, name, x, mesh))
     layer.zero_grad()
     x.grad = None
     torch.cuda.synchronize()
