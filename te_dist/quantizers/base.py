@@ -29,6 +29,7 @@ from te_dist.tensor import (
     QuantizedStorage,
     QuantizedTensor,
     as_matrix,
+    collectives,
     empty,
     empty_rows,
     find_amaxes,
@@ -234,7 +235,7 @@ class AgreeingQuantizer(Quantizer):
         of_tensor = [grids[0].view(-1) for grids in amaxes.values()]
         together = torch.cat(of_tensor)
         if not together.is_meta:  # a rehearsal launches what every rank launches, and sends nothing
-            dist.all_reduce(together, dist.ReduceOp.MAX, group=self.amax_reduction_group)
+            collectives.maximum_(together, self.amax_reduction_group)
         for amax, agreed in zip(of_tensor, together.split([a.numel() for a in of_tensor]), strict=True):
             amax.copy_(agreed)
         storage.quantize_(x, amaxes)

@@ -43,8 +43,8 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-def maximum_(x: Tensor, group: dist.ProcessGroup) -> None:
-    """Replaces `x` by its maximum over ranks."""
+def maximum_(x: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Replaces `x` by its maximum over the ranks of a group, None for the default one."""
     communicate(partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=group), x)
 
 
