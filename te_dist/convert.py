@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from te_dist.context import Scope, quantized_model_init
 from te_dist.nn import Linear
@@ -48,9 +49,9 @@ def convert(
     Raises:
         TypeError: `plan` is no mapping, or holds something else than recipes and None.
         ValueError: a pattern fits no module, or none that patterns before it leave; the model is such a module itself,
-            a weight to be quantized is tied to another module, the model is sharded already, features do not fit the
-            recipe, a module has hooks, or a recipe is meant for experts that compute something else. The model is
-            unchanged then.
+            a weight to be quantized is tied to another module, the model is sharded already, or in
+            DistributedDataParallel, features do not fit the recipe, a module has hooks, or a recipe is meant for
+            experts that compute something else. The model is unchanged then.
     """
     chosen = _choose(model, plan)
     init = partial(quantized_model_init, preserve_high_precision_init_val=preserve_high_precision_init_val)
@@ -115,6 +116,11 @@ def _choose(model: nn.Module, plan: Mapping[str, Recipe | None]) -> dict[str, Re
     users: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         users.setdefault(id(param), []).append(name)
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()) and any(chosen.values()):
+        raise ValueError(
+            "the model is in DistributedDataParallel already, which would reduce gradients of parameters that are no "
+            "longer there; convert the model before wrapping it"
+        )
     for name, recipe in chosen.items():
         _check_hooks(model.get_submodule(name), name)
         for key, weight in _weights(model.get_submodule(name)).items():

@@ -26,6 +26,7 @@ OPS.adopt(
     *(aten._reshape_alias.default, aten.as_strided.default, aten.clone.default, aten._pin_memory.default),
     *(aten._to_copy.default, aten.record_stream.default, aten.is_pinned.default),
     *(aten.expand.default, aten.narrow.default, aten.chunk.default, *aten_values.overloads(aten_values.READING)),
+    *aten_values.overloads(aten_values.COMPARING),
     *aten_values.overloads(aten_values.FRESH),
     *aten_values.overloads(aten_values.AVERAGING),
 )
@@ -199,15 +200,15 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
     func(**plain)
     for name in written:
         tree_map_only(QuantizedTensor, check_writable, given[name])
-        _write_back(given[name], plain[name])
+        _write_back(given[name], plain[name], begins=func in aten_values.FILLING_OPS)
     return given[written[0]] if func._schema.returns else None
 
 
-def _write_back(target: Any, value: Any) -> None:
+def _write_back(target: Any, value: Any, *, begins: bool) -> None:
     if isinstance(target, list | tuple):
         for each, values in zip(target, value, strict=True):
-            _write_back(each, values)
+            _write_back(each, values, begins=begins)
     elif isinstance(target, QuantizedTensor):
-        aten_values.write_back(target, value)
+        aten_values.write_back(target, value, begins=begins)
     elif target is not value:
         target.copy_(value)

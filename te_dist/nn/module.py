@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -98,9 +99,20 @@ class QuantizedModule(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
-        """As torch does it; what `assign=True` puts in the place of quantized parameters is quantized first."""
+        """As torch does it; what `assign=True` puts in the place of quantized parameters is quantized first, and
+        histories that have no place yet are unexpected."""
         if local_metadata.get(ASSIGNS, False):
             quantize_assigned(self, state_dict, prefix)
+        unexpected: list[str] = args[2]
+        for name, site in self.named_children():
+            homeless = [key for key in state_dict if key.startswith(f"{prefix}{name}.scaling.")]
+            if homeless and isinstance(site, LinearSite) and site.scaling is None:
+                unexpected += homeless
+                warnings.warn(
+                    "a state has histories of delayed scaling for which the model has no place yet; "
+                    "te_dist.prepare(model, recipe) makes it, before a state is loaded",
+                    stacklevel=2,
+                )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def _add_linear(self, site: LinearSite, names: tuple[str, str | None], init_method: InitMethod | None) -> None:

@@ -1,7 +1,8 @@
 """The aten ops of a QuantizedTensor that go through its values, by explicit lists.
 
 *Reading* ops dequantize what they are given and return plain tensors: they exist so that ordinary code (a norm in a
-log line, an average of weights that is kept in high precision) runs. *Fresh* ops make plain tensors of the nominal
+log line, an average of weights that is kept in high precision) runs. *Comparing* ops see what was quantized, where that
+is kept: initializers draw again what lies outside of bounds. *Fresh* ops make plain tensors of the nominal
 shape. *Writing* ops compute in high precision and quantize the result back. *Averaging* ops write into plain tensors
 only. Products of matrices are in no list: they belong to the modules.
 """
@@ -26,15 +27,18 @@ _foreach_add.List _foreach_add.Scalar _foreach_div.List _foreach_div.Scalar _for
 _foreach_norm.Scalar _foreach_sub.List _foreach_sub.Scalar _local_scalar_dense.default _softmax.default abs.default
 add.Scalar add.Tensor all.default all.dim allclose.default amax.default amin.default aminmax.default any.default
 any.dim argmax.default argmin.default cat.default clamp.default count_nonzero.default cumsum.default dist.default
-div.Scalar div.Tensor embedding.default eq.Scalar eq.Tensor exp.default flip.default gather.default ge.Scalar
-ge.Tensor gt.Scalar gt.Tensor histc.default index.Tensor index_select.default isfinite.default isinf.default
-isnan.default le.Scalar le.Tensor lerp.Scalar lerp.Tensor linalg_vector_norm.default log.default lt.Scalar lt.Tensor
-masked_select.default max.default max.dim maximum.default mean.default mean.dim median.default min.default min.dim
-minimum.default mul.Scalar mul.Tensor ne.Scalar ne.Tensor neg.default nonzero.default norm.Scalar norm.ScalarOpt_dim
-pow.Tensor_Scalar pow.Tensor_Tensor prod.default reciprocal.default repeat.default round.default rsqrt.default
-rsub.Scalar sigmoid.default sign.default sort.default sqrt.default square.default stack.default std.correction
-std.default sub.Scalar sub.Tensor sum.default sum.dim_IntList tanh.default topk.default tril.default triu.default
-var.correction var.default where.ScalarOther where.self
+div.Scalar div.Tensor embedding.default eq.Scalar eq.Tensor exp.default flip.default gather.default histc.default
+index.Tensor index_select.default isfinite.default isinf.default isnan.default lerp.Scalar lerp.Tensor
+linalg_vector_norm.default log.default masked_select.default max.default max.dim maximum.default mean.default mean.dim
+median.default min.default min.dim minimum.default mul.Scalar mul.Tensor ne.Scalar ne.Tensor neg.default
+nonzero.default norm.Scalar norm.ScalarOpt_dim pow.Tensor_Scalar pow.Tensor_Tensor prod.default reciprocal.default
+repeat.default round.default rsqrt.default rsub.Scalar sigmoid.default sign.default sort.default sqrt.default
+square.default stack.default std.correction std.default sub.Scalar sub.Tensor sum.default sum.dim_IntList tanh.default
+topk.default tril.default triu.default var.correction var.default
+""".split()  # noqa: SIM905
+
+COMPARING = """
+ge.Scalar ge.Tensor gt.Scalar gt.Tensor le.Scalar le.Tensor lt.Scalar lt.Tensor where.ScalarOther where.self
 """.split()  # noqa: SIM905
 
 FRESH = """
@@ -63,6 +67,11 @@ add_.Tensor addcdiv_.default addcmul_.default sub_.Tensor _foreach_add_.List _fo
 _foreach_addcdiv_.ScalarList _foreach_addcmul_.Scalar _foreach_sub_.List
 """.split()  # noqa: SIM905
 
+# Of those, what asks for no values that were there before.
+FILLING = """
+bernoulli_.float exponential_.default fill_.Scalar fill_.Tensor normal_.default uniform_.default zero_.default
+""".split()  # noqa: SIM905
+
 AVERAGING = """
 lerp_.Scalar lerp_.Tensor _foreach_lerp_.List _foreach_lerp_.Scalar _foreach_lerp_.ScalarList
 """.split()  # noqa: SIM905
@@ -78,17 +87,29 @@ def overloads(names: list[str]) -> list[Any]:
     return found
 
 
-_ADDING = frozenset(overloads(ADDING))
+_ADDING, FILLING_OPS = frozenset(overloads(ADDING)), frozenset(overloads(FILLING))
 
 
 def _plain(tree: Any) -> Any:
     return tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, tree)
 
 
+def _drawn(tree: Any) -> Any:
+    return tree_map_only(
+        QuantizedTensor, lambda each: each.dequantize() if _kept(each) is None else written(each), tree
+    )
+
+
 @OPS.implements(*(op for op in overloads(READING) if op is not aten.cat.default))
 def _read(func: Any, args: Any, kwargs: Any) -> Any:
     """On the dequantized values; the result is a plain tensor."""
     return func(*_plain(args), **_plain(kwargs))
+
+
+@OPS.implements(*overloads(COMPARING))
+def _compare(func: Any, args: Any, kwargs: Any) -> Any:
+    """On the values that were quantized, where these are kept, or else the dequantized ones; the result is plain."""
+    return func(*_drawn(args), **_drawn(kwargs))
 
 
 @OPS.implements(aten.cat.default)
@@ -126,10 +147,11 @@ def _kept(target: QuantizedTensor) -> Tensor | None:
     return target.storage.initial if target.keep_initial else None
 
 
-def write_back(target: QuantizedTensor, values: Tensor) -> None:
-    """What became of `written`: quantized into place, and what it came from follows."""
+def write_back(target: QuantizedTensor, values: Tensor, *, begins: bool = False) -> None:
+    """What became of `written`: quantized into place, and what it came from follows, or `begins` with these values."""
     storage = target.storage
-    master, write, is_kept = writes.master_of(storage), storage.mastered, _kept(target) is not None
+    master, write = writes.master_of(storage), storage.mastered
+    is_kept = _kept(target) is not None or (begins and target.keep_initial)
     target.quantize_(values)  # NOTE: the owner of a member takes note there
     if master is not None:
         writes.change(storage, master, values, write=write)
@@ -161,7 +183,7 @@ def _write(func: Any, args: Any, kwargs: Any) -> Tensor:
     func(values, *_plain(args[1:]), **_plain(kwargs))
     if not isinstance(target, QuantizedTensor):
         return target.copy_(values)
-    write_back(target, values)
+    write_back(target, values, begins=func in FILLING_OPS)
     return target
 
 

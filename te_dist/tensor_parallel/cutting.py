@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch import nn
@@ -47,16 +47,24 @@ def cut_parameter(param: nn.Parameter, mesh: DeviceMesh, *, dim: int, name: str)
 
 
 @dataclass(frozen=True)
-class ColumnPlacement:
-    """Quantizers of a map of which each rank has some outputs: rows of the weight, columns of the gradient.
+class Placement:
+    """Of what each rank has of a map; copies of modules share it.
 
     Attributes:
-        parts: outputs of each rank.
+        parts: outputs or inputs of each rank.
         group: the ranks.
     """
 
     parts: tuple[Span, ...]
     group: dist.ProcessGroup
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # NOTE: a group cannot be copied.
+
+
+@dataclass(frozen=True)
+class ColumnPlacement(Placement):
+    """Quantizers of a map of which each rank has some outputs: rows of the weight, columns of the gradient."""
 
     def __call__(self, role: str, quantizer: Any) -> Any:
         """The quantizer of this rank's part of the operand of this role."""
@@ -65,16 +73,8 @@ class ColumnPlacement:
 
 
 @dataclass(frozen=True)
-class RowPlacement:
-    """Quantizers of a map of which each rank has some inputs: columns of the weight and of the input.
-
-    Attributes:
-        parts: inputs of each rank.
-        group: the ranks.
-    """
-
-    parts: tuple[Span, ...]
-    group: dist.ProcessGroup
+class RowPlacement(Placement):
+    """Quantizers of a map of which each rank has some inputs: columns of the weight and of the input."""
 
     def __call__(self, role: str, quantizer: Any) -> Any:
         """The quantizer of this rank's part of the operand of this role."""

@@ -88,8 +88,8 @@ class ColumnParallel(ParallelStyle):
             sum_gradients(module, others, device_mesh)
         _hook(
             site,
-            before=lambda args: (self._input(site, args, device_mesh), *args[1:]),
-            behind=lambda args, out: self._output(out, out_features, device_mesh),
+            before=lambda site, args: (self._input(site, args, device_mesh), *args[1:]),
+            behind=lambda site, args, out: self._output(out, out_features, device_mesh),
         )
         return module
 
@@ -164,10 +164,11 @@ class RowParallel(ParallelStyle):
         site.placed = RowPlacement(parts, device_mesh.get_group())
         if module.bias is not None and isinstance(self.output_layouts, Shard):
             sum_gradients(module, [BIAS], device_mesh)  # each rank adds it to its part, or returns it for that
+        vars(site)["biased"] = module  # and no submodule of it; copies of the module have copies of both
         _hook(
             site,
-            before=lambda args: (self._input(args[0], device_mesh), args[1]),
-            behind=lambda args, out: self._output(module, args, out, device_mesh),
+            before=lambda site, args: (self._input(args[0], device_mesh), args[1]),
+            behind=lambda site, args, out: self._output(site.biased, args, out, device_mesh),
         )
         return module
 
@@ -209,13 +210,12 @@ class GatherInput(ParallelStyle):
                 "a layer, as query, by whose input quantizer the input is gathered"
             )
         _site_of(layer, type(self).__name__)
-        module.register_forward_pre_hook(
-            lambda module, args: (self._input(module, layer, args[0], device_mesh), *args[1:])
-        )
+        module.register_forward_pre_hook(lambda module, args: (self._input(module, args[0], device_mesh), *args[1:]))
         return module
 
-    def _input(self, module: nn.Module, layer: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    def _input(self, module: nn.Module, x: Tensor, mesh: DeviceMesh) -> Tensor:
         local, size = _local(x, mesh, self.input_layouts)
+        layer: Any = module.get_submodule(self.like)
         site = getattr(layer, SITE)
         if plan := site.plan(local, layer.weight):
             cut = _cut(local, mesh, self.input_layouts.dim, size)
@@ -239,6 +239,7 @@ def sum_gradients(module: nn.Module, names: list[str], mesh: DeviceMesh) -> None
     """Makes the gradients of parameters of `module`, which every rank uses on other rows, sums over the mesh.
 
     In forward they are replaced by tensors whose gradient is summed: what FSDP2 put in their place stays as it is.
+    Meanwhile `module.replaced` holds them.
     """
 
     def replace(module: Any, args: Any) -> None:
@@ -246,12 +247,11 @@ def sum_gradients(module: nn.Module, names: list[str], mesh: DeviceMesh) -> None
         for name, param in held.items():
             local = param.to_local() if isinstance(param, DTensor) else param
             module._parameters[name] = replicate(local, mesh.get_group())
-        kept.append(held)
+        vars(module).setdefault("replaced", []).append(held)
 
-    def put_back(module: nn.Module, args: Any, out: Any) -> None:
-        module._parameters.update(kept.pop())
+    def put_back(module: Any, args: Any, out: Any) -> None:
+        module._parameters.update(module.replaced.pop())
 
-    kept: list[dict[str, Any]] = []
     module.register_forward_pre_hook(replace)
     module.register_forward_hook(put_back, always_call=True)
 
@@ -266,12 +266,15 @@ def _layout(name: str, given: Any, default: Placement) -> Placement:
 def _hook(
     site: nn.Module,
     *,
-    before: Callable[[tuple[Any, ...]], tuple[Any, ...]],
-    behind: Callable[[tuple[Any, ...], Tensor], Tensor],
+    before: Callable[[Any, tuple[Any, ...]], tuple[Any, ...]],
+    behind: Callable[[Any, tuple[Any, ...], Tensor], Tensor],
 ) -> None:
-    """Surrounds what a site computes. A rehearsal sends nothing, see [Note: Kernels ahead of time]."""
-    site.register_forward_pre_hook(lambda _, args: None if is_recording() else before(args))
-    site.register_forward_hook(lambda _, args, out: None if is_recording() else behind(args, out))
+    """Surrounds what a site computes. A rehearsal sends nothing, see [Note: Kernels ahead of time].
+
+    Both take the site, which in a copy of the module is another one.
+    """
+    site.register_forward_pre_hook(lambda site, args: None if is_recording() else before(site, args))
+    site.register_forward_hook(lambda site, args, out: None if is_recording() else behind(site, args, out))
 
 
 def _site_of(module: nn.Module, style: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from itertools import product
 
@@ -16,6 +17,7 @@ from te_dist import testing
 from te_dist.catalog import FORMATS
 from te_dist.recipe import (
     CustomRecipe,
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
@@ -24,6 +26,7 @@ from te_dist.recipe import (
 )
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor_parallel import ColumnParallel, RowParallel, gather, gather_values, reduce_scatter, replicate
+from te_dist.testing import assert_bitwise
 from tests.distributed.test_tensor_parallel import assert_near, normal, whole
 
 BATCH, SEQUENCE, WIDTH = 2, 32, 96
@@ -101,6 +104,37 @@ def check_linear(rank: int, world: int, style: str, frozen: str) -> None:
 @pytest.mark.parametrize("style", STYLES)
 def test_a_parallel_linear_computes_what_a_whole_one_does(ranks, style, frozen):
     ranks(2).run(check_linear, style, frozen)
+
+
+def check_copies(rank: int, world: int) -> None:
+    """Of a norm, and maps in either direction, which follow one another; copies know nothing of the original."""
+    over = testing.mesh((world,), ("tp",))
+    for made_by in (*RECIPES.values(), DelayedScaling()):
+        torch.manual_seed(0)
+        layers = te.LayerNormLinear(WIDTH, 2 * WIDTH), te.Linear(2 * WIDTH, WIDTH)
+        block = nn.Sequential(*layers).to(testing.device())
+        plan = {"0": ColumnParallel(input_layouts=Shard(1)), "1": RowParallel(output_layouts=Shard(1))}
+        parallelize_module(block, over, plan)
+        te.prepare(block, made_by)
+        twin, found = copy.deepcopy(block), []
+        x, grad = (part(normal(BATCH, SEQUENCE, WIDTH, seed=seed), 1, rank, world) for seed in (1, 2))
+        for its in (block, twin):
+            asking = x.clone().requires_grad_()
+            with te.autocast(recipe=made_by, amax_reduction_group=over.get_group()):
+                out = its(asking)
+            out.backward(grad)
+            params = {name: whole(param.grad) for name, param in its.named_parameters()}
+            found.append({"output": out.detach(), "input": asking.grad, **params})
+        for key, value in found[0].items():
+            assert_bitwise(found[1][key], value, key)
+        for (name, mine), other in zip(block.named_buffers(), twin.buffers(), strict=True):
+            assert_bitwise(mine, other, name)
+        parts = [each.untyped_storage().data_ptr() for its in (block, twin) for each in its.buffers()]
+        assert len(set(parts)) == len(parts)
+
+
+def test_copies_of_a_parallel_block_compute_what_it_does(ranks) -> None:
+    ranks(2).run(check_copies)
 
 
 def check_no_rows(rank: int, world: int, shape: tuple[int, ...]) -> None:

@@ -19,7 +19,7 @@ from te_dist.grouped import storage as storage_module
 from te_dist.offload.saved import take_apart
 from te_dist.tensor import OPS as OF_MATRICES
 from te_dist.tensor import QuantizedTensor, quantize
-from te_dist.tensor.aten_values import AVERAGING, READING, WRITING, WRITING_LISTS
+from te_dist.tensor.aten_values import AVERAGING, COMPARING, READING, WRITING, WRITING_LISTS
 from te_dist.testing import assert_bitwise
 from tests.grouped.samples import FORMATS, NAMES, RAGGED, SHAPE, UNALIKE, assert_members, sample, values
 from tests.tensor.calls import arguments, plain
@@ -303,7 +303,7 @@ def test_what_is_written_is_found_by_the_names_of_arguments() -> None:
 
 def test_the_table_has_every_op_of_values() -> None:
     listed = set(grouped.OPS.names())
-    assert {f"aten.{n}" for n, _ in present([*READING, *WRITING, *WRITING_LISTS, *AVERAGING])} <= listed
+    assert {f"aten.{n}" for n, _ in present([*READING, *COMPARING, *WRITING, *WRITING_LISTS, *AVERAGING])} <= listed
     elsewhere = {"aten.unsqueeze.default", "aten.squeeze.dim"}
     assert {op for op in set(OF_MATRICES.names()) - listed if not op.startswith("te_dist.")} == elsewhere
 

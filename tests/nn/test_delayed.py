@@ -192,6 +192,20 @@ def test_plain_modules_are_prepared_before_loading() -> None:
     assert_bitwise(plain.gemm.scaling.scale, torch.ones(2), "scale")
 
 
+def test_histories_without_a_place_are_not_left_out_in_silence() -> None:
+    state = linear().state_dict()
+    plain = te.Linear(16, 32, bias=False)
+    with (
+        pytest.warns(UserWarning, match="te_dist.prepare"),
+        pytest.raises(RuntimeError, match=r'"gemm\.scaling\.scale"'),
+    ):
+        plain.load_state_dict(state)
+    block = torch.nn.Sequential(te.Linear(16, 32, bias=False))
+    with pytest.warns(UserWarning, match="te_dist.prepare"):
+        found = block.load_state_dict({f"0.{key}": value for key, value in state.items()}, strict=False)
+    assert sorted(found.unexpected_keys) == ["0.gemm.scaling.amax_history", "0.gemm.scaling.scale"]
+
+
 def test_conversions_leave_scales_in_fp32() -> None:
     module = linear()
     train(module, 3.0, 0.3)

@@ -17,6 +17,7 @@ from te_dist.nn.norms import normalize
 from te_dist.testing import assert_bitwise
 from tests.nn.test_fronts import WrittenSwiGlu
 
+REJECTS = torch.__version__ >= torch.torch_version.TorchVersion("2.13")  # draws again what lies outside of bounds
 RECIPES = [None, recipe.Float8BlockScaling(), recipe.NVFP4BlockScaling(disable_stochastic_rounding=True)]
 every_recipe = pytest.mark.parametrize("made_by", RECIPES, ids=lambda r: type(r).__name__)
 
@@ -206,6 +207,10 @@ def test_values_before_quantization_are_kept_on_demand() -> None:
         lambda weight: weight.data.normal_(),
         lambda weight: weight.data.mul_(0.125).clamp_(-0.01, 0.01),
         lambda weight: weight.data.mul_(300.0),
+        pytest.param(
+            lambda weight: nn.init.trunc_normal_(weight, std=0.02, a=-0.03, b=0.04),
+            marks=pytest.mark.skipif(not REJECTS, reason="this torch makes truncated normals by erfinv_"),
+        ),
         lambda weight: torch._foreach_mul_([weight.data], 0.3),
         lambda weight: torch._foreach_copy_([weight.data], [torch.ones(96, 64)]),
     ],
@@ -224,6 +229,30 @@ def test_what_initializes_in_place_is_kept_as_plain_weights_have_it(initialize, 
         initialize(each)
     assert_bitwise(weight.get_high_precision_init_val(), plain.detach(), "what was quantized")
     assert_bitwise(weight.detach().dequantize(), te.Float8BlockQuantizer()(plain.detach()).dequantize(), "the weight")
+
+
+def test_what_fills_a_weight_without_values_is_kept() -> None:
+    with te.quantized_model_init(recipe=recipe.MXFP8BlockScaling(), preserve_high_precision_init_val=True):
+        module = te.Linear(64, 96, device="meta")
+    module.to_empty(device="cpu")
+    torch.manual_seed(0)
+    nn.init.normal_(module.weight, std=0.02)
+    torch.manual_seed(0)
+    want = torch.empty(96, 64).normal_(std=0.02)
+    assert_bitwise(module.weight.get_high_precision_init_val(), want, "what was quantized")
+
+
+@pytest.mark.skipif(not REJECTS, reason="this torch makes truncated normals by erfinv_")
+@pytest.mark.parametrize("single", [False, True])
+def test_truncated_normals_of_experts_are_those_of_plain_weights(single: bool) -> None:
+    with te.quantized_model_init(recipe=recipe.Float8BlockScaling(), preserve_high_precision_init_val=True):
+        module = te.GroupedLinear(3, 64, 96, bias=False, single_grouped_weight=single)
+    for name, weight in module.named_parameters():
+        both = weight, torch.empty(weight.shape)
+        for each in both:
+            torch.manual_seed(0)
+            nn.init.trunc_normal_(each, std=0.02, a=-0.03, b=0.04)
+        assert_bitwise(weight.get_high_precision_init_val(), both[1], name)
 
 
 def test_a_parameter_holds_what_cannot_be_derived() -> None:

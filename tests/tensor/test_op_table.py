@@ -9,7 +9,7 @@ import torch
 
 from te_dist.catalog import FORMATS
 from te_dist.tensor import OPS, QuantizedTensor, quantize
-from te_dist.tensor.aten_values import FRESH, READING, WRITING, WRITING_LISTS
+from te_dist.tensor.aten_values import COMPARING, FRESH, READING, WRITING, WRITING_LISTS
 from te_dist.testing import assert_bitwise
 from tests.tensor.calls import arguments, plain
 from tests.tensor.samples import NAMES, SHAPE, assert_same_bytes, of_each_family, sample, values
@@ -33,7 +33,7 @@ def present(names: list[str]) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_reading_ops_give_what_they_give_on_the_values(name: str) -> None:
     tensor = sample(name)
-    for op_name, op in present(READING):
+    for op_name, op in present([*READING, *COMPARING]):
         args = arguments(op, tensor)
         got, want = op(*args), op(*plain(args))
         for a, b in zip(leaves(got), leaves(want), strict=True):

@@ -118,6 +118,19 @@ def scales_of_two_passes(rank: int, world: int, wraps: bool) -> Tensor:
     return state.scale.cpu()
 
 
+def convert_wrapped(rank: int, world: int) -> None:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, WIDTH)).to(device()))
+    for its, names in ((model, "module.*"), (nn.Sequential(model), "0.module.*")):
+        with pytest.raises(ValueError, match="convert the model before wrapping it"):
+            te.convert(its, {names: recipe.Float8BlockScaling()})
+    te.convert(model, {"module.*": None})  # parameters are the same
+    assert type(model.module[0]) is te.Linear
+
+
+def test_what_is_wrapped_already_is_not_converted(ranks: Ranks) -> None:
+    ranks(2).run(convert_wrapped)
+
+
 def test_data_parallel_copies_do_not_overwrite_what_a_step_has_seen(ranks: Ranks) -> None:
     (expected, _), wrapped = ranks(2).run(scales_of_two_passes, False), ranks(2).run(scales_of_two_passes, True)
     for scales in wrapped:
