@@ -13,6 +13,7 @@ copies a rank makes is told to the host while tokens travel, or bounded by a cap
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from te_dist.kernels.tape import communicate
-from te_dist.nn.moe.dispatch import AllToAllDispatcher, Arrived, refuse_graphs, rounded
+from te_dist.nn.moe.dispatch import AllToAllDispatcher, Arrived, Numbers, nothing, refuse_graphs, rounded
 from te_dist.nn.moe.exchange import send_rows, values_of_copies
 from te_dist.nn.moe.payload import Route, check_rows, send_quantized
 from te_dist.nn.moe.permutation import Permutation, sort_by_expert
@@ -76,7 +77,9 @@ class BatchDispatcher(AllToAllDispatcher):
         """See `Dispatcher`."""
         return (self.num_local_experts,)
 
-    def dispatch(self, x: Tensor, routed: Routed, *, quantizer: Quantizer | None = None) -> Arrived:
+    def dispatch(
+        self, x: Tensor, routed: Routed, *, quantizer: Quantizer | None = None, meanwhile: Callable[[], None] = nothing
+    ) -> Arrived:
         """See `AllToAllDispatcher.dispatch`; `dropped` are copies for experts of this rank, of whichever tokens.
 
         Raises:
@@ -93,12 +96,13 @@ class BatchDispatcher(AllToAllDispatcher):
             given = probabilities, routed.experts
             values, places, *found = self._repeated("decided", given, lambda: self._decided(*given))
         incoming, outgoing = Permutation(*found[:4]), Permutation(places[:, 0], places[:, 0], places, found[3])
-        number = _Number(incoming.counts) if self.capacity is None else None
+        counts = Numbers(incoming.counts) if self.capacity is None else None
         rows: Tensor | None = None
         if quantizer is None:
             rows = send_rows(x, outgoing, by=by, beside=probabilities)
+        meanwhile()
         index, choices, *rest = incoming
-        num_copies = self._num_copies(number, len(choices))
+        num_copies = self._num_copies(counts, len(choices))
         incoming = Permutation(index[:num_copies], choices[:num_copies], *rest)
         if quantizer is not None:
             rows = send_quantized(x, Route(outgoing, incoming, by), quantizer=quantizer, beside=probabilities)
@@ -136,24 +140,10 @@ class BatchDispatcher(AllToAllDispatcher):
         incoming = sort_by_expert(chosen, self.num_local_experts, first=first)
         return both[:, :top_k].contiguous(), places, *incoming, *dropped
 
-    def _num_copies(self, number: _Number | None, most: int) -> int:
+    def _num_copies(self, counts: Numbers | None, most: int) -> int:
         """R, at most `most`; rows that are nobody's among them."""
-        if number is None:
+        if counts is None:
             assert self.capacity is not None
             return min(self.capacity * self.num_ranks, most)
         self.num_host_syncs += 1
-        return min(rounded(number.wait()), most)
-
-
-class _Number:
-    """The sum of some numbers, which are on their way to the host while the device goes on."""
-
-    def __init__(self, parts: Tensor) -> None:
-        self._parts = parts.to("cpu", non_blocking=True)
-        self._there = torch.cuda.current_stream(parts.device).record_event() if parts.is_cuda else None
-
-    def wait(self) -> int:
-        """The sum, once they are there."""
-        if self._there is not None:
-            self._there.synchronize()
-        return sum(self._parts.tolist())
+        return min(rounded(sum(counts.tolist())), most)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, Unpack, get_args
 
 import torch
@@ -11,7 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from te_dist._torch_private import in_backward
 from te_dist.nn.moe.batches import BatchDispatcher
-from te_dist.nn.moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from te_dist.nn.moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher, nothing
 from te_dist.nn.moe.experts import ExpertOptions, GroupedMLP, SwiGluMLP
 from te_dist.nn.moe.permutation import sort_by_expert
 from te_dist.nn.moe.router import Routed, TopKRouter
@@ -111,10 +113,13 @@ class MoE(nn.Module):
         x = inp.reshape(-1, inp.shape[-1])
         routed = self.router(x)
         kept = {"is_first_microbatch": is_first_microbatch, "skip_weight_quantization": skip_weight_quantization}
-        mix = self._outside_of_graphs if torch.compiler.is_compiling() else self._mix
-        out = mix(x, routed, **kept)
-        if self.shared_experts is not None:
-            out = out + self.shared_experts(x)
+        shared: list[Tensor] = []
+        if torch.compiler.is_compiling():
+            out = self._outside_of_graphs(x, routed, **kept)
+            self._share(x, shared)
+        else:
+            out = self._mix(x, routed, meanwhile=partial(self._share, x, shared), **kept)
+        out = out + shared[0] if shared else out
         # No view to autograd, since FSDP2 warns of modules that return one.
         return out if out.shape == inp.shape else torch.ops.aten._unsafe_view(out, inp.shape)
 
@@ -123,12 +128,20 @@ class MoE(nn.Module):
         for number in self.dispatcher.sorts:
             sort_by_expert(torch.empty(1, 1, dtype=torch.int64, device="meta"), number)
 
-    def _mix(self, x: Tensor, routed: Routed, **kept: Any) -> Tensor:
-        """(T, H): what the chosen experts make of every row of `x` (T, H); `kept`: keywords of `GroupedMLP.forward`."""
+    def _share(self, x: Tensor, found: list[Tensor]) -> None:
+        """Adds to a list what the shared experts make of `x` (T, H), where there are any."""
+        if self.shared_experts is not None:
+            found.append(self.shared_experts(x))
+
+    def _mix(self, x: Tensor, routed: Routed, *, meanwhile: Callable[[], None] = nothing, **kept: Any) -> Tensor:
+        """(T, H): what the chosen experts make of every row of `x` (T, H).
+
+        `meanwhile` is called while rows travel, see `Dispatcher.dispatch`; `kept`: keywords of `GroupedMLP.forward`.
+        """
         x = autocast_of_torch(x)  # as rows travel
         self.experts.check_histories()  # on every rank, before it waits for others
         quantizer = self.experts.input_quantizer(x) if self.payload == "quantized" else None
-        arrived = self.dispatcher.dispatch(x, routed, quantizer=quantizer)
+        arrived = self.dispatcher.dispatch(x, routed, quantizer=quantizer, meanwhile=meanwhile)
         if arrived.dropped is not None and self.dropped is not None and self.training and not in_backward():
             self.dropped = tally_on(arrived.dropped.device, self.dropped)
             self.dropped += arrived.dropped

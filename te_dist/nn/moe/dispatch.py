@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,10 @@ from te_dist.nn.moe.router import Routed
 from te_dist.quantizers import Quantizer
 
 _tapes = Tapes(max_tapes=1024)
+
+
+def nothing() -> None:
+    """Has nothing to do meanwhile."""
 
 
 class Arrived:
@@ -67,6 +71,20 @@ class Arrived:
         self.dropped = dropped
 
 
+class Numbers:
+    """Some numbers on their way to the host, while the device goes on with what it is given next."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copy = tensor.to("cpu", non_blocking=True)
+        self._there = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+    def tolist(self) -> list[Any]:
+        """The numbers, once they are there."""
+        if self._there is not None:
+            self._there.synchronize()
+        return self._copy.tolist()
+
+
 class Dispatcher(Protocol):
     """Brings rows to experts and back."""
 
@@ -77,8 +95,13 @@ class Dispatcher(Protocol):
         """Among how many each of the sorts of a dispatch sorts."""
         ...
 
-    def dispatch(self, x: Tensor, routed: Routed, *, quantizer: Quantizer | None = None) -> Arrived:
-        """Rows (T, H) at their experts; quantized on the way where there is a quantizer."""
+    def dispatch(
+        self, x: Tensor, routed: Routed, *, quantizer: Quantizer | None = None, meanwhile: Callable[[], None] = nothing
+    ) -> Arrived:
+        """Rows (T, H) at their experts; quantized on the way where there is a quantizer.
+
+        `meanwhile` is called once: before the host waits, where it does, so that the device has something to do.
+        """
         ...
 
     def combine(self, y: Tensor, arrived: Arrived) -> Tensor:
@@ -97,8 +120,11 @@ class LocalDispatcher:
         """See `Dispatcher`."""
         return (self.num_local_experts,)
 
-    def dispatch(self, x: Tensor, routed: Routed, *, quantizer: Quantizer | None = None) -> Arrived:
+    def dispatch(
+        self, x: Tensor, routed: Routed, *, quantizer: Quantizer | None = None, meanwhile: Callable[[], None] = nothing
+    ) -> Arrived:
         """See `Dispatcher`; nothing is sent, and nothing quantized."""
+        meanwhile()
         by_expert = sort_by_expert(routed.experts, self.num_local_experts)
         return Arrived(x, by_expert, permute_probabilities(routed.probabilities, by_expert))
 
@@ -141,7 +167,9 @@ class AllToAllDispatcher:
         """The ranks of the mesh."""
         return self.mesh.get_group()
 
-    def dispatch(self, x: Tensor, routed: Routed, *, quantizer: Quantizer | None = None) -> Arrived:
+    def dispatch(
+        self, x: Tensor, routed: Routed, *, quantizer: Quantizer | None = None, meanwhile: Callable[[], None] = nothing
+    ) -> Arrived:
         """See `Dispatcher` and [Note: Quantized payload].
 
         Raises:
@@ -151,8 +179,10 @@ class AllToAllDispatcher:
         if quantizer is not None:
             check_rows(quantizer, x.dtype)
         with torch.no_grad():
-            plan = self._plan_any_sizes if self.capacity is None else self._plan_slots
-            outgoing, incoming, exchange = plan(routed.experts)
+            plan = (self._plan_any_sizes if self.capacity is None else self._plan_slots)(routed.experts)
+        meanwhile()
+        with torch.no_grad():
+            outgoing, incoming, exchange = plan()
             dropped = None if self.capacity is None else routed.experts.numel() - outgoing.counts.sum()
         if quantizer is not None:
             route = Route(outgoing, incoming, exchange)
@@ -168,16 +198,21 @@ class AllToAllDispatcher:
         assert arrived.outgoing is not None and arrived.exchange is not None
         return bring_back(y, arrived.outgoing, by=arrived.exchange)
 
-    def _plan_any_sizes(self, experts: Tensor) -> tuple[Permutation, Permutation, Exchange]:
+    def _plan_any_sizes(self, experts: Tensor) -> Callable[[], tuple[Permutation, Permutation, Exchange]]:
+        """Begins, and returns what ends: how rows leave, how they are sorted where they arrive, what brings them."""
         refuse_graphs(experts)
-        found = self._repeated("leaving", (experts,), lambda: self._leaving(experts))
-        (counts, sizes), outgoing = found[:2], Permutation(*found[2:])
-        sent, received = map(tuple, sizes.tolist())
-        self.num_host_syncs += 1
-        num_rows = rounded(sum(received))
-        exchange = Exchange(self.group, self.num_ranks, sum(sent), num_rows, sent, received)
-        incoming = self._repeated(("arriving", num_rows), (counts,), lambda: _with_spare_rows(counts, num_rows))
-        return outgoing, Permutation(*incoming), exchange
+        counts, sizes, *outgoing = self._repeated("leaving", (experts,), lambda: self._leaving(experts))
+        numbers = Numbers(sizes)
+
+        def end() -> tuple[Permutation, Permutation, Exchange]:
+            sent, received = map(tuple, numbers.tolist())
+            self.num_host_syncs += 1
+            num_rows = rounded(sum(received))
+            incoming = self._repeated(("arriving", num_rows), (counts,), lambda: _with_spare_rows(counts, num_rows))
+            exchange = Exchange(self.group, self.num_ranks, sum(sent), num_rows, sent, received)
+            return Permutation(*outgoing), Permutation(*incoming), exchange
+
+        return end
 
     def _leaving(self, experts: Tensor) -> tuple[Tensor, ...]:
         """int64 (P, L), rows from each rank for each expert here; (2, P), those that go and come; `outgoing`."""
@@ -185,12 +220,13 @@ class AllToAllDispatcher:
         counts = self._swap_counts(outgoing.counts)
         return counts, torch.stack((outgoing.counts.view(counts.shape).sum(1), counts.sum(1))), *outgoing
 
-    def _plan_slots(self, experts: Tensor) -> tuple[Permutation, Permutation, Exchange]:
+    def _plan_slots(self, experts: Tensor) -> Callable[[], tuple[Permutation, Permutation, Exchange]]:
+        """See `_plan_any_sizes`; there is nothing to end."""
         assert self.capacity is not None
         num_slots = self.capacity * self.num_ranks
         found = self._repeated("slots", (experts,), lambda: self._into_slots(experts, num_slots))
         exchange = Exchange(self.group, self.num_ranks, num_slots, num_slots, has_spare_row=True)
-        return Permutation(*found[:4]), Permutation(*found[4:]), exchange
+        return lambda: (Permutation(*found[:4]), Permutation(*found[4:]), exchange)
 
     def _into_slots(self, experts: Tensor, num_slots: int) -> tuple[Tensor, ...]:
         """`outgoing` and `incoming`."""

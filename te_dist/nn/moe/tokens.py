@@ -13,6 +13,7 @@ added, so that results are not, to the bit, those of other numbers of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from te_dist.kernels.tape import communicate
-from te_dist.nn.moe.dispatch import AllToAllDispatcher, Arrived, refuse_graphs, rounded
+from te_dist.nn.moe.dispatch import AllToAllDispatcher, Arrived, Numbers, nothing, refuse_graphs, rounded
 from te_dist.nn.moe.exchange import Exchange, send_rows, values_of_copies
 from te_dist.nn.moe.payload import Route, check_rows, send_quantized
 from te_dist.nn.moe.permutation import Permutation, sort_by_expert
@@ -41,13 +42,18 @@ class TokenDispatcher(AllToAllDispatcher):
         """See `Dispatcher`."""
         return self.num_ranks, self.num_local_experts
 
-    def dispatch(self, x: Tensor, routed: Routed, *, quantizer: Quantizer | None = None) -> Arrived:
+    def dispatch(
+        self, x: Tensor, routed: Routed, *, quantizer: Quantizer | None = None, meanwhile: Callable[[], None] = nothing
+    ) -> Arrived:
         """See `AllToAllDispatcher.dispatch`."""
         if quantizer is not None:
             check_rows(quantizer, x.dtype)
         probabilities = routed.probabilities
         with torch.no_grad():
-            outgoing, by, num_copies = self._plan(routed.experts)
+            plan = self._plan(routed.experts)
+        meanwhile()
+        with torch.no_grad():
+            outgoing, by, num_copies = plan()
         # Rows first, which the device has to do with while choices are handed over.
         rows: Tensor | None = None
         if quantizer is None:
@@ -63,21 +69,26 @@ class TokenDispatcher(AllToAllDispatcher):
         probabilities = values_of_copies(probabilities, values, incoming, outgoing=outgoing, by=by)
         return Arrived(rows, incoming, probabilities, outgoing=outgoing, exchange=by)
 
-    def _plan(self, experts: Tensor) -> tuple[Permutation, Exchange, int]:
-        """How tokens are sorted by rank, positions (T, P); what brings them there; how many copies are made here."""
+    def _plan(self, experts: Tensor) -> Callable[[], tuple[Permutation, Exchange, int]]:
+        """Begins, and returns what ends: how tokens are sorted by rank, positions (T, P); what brings them there; how
+        many copies are made here."""
         refuse_graphs(experts)
-        leaving, arriving, *outgoing = self._repeated("counted", (experts,), lambda: self._counted(experts))
-        *sizes, here = torch.cat((leaving[:, :1], arriving), dim=1).T.tolist()
-        self.num_host_syncs += 1
-        sent, received = map(tuple, sizes)
-        num_sent, num_rows = sum(sent), rounded(sum(received))
-        index, choices, *rest = outgoing
-        exchange = Exchange(self.group, self.num_ranks, num_sent, num_rows, sent, received)
-        num_copies = min(rounded(sum(here)), num_rows * experts.shape[1])
-        return Permutation(index[:num_sent].clone(), choices[:num_sent], *rest), exchange, num_copies
+        sizes, index, choices, *rest = self._repeated("counted", (experts,), lambda: self._counted(experts))
+        numbers = Numbers(sizes)
+
+        def end() -> tuple[Permutation, Exchange, int]:
+            *sizes, here = numbers.tolist()
+            self.num_host_syncs += 1
+            sent, received = map(tuple, sizes)
+            num_sent, num_rows = sum(sent), rounded(sum(received))
+            exchange = Exchange(self.group, self.num_ranks, num_sent, num_rows, sent, received)
+            num_copies = min(rounded(sum(here)), num_rows * experts.shape[1])
+            return Permutation(index[:num_sent].clone(), choices[:num_sent], *rest), exchange, num_copies
+
+        return end
 
     def _counted(self, experts: Tensor) -> tuple[Tensor, ...]:
-        """int64 (P, 2), tokens and copies that go to each rank; those that come; how tokens are sorted."""
+        """int64 (3, P), tokens that go to each rank, tokens and copies that come from each; how tokens are sorted."""
         owners = experts // self.num_local_experts
         goes = torch.full((experts.shape[0], self.num_ranks), self.num_ranks, device=experts.device)
         outgoing = sort_by_expert(goes.scatter_(1, owners, owners), self.num_ranks, first=0)
@@ -85,7 +96,7 @@ class TokenDispatcher(AllToAllDispatcher):
         leaving = torch.stack((outgoing.counts, copies), dim=1)
         arriving = torch.empty_like(leaving)
         communicate(partial(dist.all_to_all_single, group=self.group), arriving, leaving)
-        return leaving, arriving, *outgoing
+        return torch.cat((leaving[:, :1], arriving), dim=1).T, *outgoing
 
     def _choices(self, routed: Routed, outgoing: Permutation, by: Exchange) -> tuple[Tensor, Permutation]:
         """Probabilities of what arrived, f32 (S, k); how its copies are sorted, those made elsewhere being nowhere."""

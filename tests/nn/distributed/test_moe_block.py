@@ -300,3 +300,20 @@ def test_ranks_whose_experts_nobody_chooses_take_part(ranks: Callable, name: str
     for index, value in enumerate(want):
         got = torch.cat([of_rank[index] for of_rank, _ in found])
         assert got.isfinite().all() and (payload == "quantized" or torch.equal(got, value))
+
+
+def waited(rank: int, world: int, how: dict[str, Any]) -> list[int]:
+    """How often the host had waited when shared experts began, and in the end, of a second pass."""
+    moe = MoE(HIDDEN, FFN, Routing(EXPERTS, 2), shared_ffn_hidden_size=FFN).to(testing.device())
+    parallelize_module(moe, testing.mesh((world,), ("ep",)), ExpertParallel(**how))
+    x, before = torch.ones(TOKENS, HIDDEN, device=testing.device()), []
+    moe.shared_experts.register_forward_pre_hook(lambda *_: before.append(moe.dispatcher.num_host_syncs))
+    moe(x)
+    known = moe.dispatcher.num_host_syncs
+    moe(x)
+    return [before[1] - known, moe.dispatcher.num_host_syncs - known]
+
+
+@pytest.mark.parametrize("travels", ["copies", "tokens", "batches"])
+def test_shared_experts_compute_before_the_host_waits(ranks: Callable, travels: str) -> None:
+    assert ranks(2).run(waited, {"travels": travels}) == [[0, 1]] * 2
