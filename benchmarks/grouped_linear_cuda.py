@@ -120,12 +120,17 @@ def module_step(
             features_out,
             bias=False,
             single_grouped_weight="each" not in weights,
+            fuse_wgrad_accumulation="main_grad" in weights,
             device=device,
             params_dtype=torch.bfloat16,
         )
     if "both" in weights:
         module.weight.update_usage(rowwise_usage=True, columnwise_usage=True)
     parameters = [getattr(module, name) for name in module.weight_names]
+    if "main_grad" in weights:
+        whole = torch.zeros(groups, features_out, features_in, device=device)
+        for parameter, main_grad in zip(parameters, whole if "each" in weights else [whole], strict=True):
+            parameter.main_grad = main_grad
 
     def run(x: Tensor, splits: Tensor, grad: Tensor) -> None:
         x.grad = None

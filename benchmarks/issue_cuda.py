@@ -64,10 +64,10 @@ def linears() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def grouped_linears() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Forward and backward of a GroupedLinear in FP8 blocks: one weight, or one for each group."""
+    """Forward and backward of a GroupedLinear in FP8 blocks: one weight, or one for each group; fused wgrad or not."""
     for groups in GROUPS:
         layer = Layer.of((groups, ROWS, WIDTH, WIDTH), "ragged")
-        for weights in ("quantized", "quantized, each"):
+        for weights in ("quantized", "quantized, each", "quantized, main_grad", "quantized, each, main_grad"):
             yield f"GroupedLinear, {groups} groups, {weights}", module_pass(layer, RECIPES["block"], weights)
 
 

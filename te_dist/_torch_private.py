@@ -61,7 +61,7 @@ __all__ = [
     "is_autocast_anywhere",
     "is_dispatch_watched",
     "is_first_of_unit",
-    "is_gathered",
+    "is_any_gathered",
     "is_joining_pieces",
     "is_mutable",
     "is_placing",
@@ -379,9 +379,10 @@ def _padded_numel(param: Any, grad: Tensor, num_shards: int) -> int:
     return -(-grad.shape[0] // num_shards) * num_shards * math.prod(grad.shape[1:])
 
 
-def is_gathered(tensor: Tensor) -> bool:
-    """Whether FSDP2 gathered this parameter, or the DTensor whose local part it is, for passes of the unit it is in."""
-    return sharded_of(tensor) is not None
+def is_any_gathered(tensors: Sequence[Tensor]) -> bool:
+    """Whether FSDP2 gathered one of these parameters, or the DTensor whose local part it is, for passes of its unit."""
+    gathered = {id(each) for _, whole in _gathered_params() for each in whole if each is not None}
+    return bool(gathered) and any(id(tensor) in gathered or id(tensor._base) in gathered for tensor in tensors)
 
 
 def sharded_like(param: DTensor, local: Tensor, *, shape: Sequence[int] | None = None) -> DTensor:
@@ -427,15 +428,18 @@ def waits_for_backward(params: Sequence[Tensor]) -> bool:
 def _gathered(tensor: Tensor) -> Any:
     """What FSDP2 keeps of the parameter that it gathered as `tensor`, or as a DTensor with this local part; or None."""
     same = [found for found in (tensor, tensor._base) if found is not None]
+    found = (param for param, whole in _gathered_params() if any(found is each for found in same for each in whole))
+    return next(found, None)
+
+
+def _gathered_params() -> Iterator[tuple[Any, tuple[Any, Any]]]:
+    """What FSDP2 keeps of each parameter; what it gathered it as, and the local part of that; None where it has not."""
     for unit in list(_composable_state._module_state_mapping):
         if isinstance(unit, FSDPModule):
             for group in _parameter_groups(unit):
                 for param in group.fsdp_params:
                     whole = getattr(param, "_unsharded_param", None)
-                    known = whole, getattr(whole, "_local_tensor", whole)
-                    if any(found is each for found in same for each in known):
-                        return param
-    return None
+                    yield param, (whole, getattr(whole, "_local_tensor", whole))
 
 
 def gather_end_to_end(unit: nn.Module, kind: type[Tensor]) -> None:

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <tuple>
 #include <vector>
@@ -144,6 +145,32 @@ py::object signature(const py::tuple& tensors, const py::tuple& classes, uint64_
   return py::bytes(bytes);
 }
 
+// 0 where elements do not lie one behind the other, in the order of their indices.
+uint64_t packed_bytes(const dlpack::Tensor& tensor) {
+  int64_t count = 1;
+  for (int32_t dim = tensor.num_dims - 1; dim >= 0; --dim) {
+    if (tensor.shape[dim] != 1 && tensor.strides[dim] != count) return 0;
+    count *= tensor.shape[dim];
+  }
+  return uint64_t(count) * tensor.dtype.bits * tensor.dtype.lanes / 8;
+}
+
+bool is_row(const py::tuple& tensors, const py::tuple& classes) {
+  dlpack::Tensor first;
+  for (size_t number = 0; number < tensors.size(); ++number) {
+    const py::handle tensor = tensors[number];
+    dlpack::Tensor found;
+    if (!is_one_of(classes, tensor) || !describe(tensor.ptr(), &found)) return false;
+    if (number == 0) first = found;
+    const bool is_alike = std::memcmp(&found.dtype, &first.dtype, sizeof(found.dtype)) == 0 &&
+                          std::memcmp(&found.device, &first.device, sizeof(found.device)) == 0 &&
+                          std::equal(found.shape, found.shape + found.num_dims, first.shape, first.shape + first.num_dims);
+    const uint64_t size = packed_bytes(found);
+    if (!is_alike || size == 0 || address_of(found) != address_of(first) + number * size) return false;
+  }
+  return true;
+}
+
 py::bytes matrix_map(int device, int dtype, uint64_t address, uint64_t rows, uint64_t cols, uint64_t pitch,
                      uint32_t box_rows, uint32_t box_cols, int swizzle) {
   return encode({device, dtype, address, rows, cols, pitch, box_rows, box_cols, swizzle});
@@ -182,6 +209,9 @@ void define_host(py::module_& parent) {
   module.def("signature", &signature,
              "Types, devices, shapes, strides and addresses modulo `alignment` of a tuple of tensors, as bytes; None where "
              "one is of none of the `classes`, or has no place in memory: (tensors, classes, alignment).");
+  module.def("is_row", &is_row,
+             "Whether tensors of these classes are packed, alike in type, device and shape, and lie one behind the other in "
+             "memory: (tensors, classes).");
   module.def("matrix_map", &matrix_map,
              "Tensor map of a matrix for the bulk copy engine, as bytes: (device, dtype, address, rows, cols, pitch in "
              "bytes, rows and columns of a box, swizzle).");

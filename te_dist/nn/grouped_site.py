@@ -229,7 +229,7 @@ class GroupedSite(LinearSite):
             ("skip_weight_quantization", given.skip is not None),
         )
         found = [name for name, value in asked if value]
-        if found and any(_torch_private.is_gathered(weight) for weight in weights):
+        if found and _torch_private.is_any_gathered(weights):
             raise ValueError(
                 f"{self._label}: the weights are gathered by FSDP2, under which {' and '.join(found)} would lose "
                 "gradients or updates; leave it out"

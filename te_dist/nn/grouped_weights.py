@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from te_dist import _C
 from te_dist.codecs.grouped_gemm import Members, Rows, as_given, reads_as_they_lie
 from te_dist.formats import Direction, Group
 from te_dist.fsdp2.parameter import GroupedParameter, QuantizedParameter
 from te_dist.grouped import GroupedStorage, GroupedTensor, join
 from te_dist.grouped import storage as groups
+from te_dist.kernels.tape import PLAIN
 from te_dist.nn.members import at_once
 from te_dist.nn.products import main_grad_of
 from te_dist.quantizers import IdentityQuantizer, Quantizer
@@ -235,12 +237,14 @@ class MainGrads(NamedTuple):
         Raises:
             RuntimeError: a weight has no `main_grad`, or one that does not fit.
         """
-        found = {number: main_grad_of(parameters[number]) for number, wants in enumerate(wanted) if wants}
         if parameters[0].dim() == 3:
-            return MainGrads(found[0], {}, adds)
-        whole = in_one_piece(list(found.values())) if all(wanted) else None
-        if whole is not None:
-            return MainGrads(whole, {}, adds)
+            return MainGrads(main_grad_of(parameters[0]), {}, adds)
+        if all(wanted):
+            main_grad_of(parameters[0])  # what is true of one is true of others in a row
+            whole = in_one_piece([getattr(parameter, "main_grad", None) for parameter in parameters])
+            if whole is not None:
+                return MainGrads(whole, {}, adds)
+        found = {number: main_grad_of(parameters[number]) for number, wants in enumerate(wanted) if wants}
         return MainGrads(torch.zeros(shape, dtype=torch.float32, device=parameters[0].device), found, adds)
 
     def finish(self) -> None:
@@ -250,17 +254,13 @@ class MainGrads(NamedTuple):
             write(list(self.parts.values()), [self.whole[number] for number in self.parts])
 
 
-def in_one_piece(tensors: Sequence[Tensor]) -> Tensor | None:
+def in_one_piece(tensors: Sequence[Any]) -> Tensor | None:
     """Contiguous tensors of one shape as one, where they lie one behind the other in one allocation; else None."""
-    first = tensors[0]
-    start, size = first.data_ptr(), first.nbytes
-    if first.is_meta or not first.is_contiguous():
+    first: Tensor = tensors[0]
+    if not _C.cuda.is_row(tuple(tensors), PLAIN):
         return None
-    home = first.untyped_storage().data_ptr()
-    for number, tensor in enumerate(tensors):
-        if tensor.data_ptr() != start + number * size or tensor.untyped_storage().data_ptr() != home:
-            return None
-        if tensor.dtype != first.dtype or tensor.shape != first.shape or not tensor.is_contiguous():
-            return None
+    end = first.storage_offset() + len(tensors) * first.numel()
+    if end * first.element_size() > first.untyped_storage().nbytes():  # those behind are of another allocation
+        return None
     strides = first.numel(), *first.stride()
     return first.detach().as_strided((len(tensors), *first.shape), strides, first.storage_offset())
