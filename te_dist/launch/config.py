@@ -90,7 +90,7 @@ class ExpertsConfig:
     save_original_input: bool = False
     """Whether backward quantizes the inputs of the experts' maps once more, instead of forward keeping their codes."""
     capacity_factor: float = 0.0
-    """With mesh.ep: rows a rank sends to another, over the mean; what exceeds it is dropped. 0: nothing is dropped."""
+    """With mesh.ep: room for copies from a rank to another (of batches: at one), over the mean; 0: none is dropped."""
     payload: Literal["plain", "quantized"] = "plain"
     """With mesh.ep: whether rows travel to experts in bf16, or as the codes and scales that are multiplied there."""
     travels: Literal["copies", "tokens", "batches"] = "copies"

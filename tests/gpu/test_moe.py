@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from te_dist.testing import WorkerPool, assert_bitwise
 from tests.gpu.graphs import warm_up
 from tests.gpu.twins import unrecorded
 from tests.gpu.waits import never_waiting
+from tests.nn.distributed.test_moe_tokens import WAYS
 from tests.nn.recipes import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -168,6 +170,13 @@ def test_a_flag_says_whether_a_captured_pass_quantizes_the_weights_of_experts(na
         assert_bitwise(got, want, f"dw of {factor} {skips}")
 
 
+def uncount(module: MoE) -> None:
+    """Forgets what was counted."""
+    for counted in (module.router.tokens_per_expert, module.dropped):
+        if counted is not None:
+            counted.zero_()
+
+
 def check_replays(module: MoE, name: str, grad: Tensor, expected: Any) -> None:
     """Captures forward and backward once, and compares replays with what `expected` gives for the same tokens."""
     warm_up(lambda: run(module, name, tokens(0).requires_grad_(), grad))
@@ -179,12 +188,37 @@ def check_replays(module: MoE, name: str, grad: Tensor, expected: Any) -> None:
     for seed in (0, 1, 2, 3):
         with torch.no_grad():
             x.copy_(tokens(seed))
-        module.router.tokens_per_expert.zero_()
-        if module.dropped is not None:
-            module.dropped.zero_()
+        uncount(module)
         graph.replay()
         for index, (got, want) in enumerate(zip(captured, expected(x), strict=True)):
             assert_bitwise(got, want, f"{index} of seed {seed}")
+
+
+def recorded(rank: int, world: int, way: str) -> None:
+    """Passes of several batches, the last ones by tapes, against what plays none; with slots nothing waits then."""
+    mesh, style = testing.mesh((world,), ("ep",)), ExpertParallel(**WAYS[way])
+    module, twin = (parallelize_module(make("block"), mesh, style) for _ in range(2))
+    for seed in range(6):
+        x, grad = tokens(seed % 2 + 2 * (seed > 3)).roll(rank + seed, 0), tokens(9 + seed)  # noqa: PLR2004
+        for its in (module, twin):
+            its.zero_grad()
+            uncount(its)
+        asking = [x.clone().requires_grad_() for _ in range(2)]
+        torch.cuda.synchronize()
+        with never_waiting() if seed == 5 and style.capacity else nullcontext():  # noqa: PLR2004
+            found = run(module, "block", asking[0], grad)
+        with unrecorded():
+            wanted = run(twin, "block", asking[1], grad)
+        for index, (got, want) in enumerate(zip(found, wanted, strict=True)):
+            assert_bitwise(got, want, f"{index} of pass {seed}")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_passes_over_ranks_that_are_recorded_have_the_bits_of_others(
+    way: str, world: int, gpu_ranks: Callable[[int], WorkerPool]
+) -> None:
+    gpu_ranks(world).run(recorded, way)
 
 
 def slots_replayed(rank: int, world: int, name: str, how: dict[str, Any]) -> int:
@@ -195,9 +229,9 @@ def slots_replayed(rank: int, world: int, name: str, how: dict[str, Any]) -> int
 
     def expected(x: Tensor) -> list[Tensor]:
         eager.zero_grad()
-        eager.router.tokens_per_expert.zero_()
-        eager.dropped.zero_()
-        return run(eager, name, x.detach().clone().requires_grad_(), grad)
+        uncount(eager)
+        with unrecorded():
+            return run(eager, name, x.detach().clone().requires_grad_(), grad)
 
     check_replays(module, name, grad, expected)
     return int(eager.dropped)

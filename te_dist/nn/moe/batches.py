@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from te_dist.kernels.tape import communicate
 from te_dist.nn.moe.dispatch import AllToAllDispatcher, Arrived, Numbers, nothing, refuse_graphs, rounded
-from te_dist.nn.moe.exchange import send_rows, values_of_copies
-from te_dist.nn.moe.payload import Route, check_rows, send_quantized
+from te_dist.nn.moe.exchange import values_of_copies
+from te_dist.nn.moe.payload import Route, check_rows, send
 from te_dist.nn.moe.permutation import Permutation, sort_by_expert
 from te_dist.nn.moe.router import Routed
 from te_dist.quantizers import Quantizer
@@ -94,22 +94,21 @@ class BatchDispatcher(AllToAllDispatcher):
         by, probabilities = Gathering(self.group, self.num_ranks), routed.probabilities
         with torch.no_grad():
             given = probabilities, routed.experts
-            values, places, *found = self._repeated("decided", given, lambda: self._decided(*given))
-        incoming, outgoing = Permutation(*found[:4]), Permutation(places[:, 0], places[:, 0], places, found[3])
-        counts = Numbers(incoming.counts) if self.capacity is None else None
-        rows: Tensor | None = None
-        if quantizer is None:
-            rows = send_rows(x, outgoing, by=by, beside=probabilities)
+            values, places, index, *found = self._repeated("decided", given, lambda: self._decided(*given))
+            counts = Numbers(found[2]) if self.capacity is None else None
         meanwhile()
-        index, choices, *rest = incoming
-        num_copies = self._num_copies(counts, len(choices))
-        incoming = Permutation(index[:num_copies], choices[:num_copies], *rest)
-        if quantizer is not None:
-            rows = send_quantized(x, Route(outgoing, incoming, by), quantizer=quantizer, beside=probabilities)
-        assert rows is not None
-        probabilities = values_of_copies(probabilities, values, incoming, outgoing=outgoing, by=by)
-        dropped = None if self.capacity is None else found[4]
-        return Arrived(rows, incoming, probabilities, outgoing=outgoing, exchange=by, dropped=dropped)
+
+        @cache
+        def incoming() -> Permutation:
+            num_copies = self._num_copies(counts, len(index))
+            # NOTE: copied, since backward keeps it, and a slice would keep what it is of.
+            return Permutation(index[:num_copies].clone(), found[0][:num_copies], *found[1:3])
+
+        outgoing = Permutation(places[:, 0], places[:, 0], places, found[2])
+        rows = send(x, Route(outgoing, incoming, by), quantizer=quantizer, beside=probabilities)
+        probabilities = values_of_copies(probabilities, values, incoming(), outgoing=outgoing, by=by)
+        dropped = None if self.capacity is None else found[3]
+        return Arrived(rows, incoming(), probabilities, outgoing=outgoing, exchange=by, dropped=dropped)
 
     def _check_tokens(self, experts: Tensor) -> None:
         """Raises ValueError, on every rank alike, where a number of tokens that is new here is not all ranks'."""

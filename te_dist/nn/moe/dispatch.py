@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from te_dist.kernels.tape import Tapes, communicate
-from te_dist.nn.moe.exchange import Carrier, Exchange, bring_back, send_rows, send_values
-from te_dist.nn.moe.payload import Route, check_rows, send_quantized
+from te_dist.nn.moe.exchange import Carrier, Exchange, bring_back, send_values
+from te_dist.nn.moe.payload import Route, check_rows, send
 from te_dist.nn.moe.permutation import Permutation, permute_probabilities, sort_by_expert
 from te_dist.nn.moe.router import Routed
 from te_dist.quantizers import Quantizer
@@ -50,7 +50,8 @@ class Arrived:
         probabilities: f32 (R,), of the sorted rows.
         outgoing: how this rank sorted its own tokens; None where they stayed.
         exchange: how they came; None where they stayed.
-        dropped: int64 scalar, copies of this rank's tokens that were not sent; None without a capacity.
+        dropped: int64 scalar, copies of this rank's tokens that were not sent, or, of batches, that found no room here;
+            None without a capacity.
     """
 
     def __init__(
@@ -145,6 +146,10 @@ class AllToAllDispatcher:
         """Raises ValueError where experts or capacity do not fit the mesh, on every rank alike."""
         if mesh.ndim != 1:
             raise ValueError(f"mesh: got {mesh.ndim} dimensions, wanted the one of the experts; pass mesh[name]")
+        if dist.get_process_group_ranks(mesh.get_group()) != mesh.mesh.tolist():
+            raise ValueError(
+                f"mesh: got ranks {mesh.mesh.tolist()}, wanted them in rising order, as their group has them"
+            )
         if num_experts % mesh.size():
             raise ValueError(
                 f"num_experts: got {num_experts} over {mesh.size()} ranks, wanted a multiple of them; change either"
@@ -184,11 +189,8 @@ class AllToAllDispatcher:
         with torch.no_grad():
             outgoing, incoming, exchange = plan()
             dropped = None if self.capacity is None else routed.experts.numel() - outgoing.counts.sum()
-        if quantizer is not None:
-            route = Route(outgoing, incoming, exchange)
-            rows: Tensor = send_quantized(x, route, quantizer=quantizer, beside=routed.probabilities)
-        else:
-            rows = send_rows(x, outgoing, by=exchange, beside=routed.probabilities)
+        route = Route(outgoing, lambda: incoming, exchange)
+        rows = send(x, route, quantizer=quantizer, beside=routed.probabilities)
         probabilities = send_values(routed.probabilities, outgoing, by=exchange)
         probabilities = permute_probabilities(probabilities[:, None], incoming)
         return Arrived(rows, incoming, probabilities, outgoing=outgoing, exchange=exchange, dropped=dropped)

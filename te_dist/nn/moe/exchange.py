@@ -121,7 +121,7 @@ def send_rows(x: Tensor, outgoing: Permutation, *, by: Carrier, beside: Tensor) 
     return _SendRows.apply(x, beside, outgoing, by)
 
 
-def send_values(values: Tensor, outgoing: Permutation, *, by: Carrier) -> Tensor:
+def send_values(values: Tensor, outgoing: Permutation, *, by: Exchange) -> Tensor:
     """f32 (num_received,): the values of copies, f32 (S, k), that `send_rows` sends."""
     return _SendValues.apply(values, outgoing, by)
 
@@ -211,8 +211,7 @@ class _ValuesOfCopies(torch.autograd.Function):
 
 def _values_back(grad: Tensor, positions: Tensor, own_positions: Tensor, by: Carrier) -> Tensor:
     """Zeros come from where a copy is not."""
-    of_copies = gather_sum(grad.view(-1, 1), positions.view(-1, 1)).view_as(positions)
-    return _gradients_back(of_copies, own_positions, by)
+    return _gradients_back(taken(grad, positions), own_positions, by)
 
 
 class _BringBack(torch.autograd.Function):

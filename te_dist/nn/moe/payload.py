@@ -9,6 +9,7 @@ quantized where the rows arrive, from what the codes stand for. Gradients and wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from te_dist.formats import Direction, Encoding, Field, Region, geometry
-from te_dist.nn.moe.exchange import Carrier
+from te_dist.nn.moe.exchange import Carrier, send_rows
 from te_dist.nn.moe.permutation import Permutation, gather_sum
 from te_dist.nn.once import once_differentiable
 from te_dist.quantizers import Quantizer
@@ -31,12 +32,12 @@ class Route:
 
     Attributes:
         outgoing: sorts them where they are.
-        incoming: sorts them by expert where they arrive.
+        incoming: tells how they are sorted by expert where they arrive; asked once rows are on their way.
         by: brings them there.
     """
 
     outgoing: Permutation
-    incoming: Permutation
+    incoming: Callable[[], Permutation]
     by: Carrier
 
 
@@ -56,23 +57,27 @@ def check_rows(quantizer: Quantizer, dtype: torch.dtype) -> Encoding:
     return encoding
 
 
-def send_quantized(x: Tensor, route: Route, *, quantizer: Quantizer, beside: Tensor) -> Any:
-    """Copies of rows of `x` (S, H) at their experts, sorted: a QuantizedTensor (R, H), rowwise.
-
-    `beside`: as of `send_rows`.
+def send(x: Tensor, route: Route, *, quantizer: Quantizer | None, beside: Tensor) -> Tensor:
+    """Copies of rows of `x` (S, H) at their experts: as they arrive, or, where there is a quantizer, sorted, as a
+    QuantizedTensor (R, H), rowwise. `beside`: as of `send_rows`.
     """
+    if quantizer is None:
+        return send_rows(x, route.outgoing, by=route.by, beside=beside)
     return _SendQuantized.apply(x, beside, route, quantizer)
 
 
 class _SendQuantized(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, beside: Tensor, route: Route, quantizer: Quantizer) -> QuantizedTensor:
-        ctx.by = route.by
-        ctx.save_for_backward(route.outgoing.positions, route.incoming.positions)
-        encoding = check_rows(quantizer, x.dtype)
+        outgoing, ctx.by = route.outgoing, route.by
+        fields = check_rows(quantizer, x.dtype).fields
         here = quantizer.encode(x, ROWWISE).select(ROWWISE)
-        there = Region.whole(route.incoming.index.shape[0], x.shape[1])
-        buffers = {field.name: _moved(field, here, there, route) for field in encoding.fields}
+        arrived = [ctx.by.take(_rows(field, here), outgoing.index) for field in fields]
+        incoming = route.incoming()
+        ctx.save_for_backward(outgoing.positions, incoming.positions)
+        there = Region.whole(incoming.index.shape[0], x.shape[1])
+        found = [_stored(*each, there, incoming.index) for each in zip(fields, arrived, strict=True)]
+        buffers = {field.name: buffer for field, buffer in zip(fields, found, strict=True)}
         return QuantizedTensor(QuantizedStorage(here.format, buffers, there, dtype=x.dtype))
 
     @staticmethod
@@ -84,11 +89,15 @@ class _SendQuantized(torch.autograd.Function):
         return gather_sum(copies, outgoing) * ctx.by.num_ranks, None, None, None
 
 
-def _moved(field: Field, here: QuantizedStorage, there: Region, route: Route) -> Tensor:
-    """What copies of rows store of `field`, at their experts."""
+def _rows(field: Field, here: QuantizedStorage) -> Tensor:
+    """What rows store of `field`, a row for each."""
     wire = geometry.compact(field, here.buffers[field.name], here.region)
-    rows = wire if field.inner_dim == 1 else wire.T
-    arrived = route.by.take(rows, route.outgoing.index).index_select(0, route.incoming.index)
+    return wire if field.inner_dim == 1 else wire.T
+
+
+def _stored(field: Field, arrived: Tensor, there: Region, index: Tensor) -> Tensor:
+    """What the rows `index` of those that arrived store of `field`."""
+    rows = arrived.index_select(0, index)
     if field.inner_dim == 1 and not field.is_padded(there):
-        return arrived
-    return geometry.padded(field, arrived if field.inner_dim == 1 else arrived.T, there)
+        return rows
+    return geometry.padded(field, rows if field.inner_dim == 1 else rows.T, there)

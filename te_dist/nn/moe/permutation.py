@@ -33,7 +33,7 @@ class Permutation(NamedTuple):
     Attributes:
         index: int64 (R,), the source row of every sorted row.
         choices: int64 (R,), which of the S * k copies every sorted row is: copy j of row s is s * k + j.
-        positions: int64 (S, k), the sorted row of every copy.
+        positions: int64 (S, k), the sorted row of every copy; of copies that are elsewhere R or more, where nothing is.
         counts: int64 (E,), rows of each expert; they come one expert after the other, then rows that are nobody's.
     """
 
@@ -131,7 +131,7 @@ class _WeightedUnpermute(torch.autograd.Function):
         ctx.save_for_backward(rows, probabilities, permutation.index, permutation.choices, permutation.positions)
         total = torch.zeros(probabilities.shape[0], rows.shape[1], dtype=torch.float32, device=rows.device)
         for copy, of_copy in enumerate(permutation.positions.unbind(1)):
-            total += rows.index_select(0, of_copy).float() * probabilities[:, copy, None]
+            total += _at(rows, of_copy).float() * probabilities[:, copy, None]
         return total.to(rows.dtype)
 
     @staticmethod
@@ -139,7 +139,7 @@ class _WeightedUnpermute(torch.autograd.Function):
         rows, probabilities, index, choices, positions = ctx.saved_tensors
         spread = grad.index_select(0, index).float()
         of_rows = (spread * probabilities.flatten()[choices, None]).to(rows.dtype)
-        of_values = (spread * rows).sum(1)[positions.flatten()].view_as(probabilities)
+        of_values = _at((spread * rows).sum(1), positions.flatten()).view_as(probabilities)
         return of_rows, of_values, None
 
 
@@ -156,11 +156,16 @@ class _PermuteValues(torch.autograd.Function):
 
 
 def taken(values: Tensor, places: Tensor) -> Tensor:
-    """The values, in whatever shape, at the places, in the shape of those."""
+    """The values, in whatever shape, at the places, in the shape of those; zeros where there is no such place."""
     if torch.is_grad_enabled() or values.dtype not in HIGH_PRECISION:  # there may be a graph of backward
-        return values.flatten()[places]
+        return _at(values.flatten(), places.flatten()).view(places.shape)
     (found,), _ = _values.run(None, (values, places), lambda: ((_values_at(values, places),), None))
     return found
+
+
+def _at(rows: Tensor, places: Tensor) -> Tensor:
+    """Rows at places (n,), zeros behind the last."""
+    return torch.cat((rows, rows.new_zeros(1, *rows.shape[1:]))).index_select(0, places.clamp(max=len(rows)))
 
 
 def _values_at(values: Tensor, places: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ added, so that results are not, to the bit, those of other numbers of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from te_dist.kernels.tape import communicate
 from te_dist.nn.moe.dispatch import AllToAllDispatcher, Arrived, Numbers, nothing, refuse_graphs, rounded
-from te_dist.nn.moe.exchange import Exchange, send_rows, values_of_copies
-from te_dist.nn.moe.payload import Route, check_rows, send_quantized
+from te_dist.nn.moe.exchange import Exchange, values_of_copies
+from te_dist.nn.moe.payload import Route, check_rows, send
 from te_dist.nn.moe.permutation import Permutation, sort_by_expert
 from te_dist.nn.moe.router import Routed
 from te_dist.quantizers import Quantizer
@@ -54,18 +54,17 @@ class TokenDispatcher(AllToAllDispatcher):
         meanwhile()
         with torch.no_grad():
             outgoing, by, num_copies = plan()
-        # Rows first, which the device has to do with while choices are handed over.
-        rows: Tensor | None = None
-        if quantizer is None:
-            rows = send_rows(x, outgoing, by=by, beside=probabilities)
-        with torch.no_grad():
-            values, incoming = self._choices(routed, outgoing, by)
+
+        @cache
+        def decided() -> tuple[Tensor, Permutation]:
+            values, (index, choices, *rest) = self._choices(routed, outgoing, by)
             # NOTE: copied, since backward keeps it, and a slice would keep what it is of.
-            index, choices = (each[:num_copies].clone() for each in incoming[:2])
-        incoming = Permutation(index, choices, *incoming[2:])
-        if quantizer is not None:
-            rows = send_quantized(x, Route(outgoing, incoming, by), quantizer=quantizer, beside=probabilities)
-        assert rows is not None
+            return values, Permutation(index[:num_copies].clone(), choices[:num_copies], *rest)
+
+        # Rows first, which the device has to do with while choices are handed over.
+        rows = send(x, Route(outgoing, lambda: decided()[1], by), quantizer=quantizer, beside=probabilities)
+        with torch.no_grad():
+            values, incoming = decided()
         probabilities = values_of_copies(probabilities, values, incoming, outgoing=outgoing, by=by)
         return Arrived(rows, incoming, probabilities, outgoing=outgoing, exchange=by)
 
@@ -92,7 +91,7 @@ class TokenDispatcher(AllToAllDispatcher):
         owners = experts // self.num_local_experts
         goes = torch.full((experts.shape[0], self.num_ranks), self.num_ranks, device=experts.device)
         outgoing = sort_by_expert(goes.scatter_(1, owners, owners), self.num_ranks, first=0)
-        copies = torch.zeros_like(outgoing.counts).scatter_add_(0, owners.view(-1), torch.ones_like(owners.view(-1)))
+        copies = torch.zeros_like(outgoing.counts).scatter_add_(0, owners.flatten(), torch.ones_like(owners.flatten()))
         leaving = torch.stack((outgoing.counts, copies), dim=1)
         arriving = torch.empty_like(leaving)
         communicate(partial(dist.all_to_all_single, group=self.group), arriving, leaving)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from te_dist import testing
 from te_dist.nn.moe import Routed, Routing, TopKRouter, permute, unpermute, update_expert_biases
@@ -83,7 +84,8 @@ def arrived_rows(rank: int, world: int, how: str | None) -> list[list[list[float
     dispatcher = dispatcher_of(world, how)
     x, routed, _ = inputs()
     part = own_part(rank, world)
-    moved = Routed(routed.probabilities[part].to(testing.device()), routed.experts[part].to(testing.device()))
+    experts = routed.experts[part].to(testing.device()).T.contiguous().T  # in any layout
+    moved = Routed(routed.probabilities[part].to(testing.device()), experts)
     arrived = dispatcher.dispatch(x[part].to(testing.device()), moved)
     return [rows.tolist() for rows in arrived.rows[arrived.by_expert.index].split(arrived.by_expert.counts.tolist())]
 
@@ -166,7 +168,8 @@ def test_slots_are_filled_by_expert() -> None:
 def wrong(rank: int, world: int) -> list[str]:
     messages = []
     line = testing.mesh((world,), ("ep",))
-    for count, mesh, capacity in ((EXPERTS + 1, line, None), (EXPERTS, line, 0)):
+    turned = DeviceMesh(testing.device().type, list(reversed(range(world))))
+    for count, mesh, capacity in ((EXPERTS + 1, line, None), (EXPERTS, line, 0), (EXPERTS, turned, None)):
         with pytest.raises(ValueError) as error:
             AllToAllDispatcher(count, mesh, capacity=capacity)
         messages.append(str(error.value))
@@ -174,10 +177,11 @@ def wrong(rank: int, world: int) -> list[str]:
 
 
 def test_experts_that_do_not_divide_are_named_on_every_rank(ranks: Callable) -> None:
-    (first, second), other = ranks(2).run(wrong)
+    (first, second, third), other = ranks(2).run(wrong)
     assert first.startswith("num_experts: got 9 over 2 ranks")
     assert second.startswith("capacity: got 0")
-    assert other == [first, second]
+    assert third == "mesh: got ranks [1, 0], wanted them in rising order, as their group has them"
+    assert other == [first, second, third]
 
 
 def updated(rank: int, world: int) -> tuple[Tensor, int]:

@@ -117,3 +117,22 @@ def test_probabilities_follow_their_rows() -> None:
     down = torch.rand(ROWS * COPIES)
     sorted_ones.backward(down)
     assert_bitwise(probabilities.grad, down[found.positions], "gradient")
+
+
+def test_copies_that_are_elsewhere_add_nothing() -> None:
+    experts = choices(5)
+    found = sort_by_expert(experts, 2, first=2)
+    here, num_rows = (experts == 2) | (experts == 3), int(found.counts.sum())
+    assert (found.positions[~here] == experts.numel()).all()
+    found = found._replace(index=found.index[:num_rows], choices=found.choices[:num_rows])
+    rows, down = whole_numbers(num_rows, HIDDEN).requires_grad_(), whole_numbers(ROWS, HIDDEN).flip(0)
+    probabilities = (whole_numbers(ROWS, COPIES) / 8).requires_grad_()
+    unpermute(rows, found, probabilities=probabilities).backward(down)
+    assert_bitwise(probabilities.grad != 0, here & (probabilities.grad != 0), "probabilities that count")
+    want = (down[found.index] * rows.detach()).sum(1)
+    assert_bitwise(probabilities.grad.flatten()[found.choices], want, "gradients of those here")
+    for again in (False, True):
+        values = torch.ones(ROWS, COPIES, requires_grad=True)
+        of_rows = permute_probabilities(values, found)
+        (grad,) = torch.autograd.grad(of_rows.sum(), values, create_graph=again)
+        assert_bitwise(grad.detach(), here.float(), f"gradient, with a graph of its own: {again}")
