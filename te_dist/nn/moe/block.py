@@ -140,12 +140,21 @@ class MoE(nn.Module):
         """
         x = autocast_of_torch(x)  # as rows travel
         self.experts.check_histories()  # on every rank, before it waits for others
+        routed = self._asking_alike(routed)
         quantizer = self.experts.input_quantizer(x) if self.payload == "quantized" else None
         arrived = self.dispatcher.dispatch(x, routed, quantizer=quantizer, meanwhile=meanwhile)
         if arrived.dropped is not None and self.dropped is not None and self.training and not in_backward():
             self.dropped = tally_on(arrived.dropped.device, self.dropped)
             self.dropped += arrived.dropped
         return self.dispatcher.combine(self.experts(arrived.rows, arrived, **kept), arrived)
+
+    def _asking_alike(self, routed: Routed) -> Routed:
+        """The same; where experts are trained, gradients are sent on every rank, whatever its tokens want."""
+        probabilities = routed.probabilities
+        if not self.dispatcher.is_collective or probabilities.requires_grad or not torch.is_grad_enabled():
+            return routed
+        trains = any(param.requires_grad for param in self.experts.parameters())
+        return routed._replace(probabilities=probabilities.detach().requires_grad_(trains))
 
     @torch.compiler.disable(
         reason="experts are multiplied and exchanged by code that decides in Python; leave out fullgraph=True: the "

@@ -87,9 +87,15 @@ class Numbers:
 
 
 class Dispatcher(Protocol):
-    """Brings rows to experts and back."""
+    """Brings rows to experts and back.
+
+    Attributes:
+        num_local_experts: of this rank.
+        is_collective: whether ranks do it together, backward too.
+    """
 
     num_local_experts: int
+    is_collective: bool
 
     @property
     def sorts(self) -> tuple[int, ...]:
@@ -112,6 +118,8 @@ class Dispatcher(Protocol):
 
 class LocalDispatcher:
     """All experts are on this rank: nothing is moved but by who multiplies."""
+
+    is_collective = False
 
     def __init__(self, num_experts: int) -> None:
         self.num_local_experts = num_experts
@@ -141,6 +149,8 @@ class AllToAllDispatcher:
         capacity: C, or None for no limit.
         num_host_syncs: how often a dispatch waited for the device.
     """
+
+    is_collective = True
 
     def __init__(self, num_experts: int, mesh: DeviceMesh, *, capacity: int | None = None) -> None:
         """Raises ValueError where experts or capacity do not fit the mesh, on every rank alike."""

@@ -85,21 +85,25 @@ def mixture(world: int, way: str) -> MoE:
     return parallelize_module(moe, testing.mesh((world,), ("ep",)), ExpertParallel(**WAYS[way]))
 
 
-def asked_by_one(rank: int, world: int, way: str) -> None:
+def asked_by_one(rank: int, world: int, way: str, router_trains: bool) -> None:
     found = []
     for asking in (range(world), [world - 1]):
         moe, x = mixture(world, way), tokens().chunk(world)[rank].to(testing.device())
+        moe.router.weight.requires_grad_(router_trains)
         with te.autocast(recipe=RECIPES["block"]):
             out = moe(x.requires_grad_(rank in asking))
         out.backward(x.detach().flip(0))
-        found.append([moe.router.weight.grad, x.grad if rank == world - 1 else x.detach()])
-    for name, got, want in zip(("router", "tokens"), found[1], found[0], strict=True):
-        assert_bitwise(got, want, f"gradient of {name}")
+        weights = [moe.router.weight.grad] if router_trains else []
+        weights += [part.weight.grad.to_local() for part in (moe.experts.fc1, moe.experts.fc2)]
+        found.append([*weights, x.grad if rank == world - 1 else x.detach()])
+    for index, (got, want) in enumerate(zip(found[1], found[0], strict=True)):
+        assert_bitwise(got, want, f"gradient {index}")
 
 
 @every_way
-def test_gradients_that_one_rank_wants_come_back_to_it(ranks: Callable, way: str) -> None:
-    ranks(2).run(asked_by_one, way)
+@pytest.mark.parametrize("router_trains", [True, False], ids=["", "frozen router"])
+def test_gradients_that_one_rank_wants_come_back_to_it(ranks: Callable, way: str, router_trains: bool) -> None:
+    ranks(2).run(asked_by_one, way, router_trains)
 
 
 def differentiated_twice(rank: int, world: int, way: str) -> None:
