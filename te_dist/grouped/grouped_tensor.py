@@ -13,7 +13,7 @@ from te_dist.grouped import storage as storages
 from te_dist.grouped.storage import GroupedStorage, Values
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.parts import before_writing
-from te_dist.tensor.quantized_tensor import OpTable
+from te_dist.tensor.quantized_tensor import OpTable, mode_of
 
 Shape = torch.Size | tuple[int, ...]
 
@@ -63,7 +63,7 @@ class GroupedTensor(QuantizedTensor):
         """Another tensor of this class around `storage`; of this one's strides, where it has its shape."""
         shape = torch.Size(storage.shape if shape is None else shape)
         strides = self.stride() if shape == self.shape and not self.is_contiguous() else None
-        with torch.inference_mode(self.is_inference()):
+        with mode_of(self):
             return type(self)(storage, shape, strides=strides)
 
     @property

@@ -32,7 +32,10 @@ def _alias(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
 def _view(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     """Another nominal shape of the same storage; buffers describe the matrix and are left alone."""
     tensor, size = args[:2]
-    return tensor.like(tensor.storage, torch.empty(tensor.shape, device="meta").view(size).shape)
+    shape = tensor.shape
+    if tuple(size) != shape:
+        shape = torch.empty(shape, device="meta").view(size).shape
+    return tensor.like(tensor.storage, shape)
 
 
 @OPS.implements(aten.squeeze.dim, aten.unsqueeze.default)

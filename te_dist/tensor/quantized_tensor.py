@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 from uuid import uuid4
 
@@ -36,7 +37,17 @@ class _Torch(threading.local):
         self.depth -= 1
 
 
+def mode_of(tensor: Tensor) -> AbstractContextManager[Any]:
+    """A block in or out of inference mode, wherever the tensor was made.
+
+    NOTE: what is made in inference mode cannot be a view of a tensor from outside; FSDP2 views its shards there.
+    """
+    mode = tensor.is_inference()
+    return _AS_IT_IS if mode == torch.is_inference_mode_enabled() else torch.inference_mode(mode)
+
+
 _TORCH = _Torch()
+_AS_IT_IS = nullcontext()
 _PROCESS = uuid4().hex
 
 
@@ -83,8 +94,7 @@ class QuantizedTensor(torch.Tensor):
 
     def like(self, storage: QuantizedStorage, shape: torch.Size | tuple[int, ...] | None = None) -> QuantizedTensor:
         """Another tensor of this class around `storage`."""
-        # NOTE: what is made in inference mode cannot be a view of a tensor from outside; FSDP2 views its shards there.
-        with torch.inference_mode(self.is_inference()):
+        with mode_of(self):
             return type(self)(storage, shape)
 
     def __getattr__(self, name: str) -> Tensor:
