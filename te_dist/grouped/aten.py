@@ -204,6 +204,13 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
     return given[written[0]] if func._schema.returns else None
 
 
+@OPS.implements(*aten_values.overloads(aten_values.WRITING_KEPT))
+def _write_kept(func: Any, args: Any, kwargs: Any) -> Any:
+    """In high precision, the result quantized back into place; of values that are kept as they were quantized alone."""
+    aten_values.check_kept(func, args[0])
+    return _write(func, args, kwargs)
+
+
 def _write_back(target: Any, value: Any, *, begins: bool) -> None:
     if isinstance(target, list | tuple):
         for each, values in zip(target, value, strict=True):

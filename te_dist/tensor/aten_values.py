@@ -46,7 +46,6 @@ full_like.default new_full.default new_ones.default ones_like.default rand_like.
 zeros_like.default
 """.split()  # noqa: SIM905
 
-# NOTE: not erfinv_, by which older versions of torch make a truncated normal: a code that is rounded to 1 becomes inf.
 WRITING = """
 add_.Scalar add_.Tensor addcdiv_.default addcmul_.default bernoulli_.float clamp_.default clamp_max_.default
 clamp_min_.default div_.Scalar div_.Tensor exponential_.default fill_.Scalar fill_.Tensor masked_fill_.Scalar
@@ -60,6 +59,9 @@ _foreach_clamp_max_.Scalar _foreach_clamp_min_.Scalar _foreach_copy_.default _fo
 _foreach_mul_.List _foreach_mul_.Scalar _foreach_mul_.Tensor
 _foreach_sub_.List _foreach_sub_.Scalar _foreach_zero_.default
 """.split()  # noqa: SIM905
+
+# By which torch before 2.13 makes a truncated normal: of a code that is rounded to 1 it is inf.
+WRITING_KEPT = "erfinv_.default".split()  # noqa: SIM905
 
 # Of those above, what adds tensors: by which averages and steps of one's own go on.
 ADDING = """
@@ -185,6 +187,23 @@ def _write(func: Any, args: Any, kwargs: Any) -> Tensor:
         return target.copy_(values)
     write_back(target, values, begins=func in FILLING_OPS)
     return target
+
+
+@OPS.implements(*overloads(WRITING_KEPT))
+def _write_kept(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """In high precision, the result quantized back into place; of values that are kept as they were quantized alone."""
+    check_kept(func, args[0])
+    return _write(func, args, kwargs)
+
+
+def check_kept(func: Any, target: QuantizedTensor) -> None:
+    """Raises NotImplementedError where `target` has nothing but rounded values."""
+    if _kept(target) is None:
+        raise NotImplementedError(
+            f"{func} of a quantized tensor of {tuple(target.shape)}: its values are rounded, and those that became 1 "
+            "would become inf; make the weight in quantized_model_init(preserve_high_precision_init_val=True), or pass "
+            "init_method, or fill it by another initializer"
+        )
 
 
 @OPS.implements(*overloads(WRITING_LISTS))
