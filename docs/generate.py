@@ -138,7 +138,9 @@ q.copy_(y)                                   # quantizes values, or takes over b
 
 Ordinary code runs on parameters: a norm in a log line, an average of weights in high precision, `model.bfloat16()`
 (which changes the nominal dtype only), the initializers of `torch.nn.init` but for `eye_`, `sparse_` and, before torch
-2.13 and without `preserve_high_precision_init_val`, `trunc_normal_`. Assigning to `.data` quantizes; of a
+2.13 and without `preserve_high_precision_init_val`, `trunc_normal_`. While values before quantization are kept,
+`<`, `>` and `torch.where` see them where gradients are off, as initializers have to; all other ops see what is stored.
+Assigning to `.data` quantizes; of a
 sharded parameter it changes nothing, as of any DTensor: load the values. An optimizer that knows nothing of
 quantization refuses to step: each update would be rounded to a code; [optimizers.md](optimizers.md) has those that
 keep masters.

@@ -116,9 +116,11 @@ def _choose(model: nn.Module, plan: Mapping[str, Recipe | None]) -> dict[str, Re
     users: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         users.setdefault(id(param), []).append(name)
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()) and any(chosen.values()):
+    wrapped = tuple(f"{n}." if n else "" for n, m in model.named_modules() if isinstance(m, DistributedDataParallel))
+    bad = next((name for name, recipe in chosen.items() if recipe is not None and name.startswith(wrapped)), None)
+    if bad is not None:
         raise ValueError(
-            "the model is in DistributedDataParallel already, which would reduce gradients of parameters that are no "
+            f"{bad} is in DistributedDataParallel already, which would reduce the gradient of a parameter that is no "
             "longer there; convert the model before wrapping it"
         )
     for name, recipe in chosen.items():

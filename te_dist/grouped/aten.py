@@ -16,13 +16,14 @@ from te_dist.tensor import OPS as OF_MATRICES
 from te_dist.tensor import QuantizedTensor, aten_values, rectangles
 from te_dist.tensor.filling import fill
 from te_dist.tensor.parts import check_writable, is_same_part, note, note_alike
+from te_dist.tensor.quantized_tensor import mode_of
 
 aten = torch.ops.aten
 
 # Handlers that work on a storage as a whole, whatever it holds.
 OPS.adopt(
     OF_MATRICES,
-    *(aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default),
+    *(aten.detach.default, aten.detach_.default, aten.alias.default, aten.view.default, aten._unsafe_view.default),
     *(aten._reshape_alias.default, aten.as_strided.default, aten.clone.default, aten._pin_memory.default),
     *(aten._to_copy.default, aten.record_stream.default, aten.is_pinned.default),
     *(aten.expand.default, aten.narrow.default, aten.chunk.default, *aten_values.overloads(aten_values.READING)),
@@ -45,7 +46,8 @@ def _select(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     """One member, as a view."""
     tensor, dim, index = args
     _check_members(tensor, "select", dim)
-    return QuantizedTensor(tensor.storage.view(index))
+    with mode_of(tensor):
+        return QuantizedTensor(tensor.storage.view(index))
 
 
 def _check_members(tensor: GroupedTensor, op: str, dim: int) -> None:

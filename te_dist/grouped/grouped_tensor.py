@@ -79,7 +79,8 @@ class GroupedTensor(QuantizedTensor):
     @property
     def members(self) -> tuple[QuantizedTensor, ...]:
         """Each matrix as a tensor around views of the buffers: what is written into one is written into the group."""
-        return tuple(QuantizedTensor(self.storage.view(index)) for index in range(self.num_members))
+        with mode_of(self):
+            return tuple([QuantizedTensor(self.storage.view(index)) for index in range(self.num_members)])
 
     split_into_quantized_tensors = members.fget  # under the name that TransformerEngine has for it
 

@@ -22,6 +22,12 @@ from te_dist.tensor.storage import QuantizedStorage, empty
 aten = torch.ops.aten
 
 
+@OPS.implements(aten.detach_.default)
+def _itself(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    """The tensor, which has no graph here."""
+    return args[0]
+
+
 @OPS.implements(aten.detach.default, aten.alias.default)
 def _alias(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     """Another view of the same storage."""
@@ -112,7 +118,9 @@ def _empty_like(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     storage = empty(old.format, old.region, dtype=dtype, device=device, fields=old.fields)
     storage.cut, storage.cut_dims = old.cut, old.cut_dims
     note_alike(storage, old)
-    return tensor.like(storage, tensor.shape)
+    out = tensor.like(storage, tensor.shape)
+    out.keep_initial |= old.is_of_kept_group
+    return out
 
 
 @OPS.implements(aten.new_zeros.default, aten.new_empty.default)

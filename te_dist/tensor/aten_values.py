@@ -2,9 +2,9 @@
 
 *Reading* ops dequantize what they are given and return plain tensors: they exist so that ordinary code (a norm in a
 log line, an average of weights that is kept in high precision) runs. *Comparing* ops see what was quantized, where that
-is kept: initializers draw again what lies outside of bounds. *Fresh* ops make plain tensors of the nominal
-shape. *Writing* ops compute in high precision and quantize the result back. *Averaging* ops write into plain tensors
-only. Products of matrices are in no list: they belong to the modules.
+is kept and gradients are off: initializers draw again what lies outside of bounds. *Fresh* ops make plain tensors of
+the nominal shape. *Writing* ops compute in high precision and quantize the result back. *Averaging* ops write into
+plain tensors only. Products of matrices are in no list: they belong to the modules.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ zeros_like.default
 
 WRITING = """
 add_.Scalar add_.Tensor addcdiv_.default addcmul_.default bernoulli_.float clamp_.default clamp_max_.default
-clamp_min_.default div_.Scalar div_.Tensor exponential_.default fill_.Scalar fill_.Tensor masked_fill_.Scalar
-masked_fill_.Tensor mul_.Scalar mul_.Tensor nan_to_num_.default neg_.default normal_.default sqrt_.default sub_.Scalar
-sub_.Tensor trunc_.default uniform_.default zero_.default
+clamp_min_.default div_.Scalar div_.Tensor exponential_.default fill_.Scalar fill_.Tensor log_.default
+masked_fill_.Scalar masked_fill_.Tensor mul_.Scalar mul_.Tensor nan_to_num_.default neg_.default normal_.default
+pow_.Scalar sqrt_.default sub_.Scalar sub_.Tensor trunc_.default uniform_.default zero_.default
 """.split()  # noqa: SIM905
 
 WRITING_LISTS = """
@@ -97,9 +97,12 @@ def _plain(tree: Any) -> Any:
 
 
 def _drawn(tree: Any) -> Any:
-    return tree_map_only(
-        QuantizedTensor, lambda each: each.dequantize() if _kept(each) is None else written(each), tree
-    )
+    return _plain(tree) if torch.is_grad_enabled() else tree_map_only(QuantizedTensor, _drawn_of, tree)
+
+
+def _drawn_of(tensor: QuantizedTensor) -> Tensor:
+    is_kept = _kept(tensor) is not None or tensor.storage.is_of_kept_group
+    return written(tensor).to(tensor.dtype) if is_kept else tensor.dequantize()
 
 
 @OPS.implements(*(op for op in overloads(READING) if op is not aten.cat.default))
@@ -110,7 +113,7 @@ def _read(func: Any, args: Any, kwargs: Any) -> Any:
 
 @OPS.implements(*overloads(COMPARING))
 def _compare(func: Any, args: Any, kwargs: Any) -> Any:
-    """On the values that were quantized, where these are kept, or else the dequantized ones; the result is plain."""
+    """On the values that were quantized, where these are kept and gradients off, or else the dequantized ones."""
     return func(*_drawn(args), **_drawn(kwargs))
 
 

@@ -226,6 +226,11 @@ class QuantizedStorage:
         self.num_writes += 1
         self.unsettled = values(matrix).clone() if amaxes is None and self.may_share_scales() else None
 
+    @property
+    def is_of_kept_group(self) -> bool:
+        """Whether this is a member of a group that keeps what was quantized."""
+        return self.owner is not None and self.owner.initial is not None
+
     def note_initial(self, values: Tensor) -> None:
         """Keeps a copy of the values that were quantized, see `initial`; of values on meta there is none.
 

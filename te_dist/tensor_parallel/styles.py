@@ -210,12 +210,13 @@ class GatherInput(ParallelStyle):
                 "a layer, as query, by whose input quantizer the input is gathered"
             )
         _site_of(layer, type(self).__name__)
+        vars(module)["gathers_like"] = layer  # which may be wrapped later; copies of the module have copies of it
         module.register_forward_pre_hook(lambda module, args: (self._input(module, args[0], device_mesh), *args[1:]))
         return module
 
-    def _input(self, module: nn.Module, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    def _input(self, module: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
         local, size = _local(x, mesh, self.input_layouts)
-        layer: Any = module.get_submodule(self.like)
+        layer = module.gathers_like
         site = getattr(layer, SITE)
         if plan := site.plan(local, layer.weight):
             cut = _cut(local, mesh, self.input_layouts.dim, size)
@@ -250,7 +251,8 @@ def sum_gradients(module: nn.Module, names: list[str], mesh: DeviceMesh) -> None
         vars(module).setdefault("replaced", []).append(held)
 
     def put_back(module: Any, args: Any, out: Any) -> None:
-        module._parameters.update(module.replaced.pop())
+        if held := vars(module).get("replaced"):  # else another hook raised before
+            module._parameters.update(held.pop())
 
     module.register_forward_pre_hook(replace)
     module.register_forward_hook(put_back, always_call=True)

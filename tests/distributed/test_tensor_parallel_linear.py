@@ -25,7 +25,15 @@ from te_dist.recipe import (
     Recipe,
 )
 from te_dist.tensor import QuantizedTensor
-from te_dist.tensor_parallel import ColumnParallel, RowParallel, gather, gather_values, reduce_scatter, replicate
+from te_dist.tensor_parallel import (
+    ColumnParallel,
+    GatherInput,
+    RowParallel,
+    gather,
+    gather_values,
+    reduce_scatter,
+    replicate,
+)
 from te_dist.testing import assert_bitwise
 from tests.distributed.test_tensor_parallel import assert_near, normal, whole
 
@@ -135,6 +143,45 @@ def check_copies(rank: int, world: int) -> None:
 
 def test_copies_of_a_parallel_block_compute_what_it_does(ranks) -> None:
     ranks(2).run(check_copies)
+
+
+class Wrapped(nn.Module):
+    """A layer in another module, which is in its place."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Pair(nn.Module):
+    """Two layers that take one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (te.Linear(WIDTH, WIDTH, device=testing.device()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) + self.second(x)
+
+
+def check_wrapped(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    styles = {"": GatherInput("first"), "first": ColumnParallel(), "second": ColumnParallel()}
+    pair, x = Pair(), part(normal(BATCH, SEQUENCE, WIDTH, seed=1), 1, rank, world)
+    for name, style in styles.items():
+        parallelize_module(pair.get_submodule(name), testing.mesh((world,), ("tp",)), style)
+    with te.autocast(recipe=RECIPES["current"]):
+        want = pair(x)
+        pair.first = Wrapped(pair.first)
+        assert_bitwise(copy.deepcopy(pair)(x), want, "of a copy of what is wrapped")
+        assert_bitwise(pair(x), want, "of what is wrapped")
+
+
+def test_layers_that_say_how_to_gather_can_be_wrapped_later(ranks) -> None:
+    ranks(2).run(check_wrapped)
 
 
 def check_no_rows(rank: int, world: int, shape: tuple[int, ...]) -> None:

@@ -79,3 +79,15 @@ def test_the_direction_that_backward_reads_can_be_freed() -> None:
     weight.update_usage(columnwise_usage=False)
     assert 2 * sum(buffer.nbytes for buffer in weight.storage.buffers.values()) == stored
     assert_bitwise(evaluated(model, tokens(), made_by), want, "output")
+
+
+def test_members_of_grouped_weights_are_read_and_written_in_inference_mode() -> None:
+    with te.quantized_model_init(recipe=recipe.Float8BlockScaling()):
+        module = te.GroupedLinear(3, 64, 96, single_grouped_weight=True)
+    want = [float(member.norm()) for member in module.weight.detach()]
+    with torch.inference_mode():
+        assert [float(member.norm()) for member in module.weight] == want
+        module.weight[1].mul_(2.0)
+        assert float(module.weight[1].norm()) == 2 * want[1]
+    module(torch.ones(6, 64), [1, 2, 3]).sum().backward()
+    assert module.weight.grad is not None

@@ -207,6 +207,7 @@ def test_values_before_quantization_are_kept_on_demand() -> None:
         lambda weight: weight.data.mul_(0.125).clamp_(-0.01, 0.01),
         lambda weight: weight.data.mul_(300.0),
         lambda weight: nn.init.trunc_normal_(weight, std=0.02, a=-0.03, b=0.04),
+        lambda weight: nn.init.trunc_normal_(weight, std=1.0, a=-0.1, b=0.1),  # of few that are drawn
         lambda weight: weight.data.uniform_(-0.95, 0.9).erfinv_().mul_(0.02).clamp_(-0.03, 0.04),  # torch 2.11's
         lambda weight: torch._foreach_mul_([weight.data], 0.3),
         lambda weight: torch._foreach_copy_([weight.data], [torch.ones(96, 64)]),
@@ -239,6 +240,18 @@ def test_what_fills_a_weight_without_values_is_kept() -> None:
     assert_bitwise(module.weight.get_high_precision_init_val(), want, "what was quantized")
 
 
+def test_comparisons_have_the_dtype_of_the_weight() -> None:
+    with te.quantized_model_init(recipe=recipe.Float8BlockScaling(), preserve_high_precision_init_val=True):
+        weight = te.Linear(64, 96).bfloat16().weight  # what is kept is fp32
+    plain = weight.dequantize()
+    assert torch.where(weight > 0, weight, 0.0).dtype == torch.bfloat16
+    assert_bitwise(
+        torch.where(weight > 0, weight, 0.0), torch.where(plain > 0, plain, 0.0), "with gradients: what is multiplied"
+    )
+    with torch.no_grad():
+        assert torch.where(weight > 0, weight, 0.0).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("single", [False, True])
 def test_truncated_normals_of_experts_are_those_of_plain_weights(single: bool) -> None:
     with te.quantized_model_init(recipe=recipe.Float8BlockScaling(), preserve_high_precision_init_val=True):
@@ -250,6 +263,11 @@ def test_truncated_normals_of_experts_are_those_of_plain_weights(single: bool) -
             nn.init.trunc_normal_(each, std=0.02, a=-0.03, b=0.04)
             each.data.erfinv_()
         assert_bitwise(weight.get_high_precision_init_val(), both[1], name)
+        for each in both if single else ():  # matrix by matrix
+            torch.manual_seed(1)
+            for member in each:
+                nn.init.trunc_normal_(member, std=0.02, a=-0.03, b=0.04)
+        assert_bitwise(weight.get_high_precision_init_val(), both[1], f"members of {name}")
 
 
 def test_a_parameter_holds_what_cannot_be_derived() -> None:

@@ -125,6 +125,9 @@ def convert_wrapped(rank: int, world: int) -> None:
             te.convert(its, {names: recipe.Float8BlockScaling()})
     te.convert(model, {"module.*": None})  # parameters are the same
     assert type(model.module[0]) is te.Linear
+    beside = nn.ModuleDict({"wrapped": model, "other": nn.Linear(WIDTH, WIDTH)})
+    te.convert(beside, {"other": recipe.Float8BlockScaling()})
+    assert type(beside["other"]) is te.Linear
 
 
 def test_what_is_wrapped_already_is_not_converted(ranks: Ranks) -> None:
