@@ -126,6 +126,7 @@ class Step:
             self.graph.replay()
 
     def _capture(self) -> None:
+        torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(_WARM_PASSES):
                 self.eager()
