@@ -43,6 +43,13 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
+def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(world * n, ...): of every rank's `x` (world * n, ...) the part that is this rank's, one after the other."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    communicate(partial(dist.all_to_all_single, group=group), out, x.contiguous())
+    return out
+
+
 def maximum_(x: Tensor, group: dist.ProcessGroup | None) -> None:
     """Replaces `x` by its maximum over the ranks of a group, None for the default one."""
     communicate(partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=group), x)

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from te_dist.kernels.tape import communicate
-from te_dist.nn.moe.dispatch import AllToAllDispatcher, Arrived, Numbers, nothing, refuse_graphs, rounded
+from te_dist.nn.moe.dispatch import AllToAllDispatcher, Arrived, Numbers, is_captured, nothing, refuse_graphs, rounded
 from te_dist.nn.moe.exchange import values_of_copies
 from te_dist.nn.moe.payload import Route, check_rows, send
 from te_dist.nn.moe.permutation import Permutation, sort_by_expert
@@ -55,9 +54,7 @@ class Gathering:
 
     def send_back(self, rows: Tensor) -> Tensor:
         """(P T, ...) of (P T, ...): what each rank has for the tokens of this one. Collective."""
-        out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-        communicate(partial(dist.all_to_all_single, group=self.group), out, rows.contiguous())
-        return out
+        return collectives.all_to_all(rows, self.group)
 
 
 class BatchDispatcher(AllToAllDispatcher):
@@ -113,7 +110,7 @@ class BatchDispatcher(AllToAllDispatcher):
     def _check_tokens(self, experts: Tensor) -> None:
         """Raises ValueError, on every rank alike, where a number of tokens that is new here is not all ranks'."""
         tokens = len(experts)
-        if tokens in self._known_tokens or (experts.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if tokens in self._known_tokens or is_captured(experts):
             return
         counts = collectives.all_gather(torch.tensor([tokens], device=experts.device), self.group).tolist()
         self.num_host_syncs += 1

@@ -18,7 +18,6 @@ token is zero, and their number is returned.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,12 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from te_dist.kernels.tape import Tapes, communicate
+from te_dist.kernels.tape import Tapes
 from te_dist.nn.moe.exchange import Carrier, Exchange, bring_back, send_values
 from te_dist.nn.moe.payload import Route, check_rows, send
 from te_dist.nn.moe.permutation import Permutation, permute_probabilities, sort_by_expert
 from te_dist.nn.moe.router import Routed
 from te_dist.quantizers import Quantizer
+from te_dist.tensor import collectives
 
 _tapes = Tapes(max_tapes=1024)
 
@@ -256,14 +256,17 @@ class AllToAllDispatcher:
 
     def _swap_counts(self, counts: Tensor) -> Tensor:
         """int64 (P, L): rows that come from each rank for each expert here, of rows that go to each expert, (E,)."""
-        out = torch.empty_like(counts)
-        communicate(partial(dist.all_to_all_single, group=self.group), out, counts)
-        return out.view(self.num_ranks, self.num_local_experts)
+        return collectives.all_to_all(counts, self.group).view(self.num_ranks, self.num_local_experts)
+
+
+def is_captured(tensor: Tensor) -> bool:
+    """Whether what is done to a tensor now goes into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_graphs(experts: Tensor) -> None:
     """Raises RuntimeError where a CUDA graph is being captured."""
-    if experts.is_cuda and torch.cuda.is_current_stream_capturing():
+    if is_captured(experts):
         raise RuntimeError(
             "expert parallelism without a capacity copies sizes to the host, which a CUDA graph cannot hold; choose a "
             "capacity"

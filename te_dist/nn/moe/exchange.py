@@ -76,11 +76,8 @@ class Exchange:
         return self.sent is None
 
     def take(self, x: Tensor, index: Tensor) -> Tensor:
-        """(num_received, ...): rows of `x`, nobody's rows zero. Collective."""
-        return self.send(chosen_rows(x, index))
-
-    def send(self, rows: Tensor) -> Tensor:
-        """(num_received, ...) of (num_sent, ...), nobody's rows zero. Collective."""
+        """(num_received, ...): the rows `index` (num_sent,) of `x`, nobody's rows zero. Collective."""
+        rows = _chosen_rows(x, index)
         out = rows.new_empty(self.num_received, *rows.shape[1:])
         arriving = self._of_ranks(out, self.received)
         if len(arriving) < len(out):
@@ -107,7 +104,7 @@ class Exchange:
         communicate(partial(dist.all_to_all_single, group=self.group, **sizes), out, rows.contiguous())
 
 
-def chosen_rows(x: Tensor, index: Tensor) -> Tensor:
+def _chosen_rows(x: Tensor, index: Tensor) -> Tensor:
     """Rows of `x`; slots that stay empty ask for the first one, which a rank without rows does not have."""
     return x.index_select(0, index) if x.shape[0] else x.new_zeros(index.shape[0], *x.shape[1:])
 
@@ -160,8 +157,8 @@ def _brought_back(rows: Tensor, positions: Tensor, by: Carrier) -> Tensor:
     return gather_sum(by.send_back(rows), positions)
 
 
-def _gradients_back(grad: Tensor, positions: Tensor, by: Carrier) -> Tensor:
-    """See [Note: Gradients of experts over ranks]."""
+def gradients_back(grad: Tensor, positions: Tensor, by: Carrier) -> Tensor:
+    """Of rows of this rank, of those of their copies `grad`. See [Note: Gradients of experts over ranks]."""
     return _brought_back(grad, positions, by) * by.num_ranks
 
 
@@ -176,7 +173,7 @@ class _SendRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         given = grad, *ctx.saved_tensors
-        return _repeated("rows", ctx.by, given, lambda: _gradients_back(*given, ctx.by)), None, None, None
+        return _repeated("rows", ctx.by, given, lambda: gradients_back(*given, ctx.by)), None, None, None
 
 
 class _SendValues(torch.autograd.Function):
@@ -211,7 +208,7 @@ class _ValuesOfCopies(torch.autograd.Function):
 
 def _values_back(grad: Tensor, positions: Tensor, own_positions: Tensor, by: Carrier) -> Tensor:
     """Zeros come from where a copy is not."""
-    return _gradients_back(taken(grad, positions), own_positions, by)
+    return gradients_back(taken(grad, positions), own_positions, by)
 
 
 class _BringBack(torch.autograd.Function):

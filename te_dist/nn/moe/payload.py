@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from te_dist.formats import Direction, Encoding, Field, Region, geometry
-from te_dist.nn.moe.exchange import Carrier, send_rows
+from te_dist.nn.moe.exchange import Carrier, gradients_back, send_rows
 from te_dist.nn.moe.permutation import Permutation, gather_sum
 from te_dist.nn.once import once_differentiable
 from te_dist.quantizers import Quantizer
@@ -84,9 +84,7 @@ class _SendQuantized(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         outgoing, incoming = ctx.saved_tensors
-        copies = ctx.by.send_back(gather_sum(grad, incoming))
-        # See [Note: Gradients of experts over ranks].
-        return gather_sum(copies, outgoing) * ctx.by.num_ranks, None, None, None
+        return gradients_back(gather_sum(grad, incoming), outgoing, ctx.by), None, None, None
 
 
 def _rows(field: Field, here: QuantizedStorage) -> Tensor:

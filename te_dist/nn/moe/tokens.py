@@ -14,20 +14,19 @@ added, so that results are not, to the bit, those of other numbers of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from te_dist.kernels.tape import communicate
 from te_dist.nn.moe.dispatch import AllToAllDispatcher, Arrived, Numbers, nothing, refuse_graphs, rounded
 from te_dist.nn.moe.exchange import Exchange, values_of_copies
 from te_dist.nn.moe.payload import Route, check_rows, send
 from te_dist.nn.moe.permutation import Permutation, sort_by_expert
 from te_dist.nn.moe.router import Routed
 from te_dist.quantizers import Quantizer
+from te_dist.tensor import collectives
 
 
 class TokenDispatcher(AllToAllDispatcher):
@@ -93,8 +92,7 @@ class TokenDispatcher(AllToAllDispatcher):
         outgoing = sort_by_expert(goes.scatter_(1, owners, owners), self.num_ranks, first=0)
         copies = torch.zeros_like(outgoing.counts).scatter_add_(0, owners.flatten(), torch.ones_like(owners.flatten()))
         leaving = torch.stack((outgoing.counts, copies), dim=1)
-        arriving = torch.empty_like(leaving)
-        communicate(partial(dist.all_to_all_single, group=self.group), arriving, leaving)
+        arriving = collectives.all_to_all(leaving, self.group)
         return torch.cat((leaving[:, :1], arriving), dim=1).T, *outgoing
 
     def _choices(self, routed: Routed, outgoing: Permutation, by: Exchange) -> tuple[Tensor, Permutation]:
