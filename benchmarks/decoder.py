@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import te_dist as te
+from benchmarks.plain_moe import PlainExpertParallel, PlainMoE
 from te_dist.nn import LayerNormLinear, LayerNormMLP, MoE, Routing
 
 Rotary = tuple[Tensor, Tensor]  # cosines and signed sines, (S, 1, D) each
@@ -73,35 +75,6 @@ class PlainMLP(nn.Module):
         return self.second(F.silu(gate) * up)
 
 
-class PlainMoE(nn.Module):
-    """Experts in torch: the router in bf16, tokens sorted by expert, `grouped_mm`, and sums of what was made."""
-
-    def __init__(self, hidden: int, ffn: int, experts: int, top_k: int) -> None:
-        super().__init__()
-        self.top_k = top_k
-        self.router = nn.Parameter(torch.randn(experts, hidden) * 0.02)
-        self.first = nn.Parameter(torch.randn(experts, 2 * ffn, hidden) * 0.02)
-        self.second = nn.Parameter(torch.randn(experts, hidden, ffn) * 0.02)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., hidden)."""
-        tokens = x.flatten(0, -2)
-        chosen, order, counts = self.routed(tokens)
-        ends, sources = counts.cumsum(0).int(), order // self.top_k
-        gate, up = F.grouped_mm(tokens[sources], self.first.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-        hidden = F.silu(gate) * up * chosen.flatten()[order, None].to(x.dtype)
-        made = F.grouped_mm(hidden, self.second.transpose(1, 2), offs=ends)
-        return torch.zeros_like(tokens).index_add(0, sources, made).view_as(x)
-
-    def routed(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of tokens (T, hidden) the weights of choices, f32 (T, k); (T k,), choices sorted by expert; rows of each."""
-        scores = F.linear(tokens, self.router).float().softmax(-1)
-        chosen, experts = scores.topk(self.top_k, dim=-1)
-        counts = torch.zeros(scores.shape[1], dtype=torch.int32, device=tokens.device)
-        counts.index_add_(0, experts.flatten(), torch.ones_like(experts.flatten(), dtype=torch.int32))
-        return chosen / chosen.sum(-1, keepdim=True), experts.flatten().argsort(stable=True), counts
-
-
 @contextmanager
 def in_bf16() -> Iterator[None]:
     """A block in which parameters are made in bf16."""
@@ -133,10 +106,18 @@ def norm_of(shape: Shape) -> nn.RMSNorm:
     return nn.RMSNorm(shape.hidden, 1e-5)
 
 
+def plain_feed_forward(shape: Shape, group: dist.ProcessGroup | None) -> nn.Module:
+    """In torch, its experts over the ranks of `group`."""
+    if not shape.experts:
+        return PlainMLP(shape.hidden, shape.ffn)
+    sizes = shape.hidden, shape.ffn, shape.experts, shape.top_k
+    return PlainMoE(*sizes) if group is None else PlainExpertParallel(*sizes, group=group)
+
+
 class Block(nn.Module):
     """Attention and a feed-forward part, each behind a norm and beside a residual."""
 
-    def __init__(self, shape: Shape, *, quantized: bool) -> None:
+    def __init__(self, shape: Shape, *, quantized: bool, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.shape = shape
         hidden, ffn = shape.hidden, shape.ffn
@@ -153,9 +134,7 @@ class Block(nn.Module):
         else:
             self.project = nn.Sequential(norm_of(shape), nn.Linear(hidden, shape.projected, bias=False))
             self.out = nn.Linear(shape.attended, hidden, bias=False)
-            experts = shape.experts, shape.top_k
-            plain = PlainMoE(hidden, ffn, *experts) if shape.experts else PlainMLP(hidden, ffn)
-            self.feed_forward = nn.Sequential(norm_of(shape), plain)
+            self.feed_forward = nn.Sequential(norm_of(shape), plain_feed_forward(shape, group))
 
     def forward(self, x: Tensor, table: Rotary) -> Tensor:
         """(B, S, hidden)."""
@@ -173,13 +152,18 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens (B, S) in, the mean loss of the token after each out. Parameters are made in torch's default dtype."""
+    """Tokens (B, S) in, the mean loss of the token after each out. Parameters are made in torch's default dtype.
 
-    def __init__(self, shape: Shape, *, quantized: bool) -> None:
+    Args:
+        group: ranks over which torch's experts are spread; None: each has all. (te_dist's are spread once they are
+            made.)
+    """
+
+    def __init__(self, shape: Shape, *, quantized: bool, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.shape = shape
         self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.blocks = nn.ModuleList(Block(shape, quantized=quantized) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape, quantized=quantized, group=group) for _ in range(shape.layers))
         self.norm = norm_of(shape)
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
 

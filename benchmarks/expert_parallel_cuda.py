@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 4 -m benchmarks.expert_parallel_cuda --out benchmarks/results
 
 Forward and backward of some mixtures behind one another, each rank with tokens of its own and a part of the experts.
-The peer is plain torch: the router, argsort and sums of `benchmarks.decoder.PlainMoE`, rows sent by torch's all-to-all
-with its gradient, `grouped_mm`. Of te_dist: without a recipe, and quantized weights by each; a copy of a token is sent
+The peer is plain torch, `PlainExpertParallel`: a router in bf16, argsort and sums, rows sent by torch's all-to-all with
+its gradient, `grouped_mm`. Of te_dist: without a recipe, and quantized weights by each; a copy of a token is sent
 for each expert, plainly, as codes and scales, or into slots; or the token, once to each rank with experts of it; or the
 batches of all ranks to all, without and with as many slots, and these as one CUDA graph. All run by turns, a few steps
 in a row; times are those of the slowest rank, medians. Bytes are what a rank hands to collectives in a step.
@@ -19,18 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.tensor.parallel import parallelize_module
 
 import te_dist as te
-from benchmarks.decoder import PlainMoE
 from benchmarks.linear_cuda import RECIPES
 from benchmarks.moe_cuda import Shape
+from benchmarks.plain_moe import PlainExpertParallel
 from benchmarks.ranks import all_gpus, publish, step_times
 from benchmarks.report import Report, number, text
 from te_dist.nn.moe import ExpertParallel, MoE, Routing
@@ -63,38 +61,6 @@ class Row:
     sent: float
 
 
-class PlainExpertParallel(PlainMoE):
-    """`PlainMoE` with experts over ranks. Probabilities are multiplied where tokens come back."""
-
-    def __init__(self, shape: Shape, group: dist.ProcessGroup) -> None:
-        _, hidden, ffn, experts, top_k = shape
-        super().__init__(hidden, ffn, experts // group.size(), top_k)
-        self.router = nn.Parameter(torch.randn(experts, hidden) * 0.02)
-        self.group = group
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(T, hidden)."""
-        chosen, order, counts = self.routed(x)
-        arriving = torch.empty_like(counts)
-        dist.all_to_all_single(arriving, counts, group=self.group)
-        by_rank = [each.view(self.group.size(), -1) for each in (counts, arriving)]
-        sent, received = torch.stack([each.sum(1) for each in by_rank]).tolist()
-        sources = order // self.top_k
-        rows = self._exchanged(x[sources], sent, received)
-        experts = torch.arange(self.first.shape[0], device=x.device).repeat(self.group.size())
-        by_expert = experts.repeat_interleave(arriving, output_size=len(rows)).argsort(stable=True)
-        ends = by_rank[1].sum(0).cumsum(0).int()
-        gate, up = F.grouped_mm(rows[by_expert], self.first.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-        made = F.grouped_mm(F.silu(gate) * up, self.second.transpose(1, 2), offs=ends)
-        made = torch.empty_like(made).index_copy(0, by_expert, made)
-        back = self._exchanged(made, received, sent) * chosen.flatten()[order, None].to(x.dtype)
-        return torch.zeros_like(x).index_add(0, sources, back)
-
-    def _exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        out = rows.new_empty(sum(received), rows.shape[1])
-        return all_to_all_single(out, rows, received, sent, group=self.group)
-
-
 class Step:
     """Forward and backward of mixtures behind one another, of torch where `way` is None; `captured`: as one graph."""
 
@@ -109,7 +75,8 @@ class Step:
             options["capacity"] = math.ceil(options["capacity"] * tokens * top_k / mesh.size())
         for _ in range(layers):
             if way is None:
-                self.layers.append(PlainExpertParallel(shape, mesh.get_group()).to("cuda", torch.bfloat16))
+                peer = PlainExpertParallel(hidden, ffn, experts, top_k, group=mesh.get_group())
+                self.layers.append(peer.to("cuda", torch.bfloat16))
                 continue
             with te.quantized_model_init(enabled=self.made_by is not None, recipe=self.made_by):
                 layer = MoE(hidden, ffn, Routing(experts, top_k), params_dtype=torch.bfloat16, device="cuda")

@@ -19,9 +19,9 @@ import tyro
 from torch import nn
 
 import te_dist as te
-from benchmarks.decoder import PlainMoE
 from benchmarks.grouped_linear_cuda import peak_memory
 from benchmarks.linear_cuda import COSTS, RECIPES, issue_time
+from benchmarks.plain_moe import PlainMoE
 from benchmarks.report import Report, number, text
 from benchmarks.shares import shares_of
 from benchmarks.timing import median_times

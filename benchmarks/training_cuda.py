@@ -6,7 +6,9 @@ The peer is plain torch: parameters in fp32 that `fully_shard` casts to bf16, gr
 te_dist's weights are quantized from the start, the masters of `FusedAdam` are fp32. Both run the same norms, rotary
 embedding, attention and loss, on random tokens, and backward in the thread that calls it: a rank has one GPU, and
 nothing to gain from another thread. Step times are those of the slowest rank, medians; memory is the largest of all
-ranks. Bytes are what one step gathers and reduces, as `fsdp2.count_traffic` counts it.
+ranks. Bytes are what one step gathers and reduces, as `fsdp2.count_traffic` counts it. With `--travels`, lines
+follow in which experts lie over all ranks, and FSDP2 gathers the rest: torch's copies travel by an all-to-all
+(`PlainExpertParallel`), te_dist's tokens in each of these ways.
 """
 
 from __future__ import annotations
@@ -14,26 +16,32 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import tyro
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import te_dist as te
-from benchmarks.decoder import LLAMA, QWEN, Decoder, Shape, in_bf16
+from benchmarks.decoder import LLAMA, QWEN, Decoder, in_bf16
 from benchmarks.linear_cuda import RECIPES
+from benchmarks.plain_moe import PlainExpertParallel
 from benchmarks.ranks import all_gpus, over_ranks, publish
 from benchmarks.report import Report, number, text
 from benchmarks.shares import shares_of
 from te_dist import fsdp2, optim, recipe
+from te_dist.nn.moe import ExpertParallel, MoE
+from te_dist.nn.moe.block import Travels
 
 MODELS = {"llama": LLAMA, "qwen_moe": QWEN}
+TORCH_TRAVELS: Travels = "copies"
 WARM_STEPS, STEPS = 4, 15
 # Whatever torch calls fastest here; the same for all.
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
@@ -50,11 +58,13 @@ class Case:
     recipe: str = ""
     compiled: bool = False
     unit: int = 1  # blocks
+    travels: Travels | None = None  # how tokens come to experts that lie over all ranks; None: FSDP2 gathers them
 
     @property
     def label(self) -> str:
         """What the table calls it."""
-        return (self.recipe or "torch bf16") + (", compiled" if self.compiled else "")
+        travels = f", {self.travels} to experts" if self.travels else ""
+        return (self.recipe or "torch bf16") + travels + (", compiled" if self.compiled else "")
 
     @property
     def made_by(self) -> recipe.Recipe | None:
@@ -84,15 +94,15 @@ class Job:
 
     def __init__(self, case: Case, mesh: DeviceMesh) -> None:
         self.case, self.group = case, mesh.get_group()
-        shape, device = MODELS[case.model], torch.device(mesh.device_type)
-        made_by, unit = case.made_by, case.unit
-        self.model = plain(shape, unit, mesh) if made_by is None else quantized(shape, made_by, unit, mesh=mesh)
+        shape, device, made_by = MODELS[case.model], torch.device(mesh.device_type), case.made_by
+        self.model = plain(case, mesh) if made_by is None else quantized(case, made_by, mesh)
         if case.compiled:
             for block in self.model.blocks:
                 block.compile()
-        params = self.model.parameters()
         self.optimizer: torch.optim.Optimizer = (
-            torch.optim.AdamW(params, 1e-4, fused=True) if made_by is None else optim.FusedAdam(params, 1e-4)
+            torch.optim.AdamW(groups_of(self.model), 1e-4, fused=True)
+            if made_by is None
+            else optim.FusedAdam(self.model.parameters(), 1e-4)
         )
         tokens = torch.randint(shape.vocabulary, (case.sequences, case.length + 1), device=device)
         self.inputs, self.targets = tokens[:, :-1], tokens[:, 1:]
@@ -115,21 +125,45 @@ def units_of(model: Decoder, size: int) -> Iterator[list[nn.Module]]:
     yield [model]
 
 
-def plain(shape: Shape, unit: int, mesh: DeviceMesh) -> Decoder:
+def groups_of(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
+    """Parameters of each mesh: torch's optimizers take one in a list."""
+    groups: dict[DeviceMesh, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        groups.setdefault(parameter.device_mesh, []).append(parameter)
+    return [{"params": parameters} for parameters in groups.values()]
+
+
+def expert_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The same ranks, all of which share the experts, and none has those of another."""
+    return init_device_mesh(mesh.device_type, (1, mesh.size()), mesh_dim_names=("edp", "ep"))
+
+
+def plain(case: Case, mesh: DeviceMesh) -> Decoder:
     """The peer."""
+    over = expert_mesh(mesh) if case.travels else None
     with torch.device(mesh.device_type):
-        model = Decoder(shape, quantized=False)
+        model = Decoder(MODELS[case.model], quantized=False, group=None if over is None else over["ep"].get_group())
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for modules in units_of(model, unit):
+    for module in list(model.modules()):
+        if over is not None and isinstance(module, PlainExpertParallel):
+            torch_fully_shard(module.experts, mesh=over["edp"], mp_policy=policy)
+            module.experts.set_gradient_divide_factor(mesh.size())  # of all ranks' tokens, as of the other parameters
+    for modules in units_of(model, case.unit):
         torch_fully_shard(modules, mesh=mesh, mp_policy=policy)
     return model
 
 
-def quantized(shape: Shape, made_by: recipe.Recipe, unit: int, *, mesh: DeviceMesh) -> Decoder:
+def quantized(case: Case, made_by: recipe.Recipe, mesh: DeviceMesh) -> Decoder:
     """te_dist's, made on meta and filled once it is cut."""
     with in_bf16(), te.quantized_model_init(recipe=made_by), torch.device("meta"):
-        model = Decoder(shape, quantized=True)
-    for modules in units_of(model, unit):
+        model = Decoder(MODELS[case.model], quantized=True)
+    over = expert_mesh(mesh) if case.travels else None
+    for module in list(model.modules()):
+        if over is not None and isinstance(module, MoE):
+            parallelize_module(module, over["ep"], ExpertParallel(travels=case.travels))
+            fsdp2.fully_shard(module.experts, mesh=over["edp"])
+    for modules in units_of(model, case.unit):
         fsdp2.fully_shard(modules, mesh=mesh)
     fsdp2.materialize(model, device=mesh.device_type, seed=0)
     te.prepare(model, made_by)
@@ -186,13 +220,19 @@ def rows_of(cases: list[Case], mesh: DeviceMesh, *, parts: list[str] | None) -> 
         torch.compiler.reset()
 
 
-def cases_of(model: str, chosen: tuple[str, ...], *, compiled: bool, unit: int) -> Iterator[Case]:
+def cases_of(
+    model: str, chosen: tuple[str, ...], *, compiled: bool, unit: int, travels: tuple[str, ...]
+) -> Iterator[Case]:
     """The peer and each recipe: of many tokens, then of few, where communication and the CPU count."""
     for sequences, length in {"llama": ((1, 8192), (1, 2048)), "qwen_moe": ((4, 4096), (1, 4096))}[model]:
         for name in ("", *chosen):
-            yield Case(model, sequences, length, name, unit=unit)
+            case = Case(model, sequences, length, name, unit=unit)
+            yield case
             if compiled:
-                yield Case(model, sequences, length, name, compiled=True, unit=unit)
+                yield replace(case, compiled=True)
+        for name in ("", *chosen) if MODELS[model].experts else ():
+            for way in travels if name else travels and (TORCH_TRAVELS,):
+                yield Case(model, sequences, length, name, unit=unit, travels=way)
 
 
 def report_on(model: str) -> Report:
@@ -226,16 +266,18 @@ def main(  # noqa: PLR0913  (options of a command)
     compiled: bool = False,
     shares: bool = False,
     unit: int = 1,
+    travels: tuple[Travels, ...] = (),
 ) -> None:
     """Prints a table for each model, of sequences of some `lengths` or of all; writes them as Markdown and JSON.
 
-    `unit`: how many blocks are wrapped, and so gathered, as one; of all lines.
+    `unit`: how many blocks are wrapped, and so gathered, as one; of all lines. `travels`: ways to experts that lie over
+    all ranks, a line more for each recipe.
     """
     with sdpa_kernel(BACKENDS, set_priority=True), all_gpus("dp") as mesh:
         torch.manual_seed(mesh.get_rank())
         for model in models:
             parts: list[str] = []
-            every = cases_of(model, recipes, compiled=compiled, unit=unit)
+            every = cases_of(model, recipes, compiled=compiled, unit=unit, travels=travels)
             cases = [case for case in every if not lengths or case.length in lengths]
             rows = rows_of(cases, mesh, parts=parts if shares else None)
             publish(report_on(model), rows, out, mesh=mesh, end=parts)
