@@ -20,6 +20,7 @@ from te_dist.fsdp2.ahead import Shards, prepare_kernels
 from te_dist.fsdp2.check import check_first_passes, check_quantized
 from te_dist.fsdp2.footprint import parameters_between_steps
 from te_dist.fsdp2.loading import watch
+from te_dist.fsdp2.one_rank import left_alone, refuse_settings
 from te_dist.fsdp2.parameter import GroupedParameter, ShardedParameter, Wrap
 from te_dist.grouped import GroupCut
 from te_dist.scaling.agreement import settle_parts
@@ -41,6 +42,8 @@ def fully_shard(
     """torch's `fully_shard`; quantized parameters are gathered in their format, with the fewest bytes each pass needs.
 
     On GPUs it compiles first what the module launches, so that no rank waits in a collective for another's compiler.
+
+    Over one rank, parameters that another parallelism has cut stay as they are (see [Note: Units of one rank]).
 
     Args:
         module: as in torch, or a list of modules that make one unit; parameters that an inner `fully_shard` took are
@@ -92,10 +95,22 @@ def fully_shard(
         policy = kwargs.get("mp_policy")
         for each in modules:
             prepare_kernels(each, shards=shards, dtype=None if policy is None else policy.param_dtype)
+    left = left_alone((param for _, param in given if results[id(param)] is None), mesh, kwargs)
+    if left:
+        kwargs["ignored_params"] = {*(kwargs.get("ignored_params") or ()), *left}
+        ignored |= {id(param) for param in left}
     torch_fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **kwargs)
+    if left:
+        refuse_settings(modules)
     for name, param, unit in owned:
-        note_exchanged(param, f"{name} of {unit}", _BY)
-    wrap = Wrap(weakref.ref(modules[0]), recompute)
+        if id(param) not in ignored:
+            note_exchanged(param, f"{name} of {unit}", _BY)
+    _watch(modules, Wrap(weakref.ref(modules[0]), recompute), ignored)
+    return module  # type: ignore[return-value]
+
+
+def _watch(modules: list[nn.Module], wrap: Wrap, ignored: Set[int]) -> None:
+    """Tells parameters of a unit, all but those `ignored`, how they were wrapped, and has its first passes checked."""
     for each in modules:
         for _, param in _own_quantized(each):
             if id(param) not in ignored:
@@ -104,7 +119,6 @@ def fully_shard(
             watch(owner)
         check_first_passes(each)
     _torch_private.gather_end_to_end(modules[0], GroupedParameter)
-    return module  # type: ignore[return-value]
 
 
 def settle(model: nn.Module) -> None:

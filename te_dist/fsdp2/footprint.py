@@ -96,7 +96,7 @@ class Unit:
 
     Attributes:
         name: of the module; empty for the root.
-        parameters: its own.
+        parameters: its own; those that it does not gather last.
         inner: units inside, in the order of their modules.
         is_root: whether it is a unit and in no other one.
         is_kept: whether its parameters stay gathered after forward.
@@ -149,15 +149,17 @@ def _unit(module: nn.Module, names: dict[nn.Module, str], *, inside: bool) -> Un
     is_unit = isinstance(module, FSDPModule)
     inner = tuple(_unit(each, names, inside=is_unit) for each in _inner_units(module))
     name = names[module]
+    taken = {each.name for unit in inner for found in unit.flat() for each in found.parameters}
     if not is_unit:
-        taken = {each.name for unit in inner for found in unit.flat() for each in found.parameters}
         whole = [(n, p) for n, p in module.named_parameters(prefix=name) if n not in taken]
         return Unit(name, tuple(_unmanaged(n, p) for n, p in whole), inner)
     managed = _torch_private.managed_parameters(module, inside=inside)
+    parameters = [_footprint(each, dotted(names[each.module], each.name), inside=inside) for each in managed]
+    taken |= {each.name for each in parameters}
     forward, backward = _torch_private.prefetched_units(module)
     return Unit(
         name,
-        tuple(_footprint(each, dotted(names[each.module], each.name), inside=inside) for each in managed),
+        (*parameters, *(_unmanaged(n, p) for n, p in module.named_parameters(prefix=name) if n not in taken)),
         inner,
         is_root=not inside,
         is_kept=any(each.is_kept for each in managed),

@@ -97,8 +97,9 @@ class _Run:
         self._deferred: list[int] = []  # the buffer that shards arrived in, of the last gather of a forward pass
         self.now = self.most = 0
         for unit in model.flat():
-            numbers = dict.fromkeys(each.group for each in unit.parameters if each.buffers)
-            groups = [[each for each in unit.parameters if each.group == number] for number in numbers]
+            gathered = [each for each in unit.parameters if each.buffers]
+            numbers = dict.fromkeys(each.group for each in gathered)
+            groups = [[each for each in gathered if each.group == number] for number in numbers]
             self._gathers[unit.name] = [_Gather(unit, group) for group in groups]
             self._take(size for each in unit.parameters for size in each.stored)
 
