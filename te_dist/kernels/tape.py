@@ -45,11 +45,31 @@ _MAX_TAPES = 64  # of an owner that says nothing else
 _LATEST, _JUDGED = 32, 16
 _RARELY = 8  # calls before a recording where the latest were in vain
 PLAIN = (Tensor, torch.nn.Parameter)  # classes of tensors that are recorded
-_QUICK = {  # the same without a look-up of overloads
+
+
+def _slice(x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
+    """As `aten::slice`."""
+    return x[(*(slice(None),) * (dim % x.dim()), slice(start, end, step))]
+
+
+# The same without a look-up of overloads, which takes several times as long.
+_VIEWS = {
+    torch.ops.aten._unsafe_view.default: Tensor.view,
+    torch.ops.aten.select.int: Tensor.select,
+    torch.ops.aten.slice.Tensor: _slice,
     torch.ops.aten.t.default: Tensor.t,
     torch.ops.aten.view.default: Tensor.view,
     torch.ops.aten.view.dtype: Tensor.view,
-    torch.ops.aten.select.int: Tensor.select,
+}
+_QUICK = _VIEWS | {
+    torch.ops.aten.arange.default: torch.arange,
+    torch.ops.aten.cat.default: torch.cat,
+    torch.ops.aten.clone.default: torch.clone,
+    torch.ops.aten.copy_.default: Tensor.copy_,
+    torch.ops.aten.div.Tensor: torch.div,
+    torch.ops.aten.mul.Tensor: torch.mul,
+    torch.ops.aten.split_with_sizes.default: torch.split_with_sizes,
+    torch.ops.aten.zero_.default: Tensor.zero_,
 }
 _EMPTY = torch.ops.aten.empty.memory_format
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # without autograd, their argument itself
@@ -193,7 +213,7 @@ class _Call(NamedTuple):
 
 
 class _View(NamedTuple):
-    """A call of an op in `_QUICK` of one tensor, which autocast has nothing to do with."""
+    """A call of an op in `_VIEWS`, which autocast has nothing to do with."""
 
     op: Any
     source: int
@@ -429,7 +449,7 @@ def _together(
 
 def _as_view(call: _Call) -> _Call | _View:
     """The same call, as what takes less time where it is that."""
-    if call.op not in _QUICK.values() or call.kwargs or _slots_in(call.args[1:]) or len(call.outputs) != 1:
+    if call.op not in _VIEWS.values() or call.kwargs or _slots_in(call.args[1:]) or len(call.outputs) != 1:
         return call
     source, *rest = call.args
     return _View(call.op, source.index, tuple(rest), call.outputs[0])
