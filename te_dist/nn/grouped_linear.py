@@ -23,7 +23,7 @@ from te_dist.nn.grouped_site import PLAIN, GroupedSite
 from te_dist.nn.grouped_weights import apart, packed
 from te_dist.nn.left_gradients import LeftGradients
 from te_dist.nn.module import QuantizedModule, weight_of
-from te_dist.nn.options import read
+from te_dist.nn.options import read, spells_out
 from te_dist.nn.site import autocast_of_torch, without_values
 from te_dist.tensor import placement
 
@@ -45,6 +45,7 @@ class GroupedLinear(QuantizedModule):
         bias_names: of those that hold the biases; none without a bias.
     """
 
+    @spells_out(GroupedLinearOptions)
     def __init__(
         self,
         num_gemms: int,

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 from torch import Tensor, nn
 
 from te_dist.nn.norms import NormedModule
-from te_dist.nn.options import LayerNormLinearOptions, read
+from te_dist.nn.options import LayerNormLinearOptions, read, spells_out
 from te_dist.nn.site import LinearSite
 
 
@@ -22,6 +22,7 @@ class LayerNormLinear(NormedModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    @spells_out(LayerNormLinearOptions)
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool = True, **options: Unpack[LayerNormLinearOptions]
     ) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from te_dist.nn import activations
 from te_dist.nn.gated import in_turn
 from te_dist.nn.norms import NormedModule
-from te_dist.nn.options import LayerNormMLPOptions, read
+from te_dist.nn.options import LayerNormMLPOptions, read, spells_out
 from te_dist.nn.site import LinearSite
 
 
@@ -31,6 +31,7 @@ class LayerNormMLP(NormedModule):
     fc2_weight: nn.Parameter
     fc2_bias: nn.Parameter | None
 
+    @spells_out(LayerNormMLPOptions)
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, *, bias: bool = True, **options: Unpack[LayerNormMLPOptions]
     ) -> None:

@@ -7,7 +7,7 @@ from typing import Unpack
 from torch import Tensor, nn
 
 from te_dist.nn.module import QuantizedModule
-from te_dist.nn.options import LinearOptions, read
+from te_dist.nn.options import LinearOptions, read, spells_out
 from te_dist.nn.site import LinearSite
 
 
@@ -24,6 +24,7 @@ class Linear(QuantizedModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    @spells_out(LinearOptions)
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool = True, **options: Unpack[LinearOptions]
     ) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
 
 InitMethod = Callable[[Tensor], Any]
+_Constructor = TypeVar("_Constructor", bound=Callable[..., None])
 
 
 class ModuleOptions(TypedDict, total=False):
@@ -98,6 +100,33 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "seq_length": (None, "shapes are taken from the input"),
     "micro_batch_size": (None, "shapes are taken from the input"),
 }
+
+
+class _Unsaid:
+    """The default of a keyword, which the module's docstring tells; written as in stubs."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+def spells_out(known: type) -> Callable[[_Constructor], _Constructor]:
+    """Has `inspect.signature`, `help` and `nn.utils.skip_init` see a constructor with the keywords of a TypedDict, in
+    the place of `**options`.
+    """
+
+    def spelled_out(constructor: _Constructor) -> _Constructor:
+        signature = inspect.signature(constructor)
+        *own, _ = signature.parameters.values()
+        options = [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=_Unsaid(), annotation=getattr(of, "__forward_arg__", of)
+            )
+            for name, of in known.__annotations__.items()
+        ]
+        constructor.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+        return constructor
+
+    return spelled_out
 
 
 def read(options: dict[str, Any], known: type, module: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from te_dist.nn.moe.permutation import sort_by_expert
 from te_dist.nn.moe.router import Routed, TopKRouter
 from te_dist.nn.moe.routing import Routing
 from te_dist.nn.moe.tokens import TokenDispatcher
-from te_dist.nn.options import LinearOptions, read
+from te_dist.nn.options import LinearOptions, read, spells_out
 from te_dist.nn.site import autocast_of_torch
 from te_dist.tensor.tally import tally_on
 
@@ -45,6 +45,7 @@ class MoE(nn.Module):
     shared_experts: SwiGluMLP | None
     payload: Payload = "plain"
 
+    @spells_out(ExpertOptions)
     def __init__(
         self,
         hidden_size: int,

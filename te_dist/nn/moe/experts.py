@@ -22,7 +22,7 @@ from te_dist.nn.grouped_site import NO_HISTORIES, PLAIN, GroupedSite
 from te_dist.nn.module import QuantizedModule
 from te_dist.nn.moe.dispatch import Arrived
 from te_dist.nn.moe.permutation import gather_sum, permute_probabilities, sort_by_expert
-from te_dist.nn.options import LinearOptions, read
+from te_dist.nn.options import LinearOptions, read, spells_out
 from te_dist.nn.site import LinearSite, autocast_of_torch
 from te_dist.ops.source import Gathered
 from te_dist.quantizers import Quantizer
@@ -69,6 +69,7 @@ class GroupedMLP(nn.Module):
     fc1: GroupedLinear
     fc2: GroupedLinear
 
+    @spells_out(ExpertOptions)
     def __init__(
         self, num_experts: int, hidden_size: int, ffn_hidden_size: int, **options: Unpack[ExpertOptions]
     ) -> None:
@@ -235,6 +236,7 @@ class SwiGluMLP(QuantizedModule):
     fc1_weight: nn.Parameter
     fc2_weight: nn.Parameter
 
+    @spells_out(LinearOptions)
     def __init__(self, hidden_size: int, ffn_hidden_size: int, **options: Unpack[LinearOptions]) -> None:
         """See `LinearOptions` for the keywords; raises as `Linear` does, and ValueError for `return_bias`."""
         known = read(dict(options), LinearOptions, "SwiGluMLP")

@@ -18,7 +18,7 @@ from te_dist.nn.module import QuantizedModule, weight_of
 from te_dist.nn.moe.dispatch import Arrived
 from te_dist.nn.moe.experts import TwoEach, multiply, table_of
 from te_dist.nn.moe.permutation import permute_probabilities, sort_by_expert
-from te_dist.nn.options import ModuleOptions, read
+from te_dist.nn.options import ModuleOptions, read, spells_out
 from te_dist.nn.site import without_values
 
 NAMES: tuple[str, str] = ("gate_up_proj", "down_proj")
@@ -39,6 +39,7 @@ class StackedExperts(QuantizedModule):
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
 
+    @spells_out(ModuleOptions)
     def __init__(
         self, num_experts: int, hidden_dim: int, intermediate_dim: int, **options: Unpack[ModuleOptions]
     ) -> None:
