@@ -229,10 +229,20 @@ class GatherInput(ParallelStyle):
 
 
 class SequenceParallel(ParallelStyle):
-    """For a module that each rank applies to its part of a sequence, as a norm: gradients of parameters are summed."""
+    """For a module that each rank applies to its part of a sequence, as a norm: gradients of its parameters, and of those
+    of modules inside, are summed.
+    """
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        sum_gradients(module, [name for name, _ in module.named_parameters(recurse=False)], device_mesh)
+        for each in module.modules():
+            if not getattr(each, "calls_parts", True):
+                raise ValueError(
+                    f"SequenceParallel: got {type(module).__name__}, in which {type(each).__name__} does not call the "
+                    "modules that hold its weights, so that nothing would sum their gradients; of a MoE take "
+                    "ExpertParallel(sequence_mesh=mesh), over that mesh or one around it"
+                )
+        for each in module.modules():
+            sum_gradients(each, [name for name, _ in each.named_parameters(recurse=False)], device_mesh)
         return module
 
 
@@ -242,6 +252,8 @@ def sum_gradients(module: nn.Module, names: list[str], mesh: DeviceMesh) -> None
     In forward they are replaced by tensors whose gradient is summed: what FSDP2 put in their place stays as it is.
     Meanwhile `module.replaced` holds them.
     """
+    if not names:
+        return
 
     def replace(module: Any, args: Any) -> None:
         held: dict[str, Any] = {name: module._parameters[name] for name in names}

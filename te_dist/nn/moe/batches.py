@@ -37,11 +37,11 @@ class Gathering:
 
     Attributes:
         group: the P ranks.
-        num_ranks: P.
+        num_losses: see there.
     """
 
     group: dist.ProcessGroup
-    num_ranks: int
+    num_losses: int
 
     @property
     def is_regular(self) -> bool:
@@ -88,7 +88,7 @@ class BatchDispatcher(AllToAllDispatcher):
         if self.capacity is None:
             refuse_graphs(routed.experts)
         self._check_tokens(routed.experts)
-        by, probabilities = Gathering(self.group, self.num_ranks), routed.probabilities
+        by, probabilities = Gathering(self.group, self.num_losses), routed.probabilities
         with torch.no_grad():
             given = probabilities, routed.experts
             values, places, index, *found = self._repeated("decided", given, lambda: self._decided(*given))

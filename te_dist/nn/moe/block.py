@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Literal, Unpack, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -22,6 +23,7 @@ from te_dist.nn.moe.tokens import TokenDispatcher
 from te_dist.nn.options import LinearOptions, read, spells_out
 from te_dist.nn.site import autocast_of_torch
 from te_dist.tensor.tally import tally_on
+from te_dist.tensor_parallel.styles import sum_gradients
 
 Payload = Literal["plain", "quantized"]
 Travels = Literal["copies", "tokens", "batches"]
@@ -124,6 +126,13 @@ class MoE(nn.Module):
         # No view to autograd, since FSDP2 warns of modules that return one.
         return out if out.shape == inp.shape else torch.ops.aten._unsafe_view(out, inp.shape)
 
+    def take_parts(self, mesh: DeviceMesh) -> None:
+        """From now on each rank of `mesh` has parts of the same sequences. See `ExpertParallel`."""
+        self.router.num_parts = mesh.size()
+        for module in (self.router, self.shared_experts):
+            if module is not None:
+                sum_gradients(module, [name for name, _ in module.named_parameters(recurse=False)], mesh)
+
     def rehearse(self, dtype: torch.dtype | None) -> None:
         """Launches what sorts, among all ranks and on this one, see `rehearsal.rehearse`; whatever `dtype` is."""
         for number in self.dispatcher.sorts:
@@ -173,6 +182,10 @@ class ExpertParallel(ParallelStyle):
     Gradients of experts' weights are means over the mesh, see [Note: Gradients of experts over ranks]; shard these over
     the other data-parallel ranks, the rest of the model over all.
 
+    Beside tensor parallelism each rank has its part of the sequences, as it comes out of a `SequenceParallel` norm:
+
+        parallelize_module(block, mesh["tp"], {"feed_forward": ExpertParallel(sequence_mesh=mesh["tp"])})
+
     Args:
         capacity: slots for rows that each rank has at every other; None for as many as rows want, at the price of one
             copy of sizes to the host per pass.
@@ -182,9 +195,19 @@ class ExpertParallel(ParallelStyle):
             each expert: less is sent, and rounded otherwise, see [Note: Tokens that travel once]. Without a capacity.
             "batches" sends all tokens to all ranks, which have equally many: over few ranks hardly more, and nothing
             waits for sizes, see [Note: Batches that travel]. A capacity is shared by all that come to a rank.
+        sequence_mesh: of those ranks of the mesh that have parts of the same sequences, and one loss. Gradients of
+            experts, router and shared experts are then sums over them, the balancing loss is the mean of theirs. None:
+            every rank has sequences of its own.
     """
 
-    def __init__(self, *, capacity: int | None = None, payload: Payload = "plain", travels: Travels = "copies") -> None:
+    def __init__(
+        self,
+        *,
+        capacity: int | None = None,
+        payload: Payload = "plain",
+        travels: Travels = "copies",
+        sequence_mesh: DeviceMesh | None = None,
+    ) -> None:
         """Raises ValueError for another payload, other travellers, or tokens with a capacity, TypeError for a capacity
         that is no number of rows."""
         super().__init__()
@@ -204,6 +227,7 @@ class ExpertParallel(ParallelStyle):
         self.capacity = capacity
         self.payload: Payload = payload
         self.travels: Travels = travels
+        self.sequence_mesh = sequence_mesh
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, MoE):
@@ -214,9 +238,30 @@ class ExpertParallel(ParallelStyle):
         else:
             kind = BatchDispatcher if self.travels == "batches" else AllToAllDispatcher
             dispatcher = kind(num_experts, device_mesh, capacity=self.capacity)
+        if self.sequence_mesh is not None:
+            _check_parts(self.sequence_mesh, device_mesh)
         module.experts.cut(device_mesh)
+        if self.sequence_mesh is not None:
+            module.take_parts(self.sequence_mesh)
+            dispatcher.num_losses //= self.sequence_mesh.size()
         module.dispatcher, module.payload = dispatcher, self.payload
         if self.capacity is not None:
             device = module.router.weight.device
             module.dropped = torch.zeros((), dtype=torch.int64, device=device)
         return module
+
+
+def _check_parts(sequence_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
+    """Raises ValueError, on every rank alike, where not all ranks that have parts of a sequence share the experts."""
+    if sequence_mesh.ndim != 1:
+        raise ValueError(
+            f"sequence_mesh: got {sequence_mesh.ndim} dimensions, wanted the one along which sequences are cut; pass "
+            "mesh[name]"
+        )
+    parts, ranks = (dist.get_process_group_ranks(each.get_group()) for each in (sequence_mesh, mesh))
+    if not set(parts) <= set(ranks):
+        raise ValueError(
+            f"sequence_mesh: got ranks {parts} with parts of a sequence, and experts over {ranks}; wanted the former "
+            'among the latter, so that experts see all of a sequence: apply ExpertParallel over that mesh["tp"], or '
+            "over one of more ranks, of which those are neighbours"
+        )

@@ -147,6 +147,7 @@ class AllToAllDispatcher:
 
     Attributes:
         capacity: C, or None for no limit.
+        num_losses: as many as there are ranks, unless some have parts of the same sequences; see `Carrier`.
         num_host_syncs: how often a dispatch waited for the device.
     """
 
@@ -167,7 +168,7 @@ class AllToAllDispatcher:
         if capacity is not None and capacity < 1:
             raise ValueError(f"capacity: got {capacity}, wanted at least one slot, or None for no limit")
         self.num_local_experts = num_experts // mesh.size()
-        self.num_ranks = mesh.size()
+        self.num_ranks = self.num_losses = mesh.size()
         self.mesh = mesh  # and no group, which cannot be copied
         self.capacity = capacity
         self.num_host_syncs = 0
@@ -221,7 +222,7 @@ class AllToAllDispatcher:
             self.num_host_syncs += 1
             num_rows = rounded(sum(received))
             incoming = self._repeated(("arriving", num_rows), (counts,), lambda: _with_spare_rows(counts, num_rows))
-            exchange = Exchange(self.group, self.num_ranks, sum(sent), num_rows, sent, received)
+            exchange = Exchange(self.group, self.num_losses, sum(sent), num_rows, sent, received)
             return Permutation(*outgoing), Permutation(*incoming), exchange
 
         return end
@@ -237,7 +238,7 @@ class AllToAllDispatcher:
         assert self.capacity is not None
         num_slots = self.capacity * self.num_ranks
         found = self._repeated("slots", (experts,), lambda: self._into_slots(experts, num_slots))
-        exchange = Exchange(self.group, self.num_ranks, num_slots, num_slots, has_spare_row=True)
+        exchange = Exchange(self.group, self.num_losses, num_slots, num_slots, has_spare_row=True)
         return lambda: (Permutation(*found[:4]), Permutation(*found[4:]), exchange)
 
     def _into_slots(self, experts: Tensor, num_slots: int) -> tuple[Tensor, ...]:

@@ -7,7 +7,8 @@ Data parallelism takes the mean of gradients over ranks, each of which has a los
 ranks share see the rows of all of them, so that their gradients would be sums over P losses. Gradients are divided by P
 on their way to the experts and multiplied by P on their way back: those of weights are means over the P ranks, whatever
 shards these further takes the mean over the others, and those of rows are what they were. P is a power of two as a
-rule, and then nothing is rounded.
+rule, and then nothing is rounded. Where Q ranks each have parts of the same sequences there are P / Q losses, and by
+these gradients are divided: what comes of the Q parts of a loss is added.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Carrier(Protocol):
     """The way of rows to other ranks, and back. Methods are collective."""
 
     @property
-    def num_ranks(self) -> int:
-        """P."""
+    def num_losses(self) -> int:
+        """P, or P / Q. See [Note: Gradients of experts over ranks]."""
         ...
 
     @property
@@ -56,14 +57,14 @@ class Exchange:
 
     Attributes:
         group: the P ranks.
-        num_ranks: P.
+        num_losses: see `Carrier`.
         num_sent, num_received: rows of this rank, before and after.
         sent, received: of these, rows by rank, before rows that are nobody's; None for equal parts.
         has_spare_row: whether a row of zeros follows rows that came back: that of copies which were never sent.
     """
 
     group: dist.ProcessGroup
-    num_ranks: int
+    num_losses: int
     num_sent: int
     num_received: int
     sent: tuple[int, ...] | None = None
@@ -159,7 +160,8 @@ def _brought_back(rows: Tensor, positions: Tensor, by: Carrier) -> Tensor:
 
 def gradients_back(grad: Tensor, positions: Tensor, by: Carrier) -> Tensor:
     """Of rows of this rank, of those of their copies `grad`. See [Note: Gradients of experts over ranks]."""
-    return _brought_back(grad, positions, by) * by.num_ranks
+    found = _brought_back(grad, positions, by)
+    return found if by.num_losses == 1 else found * by.num_losses
 
 
 class _SendRows(torch.autograd.Function):
@@ -187,7 +189,7 @@ class _SendValues(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (positions,) = ctx.saved_tensors
-        return ctx.by.send_back(grad)[positions] * ctx.by.num_ranks, None, None
+        return ctx.by.send_back(grad)[positions] * ctx.by.num_losses, None, None
 
 
 class _ValuesOfCopies(torch.autograd.Function):
@@ -228,4 +230,4 @@ class _BringBack(torch.autograd.Function):
 
 def _gradients_there(grad: Tensor, index: Tensor, by: Carrier) -> Tensor:
     """See [Note: Gradients of experts over ranks]."""
-    return by.take(grad / by.num_ranks, index)
+    return by.take(grad if by.num_losses == 1 else grad / by.num_losses, index)

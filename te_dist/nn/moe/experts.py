@@ -66,6 +66,8 @@ class GroupedMLP(nn.Module):
         fc2: its `weight` (num_experts, hidden_size, ffn_hidden_size).
     """
 
+    calls_parts = False  # read where hooks on parts are needed
+
     fc1: GroupedLinear
     fc2: GroupedLinear
 

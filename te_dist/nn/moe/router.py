@@ -65,6 +65,7 @@ class TopKRouter(nn.Module):
         tokens_per_expert: f32 (E,), choices since the last `update_expert_biases`; None without a bias.
         aux_loss_scale: by which the gradient of the balancing loss is multiplied, read in forward: what the loss itself
             is multiplied by before `backward`, one over the number of micro batches for instance.
+        num_parts: how many ranks have parts of the same sequences: the balancing loss is the mean of theirs.
         last_aux_loss: scalar f32 without gradient, of the latest training pass; None before one or without that loss.
     """
 
@@ -86,6 +87,7 @@ class TopKRouter(nn.Module):
         self.hidden_size = hidden_size
         self.routing = routing
         self.aux_loss_scale = 1.0
+        self.num_parts = 1
         self.last_aux_loss = None
         self.weight = nn.Parameter(torch.empty(routing.num_experts, hidden_size, dtype=params_dtype, device=device))
         bias = torch.empty(routing.num_experts, dtype=torch.float32, device=device)
@@ -124,7 +126,7 @@ class TopKRouter(nn.Module):
         has_loss = self.training and self.routing.aux_loss_coefficient > 0
         counts_choices = has_loss or (self.training and self.tokens_per_expert is not None)
         asked = Asked(self.routing, counts_choices, has_loss)
-        scale = _check_scale(self.aux_loss_scale)
+        scale = _check_scale(self.aux_loss_scale) / self.num_parts
         probabilities, experts, *found = decide(x, weight, self.expert_bias, asked=asked, scale=scale)
         if counts_choices and (total := self.counted(experts.device)) is not None:
             torch.ops.te_dist.add_choices(total, found[0])

@@ -79,7 +79,7 @@ class TokenDispatcher(AllToAllDispatcher):
             self.num_host_syncs += 1
             sent, received = map(tuple, sizes)
             num_sent, num_rows = sum(sent), rounded(sum(received))
-            exchange = Exchange(self.group, self.num_ranks, num_sent, num_rows, sent, received)
+            exchange = Exchange(self.group, self.num_losses, num_sent, num_rows, sent, received)
             num_copies = min(rounded(sum(here)), num_rows * experts.shape[1])
             return Permutation(index[:num_sent].clone(), choices[:num_sent], *rest), exchange, num_copies
 
