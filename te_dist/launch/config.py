@@ -55,7 +55,7 @@ class MeshConfig:
     tp: int = 1
     """Ranks that share each matrix multiplication."""
     ep: int = 1
-    """Of the dp ranks, those next to each other that share the experts; each has some of them."""
+    """Ranks next to each other that share the experts, of which each has some; with experts a multiple of `tp`."""
     unit_blocks: int = 1
     """Blocks whose parameters are gathered together. More of them: less work for the CPU, more memory."""
 

@@ -17,7 +17,7 @@ class Layout:
     Attributes:
         dp: ranks that split the batch and the parameters.
         tp: ranks that split each matrix multiplication; all of them see the same sequences.
-        ep: of the dp ranks, those that share the experts.
+        ep: neighbours that share the experts, whole groups of tp ranks.
         accumulate: micro batches a rank runs in one step.
     """
 
@@ -71,19 +71,12 @@ def plan(config: Config, world_size: int) -> Layout:
         wanted=f"a multiple of {at_once}",
         remedy="change train.batch or train.micro_batch",
     )
-    _check_experts(config, dp)
+    _check_experts(config, world_size)
     return Layout(dp, tp, config.train.batch // at_once, config.mesh.ep)
 
 
-def _check_experts(config: Config, dp: int) -> None:
-    ep, experts = config.mesh.ep, config.model.experts
-    require(
-        config.mesh.tp == 1 or not experts.count,
-        "mesh.tp",
-        got=f"{config.mesh.tp} with {experts.count} experts",
-        wanted="1 with experts, whose multiplications are not shared",
-        remedy="set mesh.tp = 1 and raise mesh.ep",
-    )
+def _check_experts(config: Config, world_size: int) -> None:
+    ep, tp, experts = config.mesh.ep, config.mesh.tp, config.model.experts
     require(
         ep == 1 or experts.count > 0,
         "mesh.ep",
@@ -92,9 +85,16 @@ def _check_experts(config: Config, dp: int) -> None:
         remedy="set model.experts.count",
     )
     require(
-        dp % ep == 0 and experts.count % ep == 0,
+        ep % tp == 0 or not experts.count,
         "mesh.ep",
-        got=f"{ep} with dp {dp} and {experts.count} experts",
+        got=f"{ep} with mesh.tp = {tp} and {experts.count} experts",
+        wanted="a multiple of mesh.tp, whose ranks have parts of the same sequences",
+        remedy="raise mesh.ep or lower mesh.tp",
+    )
+    require(
+        world_size % ep == 0 and experts.count % ep == 0,
+        "mesh.ep",
+        got=f"{ep} with {world_size} ranks and {experts.count} experts",
         wanted="a divisor of both",
         remedy="change mesh.ep or model.experts.count",
     )

@@ -49,9 +49,15 @@ RECIPES: dict[RecipeName, recipe.Recipe | None] = {
 }
 
 
-def block_plan() -> dict[str, ParallelStyle]:
+def block_plan(*, has_experts: bool) -> dict[str, ParallelStyle]:
     """How ranks along tp share a block: each normalizes its part of every sequence, attends and multiplies for its
-    heads and columns; what they exchange is gathered in the recipe's format."""
+    heads and columns; what they exchange is gathered in the recipe's format. Experts get the parts as they are."""
+    dense: dict[str, ParallelStyle] = {
+        "feed_forward": GatherInput("gate"),
+        "feed_forward.gate": ColumnParallel(),
+        "feed_forward.up": ColumnParallel(),
+        "feed_forward.down": RowParallel(output_layouts=SEQUENCE),
+    }
     return {
         "attention_norm": SequenceParallel(),
         "attention": GatherInput("query"),
@@ -60,10 +66,7 @@ def block_plan() -> dict[str, ParallelStyle]:
         "attention.value": ColumnParallel(),
         "attention.out": RowParallel(output_layouts=SEQUENCE),
         "feed_forward_norm": SequenceParallel(),
-        "feed_forward": GatherInput("gate"),
-        "feed_forward.gate": ColumnParallel(),
-        "feed_forward.up": ColumnParallel(),
-        "feed_forward.down": RowParallel(output_layouts=SEQUENCE),
+        **({} if has_experts else dense),
     }
 
 
@@ -88,7 +91,7 @@ def make_expert_mesh(layout: Layout, device: torch.device, timeout_seconds: floa
     """The same ranks as (edp, ep): `ep` neighbours share the experts, `edp` ranks have the same ones; None for one."""
     if layout.ep == 1:
         return None
-    ranks = torch.arange(layout.dp).view(-1, layout.ep)
+    ranks = torch.arange(layout.dp * layout.tp).view(-1, layout.ep)
     timeout = timedelta(seconds=timeout_seconds)
     groups = [_group_of_this_rank(lines, timeout) for lines in (ranks.T, ranks)]
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("edp", "ep"))
@@ -131,10 +134,9 @@ def shard_model(config: Config, mesh: DeviceMesh, *, expert_mesh: DeviceMesh | N
         if recomputes:
             block.call = recompute.checkpoint
         if mesh["tp"].size() > 1:
-            parallelize_module(block, mesh["tp"], block_plan())
+            parallelize_module(block, mesh["tp"], block_plan(has_experts=config.model.experts.count > 0))
         if expert_mesh is not None:
-            asked = config.model.experts
-            style = ExpertParallel(capacity=expert_capacity(config), payload=asked.payload, travels=asked.travels)
+            style = expert_style(config, mesh)
             parallelize_module(block, expert_mesh["ep"], {"feed_forward": style})
             fsdp2.fully_shard(block.feed_forward.experts, mesh=expert_mesh["edp"], recompute=recomputes)
     blocks, size = list(model.blocks), config.mesh.unit_blocks
@@ -147,9 +149,17 @@ def shard_model(config: Config, mesh: DeviceMesh, *, expert_mesh: DeviceMesh | N
     return model
 
 
+def expert_style(config: Config, mesh: DeviceMesh) -> ExpertParallel:
+    """How experts are spread, over whole groups of the ranks along tp, which have parts of the same sequences."""
+    experts, parts = config.model.experts, mesh["tp"] if mesh["tp"].size() > 1 else None
+    return ExpertParallel(
+        capacity=expert_capacity(config), payload=experts.payload, travels=experts.travels, sequence_mesh=parts
+    )
+
+
 def expert_capacity(config: Config) -> int | None:
     """Rows that a rank sends to each other one; None for as many as there are."""
-    experts, tokens = config.model.experts, config.train.micro_batch * config.data.sequence_length
+    experts, tokens = config.model.experts, config.train.micro_batch * config.data.sequence_length // config.mesh.tp
     if not experts.capacity_factor:
         return None
     return math.ceil(experts.capacity_factor * tokens * experts.top_k / config.mesh.ep)

@@ -229,8 +229,9 @@ class GatherInput(ParallelStyle):
 
 
 class SequenceParallel(ParallelStyle):
-    """For a module that each rank applies to its part of a sequence, as a norm: gradients of its parameters, and of those
-    of modules inside, are summed.
+    """For a module that each rank applies to its part of a sequence, as a norm.
+
+    Gradients of its parameters, and of those of modules inside, are summed.
     """
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:

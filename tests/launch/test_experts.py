@@ -26,10 +26,11 @@ ffn = 128
 aux_loss_coefficient = 0.01
 bias_update_rate = 0.01
 """
-SLOTS = ("--model.experts.capacity-factor", "0.6", "--model.experts.payload", "quantized")
-TOKENS = ("--model.experts.travels", "tokens", "--model.experts.payload", "quantized")
+RECOMPUTE = ("--recompute", "full")
+SLOTS = (*RECOMPUTE, "--model.experts.capacity-factor", "0.6", "--model.experts.payload", "quantized")
+TOKENS = (*RECOMPUTE, "--model.experts.travels", "tokens", "--model.experts.payload", "quantized")
 
-BATCHES = ("--model.experts.travels", "batches", "--model.experts.capacity-factor", "2.0")
+BATCHES = (*RECOMPUTE, "--model.experts.travels", "batches", "--model.experts.capacity-factor", "2.0")
 
 
 @pytest.fixture
@@ -51,10 +52,10 @@ def configured(**changes: dict) -> Config:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"mesh": {"dp": 1, "tp": 2}}, "mesh.tp: got 2 with 4 experts"),
+        ({"mesh": {"dp": 1, "tp": 2}}, "mesh.ep: got 1 with mesh.tp = 2 and 4 experts"),
         ({"mesh": {"ep": 2}, "model": {}}, "mesh.ep: got 2 without experts"),
-        ({"mesh": {"ep": 4}}, "mesh.ep: got 4 with dp 2 and 4 experts"),
-        ({"mesh": {"ep": 2}, "model": {"experts": {"count": 3}}}, "mesh.ep: got 2 with dp 2 and 3 experts"),
+        ({"mesh": {"ep": 4}}, "mesh.ep: got 4 with 2 ranks and 4 experts"),
+        ({"mesh": {"ep": 2}, "model": {"experts": {"count": 3}}}, "mesh.ep: got 2 with 2 ranks and 3 experts"),
         ({"mesh": {"ep": 2}, "recipe": "float8_delayed"}, "recipe: got float8_delayed with mesh.ep = 2"),
         ({"model": {"experts": {"count": 4, "capacity_factor": 1.5}}}, "capacity_factor: got 1.5 with mesh.ep = 1"),
     ],
@@ -132,7 +133,7 @@ def job_of_two(expert_job: Callable, two_ranks):
 
     def run(*options: str) -> tuple[Any, str]:
         job = expert_job("float8_block")
-        code, output = two_ranks(*job.command("--mesh.ep", "2", "--recompute", "full", *options))
+        code, output = two_ranks(*job.command("--mesh.ep", "2", *options))
         assert code == 0, output
         loss = job.metrics("loss")
         assert loss[8] < loss[1] == pytest.approx(math.log(320), abs=0.7)
@@ -144,6 +145,14 @@ def job_of_two(expert_job: Callable, two_ranks):
 @pytest.mark.parametrize("options", [TOKENS, BATCHES], ids=["tokens", "batches"])
 def test_ranks_share_experts_to_which_tokens_travel(job_of_two: Callable, options: tuple[str, ...]) -> None:
     job_of_two(*options)
+
+
+def test_ranks_with_parts_of_sequences_share_experts(job_of_two: Callable) -> None:
+    """Tensor parallelism around experts gives the losses of data parallelism, but for the order of sums."""
+    parts, _ = job_of_two("--mesh.dp", "1", "--mesh.tp", "2", "--train.micro-batch", "8")
+    whole, _ = job_of_two()
+    want = whole.metrics("loss")
+    assert parts.metrics("loss") == {step: pytest.approx(loss, rel=2e-3) for step, loss in want.items()}
 
 
 def test_ranks_share_experts_and_tell_what_they_drop(job_of_two: Callable) -> None:
