@@ -41,7 +41,7 @@ for step in range(20):
             hidden = hidden + block(hidden)
         loss = (hidden - y).square().mean()
     loss.backward()
-    update_expert_biases(model, mesh=everyone)
+    update_expert_biases(model)
     optimizer.step()
     optimizer.zero_grad()
     if dist.get_rank() == 0:

@@ -74,6 +74,7 @@ __all__ = [
     "reshards_between_passes",
     "sharded_like",
     "sharded_of",
+    "ranks_of_unit",
     "return_and_correct_aliasing",
     "tree_leaves",
     "tree_map_only",
@@ -285,6 +286,11 @@ def managed_parameters(unit: nn.Module, *, inside: bool = False) -> list[Managed
                 )
             )
     return found
+
+
+def ranks_of_unit(unit: nn.Module) -> set[int]:
+    """Global ranks over which an FSDP2 unit shards or replicates parameters of its own; none where it has none."""
+    return {rank for group in _parameter_groups(unit) for rank in group.mesh_info.mesh.mesh.flatten().tolist()}
 
 
 def all_managed() -> Iterator[tuple[nn.Module, str]]:

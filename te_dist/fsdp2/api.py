@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from te_dist import _torch_private
 from te_dist.fsdp2.ahead import Shards, prepare_kernels
-from te_dist.fsdp2.check import check_first_passes, check_quantized
+from te_dist.fsdp2.check import check_first_passes, check_quantized, warn_of_fewer_ranks
 from te_dist.fsdp2.footprint import parameters_between_steps
 from te_dist.fsdp2.loading import watch
 from te_dist.fsdp2.one_rank import left_alone, refuse_settings
@@ -106,6 +106,8 @@ def fully_shard(
         if id(param) not in ignored:
             note_exchanged(param, f"{name} of {unit}", _BY)
     _watch(modules, Wrap(weakref.ref(modules[0]), recompute), ignored)
+    for each in modules:
+        warn_of_fewer_ranks(each, stacklevel=3)
     return module  # type: ignore[return-value]
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from te_dist import _torch_private
 from te_dist.formats import Format
+from te_dist.fsdp2.footprint import parameters_between_steps
 from te_dist.fsdp2.parameter import ShardedParameter
 from te_dist.kernels.runtime import is_recording
 from te_dist.tensor import QuantizedTensor
@@ -29,7 +30,7 @@ _PASSES = 2  # forward passes of a unit that are preceded by a check: the first 
 
 def check(model: nn.Module) -> None:
     """Raises where a weight that a module of te_dist was given quantized is no longer so; warns of trained parameters
-    that no unit has, where others do.
+    that no unit has, where others do, and of those that lie over fewer ranks than a unit around them.
 
     For the weights, `fsdp2.fully_shard` looks at what it wraps too: then, and before the first two forward passes,
     after materializing or loading and after the first step of an optimizer. Later passes cost nothing.
@@ -42,6 +43,7 @@ def check(model: nn.Module) -> None:
     """
     check_quantized(model)
     warn_of_others(model, stacklevel=3)
+    warn_of_fewer_ranks(model, stacklevel=3)
 
 
 def check_quantized(model: nn.Module) -> None:
@@ -70,6 +72,34 @@ def warn_of_others(model: nn.Module, *, stacklevel: int) -> None:
         warnings.warn(
             f"{len(names)} parameters belong to no unit of FSDP2 ({_first(names)}): nothing sums their gradients "
             "over ranks, which would train them apart; call fully_shard(model) for the model around its units too",
+            stacklevel=stacklevel,
+        )
+
+
+def warn_of_fewer_ranks(model: nn.Module, *, stacklevel: int) -> None:
+    """Where a unit has fewer ranks than one around it, as experts over `edp` that nobody has spread over `ep`.
+
+    `stacklevel`: as of `warnings.warn`, counted from here.
+    """
+    modules = dict(model.named_modules())
+    ranks = {
+        name: _torch_private.ranks_of_unit(module) for name, module in modules.items() if isinstance(module, FSDPModule)
+    }
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name, param in parameters_between_steps(model, {module: name for name, module in modules.items()}):
+        if not isinstance(param, DTensor) or not param.requires_grad:
+            continue
+        own = set(param.device_mesh.mesh.flatten().tolist())
+        path = name.split(".")[:-1]
+        around = set().union(*(ranks.get(".".join(path[:length]), ()) for length in range(len(path) + 1)))
+        if not around <= own:
+            found.setdefault((len(own), len(around)), []).append(name)
+    for (few, many), names in found.items():
+        warnings.warn(
+            f"{len(names)} parameters lie over {few} of {many} ranks of a unit around them ({_first(names)}): nothing "
+            "sums their gradients over the others, which would train them apart; apply ExpertParallel before "
+            "fully_shard, or wrap them over the mesh of the module around. (Experts of a rank's own tell so "
+            "by being DTensors, Shard(0) over the ranks that share them.)",
             stacklevel=stacklevel,
         )
 

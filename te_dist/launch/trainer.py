@@ -85,7 +85,6 @@ class Trainer:
         self.world = world
         self.device = device
         mesh = parallelize.make_mesh(layout, device, config.timeout_seconds)
-        self.token_mesh = mesh if layout.tp > 1 else mesh["dp"]
         self.share = Share(mesh["dp"].get_local_rank(), layout.dp, config.train.micro_batch)
         length = config.data.sequence_length
         self.order = TrainingOrder(Windows(corpus.training, length, "training"), config.seed)
@@ -169,7 +168,7 @@ class Trainer:
         norm = optim.clip_grad_norm_(self.model.parameters(), config.optimizer.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        update_expert_biases(self.model, mesh=self.token_mesh)
+        update_expert_biases(self.model)
         self.progress = replace(now, step=now.step + 1, position=now.position + config.train.batch)
         return torch.stack(losses).sum(), norm
 

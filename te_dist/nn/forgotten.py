@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from te_dist import catalog
@@ -78,9 +79,20 @@ def warn_of_biases(passes: int) -> None:
     _has_warned_of_biases = True
     warnings.warn(
         f"TopKRouter: {passes} training passes have counted choices, and nobody has called what moves its biases by "
-        "them, once a step after backward: te_dist.nn.moe.update_expert_biases(model, mesh=...)",
+        "them, once a step after backward: te_dist.nn.moe.update_expert_biases(model)",
         stacklevel=2,
     )
+
+
+def warn_of_mesh() -> None:
+    """Where one of several ranks moves biases by its own choices, and the router is no shard that tells of others."""
+    if dist.is_initialized() and (num_ranks := dist.get_world_size()) > 1:
+        warnings.warn(
+            f"update_expert_biases: got no mesh, and a router whose weight is no shard, on one of {num_ranks} ranks: "
+            "its biases move by the choices of this rank alone, and apart from those of others; pass mesh=... of the "
+            "ranks that share the batch",
+            stacklevel=4,
+        )
 
 
 def _label_of(site: Any) -> str:

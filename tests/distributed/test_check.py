@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 import te_dist as te
 from te_dist import fsdp2, testing
-from te_dist.nn.moe import Routing, TopKRouter
+from te_dist.nn.moe import ExpertParallel, MoE, Routing, TopKRouter
 from te_dist.recipe import Float8BlockScaling, MXFP8BlockScaling
 from te_dist.tensor import quantize
 
@@ -249,3 +250,28 @@ def test_a_model_without_values_says_what_gives_it_some() -> None:
     for message in testing.pool(2).run(run_without_values):
         assert message.startswith("10 parameters are on the meta device and have no values (0.weight, 0.bias, 1.")
         assert "te_dist.fsdp2.materialize" in message
+
+
+def wrap_over_fewer(rank: int, world: int, spreads: bool) -> list[tuple[str, str]]:
+    """Experts over one rank each, inside of a unit over all; spread over these before, or forgotten."""
+    mesh = testing.mesh((1, world), ("edp", "ep"))
+    with te.quantized_model_init(recipe=Float8BlockScaling()), torch.device("meta"):
+        block = MoE(128, 128, Routing(8, 2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if spreads:
+            parallelize_module(block, mesh["ep"], ExpertParallel())
+        fsdp2.fully_shard(block.experts, mesh=mesh["edp"])
+        fsdp2.fully_shard(block, mesh=testing.mesh((world,), ("dp",)))
+        fsdp2.check(block)
+    return [(str(each.message), each.filename) for each in caught]
+
+
+def test_units_over_fewer_ranks_than_what_is_around_them_are_told_of() -> None:
+    for found in testing.pool(2).run(wrap_over_fewer, False):
+        assert len(found) == 2  # noqa: PLR2004  (wrapped, and checked)
+        for message, where in found:
+            assert message.startswith("2 parameters lie over 1 of 2 ranks of a unit around them (experts.fc1.weight")
+            assert "apply ExpertParallel before fully_shard" in message
+            assert where == __file__
+    assert testing.pool(2).run(wrap_over_fewer, True) == [[], []]

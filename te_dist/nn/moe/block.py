@@ -128,7 +128,7 @@ class MoE(nn.Module):
 
     def take_parts(self, mesh: DeviceMesh) -> None:
         """From now on each rank of `mesh` has parts of the same sequences. See `ExpertParallel`."""
-        self.router.num_parts = mesh.size()
+        self.router.parts = mesh
         for module in (self.router, self.shared_experts):
             if module is not None:
                 sum_gradients(module, [name for name, _ in module.named_parameters(recurse=False)], mesh)

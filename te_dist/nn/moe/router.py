@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from te_dist._torch_private import in_backward
+from te_dist._torch_private import in_backward, sharded_of
 from te_dist.fsdp2.check import not_gathered
 from te_dist.nn import forgotten
 from te_dist.nn.moe import routing as rules
@@ -65,7 +65,7 @@ class TopKRouter(nn.Module):
         tokens_per_expert: f32 (E,), choices since the last `update_expert_biases`; None without a bias.
         aux_loss_scale: by which the gradient of the balancing loss is multiplied, read in forward: what the loss itself
             is multiplied by before `backward`, one over the number of micro batches for instance.
-        num_parts: how many ranks have parts of the same sequences: the balancing loss is the mean of theirs.
+        parts: mesh of ranks that have parts of the same sequences: the balancing loss is the mean of theirs; or None.
         last_aux_loss: scalar f32 without gradient, of the latest training pass; None before one or without that loss.
     """
 
@@ -87,7 +87,7 @@ class TopKRouter(nn.Module):
         self.hidden_size = hidden_size
         self.routing = routing
         self.aux_loss_scale = 1.0
-        self.num_parts = 1
+        self.parts: DeviceMesh | None = None
         self.last_aux_loss = None
         self.weight = nn.Parameter(torch.empty(routing.num_experts, hidden_size, dtype=params_dtype, device=device))
         bias = torch.empty(routing.num_experts, dtype=torch.float32, device=device)
@@ -126,7 +126,7 @@ class TopKRouter(nn.Module):
         has_loss = self.training and self.routing.aux_loss_coefficient > 0
         counts_choices = has_loss or (self.training and self.tokens_per_expert is not None)
         asked = Asked(self.routing, counts_choices, has_loss)
-        scale = _check_scale(self.aux_loss_scale) / self.num_parts
+        scale = _check_scale(self.aux_loss_scale) / (1 if self.parts is None else self.parts.size())
         probabilities, experts, *found = decide(x, weight, self.expert_bias, asked=asked, scale=scale)
         if counts_choices and (total := self.counted(experts.device)) is not None:
             torch.ops.te_dist.add_choices(total, found[0])
@@ -210,17 +210,21 @@ def scale_aux_losses(model: nn.Module, scale: float) -> int:
 
 @torch.no_grad()
 def update_expert_biases(model: nn.Module, *, mesh: DeviceMesh | None = None) -> int:
-    """Moves the biases of all routers of `model` by the choices counted since the last call. Collective over `mesh`.
+    """Moves the biases of all routers of `model` by the choices counted since the last call. Collective.
 
-    Choices of all routers are added up over the mesh in one reduction for each of its dimensions; nothing waits for
-    the device.
+    Choices of all routers are added up over the ranks in one reduction for each dimension of their mesh; nothing waits
+    for the device.
 
     Args:
         model: with routers that have a `bias_update_rate`; others are left alone.
-        mesh: the ranks whose tokens count together, usually those that share the batch; None for this rank alone.
+        mesh: the ranks whose tokens count together: those that share the batch. None: those over which the weight of a
+            router is sharded, and those that have parts of the same sequences; this rank alone where it is not.
 
     Returns:
         How many routers were updated.
+
+    Raises:
+        ValueError: the weight of a router is sharded over more ranks than those of `mesh`.
     """
     routers = [
         (router, bias, counts)
@@ -229,15 +233,35 @@ def update_expert_biases(model: nn.Module, *, mesh: DeviceMesh | None = None) ->
         and (bias := router.expert_bias) is not None
         and (counts := router.counted(bias.device)) is not None
     ]
-    if not routers:
-        return 0
-    total = torch.cat([counts for _, _, counts in routers])
-    for dim in range(mesh.ndim if mesh is not None else 0):
-        assert mesh is not None
-        dist.all_reduce(total, group=mesh.get_group(dim))
-    parts = total.split([counts.shape[0] for _, _, counts in routers])
-    for (router, bias, counts), part in zip(routers, parts, strict=True):
-        bias.copy_(rules.next_bias(bias, part, router.routing.bias_update_rate))
-        counts.zero_()
-        router._passes = 0
+    together: dict[tuple[dist.ProcessGroup, ...], list[tuple[TopKRouter, Tensor, Tensor]]] = {}
+    for each in routers:
+        together.setdefault(_groups_that_count(each[0], mesh), []).append(each)
+    for groups, counted in together.items():
+        total = torch.cat([counts for _, _, counts in counted])
+        for group in groups:
+            dist.all_reduce(total, group=group)
+        parts = total.split([counts.shape[0] for _, _, counts in counted])
+        for (router, bias, counts), part in zip(counted, parts, strict=True):
+            bias.copy_(rules.next_bias(bias, part, router.routing.bias_update_rate))
+            counts.zero_()
+            router._passes = 0
     return len(routers)
+
+
+def _groups_that_count(router: TopKRouter, mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, ...]:
+    """Of ranks whose tokens count together, one for each dimension of their mesh. See `update_expert_biases`."""
+    weight = sharded_of(router.weight)
+    weight = router.weight if weight is None else weight
+    sharded = weight.device_mesh if isinstance(weight, DTensor) else None
+    if mesh is None:
+        if sharded is None and router.parts is None:
+            forgotten.warn_of_mesh()
+        return tuple(
+            each.get_group(dim) for each in (sharded, router.parts) if each is not None for dim in range(each.ndim)
+        )
+    if sharded is not None and not torch.isin(sharded.mesh, mesh.mesh).all():
+        raise ValueError(
+            f"update_expert_biases: got mesh={mesh}, and the weight of a router over {sharded}; wanted all of its "
+            "ranks, on which biases would move apart; leave mesh out, or pass that of all that share the batch"
+        )
+    return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))

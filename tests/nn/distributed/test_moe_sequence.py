@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import te_dist as te
 from te_dist import fsdp2, recipe, testing
-from te_dist.nn.moe import ExpertParallel, MoE, Routing, scale_aux_losses
+from te_dist.nn.moe import ExpertParallel, MoE, Routing, TopKRouter, scale_aux_losses, update_expert_biases
+from te_dist.nn.moe.routing import next_bias
 from te_dist.recipe import Recipe
 from te_dist.tensor_parallel import SequenceParallel
 from te_dist.testing import assert_bitwise
@@ -134,6 +136,45 @@ def compare_balancing(rank: int, world: int) -> None:
 
 def test_balancing_losses_of_parts_are_averaged(ranks: Callable) -> None:
     ranks(2).run(compare_balancing)
+
+
+def count_together(rank: int, world: int) -> list[Tensor]:
+    """Biases after choices that differ by rank: by default of all that share the router, parts of sequences too."""
+    mesh = testing.mesh((2, 2), ("dp", "tp"))
+    model = Model(Routing(8, 2, bias_update_rate=0.5))
+    parallelize_module(model, mesh["tp"], {"moe": ExpertParallel(sequence_mesh=mesh["tp"])})
+    fsdp2.fully_shard(model.moe.experts, mesh=mesh["dp"])
+    fsdp2.fully_shard(model, mesh=mesh["dp"])
+    router = model.moe.router
+    counts = router.counted(router.expert_bias.device)
+    counts += torch.eye(8, device=counts.device)[: 1 + rank].sum(0)
+    with pytest.raises(ValueError, match="the weight of a router over .*leave mesh out"):
+        update_expert_biases(model, mesh=mesh["tp"])
+    assert update_expert_biases(model) == 1
+    return [router.expert_bias.cpu()]
+
+
+def test_biases_move_by_the_choices_of_all_that_share_a_router(ranks: Callable) -> None:
+    found = [each[0] for each in ranks(4).run(count_together)]
+    wanted = next_bias(torch.zeros(8), torch.tensor([4.0, 3, 2, 1, 0, 0, 0, 0]), 0.5)
+    for bias in found:
+        assert_bitwise(bias, wanted, "expert_bias")
+
+
+def move_alone(rank: int, world: int) -> list[str]:
+    router = TopKRouter(8, Routing(4, 2, bias_update_rate=0.5))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        update_expert_biases(router)
+        update_expert_biases(router, mesh=testing.mesh((world,), ("dp",)))
+    return [str(each.message) for each in caught]
+
+
+def test_a_router_that_knows_no_other_ranks_is_told_of(ranks: Callable) -> None:
+    for (message,) in ranks(2).run(move_alone):
+        assert message.startswith(
+            "update_expert_biases: got no mesh, and a router whose weight is no shard, on one of 2"
+        )
 
 
 def refuse(rank: int, world: int) -> list[str]:
