@@ -74,8 +74,9 @@ _PARALLEL = "apply a style of te_dist.tensor_parallel to the finished module"
 _DELAYED_WGRAD = "gradients are returned to autograd in params_dtype, so that FSDP2 and DTensor see them"
 _OVERLAP = "te_dist has no userbuffers: collectives are torch's own"
 
-# Keywords of TransformerEngine that te_dist does not take -> (the value that asks for nothing, what to do instead).
+# Keywords of TransformerEngine and torch that te_dist does not take -> (what asks for nothing, what to do instead).
 REFUSED: dict[str, tuple[Any, str]] = {
+    "dtype": (None, "its name is params_dtype here, as in TransformerEngine"),
     "sequence_parallel": (False, _PARALLEL),
     "tp_group": (None, _PARALLEL),
     "tp_size": (1, _PARALLEL),
@@ -133,8 +134,9 @@ def read(options: dict[str, Any], known: type, module: str) -> dict[str, Any]:
     """`options` that a TypedDict `known` names.
 
     Raises:
-        ValueError: a keyword of TransformerEngine that te_dist does not take, unless it asks for nothing.
-        TypeError: any other keyword.
+        ValueError: a keyword of TransformerEngine or torch that te_dist does not take, unless it asks for nothing; or
+            `params_dtype` holds no gradients.
+        TypeError: any other keyword, or `params_dtype` is no dtype.
     """
     taken = {}
     for name, value in options.items():
@@ -144,4 +146,16 @@ def read(options: dict[str, Any], known: type, module: str) -> dict[str, Any]:
             raise TypeError(f"{module} takes no keyword {name!r}; it takes {sorted(known.__annotations__)}")
         elif value != REFUSED[name][0]:
             raise ValueError(f"{module}: {name}={value!r} is not supported: {REFUSED[name][1]}")
+    _check_dtype(taken.get("params_dtype"), module)
     return taken
+
+
+def _check_dtype(dtype: Any, module: str) -> None:
+    wanted = "wanted a dtype of 16 bits or more in which gradients are computed, as torch.bfloat16"
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{module}: params_dtype: got {dtype!r}, {wanted}")
+    if dtype is not None and (not dtype.is_floating_point or dtype.itemsize == 1):
+        raise ValueError(
+            f"{module}: params_dtype: got {dtype}, {wanted}; weights are stored in fewer bits inside of "
+            "te_dist.quantized_model_init(recipe=...)"
+        )

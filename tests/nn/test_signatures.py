@@ -48,3 +48,18 @@ def test_torch_makes_them_without_initialization(module: type[nn.Module]) -> Non
     made = nn.utils.skip_init(module, *MODULES[module])
     assert all(param.device == torch.device("cpu") for param in made.parameters())
     assert made.state_dict().keys() == module(*MODULES[module]).state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"dtype": torch.bfloat16}, ValueError, "Linear: dtype=torch.bfloat16 is not supported: .*params_dtype"),
+        ({"params_dtype": "bfloat16"}, TypeError, "params_dtype: got 'bfloat16', wanted a dtype"),
+        ({"params_dtype": torch.int8}, ValueError, "params_dtype: got torch.int8, wanted a dtype"),
+        ({"params_dtype": torch.float8_e4m3fn}, ValueError, "float8_e4m3fn, wanted .*quantized_model_init"),
+    ],
+)
+def test_dtypes_without_gradients_are_refused(given: dict, error: type[Exception], words: str) -> None:
+    for device in ("cpu", "meta"):
+        with pytest.raises(error, match=words):
+            te.Linear(16, 32, device=device, **given)

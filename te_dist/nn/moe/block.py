@@ -64,6 +64,7 @@ class MoE(nn.Module):
             ffn_hidden_size: F, of each expert.
             routing: how experts are chosen.
             shared_ffn_hidden_size: F of the shared experts, all together; 0 for none.
+            **options: see `te_dist.nn.moe.experts.ExpertOptions`, and `ModuleOptions` in `te_dist.nn.options`.
 
         Raises:
             TypeError: `routing` is none.
