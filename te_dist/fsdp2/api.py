@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from te_dist import _torch_private
 from te_dist.fsdp2.ahead import Shards, prepare_kernels
 from te_dist.fsdp2.check import check_first_passes, check_quantized, warn_of_fewer_ranks
-from te_dist.fsdp2.footprint import parameters_between_steps
+from te_dist.fsdp2.footprint import dotted, parameters_between_steps
 from te_dist.fsdp2.loading import watch
-from te_dist.fsdp2.one_rank import left_alone, refuse_settings
+from te_dist.fsdp2.one_rank import check_left, left_alone, note_left
 from te_dist.fsdp2.parameter import GroupedParameter, ShardedParameter, Wrap
 from te_dist.grouped import GroupCut
 from te_dist.scaling.agreement import settle_parts
@@ -83,6 +83,8 @@ def fully_shard(
     _check_untaken(given)
     placed = kwargs.get("shard_placement_fn") or (lambda param: None)
     results = {id(param): placed(param) for _, param in given}
+    left = left_alone((param for _, param in given if results[id(param)] is None), mesh, kwargs)
+    check_left(given, modules, left)
     if kwargs.get("dp_mesh_dims") is None:
         _check_meshes(given, mesh, results)
     _check_dtypes(given, mesh, results)
@@ -95,13 +97,11 @@ def fully_shard(
         policy = kwargs.get("mp_policy")
         for each in modules:
             prepare_kernels(each, shards=shards, dtype=None if policy is None else policy.param_dtype)
-    left = left_alone((param for _, param in given if results[id(param)] is None), mesh, kwargs)
     if left:
         kwargs["ignored_params"] = {*(kwargs.get("ignored_params") or ()), *left}
         ignored |= {id(param) for param in left}
     torch_fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **kwargs)
-    if left:
-        refuse_settings(modules)
+    note_left(left, modules)
     for name, param, unit in owned:
         if id(param) not in ignored:
             note_exchanged(param, f"{name} of {unit}", _BY)
@@ -161,17 +161,24 @@ def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Parameters that wrapping `module` takes: all but those of units inside it."""
-    inner = [m for m in module.modules() if m is not module and isinstance(m, FSDPModule)]
-    taken = {id(p) for unit in inner for p in unit.parameters()}
-    for name, param in module.named_parameters():
-        if id(param) not in taken:
-            yield name, param
+    seen = set()
+    for prefix, each in _outside_of_units(module):
+        for name, param in each.named_parameters(recurse=False):
+            if param not in seen:
+                seen.add(param)
+                yield dotted(prefix, name), param
+
+
+def _outside_of_units(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`module`, and those in it that are not in units inside it, by name."""
+    units = (m for m in module.modules() if m is not module and isinstance(m, FSDPModule))
+    inner = {each for unit in units for each in unit.modules()}
+    return ((name, each) for name, each in module.named_modules() if each not in inner)
 
 
 def _owners(module: nn.Module) -> Iterator[nn.Module]:
     """Modules that have those parameters themselves."""
-    taken = {id(param) for _, param in _own(module)}
-    return (m for m in module.modules() if any(id(p) in taken for p in m.parameters(recurse=False)))
+    return (each for _, each in _outside_of_units(module) if any(True for _ in each.parameters(recurse=False)))
 
 
 def _own_quantized(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -52,9 +52,8 @@ def _slice(x: Tensor, dim: int = 0, start: int | None = None, end: int | None = 
     return x[(*(slice(None),) * (dim % x.dim()), slice(start, end, step))]
 
 
-# The same without a look-up of overloads, which takes several times as long.
+# The same without a look-up of overloads, which takes several times as long. (`_unsafe_view` is no view to autograd.)
 _VIEWS = {
-    torch.ops.aten._unsafe_view.default: Tensor.view,
     torch.ops.aten.select.int: Tensor.select,
     torch.ops.aten.slice.Tensor: _slice,
     torch.ops.aten.t.default: Tensor.t,

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import SequenceParallel as TorchSequenceParallel
 
 import te_dist as te
 from te_dist import fsdp2, optim, recipe, testing
@@ -92,8 +93,11 @@ def refuse(rank: int, world: int) -> list[str]:
         with pytest.raises(ValueError, match=f"{name}: got a unit over a mesh of one rank") as error:
             getattr(experts, name)(given)
         messages.append(str(error.value))
-    with pytest.raises((AssertionError, ValueError), match="already"):
-        fsdp2.fully_shard(experts, mesh=testing.mesh((1, 2), ("edp", "ep"))["edp"])
+    experts.set_gradient_divide_factor(1.0)  # asks for nothing
+    for module in (experts, experts.fc1):
+        with pytest.raises(ValueError, match="wrapped by fully_shard already, .*for the blocks first") as error:
+            fsdp2.fully_shard(module, mesh=testing.mesh((1, 2), ("edp", "ep"))["edp"])
+        messages.append(str(error.value))
     return messages
 
 
@@ -142,3 +146,94 @@ def test_layers_over_ranks_compute_the_same_with_data_parallelism_of_one() -> No
     for one, other in zip(pool(2).run(share_layers, True), pool(2).run(share_layers, False), strict=True):
         for value, alone in zip(one, other, strict=True):
             assert_bitwise(value, alone, "")
+
+
+class Tied(nn.Module):
+    """A head with the weight of the embedding, both cut by torch's styles."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        styles = {
+            "embedding": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Replicate()),
+        }
+        parallelize_module(self, mesh, styles)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens))
+
+
+def tie(rank: int, world: int) -> list[str]:
+    mesh, messages = testing.mesh((1, world), ("dp", "tp")), []
+    casts = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    for first, second in (({}, casts), (casts, {})):
+        model = Tied(mesh["tp"])
+        fsdp2.fully_shard(model.embedding, mesh=mesh["dp"], **first)
+        with pytest.raises(ValueError, match="weight is tied to .*Embedding") as error:
+            fsdp2.fully_shard(model.head, mesh=mesh["dp"], **second)
+        messages.append(str(error.value))
+    model = Tied(mesh["tp"])
+    for module in (model.embedding, model):
+        fsdp2.fully_shard(module, mesh=mesh["dp"])
+    assert model.head.weight is model.embedding.weight
+    assert model.head.weight.device_mesh == mesh["tp"]
+    model(torch.arange(16)).square().mean().backward()
+    assert isinstance(model.embedding.weight.grad, DTensor)
+    model = Tied(mesh["tp"])
+    fsdp2.fully_shard(model.embedding, mesh=mesh["dp"])
+    with pytest.raises(ValueError, match="head.weight is tied to a parameter of Embedding") as error:
+        fsdp2.fully_shard(model, mesh=testing.mesh((world,), ("all",)))
+    return [*messages, str(error.value)]
+
+
+def test_tied_weights_stay_tied_or_are_refused() -> None:
+    first, second = pool(2).run(tie)
+    assert first == second
+
+
+class Shared(nn.Module):
+    """Two layers that ranks share, and a norm that each has whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def compile_alike(rank: int, world: int) -> None:
+    """Blocks that are alike are of one class, of which graphs are made once."""
+    mesh = testing.mesh((1, world), ("dp", "tp"))
+    blocks = nn.Sequential(*(Shared() for _ in range(10)))
+    torch.compiler.reset()
+    for block in blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        block.compile(backend="eager", fullgraph=True)
+        fsdp2.fully_shard(block, mesh=mesh["dp"])
+    assert len(set(map(type, blocks))) == 1
+    blocks(torch.ones(4, 8)).sum().backward()
+
+
+def test_blocks_compile_once() -> None:
+    pool(2).run(compile_alike)
+
+
+def leave_others(rank: int, world: int) -> None:
+    """What ranks have whole is torch's, and modules that are no unit keep their class."""
+    mesh = testing.mesh((1, world), ("dp", "tp"))
+    block = Shared()
+    styles = {"norm": TorchSequenceParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(block, mesh["tp"], styles)
+    fsdp2.fully_shard([block, block.up], mesh=mesh["dp"])
+    assert block.norm.weight.device_mesh.mesh_dim_names == ("dp", "tp")
+    assert block.up.weight.device_mesh.mesh_dim_names == ("tp",)
+    assert type(block.up) is nn.Linear
+    assert isinstance(block, FSDPModule)
+
+
+def test_what_ranks_have_whole_is_left_to_torch() -> None:
+    pool(2).run(leave_others)

@@ -20,7 +20,6 @@ def matrix() -> Tensor:
 
 
 CALLS: dict[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
-    aten._unsafe_view.default: [(([6, 4],), {})],
     aten.select.int: [((0, 1), {}), ((1, -1), {})],
     aten.slice.Tensor: [
         ((), {}),
