@@ -67,6 +67,7 @@ __all__ = [
     "is_placing",
     "is_traceable_wrapper_subclass",
     "managed_parameters",
+    "modules_of_unit",
     "preserved_versions",
     "prefetched_units",
     "pretended_ranks",
@@ -286,6 +287,11 @@ def managed_parameters(unit: nn.Module, *, inside: bool = False) -> list[Managed
                 )
             )
     return found
+
+
+def modules_of_unit(unit: nn.Module) -> tuple[nn.Module, ...]:
+    """Those that were wrapped by FSDP2 as one, with this one among them."""
+    return tuple(unit._get_fsdp_state()._modules)
 
 
 def ranks_of_unit(unit: nn.Module) -> set[int]:

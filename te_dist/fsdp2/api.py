@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from te_dist import _torch_private
 from te_dist.fsdp2.ahead import Shards, prepare_kernels
 from te_dist.fsdp2.check import check_first_passes, check_quantized, warn_of_fewer_ranks
-from te_dist.fsdp2.footprint import dotted, parameters_between_steps
+from te_dist.fsdp2.divide import note_divided
+from te_dist.fsdp2.footprint import dotted, outside_of_units, parameters_between_steps
 from te_dist.fsdp2.loading import watch
 from te_dist.fsdp2.one_rank import check_left, left_alone, note_left
 from te_dist.fsdp2.parameter import GroupedParameter, ShardedParameter, Wrap
@@ -102,6 +103,7 @@ def fully_shard(
         ignored |= {id(param) for param in left}
     torch_fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **kwargs)
     note_left(left, modules)
+    note_divided(modules)
     for name, param, unit in owned:
         if id(param) not in ignored:
             note_exchanged(param, f"{name} of {unit}", _BY)
@@ -162,23 +164,16 @@ def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
 def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Parameters that wrapping `module` takes: all but those of units inside it."""
     seen = set()
-    for prefix, each in _outside_of_units(module):
+    for prefix, each in outside_of_units(module):
         for name, param in each.named_parameters(recurse=False):
             if param not in seen:
                 seen.add(param)
                 yield dotted(prefix, name), param
 
 
-def _outside_of_units(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`module`, and those in it that are not in units inside it, by name."""
-    units = (m for m in module.modules() if m is not module and isinstance(m, FSDPModule))
-    inner = {each for unit in units for each in unit.modules()}
-    return ((name, each) for name, each in module.named_modules() if each not in inner)
-
-
 def _owners(module: nn.Module) -> Iterator[nn.Module]:
     """Modules that have those parameters themselves."""
-    return (each for _, each in _outside_of_units(module) if any(True for _ in each.parameters(recurse=False)))
+    return (each for _, each in outside_of_units(module) if any(True for _ in each.parameters(recurse=False)))
 
 
 def _own_quantized(module: nn.Module) -> Iterator[tuple[str, Any]]:

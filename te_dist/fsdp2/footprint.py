@@ -178,6 +178,13 @@ def _inner_units(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
+def outside_of_units(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`module`, and modules in it that are in no unit inside it, by name."""
+    units = (m for m in module.modules() if m is not module and isinstance(m, FSDPModule))
+    inner = {each for unit in units for each in unit.modules()}
+    return ((name, each) for name, each in module.named_modules() if each not in inner)
+
+
 def dotted(*names: str) -> str:
     """A name inside of named modules; the root has none."""
     return ".".join(filter(None, names))

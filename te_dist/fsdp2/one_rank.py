@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 
@@ -39,7 +38,7 @@ class _Left(NamedTuple):
         return (id(getattr(module, name, None)) for ref, name in self.places if (module := ref()) is not None)
 
 
-_left: weakref.WeakKeyDictionary[nn.Module, _Left] = weakref.WeakKeyDictionary()  # by the first module of a unit
+_left: weakref.WeakKeyDictionary[nn.Module, _Left] = weakref.WeakKeyDictionary()  # by modules of a unit
 
 
 def left_alone(params: Iterable[nn.Parameter], mesh: DeviceMesh, options: Mapping[str, Any]) -> list[nn.Parameter]:
@@ -85,7 +84,7 @@ def check_left(
 
 
 def note_left(params: Iterable[nn.Parameter], modules: Sequence[nn.Module]) -> None:
-    """Says that a unit of `modules` has left these alone; it refuses what concerns gradients that FSDP2 reduces."""
+    """Says that a unit of `modules` has left these alone."""
     wanted = {id(param) for param in params}
     if not wanted:
         return
@@ -96,40 +95,10 @@ def note_left(params: Iterable[nn.Parameter], modules: Sequence[nn.Module]) -> N
         for name, param in inner.named_parameters(recurse=False)
         if id(param) in wanted
     }
-    _left[modules[0]] = _Left(
-        tuple(map(weakref.ref, modules)), type(modules[0]).__name__.removeprefix("FSDP"), tuple(places)
-    )
-    for each in modules:
-        if isinstance(each, FSDPModule):
-            each.__class__ = _refusing(type(each))
+    name = type(modules[0]).__name__.removeprefix("FSDP")
+    _left.update(dict.fromkeys(modules, _Left(tuple(map(weakref.ref, modules)), name, tuple(places))))
 
 
-class _Settings:
-    """Refuses what nobody would do: FSDP2 does not see the gradients of this unit."""
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Raises ValueError, unless the factor is 1, of one rank."""
-        if factor != 1:
-            self._refuse("set_gradient_divide_factor")
-
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Raises ValueError, unless the factor is 1."""
-        if factor != 1:
-            self._refuse("set_reduce_scatter_divide_factor")
-
-    def set_all_reduce_hook(self, hook: Any, **options: Any) -> NoReturn:
-        """Raises ValueError."""
-        self._refuse("set_all_reduce_hook")
-
-    def _refuse(self, name: str) -> NoReturn:
-        raise ValueError(
-            f"{name}: got a unit over a mesh of one rank, of parameters that another parallelism has cut; wanted one "
-            "that reduces gradients: FSDP2 sees none of these. te_dist's ExpertParallel gives means over the experts' "
-            "ranks by itself; otherwise multiply gradients in a hook (Tensor.register_hook), or wrap the module by "
-            "torch's own fully_shard, which copies them"
-        )
-
-
-@cache  # compiled code asks for the class: blocks that are alike have one
-def _refusing(cls: type) -> type:
-    return type(cls.__name__, (_Settings, cls), {})
+def left_by(modules: Sequence[nn.Module]) -> set[int]:
+    """Ids of the parameters that a unit of `modules` has left alone."""
+    return set(_left[modules[0]].parameters()) if modules[0] in _left else set()

@@ -85,15 +85,20 @@ def test_nothing_of_them_is_gathered_and_footprints_say_so() -> None:
 
 def refuse(rank: int, world: int) -> list[str]:
     experts, messages = mixture(wraps=True)[0][1].experts, []
-    for name, given in (
-        ("set_gradient_divide_factor", 2.0),
-        ("set_reduce_scatter_divide_factor", 2.0),
-        ("set_all_reduce_hook", print),
+    mesh = testing.mesh((1, 2), ("dp", "tp"))
+    layer = te.Linear(HIDDEN, HIDDEN)
+    fsdp2.fully_shard(parallelize_module(layer, mesh["tp"], ColumnParallel()), mesh=mesh["dp"])
+    for unit, name, given in (
+        (layer, "set_gradient_divide_factor", 2.0),
+        (layer, "set_all_reduce_hook", print),
+        (experts, "set_all_reduce_hook", print),
     ):
-        with pytest.raises(ValueError, match=f"{name}: got a unit over a mesh of one rank") as error:
-            getattr(experts, name)(given)
+        with pytest.raises(ValueError, match=f"{name}: got .* for a unit over a mesh of one rank") as error:
+            getattr(unit, name)(given)
         messages.append(str(error.value))
-    experts.set_gradient_divide_factor(1.0)  # asks for nothing
+    layer.set_gradient_divide_factor(1.0)  # asks for nothing
+    experts.set_gradient_divide_factor(2.0)
+    assert experts.divided_by.num_losses == 2.0  # noqa: PLR2004
     for module in (experts, experts.fc1):
         with pytest.raises(ValueError, match="wrapped by fully_shard already, .*for the blocks first") as error:
             fsdp2.fully_shard(module, mesh=testing.mesh((1, 2), ("edp", "ep"))["edp"])

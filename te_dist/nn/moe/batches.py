@@ -41,7 +41,7 @@ class Gathering:
     """
 
     group: dist.ProcessGroup
-    num_losses: int
+    num_losses: float
 
     @property
     def is_regular(self) -> bool:

@@ -246,6 +246,7 @@ class ExpertParallel(ParallelStyle):
             module.take_parts(self.sequence_mesh)
             dispatcher.num_losses //= self.sequence_mesh.size()
         module.dispatcher, module.payload = dispatcher, self.payload
+        module.experts.divided_by = dispatcher
         if self.capacity is not None:
             device = module.router.weight.device
             module.dropped = torch.zeros((), dtype=torch.int64, device=device)

@@ -147,7 +147,8 @@ class AllToAllDispatcher:
 
     Attributes:
         capacity: C, or None for no limit.
-        num_losses: as many as there are ranks, unless some have parts of the same sequences; see `Carrier`.
+        num_losses: by which gradients are divided, see `Carrier`: as many as there are ranks, unless some have parts of
+            the same sequences, or another factor was asked for (see [Note: Divided gradients]).
         num_host_syncs: how often a dispatch waited for the device.
     """
 
@@ -168,7 +169,8 @@ class AllToAllDispatcher:
         if capacity is not None and capacity < 1:
             raise ValueError(f"capacity: got {capacity}, wanted at least one slot, or None for no limit")
         self.num_local_experts = num_experts // mesh.size()
-        self.num_ranks = self.num_losses = mesh.size()
+        self.num_ranks = mesh.size()
+        self.num_losses: float = mesh.size()
         self.mesh = mesh  # and no group, which cannot be copied
         self.capacity = capacity
         self.num_host_syncs = 0

@@ -33,8 +33,8 @@ class Carrier(Protocol):
     """The way of rows to other ranks, and back. Methods are collective."""
 
     @property
-    def num_losses(self) -> int:
-        """P, or P / Q. See [Note: Gradients of experts over ranks]."""
+    def num_losses(self) -> float:
+        """P, or P / Q, or what was asked for. See [Note: Gradients of experts over ranks]."""
         ...
 
     @property
@@ -64,7 +64,7 @@ class Exchange:
     """
 
     group: dist.ProcessGroup
-    num_losses: int
+    num_losses: float
     num_sent: int
     num_received: int
     sent: tuple[int, ...] | None = None

@@ -67,6 +67,7 @@ class GroupedMLP(nn.Module):
     """
 
     calls_parts = False  # read where hooks on parts are needed
+    divided_by: Any = None  # what divides gradients on their way here from other ranks; see [Note: Divided gradients]
 
     fc1: GroupedLinear
     fc2: GroupedLinear
