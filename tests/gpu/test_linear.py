@@ -335,3 +335,15 @@ def test_histories_move_as_on_the_cpu(algo: Any) -> None:
         ours, want = (module.gemm.scaling.state_dict() for module in modules)
         for name, value in want.items():
             assert_bitwise(ours[name].cpu(), value, f"{name} after step {number}")
+
+
+@every_recipe
+def test_outputs_may_be_changed_in_place_in_every_pass(case: Any) -> None:
+    module = make(case.recipe)
+    for _ in range(5):  # in the ordinary way, recorded, and played
+        with te.autocast(recipe=case.recipe):
+            out = module(normal(2, 64, IN).requires_grad_())
+        before = out.detach().clone()
+        out.add_(1)
+        assert_bitwise(out.detach(), before + 1, "changed in place")
+        out.sum().backward()

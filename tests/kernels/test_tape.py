@@ -95,6 +95,33 @@ class Counted:
         return results
 
 
+class Reshaped(torch.autograd.Function):
+    """A matrix as rows of another shape, which autograd takes for no view, by tapes."""
+
+    tapes = Tapes()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        def run() -> tuple[tuple[Tensor, ...], None]:
+            return (torch.ops.aten._unsafe_view(x + 1, (2, 4, 8)),), None
+
+        return Reshaped.tapes.run(None, (x,), run)[0][0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.view(8, 8)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_what_is_played_can_be_changed_in_place_as_what_ran() -> None:
+    for _ in range(4):  # run, recorded, played
+        x = torch.randn(8, 8, requires_grad=True)
+        out = Reshaped.apply(x)
+        out.add_(1)
+        assert torch.equal(out.detach(), (x.detach() + 1 + 1).view(2, 4, 8))
+        assert not out._is_view()
+
+
 def test_launches_are_repeated_with_other_addresses(kernel: CopyKernel) -> None:
     counted = Counted(lambda x: (copied(copied(x), 4), copied(x)))
     for count in (1, 2, 3):
