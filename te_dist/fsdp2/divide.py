@@ -5,13 +5,14 @@ FSDP2 divides sums of gradients by the number of ranks, or by a factor that it w
 were divided by the tokens of all ranks. Of experts that lie over ranks, FSDP2 adds up what ranks with the same experts
 have, and the experts what comes to them from other ranks; each divides by its own number. Told a factor, one of the two
 divides by it and the other by 1: the experts where FSDP2 leaves them alone (see [Note: Units of one rank]), FSDP2
-elsewhere. A module that divides has an attribute `divided_by`, which does so by its `num_losses`.
+elsewhere. A module that divides has an attribute `divided_by`, whose `divide_by` takes the factor, None for the mean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from numbers import Real
 from typing import Any
 
 from torch import nn
@@ -33,21 +34,27 @@ def note_divided(modules: Sequence[nn.Module]) -> None:
 class _Heeding:
     """See [Note: Divided gradients]."""
 
-    def set_gradient_divide_factor(self: Any, factor: float) -> None:
-        """As in torch: gradients, added up over all ranks of the model, are divided by `factor`.
+    def set_gradient_divide_factor(self: Any, factor: float | None) -> None:
+        """As in torch: gradients, added up over all ranks of the model, are divided by `factor`; None for the mean.
 
         Raises:
-            ValueError: the factor is not 1, and FSDP2 sees no gradient of some parameters, and nor do experts.
+            ValueError: the factor is no positive number; or it is not 1, and FSDP2 sees no gradient of some parameters,
+                and nor do experts.
         """
         modules = _torch_private.modules_of_unit(self)
         left, dividing = left_by(modules), _dividing(modules)
+        if factor is not None and not (isinstance(factor, Real) and factor > 0):
+            raise ValueError(
+                f"set_gradient_divide_factor: got {factor!r}, wanted a positive number, or None for the mean"
+            )
         others = left - {id(param) for each in dividing for param in each.parameters()}
-        if others and factor != 1:
+        if others and factor not in (None, 1):
             raise _not_reduced("set_gradient_divide_factor", f"{factor}")
         super().set_gradient_divide_factor(factor)  # type: ignore[misc]
+        reduced = {managed.module for managed in _torch_private.managed_parameters(self)}
         for each in dividing:
-            is_left = any(id(param) in left for param in each.parameters())
-            each.divided_by.num_losses = factor if is_left else 1
+            is_reduced = any(inner in reduced for inner in each.modules())
+            each.divided_by.divide_by(None if factor is None else 1 if is_reduced else factor)
 
     def set_all_reduce_hook(self: Any, hook: Any, **options: Any) -> None:
         """As in torch.

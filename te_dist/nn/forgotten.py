@@ -84,13 +84,16 @@ def warn_of_biases(passes: int) -> None:
     )
 
 
-def warn_of_mesh() -> None:
-    """Where one of several ranks moves biases by its own choices, and the router is no shard that tells of others."""
-    if dist.is_initialized() and (num_ranks := dist.get_world_size()) > 1:
+def warn_of_mesh(num_known: int) -> None:
+    """Where biases move by the choices of some ranks alone, and the router is no shard that tells of others.
+
+    `num_known`: ranks whose choices count.
+    """
+    if dist.is_initialized() and (num_ranks := dist.get_world_size()) > num_known:
         warnings.warn(
-            f"update_expert_biases: got no mesh, and a router whose weight is no shard, on one of {num_ranks} ranks: "
-            "its biases move by the choices of this rank alone, and apart from those of others; pass mesh=... of the "
-            "ranks that share the batch",
+            f"update_expert_biases: got no mesh, and a router whose weight is no shard, on {num_known} of {num_ranks} "
+            "ranks: its biases move by the choices of these alone, and apart from those of others; pass mesh=... of "
+            "the ranks that share the batch",
             stacklevel=4,
         )
 

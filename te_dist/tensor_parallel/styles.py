@@ -229,21 +229,26 @@ class GatherInput(ParallelStyle):
 
 
 class SequenceParallel(ParallelStyle):
-    """For a module that each rank applies to its part of a sequence, as a norm.
+    """For a module that each rank applies to its part of a sequence, as a norm: gradients of its parameters are summed.
 
-    Gradients of its parameters, and of those of modules inside, are summed.
+    Those of modules inside are not, which may be cut over the ranks: name these.
     """
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        for each in module.modules():
-            if not getattr(each, "calls_parts", True):
-                raise ValueError(
-                    f"SequenceParallel: got {type(module).__name__}, in which {type(each).__name__} does not call the "
-                    "modules that hold its weights, so that nothing would sum their gradients; of a MoE take "
-                    "ExpertParallel(sequence_mesh=mesh), over that mesh or one around it"
-                )
-        for each in module.modules():
-            sum_gradients(each, [name for name, _ in each.named_parameters(recurse=False)], device_mesh)
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        inside = [name for name, _ in module.named_parameters()]
+        if not names and inside:
+            raise ValueError(
+                f"SequenceParallel: got {type(module).__name__}, whose parameters are those of modules inside "
+                f"({', '.join(inside[:3])}), wanted the modules that hold them: sums are of a module's own alone. Name "
+                "each; of a MoE take ExpertParallel(sequence_mesh=mesh), over that mesh or one around it"
+            )
+        if option := getattr(module, "bypasses_autograd", None):
+            raise ValueError(
+                f"SequenceParallel: got {type(module).__name__} with {option}, by which autograd sees no gradient to "
+                "sum over ranks; leave it out"
+            )
+        sum_gradients(module, names, device_mesh)
         return module
 
 

@@ -244,7 +244,8 @@ class ExpertParallel(ParallelStyle):
         module.experts.cut(device_mesh)
         if self.sequence_mesh is not None:
             module.take_parts(self.sequence_mesh)
-            dispatcher.num_losses //= self.sequence_mesh.size()
+            dispatcher.num_parts = self.sequence_mesh.size()
+            dispatcher.divide_by(None)
         module.dispatcher, module.payload = dispatcher, self.payload
         module.experts.divided_by = dispatcher
         if self.capacity is not None:

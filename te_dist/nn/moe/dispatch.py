@@ -148,7 +148,8 @@ class AllToAllDispatcher:
     Attributes:
         capacity: C, or None for no limit.
         num_losses: by which gradients are divided, see `Carrier`: as many as there are ranks, unless some have parts of
-            the same sequences, or another factor was asked for (see [Note: Divided gradients]).
+            the same sequences, or another factor was asked for.
+        num_parts: how many ranks have parts of the same sequences.
         num_host_syncs: how often a dispatch waited for the device.
     """
 
@@ -170,6 +171,7 @@ class AllToAllDispatcher:
             raise ValueError(f"capacity: got {capacity}, wanted at least one slot, or None for no limit")
         self.num_local_experts = num_experts // mesh.size()
         self.num_ranks = mesh.size()
+        self.num_parts = 1
         self.num_losses: float = mesh.size()
         self.mesh = mesh  # and no group, which cannot be copied
         self.capacity = capacity
@@ -179,6 +181,10 @@ class AllToAllDispatcher:
     def sorts(self) -> tuple[int, ...]:
         """See `Dispatcher`."""
         return self.num_local_experts * self.num_ranks, self.num_local_experts
+
+    def divide_by(self, factor: float | None) -> None:
+        """Has gradients divided by `factor`; None for the mean over losses. See [Note: Divided gradients]."""
+        self.num_losses = self.num_ranks // self.num_parts if factor is None else factor
 
     @property
     def group(self) -> dist.ProcessGroup:

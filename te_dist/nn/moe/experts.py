@@ -66,7 +66,6 @@ class GroupedMLP(nn.Module):
         fc2: its `weight` (num_experts, hidden_size, ffn_hidden_size).
     """
 
-    calls_parts = False  # read where hooks on parts are needed
     divided_by: Any = None  # what divides gradients on their way here from other ranks; see [Note: Divided gradients]
 
     fc1: GroupedLinear

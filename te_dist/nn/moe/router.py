@@ -224,7 +224,7 @@ def update_expert_biases(model: nn.Module, *, mesh: DeviceMesh | None = None) ->
         How many routers were updated.
 
     Raises:
-        ValueError: the weight of a router is sharded over more ranks than those of `mesh`.
+        ValueError: a router is shared by more ranks than those of `mesh`.
     """
     routers = [
         (router, bias, counts)
@@ -254,14 +254,15 @@ def _groups_that_count(router: TopKRouter, mesh: DeviceMesh | None) -> tuple[dis
     weight = router.weight if weight is None else weight
     sharded = weight.device_mesh if isinstance(weight, DTensor) else None
     if mesh is None:
-        if sharded is None and router.parts is None:
-            forgotten.warn_of_mesh()
+        if sharded is None:
+            forgotten.warn_of_mesh(1 if router.parts is None else router.parts.size())
         return tuple(
             each.get_group(dim) for each in (sharded, router.parts) if each is not None for dim in range(each.ndim)
         )
-    if sharded is not None and not torch.isin(sharded.mesh, mesh.mesh).all():
-        raise ValueError(
-            f"update_expert_biases: got mesh={mesh}, and the weight of a router over {sharded}; wanted all of its "
-            "ranks, on which biases would move apart; leave mesh out, or pass that of all that share the batch"
-        )
+    for known in (sharded, router.parts):
+        if known is not None and not torch.isin(known.mesh, mesh.mesh).all():
+            raise ValueError(
+                f"update_expert_biases: got mesh={mesh}, and a router over {known}; wanted all of its ranks, on which "
+                "biases would move apart; leave mesh out, or pass that of all that share the batch"
+            )
     return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
