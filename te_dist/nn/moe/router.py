@@ -252,17 +252,16 @@ def _groups_that_count(router: TopKRouter, mesh: DeviceMesh | None) -> tuple[dis
     """Of ranks whose tokens count together, one for each dimension of their mesh. See `update_expert_biases`."""
     weight = sharded_of(router.weight)
     weight = router.weight if weight is None else weight
-    sharded = weight.device_mesh if isinstance(weight, DTensor) else None
-    if mesh is None:
-        if sharded is None:
-            forgotten.warn_of_mesh(1 if router.parts is None else router.parts.size())
-        return tuple(
-            each.get_group(dim) for each in (sharded, router.parts) if each is not None for dim in range(each.ndim)
-        )
-    for known in (sharded, router.parts):
-        if known is not None and not torch.isin(known.mesh, mesh.mesh).all():
+    known = [weight.device_mesh] if isinstance(weight, DTensor) else []
+    if router.parts is not None and not any(torch.isin(router.parts.mesh, each.mesh).all() for each in known):
+        known.append(router.parts)
+    if mesh is None and not isinstance(weight, DTensor):
+        forgotten.warn_of_mesh(sum(each.size() for each in known) or 1)
+    for each in known if mesh is not None else ():
+        if not torch.isin(each.mesh, mesh.mesh).all():
             raise ValueError(
-                f"update_expert_biases: got mesh={mesh}, and a router over {known}; wanted all of its ranks, on which "
+                f"update_expert_biases: got mesh={mesh}, and a router over {each}; wanted all of its ranks, on which "
                 "biases would move apart; leave mesh out, or pass that of all that share the batch"
             )
-    return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
+    counted = known if mesh is None else [mesh]
+    return tuple(each.get_group(dim) for each in counted for dim in range(each.ndim))
