@@ -6,8 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from te_dist._torch_private import is_traceable_wrapper_subclass
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """All of a tensor of which each rank may have a part. Collective, where this is a DTensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def assert_bitwise(got: Tensor, want: Tensor, name: str) -> None:

@@ -16,7 +16,7 @@ from te_dist.formats import Format, geometry
 from te_dist.tensor import QuantizedStorage, QuantizedTensor
 from te_dist.tensor import storage as storages
 from te_dist.tensor.placement import local_tensor
-from te_dist.testing import assert_bitwise, device, mesh
+from te_dist.testing import assert_bitwise, device, full_tensor, mesh
 from tests.distributed.probe import FORMATS, Layer, assert_padding_is_zero, random_matrix
 
 COLS = 160  # a ragged tile of 128; a multiple of 32 and 16
@@ -105,8 +105,7 @@ def assert_storage(got: QuantizedStorage, whole: QuantizedStorage, name: str) ->
 def assert_plain(model: Zoo, want: Zoo) -> None:
     """Plain parameters and buffers are those of an unsharded model."""
     for (name, got), expected in zip(_plain(model).items(), _plain(want).values(), strict=True):
-        whole = got.full_tensor() if isinstance(got, DTensor) else got
-        assert_bitwise(whole.detach().cpu(), expected.detach().cpu(), name)
+        assert_bitwise(full_tensor(got).detach().cpu(), expected.detach().cpu(), name)
 
 
 def _plain(model: Zoo) -> dict[str, Tensor]:

@@ -143,8 +143,7 @@ def share_layers(rank: int, world: int, over: bool) -> tuple[Tensor, ...]:
     with te.autocast(recipe=FP8):
         out = model(torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16))
     out.sum().backward()
-    grads = [param.grad for param in model.parameters()]
-    return out.detach(), *(grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads)
+    return out.detach(), *(testing.full_tensor(param.grad) for param in model.parameters())
 
 
 def test_layers_over_ranks_compute_the_same_with_data_parallelism_of_one() -> None:

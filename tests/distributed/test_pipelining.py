@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import te_dist as te
 from te_dist import fsdp2, optim
-from te_dist.testing import assert_bitwise, device, mesh
+from te_dist.testing import assert_bitwise, device, full_tensor, mesh
 from tests.nn.recipes import CASES
 
 WIDTH, ROWS, MICROBATCHES, STEPS = 96, 64, 4, 2
@@ -84,7 +83,7 @@ def pipelined(rank: int, world: int, case: str, sharded: bool) -> None:
     for got, wanted in zip(losses, want_losses if losses else [], strict=True):
         assert_bitwise(got, wanted, "loss")
     for name, param in module.state_dict().items():
-        value = param.full_tensor() if isinstance(param, DTensor) else param
+        value = full_tensor(param)
         got, wanted = (t.dequantize() if isinstance(t, te.QuantizedTensor) else t for t in (value, want[index][name]))
         assert_bitwise(got, wanted, f"stage {index} {name}")
 

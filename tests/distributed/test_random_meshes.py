@@ -20,8 +20,8 @@ import te_dist as te
 from te_dist import fsdp2, testing
 from te_dist.optim import FusedAdam
 from te_dist.tensor_parallel import ColumnParallel, GatherInput, RowParallel, SequenceParallel
-from te_dist.testing import assert_bitwise
-from tests.distributed.test_tensor_parallel import assert_near, normal, whole
+from te_dist.testing import assert_bitwise, full_tensor
+from tests.distributed.test_tensor_parallel import assert_near, normal
 from tests.nn.random_modules import RECIPES
 
 FEW, TOGETHER, WORLD = 3, 15, 4
@@ -170,7 +170,7 @@ def trained(layer: Layer, part: Callable[[Tensor], Tensor], steps: int) -> list[
             (out * grad).sum().backward()
             its |= {f"output {number}": out.detach(), f"input {number}": x.grad}
         named = {name: param.grad for name, param in layer.named_parameters()}
-        found.append(its | {name: whole(grad).clone() for name, grad in named.items() if grad is not None})
+        found.append(its | {name: full_tensor(grad).clone() for name, grad in named.items() if grad is not None})
         optimizer.step()
         optimizer.zero_grad()
     return found

@@ -7,20 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from te_dist import fsdp2, testing
 from te_dist.optim import FusedAdam
-from te_dist.testing import assert_bitwise
+from te_dist.testing import assert_bitwise, full_tensor
 from tests.nn.random_modules import Drawn, draw
 
 FEW, TOGETHER = 5, 20
 BLOCKS = [block if block < FEW else pytest.param(block, marks=pytest.mark.exhaustive) for block in range(50)]
-
-
-def whole(value: Tensor) -> Tensor:
-    """All of a gradient."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def trained(drawn: Drawn, module: nn.Module) -> list[dict[str, Tensor]]:
@@ -28,7 +22,7 @@ def trained(drawn: Drawn, module: nn.Module) -> list[dict[str, Tensor]]:
     optimizer = FusedAdam(module.parameters(), lr=1e-2)
     found = []
     for _ in range(2):
-        found.append({name: whole(value).clone() for name, value in drawn.run(module, "cpu").items()})
+        found.append({name: full_tensor(value).clone() for name, value in drawn.run(module, "cpu").items()})
         optimizer.step()
     return found
 

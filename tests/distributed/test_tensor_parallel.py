@@ -34,7 +34,7 @@ from te_dist.tensor.traffic import Traffic
 from te_dist.tensor_parallel import ColumnParallel, GatherInput, RowParallel, SequenceParallel, gather
 from te_dist.tensor_parallel.cuts import SequenceCut
 from te_dist.tensor_parallel.wires import wire_bytes
-from te_dist.testing import assert_bitwise
+from te_dist.testing import assert_bitwise, full_tensor
 
 # Relative, of sums of 512 fp32 products in another order; on a GPU a value in a hundred then has another code.
 TOLERANCES = {"cpu": 2e-6, "cuda": 5e-3}
@@ -247,10 +247,6 @@ def run(layer: nn.Module, x: Tensor, grad: Tensor, surrounding) -> tuple[Tensor,
     return y.detach(), x.grad
 
 
-def whole(gradient: Tensor) -> Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-
-
 def assert_near(got: Tensor, want: Tensor, name: str) -> None:
     error = ((got - want).norm() / want.norm()).item()
     assert error < TOLERANCES[got.device.type], f"{name}: relative error {error:.1e}"
@@ -269,7 +265,7 @@ def check_layer(rank: int, world: int, recipe_name: str, plan: str) -> None:
             for name, a, b in zip(("output", "input gradient"), gotten, wanted, strict=True):
                 assert_near(a, part(b), name)
             for (name, a), (_, b) in zip(got.named_parameters(), want.named_parameters(), strict=True):
-                assert_near(whole(a.grad), b.grad, name)
+                assert_near(full_tensor(a.grad), b.grad, name)
                 a.grad = b.grad = None
         with autocast(recipe, over.get_group()):
             outs = []
@@ -384,7 +380,7 @@ def check_gathered_input(rank: int, world: int, recipe_name: str, frozen: str) -
         its = want.get_parameter(name)
         assert (param.grad is None) == (its.grad is None) == (name == f"{frozen}.weight")
         if param.grad is not None:
-            assert_near(whole(param.grad), its.grad, name)
+            assert_near(full_tensor(param.grad), its.grad, name)
 
 
 @pytest.mark.parametrize("frozen", ["", "query", "key"])
@@ -443,7 +439,7 @@ def check_recomputation(rank: int, world: int, recipe_name: str) -> None:
     for run_layer in (layer, lambda x: te.checkpoint(layer, x), of_torch):
         with te.offload.activations(min_bytes=0) if results else contextlib.nullcontext():
             values_of_run = run(run_layer, x, grad, autocast(recipe, over.get_group()))
-        results.append([*values_of_run, *(whole(p.grad) for p in layer.parameters())])
+        results.append([*values_of_run, *(full_tensor(p.grad) for p in layer.parameters())])
         layer.zero_grad()
         if layer.gate.gemm.scaling is not None:
             layer.gate.gemm.scaling = layer.up.gemm.scaling = layer.down.gemm.scaling = None

@@ -34,8 +34,8 @@ from te_dist.tensor_parallel import (
     reduce_scatter,
     replicate,
 )
-from te_dist.testing import assert_bitwise
-from tests.distributed.test_tensor_parallel import assert_near, normal, whole
+from te_dist.testing import assert_bitwise, full_tensor
+from tests.distributed.test_tensor_parallel import assert_near, normal
 
 BATCH, SEQUENCE, WIDTH = 2, 32, 96
 STYLES = {
@@ -77,7 +77,7 @@ def results(linear: nn.Module, x: Tensor, grad: Tensor, made_by: Recipe) -> dict
     return {
         "output": out.detach(),
         "input": x.grad,
-        **{name: g if g is None else whole(g) for name, g in named.items()},
+        **{name: g if g is None else full_tensor(g) for name, g in named.items()},
     }
 
 
@@ -131,7 +131,7 @@ def check_copies(rank: int, world: int) -> None:
             with te.autocast(recipe=made_by, amax_reduction_group=over.get_group()):
                 out = its(asking)
             out.backward(grad)
-            params = {name: whole(param.grad) for name, param in its.named_parameters()}
+            params = {name: full_tensor(param.grad) for name, param in its.named_parameters()}
             found.append({"output": out.detach(), "input": asking.grad, **params})
         for key, value in found[0].items():
             assert_bitwise(found[1][key], value, key)
@@ -197,7 +197,7 @@ def check_no_rows(rank: int, world: int, shape: tuple[int, ...]) -> None:
             out = block(x)
         out.sum().backward()
         assert out.shape == x.grad.shape == shape, name
-        assert not any(whole(param.grad).any() for param in block.parameters()), name
+        assert not any(full_tensor(param.grad).any() for param in block.parameters()), name
 
 
 @pytest.mark.parametrize("shape", [(0, 8, WIDTH), (2, 0, WIDTH)], ids=["no sequence", "no token"])

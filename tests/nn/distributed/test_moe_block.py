@@ -106,9 +106,7 @@ def steps(rank: int, world: int, name: str, sizes: tuple[int, int], capacity: in
         (out.float().square().mean()).backward()
         if step == 0:
             grads = {key: param.grad for key, param in model.named_parameters()}
-            found["grads"] = {
-                key: (grad.full_tensor() if isinstance(grad, DTensor) else grad).cpu() for key, grad in grads.items()
-            }
+            found["grads"] = {key: testing.full_tensor(grad).cpu() for key, grad in grads.items()}
             found["out"], found["dx"] = out.detach().cpu(), asking.grad.cpu() / world
         optimizer.step()
         optimizer.zero_grad()

@@ -14,27 +14,17 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import te_dist as te
 from te_dist import fsdp2, recipe, testing
-from te_dist.nn.moe import ExpertParallel, MoE, Routing, TopKRouter, scale_aux_losses, update_expert_biases
+from te_dist.nn.moe import ExpertParallel, Routing, TopKRouter, scale_aux_losses, update_expert_biases
 from te_dist.nn.moe.routing import next_bias
 from te_dist.recipe import Recipe
 from te_dist.tensor_parallel import SequenceParallel
 from te_dist.testing import assert_bitwise
+from tests.nn.distributed.test_moe_block import HIDDEN, Model
 
-HIDDEN, FFN, TOKENS = 128, 128, 64
+TOKENS = 64
 RECIPES: dict[str, Recipe | None] = {"bf16": None, "block": recipe.Float8BlockScaling()}
 TRAVELS = ("copies", "tokens", "batches")
 CLOSE = {"rtol": 2e-2, "atol": 1e-4}  # sums of bf16 in another order; a missing factor is 2
-
-
-class Model(nn.Module):
-    """A mixture between what keeps it from being the root of FSDP2."""
-
-    def __init__(self, routing: Routing) -> None:
-        super().__init__()
-        self.moe = MoE(HIDDEN, FFN, routing, shared_ffn_hidden_size=FFN, params_dtype=torch.bfloat16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.moe(x)
 
 
 def build(made_by: Recipe | None, *, aux: float = 0.0) -> Model:
@@ -53,8 +43,7 @@ def passed(model: Model, x: Tensor, made_by: Recipe | None, *, rows: int) -> tup
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: param.grad for name, param in model.named_parameters()}
-    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
+    return {name: testing.full_tensor(param.grad) for name, param in model.named_parameters()}
 
 
 def tokens(seed: int = 1) -> Tensor:
