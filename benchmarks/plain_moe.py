@@ -62,8 +62,8 @@ class PlainExpertParallel(PlainMoE):
     """`PlainMoE` with experts over ranks. Probabilities are multiplied where tokens come back."""
 
     def __init__(self, hidden: int, ffn: int, experts: int, top_k: int, *, group: dist.ProcessGroup) -> None:
-        super().__init__(hidden, ffn, experts, top_k)
-        self.experts = PlainExperts(hidden, ffn, experts // group.size())
+        super().__init__(hidden, ffn, experts // group.size(), top_k)
+        self.router = nn.Parameter(torch.randn(experts, hidden) * 0.02)  # of all, those on other ranks too
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:

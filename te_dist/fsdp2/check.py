@@ -81,12 +81,10 @@ def warn_of_fewer_ranks(model: nn.Module, *, stacklevel: int) -> None:
 
     `stacklevel`: as of `warnings.warn`, counted from here.
     """
-    modules = dict(model.named_modules())
-    ranks = {
-        name: _torch_private.ranks_of_unit(module) for name, module in modules.items() if isinstance(module, FSDPModule)
-    }
-    found: dict[tuple[int, ...], list[str]] = {}
-    for name, param in parameters_between_steps(model, {module: name for name, module in modules.items()}):
+    names = {module: name for name, module in model.named_modules()}
+    ranks = {name: _torch_private.ranks_of_unit(unit) for unit, name in names.items() if isinstance(unit, FSDPModule)}
+    found: dict[tuple[int, int], list[str]] = {}
+    for name, param in parameters_between_steps(model, names):
         if not isinstance(param, DTensor) or not param.requires_grad:
             continue
         own = set(param.device_mesh.mesh.flatten().tolist())
@@ -94,9 +92,9 @@ def warn_of_fewer_ranks(model: nn.Module, *, stacklevel: int) -> None:
         around = set().union(*(ranks.get(".".join(path[:length]), ()) for length in range(len(path) + 1)))
         if not around <= own:
             found.setdefault((len(own), len(around)), []).append(name)
-    for (few, many), names in found.items():
+    for (few, many), apart in found.items():
         warnings.warn(
-            f"{len(names)} parameters lie over {few} of {many} ranks of a unit around them ({_first(names)}): nothing "
+            f"{len(apart)} parameters lie over {few} of {many} ranks of a unit around them ({_first(apart)}): nothing "
             "sums their gradients over the others, which would train them apart; apply ExpertParallel before "
             "fully_shard, or wrap them over the mesh of the module around. (Experts of a rank's own tell so "
             "by being DTensors, Shard(0) over the ranks that share them.)",

@@ -149,17 +149,17 @@ def _unit(module: nn.Module, names: dict[nn.Module, str], *, inside: bool) -> Un
     is_unit = isinstance(module, FSDPModule)
     inner = tuple(_unit(each, names, inside=is_unit) for each in _inner_units(module))
     name = names[module]
-    taken = {each.name for unit in inner for found in unit.flat() for each in found.parameters}
-    if not is_unit:
-        whole = [(n, p) for n, p in module.named_parameters(prefix=name) if n not in taken]
-        return Unit(name, tuple(_unmanaged(n, p) for n, p in whole), inner)
-    managed = _torch_private.managed_parameters(module, inside=inside)
+    managed = _torch_private.managed_parameters(module, inside=inside) if is_unit else []
     parameters = [_footprint(each, dotted(names[each.module], each.name), inside=inside) for each in managed]
+    taken = {each.name for unit in inner for found in unit.flat() for each in found.parameters}
     taken |= {each.name for each in parameters}
+    parameters += [_unmanaged(n, p) for n, p in module.named_parameters(prefix=name) if n not in taken]
+    if not is_unit:
+        return Unit(name, tuple(parameters), inner)
     forward, backward = _torch_private.prefetched_units(module)
     return Unit(
         name,
-        (*parameters, *(_unmanaged(n, p) for n, p in module.named_parameters(prefix=name) if n not in taken)),
+        tuple(parameters),
         inner,
         is_root=not inside,
         is_kept=any(each.is_kept for each in managed),

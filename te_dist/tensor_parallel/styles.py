@@ -258,8 +258,6 @@ def sum_gradients(module: nn.Module, names: list[str], mesh: DeviceMesh) -> None
     In forward they are replaced by tensors whose gradient is summed: what FSDP2 put in their place stays as it is.
     Meanwhile `module.replaced` holds them.
     """
-    if not names:
-        return
 
     def replace(module: Any, args: Any) -> None:
         held: dict[str, Any] = {name: module._parameters[name] for name in names}
