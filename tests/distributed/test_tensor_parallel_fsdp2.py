@@ -28,7 +28,6 @@ from tests.distributed.test_tensor_parallel import (
     make_layer,
     normal,
     run,
-    whole,
 )
 
 
@@ -47,7 +46,7 @@ def check_two_dimensions(rank: int, world: int, recipe_name: str) -> None:
     assert_near(output, outputs[dp][0].chunk(2, 1)[tp], "output")
     assert_near(input_gradient, outputs[dp][1].chunk(2, 1)[tp], "input gradient")
     for (name, a), (_, b) in zip(got.named_parameters(), want.named_parameters(), strict=True):
-        assert_near(whole(a.grad), b.grad / 2, name)
+        assert_near(testing.full_tensor(a.grad), b.grad / 2, name)
 
 
 @pytest.mark.every_run(recipe=("none", "current", "mx"))
