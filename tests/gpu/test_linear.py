@@ -339,7 +339,7 @@ def test_histories_move_as_on_the_cpu(algo: Any) -> None:
 
 @every_recipe
 def test_outputs_may_be_changed_in_place_in_every_pass(case: Any) -> None:
-    module = make(case.recipe)
+    module = make()
     for _ in range(5):  # in the ordinary way, recorded, and played
         with te.autocast(recipe=case.recipe):
             out = module(normal(2, 64, IN).requires_grad_())
