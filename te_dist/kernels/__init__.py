@@ -28,6 +28,7 @@ from te_dist.kernels.grouped_whole import (
     grouped_wgrad_float8_tensor,
     grouped_wgrad_half,
 )
+from te_dist.kernels.histories import advance_histories
 from te_dist.kernels.movement import add_halves, assemble, hadamard, transpose
 from te_dist.kernels.quantize import (
     direction_amax,
@@ -43,6 +44,7 @@ from te_dist.kernels.sorting import sort_by_expert
 __all__ = [
     "CompilerError",
     "add_halves",
+    "advance_histories",
     "assemble",
     "clear_rest",
     "dequantize_float8",

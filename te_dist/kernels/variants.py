@@ -21,6 +21,7 @@ from te_dist.kernels import (
     grouped_gemm,
     grouped_quantize,
     grouped_whole,
+    histories,
     movement,
     quantize,
     routing,
@@ -301,6 +302,7 @@ def movers() -> Iterator[Spec]:
         yield from (movement.turn(bits, widths) for widths in ((load, 16), (narrow, narrow)))
     yield from (movement.copies(width) for width in (16, 4, 1))
     yield from map(movement.sums_of_halves, _BYTES)
+    yield from map(histories.advance, ("true", "false"))
     yield amax.ZERO
     yield from (grouped_gemm.find_groups(kind, are_sizes=f) for kind in ("int32_t", "int64_t") for f in (False, True))
     yield grouped_quantize.SUMS

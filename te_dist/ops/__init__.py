@@ -4,6 +4,7 @@ All outputs are arguments. A tile grid is anchored at the whole matrix; `phase` 
 """
 
 from te_dist.ops.add_halves import add_halves
+from te_dist.ops.advance_histories import advance_histories
 from te_dist.ops.assemble import assemble
 from te_dist.ops.clear_rest import clear_rest
 from te_dist.ops.dequantize_float8 import dequantize_float8
@@ -48,6 +49,7 @@ from te_dist.ops.transpose import transpose
 
 __all__ = [
     "add_halves",
+    "advance_histories",
     "assemble",
     "clear_rest",
     "dequantize_float8",

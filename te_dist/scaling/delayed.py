@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from te_dist import _torch_private
+from te_dist import _torch_private, ops
 from te_dist.kernels.tape import Result, Tapes
 from te_dist.quantizers import Float8Quantizer
-from te_dist.scaling.history import DelayedScalingRequest, next_history, next_scale
+from te_dist.scaling.history import DelayedScalingRequest
 from te_dist.tensor import traffic
 from te_dist.tensor.tally import tally_on
 
@@ -41,10 +41,12 @@ class DelayedScalingState(nn.Module):
 
     Attributes:
         requests: by name of a tensor ("input", "grad_output"), what it asked for.
+        algo: "max" or "most_recent", as all of them ask.
+        reduces_amax: whether ranks are to share scales, if they are given a group.
         num_groups: scales of each: rows in groups have one for every group. Columns of the buffers come tensor by
             tensor.
         scale: f32 (n,).
-        amax_history: f32 (length, n), see `next_history`; row 0 is zero.
+        amax_history: f32 (length, n), see `ops.advance_histories`; row 0 is zero.
     """
 
     scale: Tensor
@@ -61,7 +63,7 @@ class DelayedScalingState(nn.Module):
             raise ValueError(
                 f"tensors of one module need one history length, algorithm and reduction, got {list(requests.values())}"
             )
-        (length,) = lengths
+        (length,), ((self.algo, self.reduces_amax),) = lengths, rules
         columns = len(requests) * num_groups
         self.register_buffer("scale", torch.empty(columns, dtype=torch.float32, device=device))
         self.register_buffer("amax_history", torch.empty(length, columns, dtype=torch.float32, device=device))
@@ -90,6 +92,14 @@ class DelayedScalingState(nn.Module):
             self._scaled_max = self._find_scaled_max()
         return self._scaled_max
 
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """History, amaxes of the running step, scales, and what the largest magnitudes are scaled to."""
+        scale = self.scale
+        if self._running.device == self._scaled_max.device == scale.device:
+            return self.amax_history, self._running, scale, self._scaled_max
+        return self.amax_history, self.running, scale, self.scaled_max
+
     @torch.inference_mode(False)
     def _find_scaled_max(self) -> Tensor:
         found = torch.empty_like(self.scale)
@@ -100,11 +110,6 @@ class DelayedScalingState(nn.Module):
     def _columns(self) -> list[slice]:
         """Of every tensor."""
         return [slice(i * self.num_groups, (i + 1) * self.num_groups) for i in range(len(self.requests))]
-
-    @property
-    def reduces_amax(self) -> bool:
-        """Whether ranks are to share scales, if they are given a group."""
-        return next(iter(self.requests.values())).reduce_amax
 
     def take_part(self, group: dist.ProcessGroup | None) -> None:
         """Says that amaxes are recorded here: the histories move at the end of a backward pass that comes by.
@@ -147,16 +152,16 @@ _tapes = Tapes()  # of updates
 def update() -> None:
     """Moves all states that backward has come by one step on. Collective over each group they were given."""
     by_group: dict[dist.ProcessGroup | None, list[DelayedScalingState]] = {}
-    for state in [state for state in _reached if state in _recording]:
-        by_group.setdefault(_recording.pop(state), []).append(state)
+    for state in list(_reached):
+        if state in _recording:
+            by_group.setdefault(_recording.pop(state), []).append(state)
     _reached.clear()
     for group, states in by_group.items():
         if group is None:
             _warn_of_other_ranks(states)
         elif dist.get_world_size(group) > 1:
             _reduce([state.running for state in states], group)
-        for together in _alike(states):
-            _move_on(together)
+        _move_on(states)
 
 
 def _warn_of_other_ranks(states: Iterable[DelayedScalingState]) -> None:
@@ -181,28 +186,17 @@ def _reduce(amaxes: list[Tensor], group: dist.ProcessGroup) -> None:
     _torch_private.copy_each(amaxes, together.split([a.numel() for a in amaxes]))
 
 
-def _alike(states: Iterable[DelayedScalingState]) -> Iterable[list[DelayedScalingState]]:
-    """States whose histories can be updated as one: equal length, algorithm and device."""
-    groups: dict[object, list[DelayedScalingState]] = {}
+def _move_on(states: Iterable[DelayedScalingState]) -> None:
+    """One update of all histories that are alike: in length, algorithm and device."""
+    alike: dict[tuple[Any, ...], list[tuple[Tensor, ...]]] = {}
     for state in states:
-        algo = next(iter(state.requests.values())).amax_compute_algo
-        groups.setdefault((len(state.amax_history), algo, state.scale.device), []).append(state)
-    return groups.values()
+        kept = state.kept
+        alike.setdefault((state.algo, kept[0].shape[0], kept[0].device), []).append(kept)
+    for (algo, *_), modules in alike.items():
+        histories, running, scales, maxima = zip(*modules, strict=True)
 
+        def moved() -> Result:
+            ops.advance_histories(histories, running=running, scales=scales, scaled_max=maxima, algo=algo)  # noqa: B023
+            return (), None
 
-def _move_on(states: list[DelayedScalingState]) -> None:
-    """One update of all histories laid side by side: the number of kernels does not depend on that of states."""
-    algo = next(iter(states[0].requests.values())).amax_compute_algo
-    kept = ((s.amax_history, s.running, s.scale, s.scaled_max) for s in states)
-    histories, running, scales, maxima = zip(*kept, strict=True)
-
-    def moved() -> Result:
-        history, sizes = torch.cat(histories, dim=1), [len(scale) for scale in scales]
-        history[0].copy_(torch.cat(running))
-        fresh = next_scale(history, torch.cat(scales), torch.cat(maxima), algo=algo)
-        _torch_private.copy_each(scales, fresh.split(sizes))
-        _torch_private.copy_each(histories, next_history(history).split(sizes, dim=1))
-        _torch_private.zero_each(running)
-        return (), None
-
-    _tapes.run((algo, len(states)), (*histories, *running, *scales, *maxima), moved)
+        _tapes.run((algo, len(modules)), (*histories, *running, *scales, *maxima), moved)

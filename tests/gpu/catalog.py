@@ -23,6 +23,7 @@ from tests.ops import grouped_quantize
 from tests.ops.grouped_decoded import DecodedOperand
 from tests.ops.groups import RUN, SQUARE, Operand, group_ends, table_of
 from tests.ops.half_products import half_products
+from tests.ops.histories import advanced_histories
 from tests.ops.routing import decisions
 from tests.ops.sorting import experts_of, sorted_outputs
 from tests.ops.sources import cases, sums_of, with_sums
@@ -102,7 +103,7 @@ def calls() -> Iterator[Call]:
     yield from fp4_quantizers()
     yield from sources()
     yield from gathers()
-    yield from (Call(*each) for each in (*decisions(), *half_products()))
+    yield from (Call(*each) for each in (*decisions(), *half_products(), *advanced_histories()))
     yield from sorts()
     yield from dequantizers()
     yield from movers()

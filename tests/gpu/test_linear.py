@@ -347,3 +347,47 @@ def test_outputs_may_be_changed_in_place_in_every_pass(case: Any) -> None:
         out.add_(1)
         assert_bitwise(out.detach(), before + 1, "changed in place")
         out.sum().backward()
+
+
+def test_histories_move_in_graphs() -> None:
+    made_by, (module, twin), x = CASES["delayed"].recipe, (Block(), Block()), normal(64, IN)
+    warm_up(lambda: results(module, made_by, x))
+    for _ in range(3):
+        results(twin, made_by, x)
+    asking, grad, graph = x.clone().requires_grad_(), normal(64, IN, seed=2), torch.cuda.CUDAGraph()
+    module.zero_grad()
+    with torch.cuda.graph(graph), te.autocast(recipe=made_by):
+        out = module(asking)
+        out.backward(grad)
+    captured = [out.detach(), asking.grad, *(p.grad for p in module.parameters())]
+    for seed in (1, 7, 8, 9):
+        with torch.no_grad():
+            asking.copy_(normal(64, IN, seed=seed) * seed)
+        graph.replay()
+        for index, (got, want) in enumerate(zip(captured, results(twin, made_by, asking), strict=True)):
+            assert_bitwise(got, want, f"{index} of seed {seed}")
+        check_same_buffers(module, twin)
+
+
+def test_histories_move_in_graphed_callables() -> None:
+    made_by, module, twin = CASES["delayed"].recipe, Block(), Block()
+    results(twin, made_by, normal(64, IN))  # which gives it histories
+    with te.autocast(recipe=made_by):
+        graphed = torch.cuda.make_graphed_callables(module, (normal(64, IN).requires_grad_(),))
+    module.load_state_dict(twin.state_dict())
+    for seed in (1, 7, 8, 9):
+        x = normal(64, IN, seed=seed).mul_(seed).requires_grad_()
+        module.zero_grad()
+        out = graphed(x)
+        out.backward(normal(64, IN, seed=2))
+        got = [out, x.grad, *(p.grad for p in module.parameters())]
+        for index, (a, b) in enumerate(zip(got, results(twin, made_by, x), strict=True)):
+            assert_bitwise(a.detach(), b, f"{index} of seed {seed}")
+        check_same_buffers(module, twin)
+
+
+def check_same_buffers(module: Block, twin: Block) -> None:
+    buffers = dict(twin.named_buffers())
+    assert buffers
+    for name, buffer in module.named_buffers():
+        assert_bitwise(buffer, buffers[name], name)

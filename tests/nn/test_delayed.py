@@ -8,50 +8,14 @@ import weakref
 
 import pytest
 import torch
-from torch import Tensor
 
 import te_dist as te
 from te_dist import fsdp2, recipe
-from te_dist.scaling.history import DelayedScalingRequest, next_history, next_scale
+from te_dist.scaling.history import DelayedScalingRequest
 from te_dist.testing import assert_bitwise
 
-INF, NAN = float("inf"), float("nan")
 E4M3, E5M2 = 448.0, 57344.0
 RECIPE = recipe.DelayedScaling(amax_history_len=3)
-
-
-def column(*values: float) -> Tensor:
-    """A history of one tensor; row 0 is the running step."""
-    return torch.tensor(values)[:, None]
-
-
-@pytest.mark.parametrize(
-    ("history", "algo", "want_history", "want_scale"),
-    [
-        # The running step becomes the last row, the oldest (row 1) drops out, but counts for the maximum once more.
-        ((2.0, 8.0, 4.0), "max", (0.0, 4.0, 2.0), E4M3 / 8),
-        ((2.0, 8.0, 4.0), "most_recent", (0.0, 4.0, 2.0), E4M3 / 2),
-        ((2.0, 0.0, 0.0), "max", (0.0, 0.0, 2.0), E4M3 / 2),
-        ((2.0,), "max", (0.0,), E4M3 / 2),
-        # Nothing seen: nothing moves.
-        ((0.0, 8.0, 4.0), "max", (0.0, 8.0, 4.0), 7.0),
-        # Not a number to scale by: the scale stays, the history moves.
-        ((INF, 8.0, 4.0), "max", (0.0, 4.0, INF), 7.0),
-        ((INF, 8.0, 4.0), "most_recent", (0.0, 4.0, INF), 7.0),
-        ((2.0, NAN, 4.0), "max", (0.0, 4.0, 2.0), E4M3 / 4),
-        # The quotient overflows.
-        ((1e-40, 0.0, 0.0), "max", (0.0, 0.0, 1e-40), torch.finfo(torch.float32).max),
-    ],
-)
-def test_one_update(history, algo, want_history, want_scale) -> None:
-    scale = next_scale(column(*history), torch.tensor([7.0]), torch.tensor([E4M3]), algo=algo)
-    assert_bitwise(scale, torch.tensor([want_scale]), "scale")
-    assert_bitwise(next_history(column(*history)), column(*want_history), "history")
-
-
-def test_tensors_move_independently() -> None:
-    history = torch.tensor([[2.0, 0.0], [1.0, 3.0]])
-    assert_bitwise(next_history(history), torch.tensor([[0.0, 0.0], [2.0, 3.0]]), "history")
 
 
 def test_a_margin_leaves_powers_of_two_unused() -> None:
