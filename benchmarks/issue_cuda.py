@@ -137,13 +137,17 @@ def grouped_linears_of_other_rows(*, device: str = "cuda") -> Iterator[tuple[str
 
 
 def layers_of_other_rows(*, device: str = "cuda") -> Iterator[tuple[str, Callable[[], object]]]:
-    """Forward and backward of several layers behind one another, torch's in bf16 and te_dist's in FP8 blocks."""
+    """Forward and backward of several layers behind one another, torch's in bf16 and te_dist's by two recipes.
+
+    Delayed scaling moves the histories of all layers on in one launch for 32 of them.
+    """
     options: dict[str, Any] = {"bias": False, "device": device}
-    made_by = RECIPES["block"]
     models: dict[str, tuple[Any, Any]] = {
         "torch's Linears, bf16": (lambda: nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16, **options), None),
-        "Linears, block, quantized": (lambda: _quantized(made_by, **options), made_by),
     }
+    for name in ("block", "delayed"):
+        made_by = RECIPES[name]
+        models[f"Linears, {name}, quantized"] = (lambda made_by=made_by: _quantized(made_by, **options), made_by)
     for (name, (layer, by)), (rows, count) in product(models.items(), {"": 1, **SEVERAL}.items()):
         model = nn.Sequential(*(layer() for _ in range(LAYERS)))
         whole = [torch.randn(ROWS + count, WIDTH, device=device, dtype=torch.bfloat16) for _ in range(2)]

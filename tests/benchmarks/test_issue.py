@@ -29,6 +29,6 @@ def test_layers_are_run_forward_and_backward(monkeypatch: Any) -> None:
     monkeypatch.setattr(issue_cuda, "LAYERS", 2)
     monkeypatch.setattr(issue_cuda, "SEVERAL", {"three": 3})
     lines = dict(issue_cuda.layers_of_other_rows(device="cpu"))
-    assert [name.startswith("2 ") for name in lines] == [True] * 4
+    assert [name.startswith("2 ") for name in lines] == [True] * 6
     for call in lines.values():
         call()
