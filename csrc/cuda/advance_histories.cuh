@@ -15,13 +15,13 @@ struct History {
   int64_t end;  // blocks of threads of this module and of those before it
 };
 
-// A block of threads takes up to 32 columns of a module, and in each round as many rows as its threads hold: those are read,
+// A block of threads takes up to kCols columns of a module, and in each round as many rows as its threads hold: those are read,
 // and when all are, written one row higher up, where the round before has read.
-// kOfAll: whether a scale follows from the largest of all rows, or from the running step alone.
-template <bool kOfAll>
+// kOfAll: whether a scale follows from the largest of all rows, or from the running step alone. kModules: of a launch.
+template <bool kOfAll, int kModules, int kCols>
 struct AdvanceHistories {
   static constexpr int kThreads = 512, kBlocks = 2;
-  static constexpr int kModules = 32, kCols = 32, kRows = 4;
+  static constexpr int kRows = 4;  // that a thread holds
 
   struct Params {
     int64_t length;

@@ -19,7 +19,7 @@ _NO_MODULE = (0,) * len(_HISTORY)
 @once
 def advance(of_all: str) -> Spec:
     """Spec of the update; `of_all`: whether scales follow from whole histories."""
-    return Spec("advance_histories.cuh", f"AdvanceHistories<{of_all}>", _LAYOUT)
+    return Spec("advance_histories.cuh", f"AdvanceHistories<{of_all}, {_MODULES}, {_COLS}>", _LAYOUT)
 
 
 def advance_histories(
