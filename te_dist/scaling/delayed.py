@@ -9,7 +9,8 @@ inside the outer one (reentrant checkpointing), the outer one's end counts: what
 backward does not; inside of two reentrant checkpoints, the end of the inner one counts, and amaxes of one step may end
 up in the next. With several forward passes before the first backward (pipelines) the first end moves histories; forward
 passes that are run again after that see the newer scales. A forward pass that no backward pass comes by, on one rank or
-on all, moves nothing; its amaxes count in the next step of its map. Passes without gradients leave no trace.
+on all, moves nothing; its amaxes count in the next step of its map. Passes without gradients leave no trace. Models
+that several threads of a process train at once move each other's histories on.
 
 [Note: Beside the buffers]
 What a step collects is in no buffer. DistributedDataParallel overwrites the buffers of all ranks by those of rank 0 in
@@ -20,8 +21,10 @@ and `load_state_dict(assign=True)` leave a buffer that no checkpoint holds witho
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,8 +44,6 @@ class DelayedScalingState(nn.Module):
 
     Attributes:
         requests: by name of a tensor ("input", "grad_output"), what it asked for.
-        algo: "max" or "most_recent", as all of them ask.
-        reduces_amax: whether ranks are to share scales, if they are given a group.
         num_groups: scales of each: rows in groups have one for every group. Columns of the buffers come tensor by
             tensor.
         scale: f32 (n,).
@@ -63,7 +64,7 @@ class DelayedScalingState(nn.Module):
             raise ValueError(
                 f"tensors of one module need one history length, algorithm and reduction, got {list(requests.values())}"
             )
-        (length,), ((self.algo, self.reduces_amax),) = lengths, rules
+        (length,) = lengths
         columns = len(requests) * num_groups
         self.register_buffer("scale", torch.empty(columns, dtype=torch.float32, device=device))
         self.register_buffer("amax_history", torch.empty(length, columns, dtype=torch.float32, device=device))
@@ -77,20 +78,35 @@ class DelayedScalingState(nn.Module):
         self.amax_history.zero_()
         self._running.zero_()
 
+    @cached_property
+    def algo(self) -> Literal["max", "most_recent"]:
+        """As all of them ask."""
+        return next(iter(self.requests.values())).amax_compute_algo
+
+    @cached_property
+    def reduces_amax(self) -> bool:
+        """Whether ranks are to share scales, if they are given a group."""
+        return next(iter(self.requests.values())).reduce_amax
+
     @property
     def running(self) -> Tensor:
         """f32 (n,), amaxes of the running step, where the scales are. See [Note: Beside the buffers]."""
-        device = self.scale.device
-        if self._running.device != device:
-            self._running = tally_on(device, self._running)
-        return self._running
+        device, found = self.scale.device, self._running
+        if found.device != device:
+            found = tally_on(device, found)
+            if not found.is_meta:  # of a rehearsal nothing is left
+                self._running = found
+        return found
 
     @property
     def scaled_max(self) -> Tensor:
         """f32 (n,), what the largest magnitude is scaled to, where the scales are; follows from the requests."""
-        if self._scaled_max.device != self.scale.device:
-            self._scaled_max = self._find_scaled_max()
-        return self._scaled_max
+        found = self._scaled_max
+        if found.device != self.scale.device:
+            found = self._find_scaled_max()
+            if not found.is_meta:
+                self._scaled_max = found
+        return found
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
@@ -136,7 +152,19 @@ class DelayedScalingState(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Moves the buffers; `bfloat16()` and the like leave them in fp32, whose range and precision scales need."""
         # NOTE: conversions ask whether a tensor is floating-point; the same bits as integers are moved only.
-        return super()._apply(lambda t: fn(t.view(torch.int32)).view(torch.float32), recurse)
+        super()._apply(lambda t: fn(t.view(torch.int32)).view(torch.float32), recurse)
+        _ = self.running, self.scaled_max  # not moved only when they are used, which may be in the capture of a graph
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Buffers that are assigned are copied: they may lie apart, in another type, or be those of another module."""
+        before = dict(self._buffers)
+        super()._load_from_state_dict(*args)
+        for name, tensor in self._buffers.items():
+            if tensor is not None and tensor is not before[name]:
+                kind = {"dtype": torch.float32, "memory_format": torch.contiguous_format}
+                self.register_buffer(name, tensor.detach().to(copy=True, **kind))
+        _ = self.running, self.scaled_max
 
 
 # States that have amaxes, and those that the running backward pass has come by, in order. A model that is gone, after a
@@ -145,7 +173,22 @@ _recording: WeakKeyDictionary[DelayedScalingState, dist.ProcessGroup | None] = W
 _reached: WeakKeyDictionary[DelayedScalingState, None] = WeakKeyDictionary()
 
 
+_ABSENT: Any = object()  # in the place of a group
 _tapes = Tapes()  # of updates
+
+
+@contextmanager
+def left_alone() -> Iterator[None]:
+    """A block whose passes take no part in a step that is under way: what was recorded before is there behind it."""
+    before = [(entries, dict(entries)) for entries in (_recording, _reached)]
+    for entries, _ in before:
+        entries.clear()
+    try:
+        yield
+    finally:
+        for entries, kept in before:
+            entries.clear()
+            entries.update(kept)
 
 
 @torch.no_grad()
@@ -153,8 +196,9 @@ def update() -> None:
     """Moves all states that backward has come by one step on. Collective over each group they were given."""
     by_group: dict[dist.ProcessGroup | None, list[DelayedScalingState]] = {}
     for state in list(_reached):
-        if state in _recording:
-            by_group.setdefault(_recording.pop(state), []).append(state)
+        group = _recording.pop(state, _ABSENT)
+        if group is not _ABSENT:
+            by_group.setdefault(group, []).append(state)
     _reached.clear()
     for group, states in by_group.items():
         if group is None:

@@ -386,6 +386,13 @@ def test_histories_move_in_graphed_callables() -> None:
         check_same_buffers(module, twin)
 
 
+def test_what_is_no_buffer_of_histories_moves_with_them() -> None:
+    """Not only when it is used, which may be in the capture of a graph."""
+    module = make(recipe.DelayedScaling(), device="cpu").cuda()
+    held = vars(module.gemm.scaling)
+    assert held["_running"].is_cuda and held["_scaled_max"].is_cuda
+
+
 def check_same_buffers(module: Block, twin: Block) -> None:
     buffers = dict(twin.named_buffers())
     assert buffers

@@ -11,6 +11,7 @@ import torch
 
 import te_dist as te
 from te_dist import fsdp2, recipe
+from te_dist.fsdp2.ahead import kernels_of
 from te_dist.scaling.history import DelayedScalingRequest
 from te_dist.testing import assert_bitwise
 
@@ -35,6 +36,41 @@ def train(module: te.Linear, largest: float, largest_grad: float) -> None:
     x[1, 2], grad[3, 4] = -largest, largest_grad
     with te.autocast(recipe=RECIPE):
         module(x.requires_grad_()).backward(grad)
+
+
+def test_assigned_buffers_are_copied() -> None:
+    """They may lie apart, in another type, or be those of another module."""
+    modules = [linear() for _ in range(4)]
+    train(modules[0], 3.0, 5.0)
+    kept = modules[0].gemm.scaling.state_dict()
+    spread = {name: torch.stack((t, t), -1)[..., 0] for name, t in kept.items()}
+    halves = {name: t.bfloat16() for name, t in kept.items()}
+    for module, held in zip(modules[1:], (kept, spread, halves), strict=True):
+        module.gemm.scaling.load_state_dict(held, assign=True)
+    for module in modules:
+        train(module, 2.0, 9.0)
+    for module in modules[1:3]:
+        for name, buffer in module.gemm.scaling.named_buffers():
+            assert buffer.is_contiguous()
+            assert_bitwise(buffer, modules[0].gemm.scaling.get_buffer(name), name)
+    assert all(buffer.dtype == torch.float32 for buffer in modules[3].gemm.scaling.buffers())
+
+
+def test_a_rehearsal_leaves_a_step_that_is_under_way_alone() -> None:
+    modules = [linear(), linear()]
+    for module in modules:
+        train(module, 3.0, 5.0)
+        with te.autocast(recipe=RECIPE):
+            out = module(torch.full((4, 16), 7.0, requires_grad=True))
+        state = module.gemm.scaling
+        places = [t.data_ptr() for t in (*state.buffers(), state.running, state.scaled_max)]
+        if module is modules[0]:
+            te.prepare(module, RECIPE)
+            assert kernels_of(module)
+        assert [t.data_ptr() for t in (*state.buffers(), state.running, state.scaled_max)] == places
+        out.sum().backward()
+    for name, buffer in modules[0].gemm.scaling.named_buffers():
+        assert_bitwise(buffer, modules[1].gemm.scaling.get_buffer(name), name)
 
 
 def test_a_model_that_is_gone_takes_part_in_no_step() -> None:
