@@ -59,7 +59,7 @@ def advance_histories(
         torch.ops.te_dist.advance_histories(histories, running, scales, scaled_max, algo == "max")
 
 
-def next_history(history: Tensor) -> Tensor:
+def _next_history(history: Tensor) -> Tensor:
     """`history` one step on; `history`: f32 (length, n), the amaxes of the running step in row 0.
 
     Returns:
@@ -71,8 +71,8 @@ def next_history(history: Tensor) -> Tensor:
     return torch.where(history[0] != 0, rolled, history)
 
 
-def next_scale(history: Tensor, scale: Tensor, scaled_max: Tensor, *, of_all: bool) -> Tensor:
-    """Scales for the next step, from the history as it is before `next_history`.
+def _next_scale(history: Tensor, scale: Tensor, scaled_max: Tensor, *, of_all: bool) -> Tensor:
+    """Scales for the next step, from the history as it is before `_next_history`.
 
     Args:
         history: f32 (length, n).
@@ -93,9 +93,9 @@ def _cpu(
     """All of them side by side: calls of torch are few, however many modules there are."""
     history, sizes = torch.cat(histories, dim=1), [len(scale) for scale in scales]
     history[0].copy_(torch.cat(running))
-    fresh = next_scale(history, torch.cat(scales), torch.cat(scaled_max), of_all=of_all)
+    fresh = _next_scale(history, torch.cat(scales), torch.cat(scaled_max), of_all=of_all)
     copy_each(scales, fresh.split(sizes))
-    copy_each(histories, next_history(history).split(sizes, dim=1))
+    copy_each(histories, _next_history(history).split(sizes, dim=1))
     zero_each(running)
 
 

@@ -237,10 +237,15 @@ def _move_on(states: Iterable[DelayedScalingState]) -> None:
         kept = state.kept
         alike.setdefault((state.algo, kept[0].shape[0], kept[0].device), []).append(kept)
     for (algo, *_), modules in alike.items():
-        histories, running, scales, maxima = zip(*modules, strict=True)
+        _advance(modules, algo)
 
-        def moved() -> Result:
-            ops.advance_histories(histories, running=running, scales=scales, scaled_max=maxima, algo=algo)  # noqa: B023
-            return (), None
 
-        _tapes.run((algo, len(modules)), (*histories, *running, *scales, *maxima), moved)
+def _advance(modules: Iterable[tuple[Tensor, ...]], algo: Literal["max", "most_recent"]) -> None:
+    """Of what each of several modules has `kept`."""
+    histories, running, scales, maxima = zip(*modules, strict=True)
+
+    def moved() -> Result:
+        ops.advance_histories(histories, running=running, scales=scales, scaled_max=maxima, algo=algo)
+        return (), None
+
+    _tapes.run((algo, len(histories)), (*histories, *running, *scales, *maxima), moved)
