@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from te_dist._torch_private import tree_leaves
 from te_dist.context import autocast
 from te_dist.recipe import Recipe
-from te_dist.scaling.delayed import left_alone
+from te_dist.scaling.delayed import step_set_aside
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
@@ -43,7 +43,7 @@ def rehearse(module: nn.Module, dtype: torch.dtype | None, *rest: Tensor, groups
     held = (*module.named_parameters(), *module.named_buffers())
     tensors = {f"module.{name}": _on_meta(tensor, dtype) for name, tensor in held}
     weight = next(tensor for tensor in tensors.values() if tensor.dim() > 1)
-    with autocast(recipe=recipe), torch.enable_grad(), left_alone():
+    with autocast(recipe=recipe), torch.enable_grad(), step_set_aside():
         for rows in (*ROWS, *(rows * groups for rows in ROWS_OF_A_GROUP if groups)):
             x = torch.empty(rows, weight.shape[-1], dtype=dtype or weight.dtype, device="meta", requires_grad=True)
             torch.func.functional_call(_Pass(module), tensors, (x, *rest))

@@ -108,14 +108,6 @@ class DelayedScalingState(nn.Module):
                 self._scaled_max = found
         return found
 
-    @property
-    def kept(self) -> tuple[Tensor, ...]:
-        """History, amaxes of the running step, scales, and what the largest magnitudes are scaled to."""
-        scale = self.scale
-        if self._running.device == self._scaled_max.device == scale.device:
-            return self.amax_history, self._running, scale, self._scaled_max
-        return self.amax_history, self.running, scale, self.scaled_max
-
     @torch.inference_mode(False)
     def _find_scaled_max(self) -> Tensor:
         found = torch.empty_like(self.scale)
@@ -162,8 +154,8 @@ class DelayedScalingState(nn.Module):
         super()._load_from_state_dict(*args)
         for name, tensor in self._buffers.items():
             if tensor is not None and tensor is not before[name]:
-                kind = {"dtype": torch.float32, "memory_format": torch.contiguous_format}
-                self.register_buffer(name, tensor.detach().to(copy=True, **kind))
+                values = tensor.detach()
+                self.register_buffer(name, values.to(torch.float32, copy=True, memory_format=torch.contiguous_format))
         _ = self.running, self.scaled_max
 
 
@@ -178,7 +170,7 @@ _tapes = Tapes()  # of updates
 
 
 @contextmanager
-def left_alone() -> Iterator[None]:
+def step_set_aside() -> Iterator[None]:
     """A block whose passes take no part in a step that is under way: what was recorded before is there behind it."""
     before = [(entries, dict(entries)) for entries in (_recording, _reached)]
     for entries, _ in before:
@@ -234,14 +226,15 @@ def _move_on(states: Iterable[DelayedScalingState]) -> None:
     """One update of all histories that are alike: in length, algorithm and device."""
     alike: dict[tuple[Any, ...], list[tuple[Tensor, ...]]] = {}
     for state in states:
-        kept = state.kept
-        alike.setdefault((state.algo, kept[0].shape[0], kept[0].device), []).append(kept)
+        history = state.amax_history
+        kept = history, state.running, state.scale, state.scaled_max
+        alike.setdefault((state.algo, history.shape[0], history.device), []).append(kept)
     for (algo, *_), modules in alike.items():
         _advance(modules, algo)
 
 
 def _advance(modules: Iterable[tuple[Tensor, ...]], algo: Literal["max", "most_recent"]) -> None:
-    """Of what each of several modules has `kept`."""
+    """`modules`: of each its history, amaxes of the running step, scales, and what largest magnitudes are scaled to."""
     histories, running, scales, maxima = zip(*modules, strict=True)
 
     def moved() -> Result:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any
 
@@ -32,6 +32,11 @@ def module(length: int, width: int, *, seed: int) -> dict[str, Tensor]:
         "scales": torch.arange(width) + 7.0,
         "scaled_max": torch.tensor([448.0, 57344.0])[torch.arange(width) % 2],
     }
+
+
+def as_lists(modules: Sequence[dict[str, Tensor]]) -> dict[str, list[Tensor]]:
+    """What modules keep, as ops take it."""
+    return {name: [its[name] for its in modules] for name in modules[0]}
 
 
 def advanced_histories() -> Iterator[tuple[str, Callable[..., None], dict[str, Any], dict[str, Tensor]]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from te_dist import ops
 from te_dist.testing import assert_bitwise
-from tests.ops.histories import module
+from tests.ops.histories import as_lists, module
 
 INF, NAN = float("inf"), float("nan")
 E4M3 = 448.0
@@ -59,7 +59,7 @@ def test_columns_and_modules_move_independently() -> None:
         for i in range(m["scales"].numel())
     ]
     for modules in (together, *([each] for each in apart)):
-        ops.advance_histories(**{name: [m[name] for m in modules] for name in modules[0]}, algo="max")
+        ops.advance_histories(**as_lists(modules), algo="max")
     alone = iter(apart)
     for its in together:
         for index in range(its["scales"].numel()):
@@ -68,8 +68,7 @@ def test_columns_and_modules_move_independently() -> None:
 
 
 def good(**changes: Any) -> dict[str, Any]:
-    modules = [module(5, width, seed=width) for width in (2, 3)]
-    return {name: [m[name] for m in modules] for name in modules[0]} | {"algo": "max"} | changes
+    return as_lists([module(5, width, seed=width) for width in (2, 3)]) | {"algo": "max"} | changes
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,11 @@ import pytest
 
 from te_dist import ops
 from te_dist.testing import assert_bitwise
-from tests.ops.histories import LENGTHS, WIDTHS, module
+from tests.ops.histories import LENGTHS, WIDTHS, as_lists, module
 
 
 def modules(length: int, widths: list[int], algo: Any) -> dict[str, Any]:
-    made = [module(length, width, seed=index) for index, width in enumerate(widths)]
-    return {name: [its[name] for its in made] for name in made[0]} | {"algo": algo}
+    return as_lists([module(length, width, seed=index) for index, width in enumerate(widths)]) | {"algo": algo}
 
 
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
