@@ -1,9 +1,10 @@
 // Products of matrices of codes with scale bytes, decoded on their way to bf16 or fp16 tensor cores, once or in groups:
 // as gemm_decoded.cuh, for matrices that the bulk copy engine can read.
 //
-// One block of threads stays on each multiprocessor and walks over tiles of 128 x kWidth, 64 summed values at a time.
-// The bulk copy engine fills a ring with codes, a warpgroup decodes them into a second ring, two multiply, 64 rows each.
-// The warpgroup that decodes is what the others wait for.
+// One block of threads stays on each multiprocessor and walks over tiles of 128 or 256 rows and 128 columns, 64 summed
+// values at a time. The bulk copy engine fills rings with codes. One warpgroup decodes those of B into rows of a ring in
+// shared memory, which two warpgroups multiply; each decodes its own rows of A into registers meanwhile. So shared memory,
+// which the tensor cores read as fast as it can be read, holds the values of one operand only.
 #pragma once
 
 #include "common/fours.cuh"
@@ -13,8 +14,7 @@
 namespace te_dist::cuda {
 
 constexpr int kMultipliers = 256;  // threads that multiply
-constexpr int kDecoders = 128;     // threads that decode
-constexpr int kHeight = 128;       // rows of a tile
+constexpr int kDecoders = 128;     // threads that decode B
 
 // fp32 for every kept value of an operand, for every group, or for all (strides 0); null: 1.
 struct Factor {
@@ -26,20 +26,21 @@ struct Factor {
   }
 };
 
-// Walk: which tiles there are, see common/tiles.cuh.
-template <template <class> class Walk, class A, class B, HalfType kType, int kWidth>
+// Walk: which tiles there are, see common/tiles.cuh. kWaves: 64 rows that each warpgroup multiplies one after the other.
+template <template <class> class Walk, class A, class B, HalfType kType, int kWaves>
 struct GemmStaged {
-  static_assert(kWidth == 256 || kWidth == 128, "a tile is as wide as a product");
   static constexpr int kThreads = kMultipliers + kDecoders, kBlocks = 1, kClusterBlocks = 1;
-  static constexpr int kSums = kWidth / 2;
-  static constexpr uint32_t kBytesA = kHeight * 128, kBytesB = kWidth * 128;  // of values
-  using Shape = TileShape<kHeight, kWidth, 1, false>;
+  static constexpr int kRows = 128 * kWaves, kCols = 128, kSums = kCols / 2;
+  static constexpr int kDistance = A::kTurned || B::kTurned ? 1 : distance_of<A, B, kType>();
+  using Shape = TileShape<kRows, kCols, 1, false>;
   using Tiles = Walk<Shape>;
-  using StageA = Stage<A, kType, kHeight, distance_of<A, B, kType>()>;
-  using StageB = Stage<B, kType, kWidth, distance_of<A, B, kType>()>;
-  static constexpr uint32_t kBytesCodes = StageA::kCodeBytes + StageB::kCodeBytes;
-  static constexpr int kStages = kWidth == 256 ? 3 : 4, kCodeStages = kBytesCodes > 16384 ? 2 : 3;
-  static constexpr float kLeftOut = StageA::Decode::kLeftOut * StageB::Decode::kLeftOut;
+  using Left = Fragments<A, kType, kWaves, kDistance>;
+  using Right = Stage<B, kType, Left::kNatural, kDistance>;
+  static constexpr uint32_t kBytesB = kCols * kStep * 2;  // of values
+  // Of rings: of values, and of codes. Those of A have been read when the stage of values that they are multiplied with is
+  // given up, so that nobody has to say so.
+  static constexpr int kStages = 4, kCodeStagesA = 6, kCodeStagesB = 4;
+  static constexpr float kLeftOut = Left::Decode::kLeftOut * Right::Decode::kLeftOut;
 
   struct Params {
     TensorMap a, b;
@@ -59,12 +60,14 @@ struct GemmStaged {
     typename Tiles::Params tiles;
   };
 
-
   struct Shared {
-    alignas(1024) char values[kStages][kBytesA + kBytesB];
-    alignas(1024) char codes[kCodeStages][kBytesCodes];
+    alignas(1024) char values[kStages][kBytesB];
+    alignas(1024) char codes_a[kCodeStagesA][Left::kBytes];
+    alignas(1024) char codes_b[kCodeStagesB][Right::kBytes];
+    alignas(16) uint32_t scales_a[kStages][Left::kScaleWords];
     SumsPatch patches[kMultipliers / 32];
-    Barrier full[kStages], empty[kStages], codes_full[kCodeStages], codes_empty[kCodeStages];
+    Barrier full[kStages], empty[kStages];
+    Barrier a_full[kCodeStagesA], b_full[kCodeStagesB], b_empty[kCodeStagesB];
   };
   static constexpr int kSharedBytes = sizeof(Shared);
 
@@ -77,10 +80,10 @@ struct GemmStaged {
     if (threadIdx.x == 0) gemm.init_barriers();
     __syncthreads();
     if (threadIdx.x < kMultipliers) {
-      give_registers<160>();
+      take_registers<208>();  // of 3 x 168 that a thread of each warpgroup has at first
       gemm.multiply_tiles();
     } else {
-      take_registers<184>();  // of 3 x 168 that a thread of each warpgroup has at first
+      give_registers<88>();
       gemm.decode_tiles();
     }
   }
@@ -90,9 +93,10 @@ struct GemmStaged {
       shared.full[i].init(kDecoders / 32);
       shared.empty[i].init(kMultipliers / 32);
     }
-    for (int i = 0; i < kCodeStages; ++i) {
-      shared.codes_full[i].init(1);
-      shared.codes_empty[i].init(kDecoders / 32);
+    for (int i = 0; i < kCodeStagesA; ++i) shared.a_full[i].init(1);
+    for (int i = 0; i < kCodeStagesB; ++i) {
+      shared.b_full[i].init(1);
+      shared.b_empty[i].init(kDecoders / 32);
     }
     fence_barrier_init();
   }
@@ -126,121 +130,175 @@ struct GemmStaged {
       while (exists() && step >= steps) next_tile();
     }
 
+    TE_DIST_DEVICE void advance() {
+      ++step;
+      settle();
+    }
+
     TE_DIST_DEVICE int position_a() const { return tile.first_depth * Shape::kDepth + step * kStep; }
     TE_DIST_DEVICE int position_b() const { return position_a() + tile.group * p.b_summed; }
   };
 
-  TE_DIST_DEVICE uint32_t values_a(int stage) const { return shared_address(shared.values[stage]); }
-  TE_DIST_DEVICE uint32_t values_b(int stage) const { return values_a(stage) + kBytesA; }
-
-  // Begins to read the codes of a step, and goes on to the next.
-  TE_DIST_DEVICE void load_codes(Cursor& ahead, int stage) const {
+  // Begin to read the codes of a step, one thread of a warp, and go on to the next.
+  TE_DIST_DEVICE void load_a(Cursor& ahead, uint32_t stage) const {
     if (!ahead.exists()) return;
-    if (threadIdx.x == kMultipliers) {
-      Barrier& full = shared.codes_full[stage];
-      full.expect(kBytesCodes);
-      StageA::load_codes(p.a, full, shared.codes[stage], ahead.tile.row, ahead.position_a());
-      StageB::load_codes(p.b, full, shared.codes[stage] + StageA::kCodeBytes, ahead.tile.b_row, ahead.position_b());
+    if (elect()) {
+      Barrier& full = shared.a_full[stage];
+      full.expect(Left::kBytes);
+      Left::load_codes(p.a, full, shared.codes_a[stage], ahead.tile.row, ahead.position_a());
     }
-    ++ahead.step;
-    ahead.settle();
+    ahead.advance();
   }
 
+  TE_DIST_DEVICE void load_b(Cursor& ahead, uint32_t stage) const {
+    if (!ahead.exists()) return;
+    if (elect()) {
+      Barrier& full = shared.b_full[stage];
+      full.expect(Right::kBytes);
+      Right::load_codes(p.b, full, shared.codes_b[stage], ahead.tile.b_row, ahead.position_b());
+    }
+    ahead.advance();
+  }
+
+  // Words of scales that a thread of those who decode has read. Tiles begin with a word.
   struct Scales {
-    typename StageA::Scales a;
-    typename StageB::Scales b;
+    typename Left::Scales a;
+    typename Right::Scales b;
   };
 
+  // Those of a step, where they are not those of the step before.
+  TE_DIST_DEVICE void load_scales(const Cursor& step, const Right& right, Scales& scales) const {
+    if (!step.exists()) return;
+    if (step.step % Left::kStepsOfWord == 0) {
+      Left::load_scales(p.a_scale, threadIdx.x - kMultipliers, step.tile.row, step.position_a(), scales.a);
+    }
+    if (step.step % Right::kStepsOfWord == 0) right.load_scales(p.b_scale, step.tile.b_row, step.position_b(), scales.b);
+  }
+
+  // One warp begins to read codes of A, another those of B.
   TE_DIST_DEVICE void decode_tiles() const {
-    const int thread = threadIdx.x - kMultipliers;
-    const bool loads = thread < 32;
-    const StageA a(thread);
-    const StageB b(thread);
+    const int thread = threadIdx.x - kMultipliers, warp = thread / 32;
+    const bool loads_a = warp == 1, loads_b = warp == 0;
+    const Right right(thread);
     Cursor ahead(p), next(p);
-    ahead.settle(), next.settle();
-    if (loads) {
-      for (int i = 0; i < kCodeStages; ++i) load_codes(ahead, i);
+    next.settle();
+    if (loads_a || loads_b) {
+      ahead.settle();
+#pragma unroll 1
+      for (int i = 0; i < (loads_a ? kCodeStagesA : kCodeStagesB); ++i) loads_a ? load_a(ahead, i) : load_b(ahead, i);
     }
     Scales read_ahead;
-    const auto load_scales = [&] {
-      if (!next.exists()) return;
-      a.load_scales(p.a_scale, next.tile.row, next.position_a(), read_ahead.a);
-      b.load_scales(p.b_scale, next.tile.b_row, next.position_b(), read_ahead.b);
-    };
-    load_scales();
+    load_scales(next, right, read_ahead);
     Ring<kStages> ring;
-    Ring<kCodeStages> from;
-    for (; next.exists(); ring.advance(), from.advance()) {
+    Ring<kCodeStagesA> to_a;
+    Ring<kCodeStagesB> from_b, to_b;
+    for (int count = 0; next.exists(); ++count, ring.advance(), from_b.advance()) {
       const Scales scales = read_ahead;
-      const int position = next.step * kStep;  // from where on scales are in a word; tiles begin with one
-      ++next.step;
-      next.settle();
-      load_scales();
-      const uint32_t codes = shared_address(shared.codes[from.stage]);
-      shared.codes_full[from.stage].wait(from.parity);
+      const int position = next.step * kStep;
+      next.advance();
+      load_scales(next, right, read_ahead);
+      shared.b_full[from_b.stage].wait(from_b.parity);
       shared.empty[ring.stage].wait(ring.parity ^ 1);
-      a.decode(codes, scales.a, position, values_a(ring.stage));
-      b.decode(codes + StageA::kCodeBytes, scales.b, position, values_b(ring.stage));
+      if (loads_a && count >= kStages) {  // this stage of values has been given up
+        load_a(ahead, to_a.stage);
+        to_a.advance();
+      }
+      Left::put_scales(shared.scales_a[ring.stage], thread, scales.a);
+      right.decode(shared_address(shared.codes_b[from_b.stage]), scales.b, position, values(ring.stage));
       __syncwarp();
       if (thread % 32 == 0) {
         shared.full[ring.stage].arrive();
-        shared.codes_empty[from.stage].arrive();
+        shared.b_empty[from_b.stage].arrive();
       }
-      if (loads) {
-        shared.codes_empty[from.stage].wait(from.parity);
-        load_codes(ahead, from.stage);
+      if (loads_b && count > 0) {  // where the step before was decoded, so that the other warps have done so as well
+        shared.b_empty[to_b.stage].wait(to_b.parity);
+        load_b(ahead, to_b.stage);
+        to_b.advance();
       }
     }
   }
 
-  using Sums = float[kSums];
+  TE_DIST_DEVICE uint32_t values(int stage) const { return shared_address(shared.values[stage]); }
+
+  using Sums = float[kWaves][kSums];
 
   TE_DIST_DEVICE void multiply_tiles() const {
+    const Left left(threadIdx.x);
     Ring<kStages> ring;
+    Ring<kCodeStagesA> codes;
     for (Cursor cursor(p); cursor.exists(); cursor.next_tile()) {
       Sums sums;
-      sum(sums, cursor.steps, ring);
+#pragma unroll
+      for (int w = 0; w < kWaves; ++w) {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) sums[w][i] = 0.0f;
+      }
+      if (live_waves(cursor.tile) == kWaves) {
+        sum<kWaves>(left, sums, cursor.steps, ring, codes);
+      } else {
+        sum<1>(left, sums, cursor.steps, ring, codes);
+      }
       write(sums, cursor.tile);
     }
   }
 
-  TE_DIST_DEVICE void sum(Sums& sums, int steps, Ring<kStages>& ring) const {
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
-    uint32_t previous = 0;
-    for (int step = 0; step < steps; ++step, ring.advance()) {
-      shared.full[ring.stage].wait(ring.parity);
-      multiply_stage(sums, ring.stage);
-      if (step) {
-        wait_products<1>();
-        release(previous);
-      }
-      previous = ring.stage;
-    }
-    wait_products<0>();
-    pin(sums);
-    if (steps) release(previous);
+  // Waves that have rows of the tile; at the end of a group, or of the matrix, one may have none.
+  TE_DIST_INLINE int live_waves(const Tile& tile) {
+    return Left::kTurned || tile.out_end - tile.out_row > kRows / 2 ? kWaves : 1;
   }
 
-  // Adds the four products of a stage.
-  TE_DIST_DEVICE void multiply_stage(Sums& sums, uint32_t stage) const {
-    const uint64_t first = operand_descriptor<A::kAlong>(values_a(stage) + threadIdx.x / 128 * 8192);
-    const uint64_t second = operand_descriptor<B::kAlong>(values_b(stage));
-    // NOTE: by those who multiply. A fence of those who decode would wait for the scales they read ahead.
-    fence_shared_for_async();
+  // Sums of the first kLive waves. While the product of one is computed, the values of the next are decoded.
+  template <int kLive>
+  TE_DIST_DEVICE void sum(const Left& left, Sums& sums, int steps, Ring<kStages>& ring, Ring<kCodeStagesA>& codes) const {
+    typename Left::Values values[kLive] = {};
+    uint32_t previous = 0;
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step, ring.advance(), codes.advance()) {
+      shared.full[ring.stage].wait(ring.parity);
+      shared.a_full[codes.stage].wait(codes.parity);
+      // NOTE: by those who multiply. A fence of those who decode would wait for the scales they read ahead.
+      fence_shared_for_async();
+      const uint32_t from = shared_address(shared.codes_a[codes.stage]);
+#pragma unroll
+      for (int w = 0; w < kLive; ++w) {
+        left.decode(from, shared.scales_a[ring.stage], step * kStep, w, values[w]);
+        __syncwarp();
+        multiply_wave(sums[w], values[w], ring.stage);
+        wait_products<kLive - 1>();
+        pin(sums[kLive - 1 - w]);
+        hold(values[kLive - 1 - w]);
+        if (w == 0 && step && kLive > 1) release(shared.empty[previous]);
+      }
+      previous = ring.stage;
+      if (kLive == 1) release(shared.empty[previous]);
+    }
+    wait_products<0>();
+#pragma unroll
+    for (int w = 0; w < kLive; ++w) pin(sums[w]), hold(values[w]);
+    if (steps && kLive > 1) release(shared.empty[previous]);
+  }
+
+  // Begins to add the four products of a wave.
+  TE_DIST_DEVICE void multiply_wave(float (&sums)[kSums], typename Left::Values& first, uint32_t stage) const {
+    const uint64_t second = operand_descriptor<B::kAlong>(values(stage));
     pin(sums);
     begin_products();
 #pragma unroll
     for (int i = 0; i < kStep / 16; ++i) {
-      multiply_by_16<kType, A::kAlong, B::kAlong>(sums, first + i * kNextProduct<A::kAlong>,
-                                                  second + i * kNextProduct<B::kAlong>, true);
+      multiply_by_16<kType, B::kAlong>(sums, first[i], second + i * kNextProduct<B::kAlong>, true);
     }
     commit_products();
     pin(sums);
   }
 
-  TE_DIST_DEVICE void release(uint32_t stage) const {
-    if (threadIdx.x % 32 == 0) shared.empty[stage].arrive();
+  // Keeps registers from being given to others before: tensor cores read them until they have been waited for.
+  TE_DIST_INLINE void hold(typename Left::Values& values) {
+#pragma unroll
+    for (int i = 0; i < kStep / 4; ++i) asm volatile("" : "+r"(values[i / 4][i % 4])::"memory");
+  }
+
+  TE_DIST_DEVICE void release(Barrier& empty) const {
+    if (threadIdx.x % 32 == 0) empty.arrive();
   }
 
   // What four neighbouring columns of the output need besides sums.
@@ -263,18 +321,77 @@ struct GemmStaged {
 
   // Of a warp's 16 rows, 32 columns at a time, by way of shared memory: neighbouring lanes write neighbouring columns.
   TE_DIST_DEVICE void write(const Sums& sums, const Tile& tile) const {
+    if (is_plain(tile) && p.out_type == kBFloat16) return write_plain<BFloat16>(sums, tile);
+    if (is_plain(tile) && p.out_type == kFloat32) return write_plain<Float32>(sums, tile);
+    write_any(sums, tile);
+  }
+
+  // Whether all columns of a tile exist, by fours, and rows and columns need nothing of their own.
+  TE_DIST_DEVICE bool is_plain(const Tile& tile) const {
+    const bool differ = p.bias || p.row_factor || p.a_factor.kept_stride || p.b_factor.kept_stride;
+    return p.fours_fit && !differ && tile.col + kCols <= p.cols;
+  }
+
+  // With little to do for each value: the tensor cores wait meanwhile.
+  template <class Element>
+  TE_DIST_DEVICE void write_plain(const Sums& sums, const Tile& tile) const {
+    constexpr int kBytes = 4 * Element::kBytes;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, in_patch = lane % 8 * 4;
+    const float by = float(p.constant) * kLeftOut * p.a_factor.of(0, tile.group), last = p.b_factor.of(0, tile.group);
+    auto& patch = shared.patches[warp];
+#pragma unroll
+    for (int w = 0; w < kWaves; ++w) {
+      char* rows[4];  // null: there is none
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int row = tile.out_row + Left::row_of(w, warp, lane / 8 + 4 * j);
+        char* its = static_cast<char*>(p.out) + (row * p.pitch + tile.col + in_patch) * Element::kBytes;
+        rows[j] = row < tile.out_end ? its : nullptr;
+      }
+#pragma unroll
+      for (int i = 0; i < kCols; i += kPatchCols) {
+        float4 there[4] = {};
+        if (Element::kPerWord == 1 && p.adds) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            if (rows[j]) there[j] = *reinterpret_cast<const float4*>(rows[j] + i * Element::kBytes);
+          }
+        }
+        put_patch(sums[w], i, patch);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float4 four = *reinterpret_cast<const float4*>(&patch[lane / 8 + 4 * j][in_patch]);
+          const float values[4] = {four.x, four.y, four.z, four.w};
+          const float olds[4] = {there[j].x, there[j].y, there[j].z, there[j].w};
+          uint32_t words[4] = {};
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const float product = values[k] * by * last + 0.0f;  // no negative zero, as where a bias is added
+            const float value = Element::kPerWord == 1 && p.adds ? olds[k] + product : product;
+            words[k / Element::kPerWord] |= Element::store(value) << k % Element::kPerWord * 16;
+          }
+          if (rows[j]) store_words<kBytes>(rows[j] + i * Element::kBytes, words);
+        }
+      }
+    }
+  }
+
+  TE_DIST_DEVICE void write_any(const Sums& sums, const Tile& tile) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     auto& patch = shared.patches[warp];
 #pragma unroll
-    for (int i = 0; i < kWidth; i += kPatchCols) {
-      put_patch(sums, i, patch);
+    for (int i = 0; i < kCols; i += kPatchCols) {
       const int in_patch = lane % 8 * 4, col = tile.col + i + in_patch;
       const Columns its = columns(tile, col);
+#pragma unroll
+      for (int w = 0; w < kWaves; ++w) {
+        put_patch(sums[w], i, patch);
 #pragma unroll 1
-      for (int row = lane / 8; row < 16; row += 4) {
-        const int its_row = tile.out_row + warp * 16 + row;
-        if (its_row >= tile.out_end || its.count <= 0) continue;
-        write_four(*reinterpret_cast<const float4*>(&patch[row][in_patch]), its, tile.group, its_row, col);
+        for (int row = lane / 8; row < 16; row += 4) {
+          const int its_row = tile.out_row + Left::row_of(w, warp, row);
+          if (its_row >= tile.out_end || its.count <= 0) continue;
+          write_four(*reinterpret_cast<const float4*>(&patch[row][in_patch]), its, tile.group, its_row, col);
+        }
       }
     }
   }

@@ -10,15 +10,15 @@ from torch import Tensor
 from te_dist.formats.region import Pair
 from te_dist.kernels import gemm_staged
 from te_dist.kernels.arguments import access_bytes, pointer
-from te_dist.kernels.gemm_staged import BITS, ELEMENTS_OF, FLOAT_TYPES, HEIGHT, PATCHES, WIDTHS, Side
+from te_dist.kernels.gemm_staged import BITS, ELEMENTS_OF, ENOUGH_TILES, FLOAT_TYPES, PATCHES, Side, height_of
 from te_dist.kernels.runtime import launch, multiprocessors, record
 from te_dist.kernels.spec import Layout, Spec, once
 
+HEIGHT, WIDTHS = 128, (256, 128)  # of a tile: rows, columns
 SCALED_SUM = 128  # summed values of an fp32 scale
 _CHUNK = 16  # codes that are read together
 _ROW = 128  # bytes of a row in a buffer
 _ALIGNMENT = 1024  # of the buffers
-_ENOUGH_TILES = 128
 _OPERAND = (
     "codes:P pitch:q kept:q scales:P scale_kept:q scale_summed:q tile:q phase:q factor:P factor_stride:q constant:d"
 )
@@ -54,7 +54,7 @@ def half_of(*operands: tuple[str, int]) -> str:
 
 def width_of(rows: int, cols: int, scaled_sums: bool) -> int:
     """Columns of a tile: the larger where there are enough tiles for all processors, and registers."""
-    few = -(-rows // HEIGHT) * -(-cols // WIDTHS[0]) < _ENOUGH_TILES
+    few = -(-rows // HEIGHT) * -(-cols // WIDTHS[0]) < ENOUGH_TILES
     return WIDTHS[1] if few or scaled_sums else WIDTHS[0]
 
 
@@ -71,7 +71,8 @@ def gemm_decoded(*arguments: object) -> None:
         staged = _staged(a), _staged(b)
         if all(side.fits() for side in staged):
             factors = _factor(a[5]), _factor(b[5]), a[6] * b[6]
-            return gemm_staged.multiply(staged, width, summed, factors, (bias, None, accumulate, out))
+            target = (bias, None, accumulate, out)
+            return gemm_staged.multiply(staged, height_of(rows, cols), summed, factors, target)
     (a_source, a_view), (b_source, b_view) = (
         _operand(side, kept, summed, shift) for side, kept in ((a, rows), (b, cols))
     )

@@ -9,18 +9,20 @@ import torch
 from torch import Tensor
 
 from te_dist.kernels.arguments import CODES, MatrixMap, access_bytes, matrix_map, pointer
-from te_dist.kernels.gemm import fits_map
+from te_dist.kernels.gemm import BARRIER_BYTES, fits_map
 from te_dist.kernels.runtime import launch, multiprocessors, record
 from te_dist.kernels.spec import Layout, Spec, once
 
-HEIGHT, WIDTHS = 128, (256, 128)  # of a tile: rows, columns
+HEIGHTS, COLS = (256, 128), 128  # of a tile: rows, columns
 BITS = {"e2m1": 4, "e4m3": 8, "e5m2": 8, "bfloat16": 16, "float16": 16}  # of a code
 ELEMENTS_OF = CODES | {"e2m1": "E2M1", "bfloat16": "BFloat16", "float16": "Float16"}
 GRAINS = {"e2m1": 16, "e4m3": 32, "e5m2": 32}  # summed values of a scale byte
 FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 STEP = 64  # summed values of a stage
 _ROW_BYTES = 2 * STEP  # of values
-PATCHES = 4 * HEIGHT * 40  # bytes through which results are written
+_STAGES, _CODE_STAGES = 4, (6, 4)  # of rings: of values, of codes of both operands
+PATCHES = 4 * 128 * 40  # bytes through which results are written
+ENOUGH_TILES = 128
 BAND = 16  # tiles along the rows that are walked over together
 _WORD = 4
 _SIDES = "ab"
@@ -77,10 +79,15 @@ class Side:
         contiguous = size == 1 or scale.stride(1) == 1
         return fits_map(self.codes) and contiguous and access_bytes(_WORD, scale.data_ptr(), pitch) == _WORD
 
-    def map(self, kept: int) -> MatrixMap:
-        """Boxes of a stage; `kept`: extent of a tile. Rows lie in the swizzle of their length."""
+    def map(self, kept: int, *, by_lanes: bool) -> MatrixMap:
+        """Boxes of a stage; `kept`: extent of a tile. Rows lie in the swizzle of their length.
+
+        `by_lanes`: of turned codes 128 kept ones in the swizzle of so many bytes, as lanes read them into registers.
+        """
         if self.turned:
-            return matrix_map(self.codes, (STEP, kept))
+            return (
+                matrix_map(self.codes, (STEP, COLS), swizzle=COLS) if by_lanes else matrix_map(self.codes, (STEP, kept))
+            )
         line = STEP * BITS[self.kind] // 8
         return matrix_map(self.codes, (kept, line), swizzle=line)
 
@@ -98,26 +105,39 @@ def source(kind: str, *, turned: bool = False) -> str:
 
 
 @once
-def staged(walk: str, layout: Layout, kinds: tuple[str, str], turned: tuple[bool, bool], width: int) -> Spec:
+def staged(walk: str, layout: Layout, kinds: tuple[str, str], turned: tuple[bool, bool], height: int) -> Spec:
     """Spec of products whose tiles are those of `walk`."""
     half = "Float16" if kinds == ("e2m1", "e2m1") else "BFloat16"
     sources = [source(kind, turned=turns) for kind, turns in zip(kinds, turned, strict=True)]
-    codes = sum(rows * STEP * BITS[kind] // 8 for rows, kind in zip((HEIGHT, width), kinds, strict=True))
-    stages, code_stages = 3 if width == WIDTHS[0] else 4, 2 if codes > 2**14 else 3
-    shared = stages * ((HEIGHT + width) * _ROW_BYTES + 16) + code_stages * (codes + 16) + PATCHES
-    template = f"GemmStaged<{walk}, {', '.join(sources)}, HalfType::k{half}, {width}>"
+    codes = zip(_CODE_STAGES, (height, COLS), kinds, (1, 2), strict=True)
+    shared = sum(
+        count * (lines * STEP * BITS[kind] // 8 + barriers * BARRIER_BYTES) for count, lines, kind, barriers in codes
+    )
+    scales = STEP // GRAINS[kinds[0]] * height if turned[0] else 4 * height  # bytes of A's
+    shared += _STAGES * (COLS * _ROW_BYTES + scales + 2 * BARRIER_BYTES) + PATCHES
+    template = f"GemmStaged<{walk}, {', '.join(sources)}, HalfType::k{half}, {height // 128}>"
     return Spec("gemm_staged.cuh", template, layout, shared_bytes=-(-shared // 1024) * 1024, arch="sm_90a")
 
 
-def one_product(kinds: tuple[str, str], turned: tuple[bool, bool], width: int) -> Spec:
+def one_product(kinds: tuple[str, str], turned: tuple[bool, bool], height: int) -> Spec:
     """Spec of one product."""
-    return staged("OneProduct", _ONE, kinds, turned, width)
+    return staged("OneProduct", _ONE, kinds, turned, height)
+
+
+def height_of(rows: int, cols: int, *, groups: int = 1) -> int:
+    """Rows of a tile: the larger where there are enough of them, and of tiles for all processors.
+
+    `rows`: of each group, on average.
+    """
+    tall, low = HEIGHTS
+    tiles = groups * -(-rows // tall) * -(-cols // COLS)
+    return low if rows <= low or tiles < ENOUGH_TILES else tall
 
 
 Factors = tuple[tuple[int, int, int], tuple[int, int, int], float]
 
 
-def common(sides: tuple[Side, Side], width: int, factors: Factors, target: tuple) -> tuple[object, ...]:
+def common(sides: tuple[Side, Side], height: int, factors: Factors, target: tuple) -> tuple[object, ...]:
     """Values of `COMMON` up to the number of steps. `target`: bias, row factor, whether to add, output."""
     a, b = sides
     bias, row_factor, adds, out = target
@@ -127,17 +147,18 @@ def common(sides: tuple[Side, Side], width: int, factors: Factors, target: tuple
     places = (pointer(bias), pointer(row_factor), out.data_ptr(), out.stride(0))
     written = (*places, bias_type, FLOAT_TYPES[out.dtype], adds, fours_fit, out.shape[1])
     *of_sides, constant = factors
-    return a.map(HEIGHT), b.map(width), *a.scales(), *b.scales(), *of_sides[0], *of_sides[1], constant, *written
+    maps = a.map(height, by_lanes=True), b.map(COLS, by_lanes=False)
+    return *maps, *a.scales(), *b.scales(), *of_sides[0], *of_sides[1], constant, *written
 
 
-def multiply(sides: tuple[Side, Side], width: int, summed: int, factors: Factors, target: tuple) -> None:
+def multiply(sides: tuple[Side, Side], height: int, summed: int, factors: Factors, target: tuple) -> None:
     """out = a b^T, see `common`."""
-    spec = one_product(tuple(side.kind for side in sides), tuple(side.turned for side in sides), width)
+    spec = one_product(tuple(side.kind for side in sides), tuple(side.turned for side in sides), height)
     out: Tensor = target[-1]
     if out.is_meta:
         return record(spec)
     rows, cols = out.shape
-    row_tiles, col_tiles, steps = -(-rows // HEIGHT), -(-cols // width), -(-summed // STEP)
+    row_tiles, col_tiles, steps = -(-rows // height), -(-cols // COLS), -(-summed // STEP)
     tiles = (rows, row_tiles, col_tiles, -(-steps // 2), BAND)
     grid = (min(row_tiles * col_tiles, multiprocessors(out.get_device())), 1)
-    launch(spec, out, grid, (*common(sides, width, factors, target), steps, 0, *tiles))
+    launch(spec, out, grid, (*common(sides, height, factors, target), steps, 0, *tiles))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from te_dist.kernels import gemm, gemm_staged
-from te_dist.kernels.gemm_decoded import is_turned, width_of
-from te_dist.kernels.gemm_staged import BAND, HEIGHT, STEP, Factors, Side
+from te_dist.kernels.gemm_decoded import is_turned
+from te_dist.kernels.gemm_staged import BAND, COLS, STEP, Factors, Side, height_of
 from te_dist.kernels.grouped_gemm import GROUPS, ROWS_FIELDS, SUMS_FIELDS, launch_everywhere, table_values
 from te_dist.kernels.runtime import record
 from te_dist.kernels.spec import Layout, Spec, once
@@ -17,15 +17,15 @@ _OF_OPERAND = 5  # arguments
 
 
 @once
-def rows_decoded(kinds: tuple[str, str], turned: tuple[bool, bool], width: int) -> Spec:
+def rows_decoded(kinds: tuple[str, str], turned: tuple[bool, bool], height: int) -> Spec:
     """Spec of products of rows in groups."""
-    return gemm_staged.staged("RowGroups", _ROWS, kinds, turned, width)
+    return gemm_staged.staged("RowGroups", _ROWS, kinds, turned, height)
 
 
 @once
-def sums_decoded(kinds: tuple[str, str], turned: tuple[bool, bool], width: int) -> Spec:
+def sums_decoded(kinds: tuple[str, str], turned: tuple[bool, bool], height: int) -> Spec:
     """Spec of products that sum over the rows of groups."""
-    return gemm_staged.staged("DepthGroups", _SUMS, kinds, turned, width)
+    return gemm_staged.staged("DepthGroups", _SUMS, kinds, turned, height)
 
 
 def grouped_gemm_decoded(*arguments: object) -> None:
@@ -37,14 +37,14 @@ def grouped_gemm_decoded(*arguments: object) -> None:
     sides, factors = _operands(arguments)
     a, b = sides
     summed = a.summed
-    width = width_of(rows, cols, False)
-    spec = rows_decoded((a.kind, b.kind), (a.turned, b.turned), width)
+    height = height_of(-(-rows // groups), cols, groups=groups)
+    spec = rows_decoded((a.kind, b.kind), (a.turned, b.turned), height)
     if out.is_meta:
         return record(spec)
     steps = -(-summed // STEP)
     b_rows, b_summed = (0, summed) if b.turned else (cols, 0)
-    tiles = (*table_values(table, HEIGHT), rows, -(-cols // width), -(-steps // 2), b_rows, 0, BAND)
-    values = gemm_staged.common(sides, width, factors, (bias, row_factor, accumulate, out))
+    tiles = (*table_values(table, height), rows, -(-cols // COLS), -(-steps // 2), b_rows, 0, BAND)
+    values = gemm_staged.common(sides, height, factors, (bias, row_factor, accumulate, out))
     launch_everywhere(spec, 1, (*values, steps, b_summed, *tiles), out)
 
 
@@ -56,14 +56,14 @@ def grouped_wgrad_decoded(*arguments: object) -> None:
         return
     sides, factors = _operands(arguments)
     a, b = sides
-    width = width_of(all_rows, cols, False)
-    spec = sums_decoded((a.kind, b.kind), (a.turned, b.turned), width)
+    rows = all_rows // groups
+    height = height_of(rows, cols, groups=groups)
+    spec = sums_decoded((a.kind, b.kind), (a.turned, b.turned), height)
     if out.is_meta:
         return record(spec)
-    rows = all_rows // groups
-    extents = (a.summed // gemm.DEPTH, rows, -(-rows // HEIGHT), -(-cols // width), BAND)
-    tiles = (*table_values(table, HEIGHT), *extents)
-    values = gemm_staged.common(sides, width, factors, (None, None, accumulate, out))
+    extents = (a.summed // gemm.DEPTH, rows, -(-rows // height), -(-cols // COLS), BAND)
+    tiles = (*table_values(table, gemm.DEPTH), *extents)
+    values = gemm_staged.common(sides, height, factors, (None, None, accumulate, out))
     launch_everywhere(spec, 1, (*values, 0, 0, *tiles), out)
 
 

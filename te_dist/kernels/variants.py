@@ -224,13 +224,13 @@ def staged_products() -> Iterator[Spec]:
     grad, turned_grad = ("e5m2", False), ("e5m2", True)
     of_grads = [(grad, turned), (turned_grad, turned)]
     operands = [(mx, mx), (mx, turned), (turned, turned), (nv, nv), (mx, nv), (nv, turned), *of_grads]
-    for sides, width in product(operands, WIDTHS):
+    for sides, height in product(operands, gemm_staged.HEIGHTS):
         kinds, turns = zip(*sides, strict=True)
-        yield gemm_staged.one_product(kinds, turns, width)
-    for sides, width in product(((mx, mx), (mx, turned), (nv, nv), of_grads[0]), WIDTHS):
-        yield grouped_decoded.rows_decoded(*zip(*sides, strict=True), width)
-    for sides, width in product(((turned, turned), (nv, nv), of_grads[1]), WIDTHS):
-        yield grouped_decoded.sums_decoded(*zip(*sides, strict=True), width)
+        yield gemm_staged.one_product(kinds, turns, height)
+    for sides, height in product(((mx, mx), (mx, turned), (nv, nv), of_grads[0]), gemm_staged.HEIGHTS):
+        yield grouped_decoded.rows_decoded(*zip(*sides, strict=True), height)
+    for sides, height in product(((turned, turned), (nv, nv), of_grads[1]), gemm_staged.HEIGHTS):
+        yield grouped_decoded.sums_decoded(*zip(*sides, strict=True), height)
 
 
 def dequantizers(element: str) -> Iterator[Spec]:

@@ -38,6 +38,7 @@ OF_FULL_PRECISION = {  # looked at with --exhaustive only
 ALLOWED_SPILLS = {
     "sm_90a": {
         r"GemmDecoded": 32,
+        r"GemmStaged<OneProduct": 80,
         r"GroupedGemm<GroupProducts.*Float32, \w+, 128, \d, \d, true": 8,
         r"GemmFloat8Block<DepthGroups": 32,
         r"GemmFloat8Block<OneProduct.*Float32, \w+, 2, 1, 128, 1, 4, true": 80,

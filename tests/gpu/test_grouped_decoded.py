@@ -7,7 +7,7 @@ import torch
 
 from te_dist import ops
 from te_dist.kernels import grouped_decoded
-from te_dist.kernels.gemm_staged import WIDTHS
+from te_dist.kernels.gemm_staged import HEIGHTS
 from te_dist.testing import assert_bitwise
 from tests.ops.grouped_decoded import DecodedOperand, with_room
 from tests.ops.groups import ROUNDING, SIZES, check_product, table_of
@@ -17,15 +17,15 @@ pytestmark = pytest.mark.gpu
 LAYOUTS = [("e4m3", False), ("e5m2", True), ("e2m1", False)]  # kind, whether B is turned
 
 
-@pytest.fixture(params=WIDTHS, ids=str)
-def width(request, monkeypatch):
-    monkeypatch.setattr(grouped_decoded, "width_of", lambda *_: request.param)
+@pytest.fixture(params=HEIGHTS, ids=str)
+def height(request, monkeypatch):
+    monkeypatch.setattr(grouped_decoded, "height_of", lambda *_, **__: request.param)
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 @pytest.mark.parametrize(("kind", "turned"), LAYOUTS)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_product_of_each_group(sizes, kind, turned, dtype, width):
+def test_product_of_each_group(sizes, kind, turned, dtype, height):
     rows, cols, depth, groups = sum(sizes) + 9, 208, 384, len(sizes)
     place = dict(groups=groups, device="cuda")
     a = DecodedOperand(rows, depth, kind, seed=1, **place)
@@ -47,7 +47,7 @@ def test_product_of_each_group(sizes, kind, turned, dtype, width):
 
 
 @pytest.mark.parametrize(("kind", "turned"), LAYOUTS)
-def test_lines_of_scales_may_end_inside_a_word(kind, turned, width):
+def test_lines_of_scales_may_end_inside_a_word(kind, turned, height):
     sizes, cols, depth = [300, 0, 77], 2880, 2880
     a = DecodedOperand(400, depth, kind, seed=1, groups=3, device="cuda")
     shape = (cols, 3 * depth) if turned else (3 * cols, depth)
@@ -65,7 +65,7 @@ def test_lines_of_scales_may_end_inside_a_word(kind, turned, width):
 @pytest.mark.parametrize("how", ("fp32", "bf16", "added"))
 @pytest.mark.parametrize(("kind", "turned"), [("e4m3", True), ("e4m3", False), ("e2m1", False)])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_sum_over_the_rows_of_each_group(sizes, kind, turned, how, width):
+def test_sum_over_the_rows_of_each_group(sizes, kind, turned, how, height):
     rows, cols, groups = 144, 208, len(sizes)
     depth = 128 * (sum(-(-size // 128) for size in sizes) + 1)
     place = dict(groups=groups, turned=turned, device="cuda")
@@ -87,7 +87,7 @@ def test_sum_over_the_rows_of_each_group(sizes, kind, turned, how, width):
 
 
 @pytest.mark.parametrize(("kind", "turned"), LAYOUTS)
-def test_products_repeat_their_bits(kind, turned, width):
+def test_products_repeat_their_bits(kind, turned, height):
     sizes = [513, 0, 700, 12, 300]
     place = dict(groups=5, device="cuda")
     a = DecodedOperand(1600, 1024, kind, seed=5, **place)

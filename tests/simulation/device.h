@@ -79,6 +79,9 @@ void wait_stores(int pending);
 
 void load_pair(float& x, float& y, uint32_t address);
 void store_pair(uint32_t address, float x, float y);
+void load_word(uint16_t& word, uint32_t address);
+void load_word(uint32_t& word, uint32_t address);
+void load_words(uint32_t& a, uint32_t& b, uint32_t address);
 void load_words(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t address);
 void store_words(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d);
 void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d);
@@ -86,17 +89,19 @@ void load_turned_matrices(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, ui
 
 // Tensor cores.
 
-// Of an instruction: a sum it adds to, or a number.
+// Of an instruction: a sum it adds to, a register that it reads, or a number.
 union Operand {
   Operand(float& sum) : sum(&sum) {}
+  Operand(uint32_t& word) : word(&word) {}
   Operand(unsigned long long number) : number(number) {}
 
   float* sum;
+  const uint32_t* word;
   unsigned long long number;
 };
 
 // Sums as many as a thread has of a product `width` wide; behind them descriptors of both sides, whether it adds and,
-// if that is asked, which sides are turned.
+// if that is asked, which sides are turned. The first side may be four registers instead, which are not turned.
 template <class First, class Second>
 void multiply_late(int width, const Operand* operands, int count);
 

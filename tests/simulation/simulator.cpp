@@ -242,6 +242,11 @@ void load_turned_matrices(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, ui
   }
 }
 
+void load_word(uint16_t& word, uint32_t address) { std::memcpy(&word, at(address), 2); }
+void load_word(uint32_t& word, uint32_t address) { std::memcpy(&word, at(address), 4); }
+void load_words(uint32_t& a, uint32_t& b, uint32_t address) {
+  std::memcpy(&a, at(address), 4), std::memcpy(&b, at(address) + 4, 4);
+}
 void load_words(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t address) {
   uint32_t words[4];
   std::memcpy(words, at(address), 16);
@@ -292,26 +297,46 @@ double sum_of_14_bits(const Terms& terms) {
   return total * power_of_two(exponent - 13);
 }
 
+// The values of a row that four threads side by side hold; `half`: whether it is the one 8 rows further.
+template <class Type>
+void read_registers(const Thread* four, size_t product, int half, double* values) {
+  for (int k = 0; k < 16; ++k) {
+    const uint32_t word = *four[k % 8 / 2].fragments[product][size_t(k / 8 * 2 + half)];
+    const uint16_t code = uint16_t(word >> k % 2 * 16);
+    values[k] = Type::value(reinterpret_cast<const uint8_t*>(&code));
+  }
+}
+
 // What one thread adds to its part of a product.
 struct Product {
   using Read = void(const uint8_t*, const Descriptor&, int, bool, double*);
+  using ReadRegisters = void(const Thread*, size_t, int, double*);
 
   const uint8_t* memory;
   int row, col;     // its first of both sides
   int count, each;  // sums, and products of each: as many as bytes where these are FP8
   Read *left, *right;
+  ReadRegisters* registers;  // of a left side that is none in memory
+  const Thread* four;        // who hold it
+  size_t number;             // of the product, among those of such sides
   std::vector<Operand> operands;
 
   void add() const {
-    const Operand* const rest = operands.data() + count;
+    const Operand* rest = operands.data() + count;
     const bool can_turn = operands.size() == size_t(count + 5);
     double rows[2][kSummed], its[kSummed];
     for (int h = 0; h < 2; ++h) {
-      left(memory, Descriptor(rest[0].number), row + 8 * h, can_turn && rest[3].number, rows[h]);
+      if (registers) {
+        registers(four, number, h, rows[h]);
+      } else {
+        left(memory, Descriptor(rest[0].number), row + 8 * h, can_turn && rest[3].number, rows[h]);
+      }
     }
+    if (registers) rest += 3;
+    const bool turns = registers ? rest[3].number : can_turn && rest[4].number;
     for (int pair = 0; pair < count / 2; ++pair) {
       const int i = pair / 2 * 4 + pair % 2;  // of the first row; two behind is that of the second
-      right(memory, Descriptor(rest[1].number), i / 4 * 8 + col + i % 2, can_turn && rest[4].number, its);
+      right(memory, Descriptor(rest[1].number), i / 4 * 8 + col + i % 2, turns, its);
       for (int h = 0; h < 2; ++h) add(rows[h], its, rest[2].number, *operands[size_t(i + 2 * h)].sum);
     }
   }
@@ -328,7 +353,12 @@ template <class First, class Second>
 void multiply_late(int width, const Operand* operands, int count) {
   const int row = int(self->number / 32 % 4 * 16 + self->lane() / 4), col = int(self->lane() % 4 * 2);
   Product product{self->block->memory, row, col, width / 2, kSummed / First::kBytes, read<First>, read<Second>,
-                  {operands, operands + count}};
+                  nullptr, self - self->lane() % 4, self->fragments.size(), {operands, operands + count}};
+  if (count == width / 2 + 7) {
+    const Operand* const its = operands + width / 2;
+    self->fragments.push_back({its[0].word, its[1].word, its[2].word, its[3].word});
+    product.registers = read_registers<First>;
+  }
   self->open_products.push_back([=] { product.add(); });
 }
 template void multiply_late<bf16, bf16>(int, const Operand*, int);

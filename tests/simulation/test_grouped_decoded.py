@@ -16,11 +16,11 @@ SIZES = [0, 5, 140, 1, 64, 0]
 
 
 @pytest.mark.parametrize(
-    ("kind", "turned", "width", "depth"),
+    ("kind", "turned", "height", "depth"),
     [("e4m3", False, 256, 256), ("e5m2", True, 128, 192), ("e2m1", False, 128, 256), ("e4m3", False, 128, 192)],
 )
-def test_product_of_each_group(kind, turned, width, depth, monkeypatch):
-    monkeypatch.setattr(grouped_decoded, "width_of", lambda *_: width)
+def test_product_of_each_group(kind, turned, height, depth, monkeypatch):
+    monkeypatch.setattr(grouped_decoded, "height_of", lambda *_, **__: height)
     rows, cols, groups = sum(SIZES) + 9, 208, len(SIZES)
     a = DecodedOperand(rows, depth, kind, seed=1, groups=groups)
     shape = (cols, groups * depth) if turned else (groups * cols, depth)

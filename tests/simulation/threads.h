@@ -28,6 +28,9 @@ namespace sim {
 
 struct Block;
 
+// A thread's part of a side that lies in registers.
+using Fragment = std::array<const uint32_t*, 4>;
+
 // What is done when somebody waits for it.
 using Work = std::vector<std::function<void()>>;
 
@@ -39,6 +42,7 @@ struct Thread {
   const char* waits_at = nullptr;
   unsigned detail = 0;
   Work open_products, open_stores;
+  std::vector<Fragment> fragments;  // of every product whose first side lies in registers
   std::vector<Work> products, stores;  // as they were committed
 
   unsigned lane() const { return number % 32; }

@@ -108,30 +108,37 @@ struct ByteDecoder {
   TE_DIST_INLINE void decode(const uint32_t (&codes)[4], const Multipliers<kCount>& by, uint32_t (&values)[kPairs],
                              Watch& seen) {
     static_assert(kDistance == 1 || kCount == 1, "pairs that have multipliers of their own lie side by side");
-    constexpr uint32_t kMagnitudes = 0x007F007Fu << kUp;
     seen.scale = max(seen.scale, by.largest);
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      const uint32_t word = codes[kDistance == 4 ? i / 4 * 2 : i / 2];
-      uint32_t magnitudes, signs;
+      const uint32_t word = codes[kDistance == 4 ? i / 4 * 2 : i / 2], multiplier = by.words[i % kCount];
       if (kDistance == 2 && i % 2) {
-        magnitudes = word >> (8 - kUp) & kMagnitudes;
-        signs = word & kSigns;
+        values[i] = multiplied<kCareful>(word >> (8 - kUp), word, multiplier, seen);
       } else {
         const uint32_t low = kDistance == 1   ? __byte_perm(word, 0, i % 2 ? 0x4342 : 0x4140)
                              : kDistance == 4 ? __byte_perm(word, codes[i / 4 * 2 + 1], 0x0400 + i % 4 * 0x0101)
                                               : word;
-        magnitudes = low << kUp & kMagnitudes;
-        signs = low << 8 & kSigns;
+        values[i] = decode_pair<kCareful>(low, multiplier, seen);
       }
-      seen.magnitudes = larger_pairs(seen.magnitudes, magnitudes);
-      const uint32_t multiplier = by.words[i % kCount];
-      values[i] = kCareful ? decode_with_care(magnitudes | signs, multiplier)
-                           : multiply_pairs<HalfType::kBFloat16>(magnitudes | signs, multiplier);
     }
   }
 
+  // Of codes in the low bytes of both halves; whatever is in the others.
+  template <bool kCareful>
+  TE_DIST_INLINE uint32_t decode_pair(uint32_t low, uint32_t multiplier, Watch& seen) {
+    return multiplied<kCareful>(low << kUp, low << 8, multiplier, seen);
+  }
+
  private:
+  // Magnitudes and signs lie in their places, others around them.
+  template <bool kCareful>
+  TE_DIST_INLINE uint32_t multiplied(uint32_t moved, uint32_t signs, uint32_t multiplier, Watch& seen) {
+    const uint32_t magnitudes = moved & 0x007F007Fu << kUp;
+    seen.magnitudes = larger_pairs(seen.magnitudes, magnitudes);
+    const uint32_t codes = magnitudes | (signs & kSigns);
+    return kCareful ? decode_with_care(codes, multiplier) : multiply_pairs<HalfType::kBFloat16>(codes, multiplier);
+  }
+
   TE_DIST_INLINE uint32_t decode_with_care(uint32_t moved, uint32_t multiplier) {
     const uint32_t value = multiply_pairs<HalfType::kBFloat16>(moved, unscaled().words[0]);
     const uint32_t repaired = pair(repair(moved & 0xFFFFu, value), repair(moved >> 16, value >> 16));

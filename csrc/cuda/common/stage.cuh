@@ -1,5 +1,7 @@
-// One operand of a product on its way through shared memory: codes as they lie in memory, and then values in rows that
-// tensor cores read.
+// Operands of a product on their way to tensor cores: one through shared memory, codes as they lie in memory and then values
+// in rows; the other from codes in shared memory to values in registers.
+//
+// Which 16 summed values a product takes, and in which order, is for both to agree on.
 #pragma once
 
 #include "decode.cuh"
@@ -27,28 +29,69 @@ TE_DIST_INLINE void read_shared(uint32_t address, uint32_t (&words)[4]) {
                : "memory");
 }
 
-TE_DIST_INLINE void write_shared(uint32_t address, const uint32_t* words) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]), "r"(words[1]), "r"(words[2]),
-               "r"(words[3])
-               : "memory");
+TE_DIST_INLINE void read_shared(uint32_t address, uint32_t (&words)[2]) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address) : "memory");
 }
 
-// Of S, for tiles of kKept x kStep, of which 128 threads decode each a part. Lines of codes that are summed over lie in
-// the swizzle of their length, others as they are.
-template <class S, HalfType kType, int kKept, int kDistance>
-struct Stage {
+TE_DIST_INLINE uint32_t read_shared_word(uint32_t address) {
+  uint32_t word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+  return word;
+}
+
+TE_DIST_INLINE uint32_t read_shared_half(uint32_t address) {
+  uint16_t half;
+  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(half) : "r"(address) : "memory");
+  return half;
+}
+
+TE_DIST_INLINE void write_shared(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// How the 64 summed values of a step are dealt out to the four products that add them. A lane holds four values of a row in
+// each product: pairs `n` of 0 to 7, of four lanes `q` side by side.
+// kNatural: pair n of lane q are values 8 n + 2 q and the next. Otherwise a lane has a run of 16, values 16 q to 16 q + 15,
+// which become pairs in the order of kDistance.
+template <bool kNatural, int kDistance>
+struct Order {
+  // Where summed value number `value` comes.
+  TE_DIST_INLINE constexpr int place(int value) {
+    if (kNatural) return value;
+    const int pair_place = place_of(value % kChunk, kDistance);
+    return pair_place / 2 * 8 + value / kChunk * 2 + pair_place % 2;
+  }
+};
+
+// Codes of S in shared memory, kKept x kStep of them.
+template <class S, HalfType kType, int kKept>
+struct Codes {
   using Decode = Decoder<typename S::Code, S::kScaling, kType>;
   static constexpr bool kTurned = S::kTurned;
   static constexpr int kBits = Decode::kBits;
-  static constexpr int kLineBytes = kTurned ? kKept : kStep * kBits / 8;
-  static constexpr uint32_t kCodeBytes = kKept * kStep * kBits / 8;
+  static constexpr int kLineBytes = kStep * kBits / 8;  // of values that are summed over
+  static constexpr int kWords = kChunk * kBits / 32;    // of a run of 16 along such a line
+  static constexpr uint32_t kBytes = kKept * kLineBytes;
+  static constexpr int kStepsOfWord = kTurned ? 1 : 4 * S::kGrain / kStep;  // which its scales serve
   static_assert(kBits == 8 || !kTurned, "two codes share a byte along the summed dimension");
 
-  // What a thread decodes: runs of codes under the same words of scales. A row of the tile; or, of a turned operand, 16
-  // columns of every eighth of 32 lines.
-  static constexpr int kRuns = kKept / 128;
+  // Scale byte of run number `run` of a line, from a word of them. `position`: of the line's first code.
+  TE_DIST_INLINE uint32_t scale_byte(uint32_t word, int position, int run) {
+    return word >> (position / S::kGrain % 4 * 8 + run * kChunk / S::kGrain * 8) & 0xFF;
+  }
+};
+
+// The operand whose values lie in shared memory: 128 threads decode kKept = 128 lines. Lines of codes that are summed over
+// lie in the swizzle of their length, others as they are.
+template <class S, HalfType kType, bool kNatural, int kDistance>
+struct Stage : Codes<S, kType, 128> {
+  using Base = Codes<S, kType, 128>;
+  using typename Base::Decode;
+  using Base::kLineBytes, Base::kTurned, Base::kWords;
+  static constexpr int kKept = 128, kRuns = kStep / kChunk;
+  // What a thread decodes: a row of the tile; or, of a turned operand, 16 columns of every eighth of 32 lines.
   static constexpr int kScaleWords = kTurned ? 4 : 1;
-  using Scales = uint32_t[kRuns][kScaleWords];
+  using Scales = uint32_t[kScaleWords];
 
   // Where a thread begins: in codes, in values, and in scales.
   uint32_t source, target;
@@ -56,12 +99,11 @@ struct Stage {
 
   TE_DIST_DEVICE explicit Stage(int thread) {
     if constexpr (kTurned) {
-      constexpr int kBlocks = kKept / 64;
       const int lane = thread % 32, warp = thread / 32;
-      line = warp / kBlocks * 32, column = warp % kBlocks * 64 + lane % 4 * kChunk;
-      const int first = line + lane / 4, row = place_of(first, kDistance);
+      line = warp / 2 * 32, column = warp % 2 * 64 + lane % 4 * kChunk;
+      const int first = line + lane / 4, row = Order<kNatural, kDistance>::place(first);
       source = uint32_t(first * kKept + column);
-      target = uint32_t(warp % kBlocks * 8192 + row * 128 + ((lane % 4 * 2) ^ (row % 8)) * 16);
+      target = uint32_t(warp % 2 * 8192 + row * 128 + ((lane % 4 * 2) ^ (row % 8)) * 16);
     } else {
       line = thread, column = 0;
       source = uint32_t(thread * kLineBytes + thread / (128 / kLineBytes) % (kLineBytes / 16) * 16);
@@ -74,99 +116,204 @@ struct Stage {
     if constexpr (kTurned) {
       copy_box(map, full, codes, kept, position);
     } else {
-      copy_box(map, full, codes, position * kBits / 8, kept);
+      copy_box(map, full, codes, position * Base::kBits / 8, kept);
     }
   }
 
   TE_DIST_DEVICE void load_scales(const ScaleView& view, int kept, int position, Scales& scales) const {
 #pragma unroll
-    for (int i = 0; i < kRuns; ++i) {
-      const int its_line = kTurned ? (position + line) / S::kGrain + i : kept + line + i * 128;
-      const int word = kTurned ? (kept + column) / 4 : position / (4 * S::kGrain);
-#pragma unroll
-      for (int j = 0; j < kScaleWords; ++j) scales[i][j] = view.word(its_line, word + j);
+    for (int j = 0; j < kScaleWords; ++j) {
+      scales[j] = kTurned ? view.word((position + line) / S::kGrain, (kept + column) / 4 + j)
+                          : view.word(kept + line, position / (4 * S::kGrain));
     }
   }
 
   TE_DIST_DEVICE void decode(uint32_t codes, const Scales& scales, int position, uint32_t buffer) const {
-    if (decode_all(codes + source, scales, position, buffer + target)) return;
-    decode_with_care(codes + source, scales, position, buffer + target);
+    if (decode_all<false>(codes + source, scales, position, buffer + target)) return;
+    decode_all<true>(codes + source, scales, position, buffer + target);
   }
 
  private:
-  static constexpr int kReads = kTurned ? 4 : kLineBytes / 16;  // of a run
-
-  // Of read number `index` of a run, from its first on.
-  TE_DIST_INLINE uint32_t place_of_read(uint32_t first, int index) {
-    return kTurned ? first + index * 8 * kKept : first ^ index * 16;
-  }
-
   // Whether it could be done without care. All codes are read before the first value is written: the compiler may not
   // change the order of accesses.
+  template <bool kCareful>
   TE_DIST_INLINE bool decode_all(uint32_t codes, const Scales& scales, int position, uint32_t target) {
-    uint32_t words[kRuns][kReads][4];
-#pragma unroll
-    for (int i = 0; i < kRuns; ++i) {
-#pragma unroll
-      for (int j = 0; j < kReads; ++j) read_shared(place_of_read(codes + i * kRunBytes, j), words[i][j]);
-    }
+    uint32_t words[kRuns][kWords];
+    read_runs(codes, words);
     Watch seen;
+    if constexpr (kTurned) {
+      const auto by = Decode::of_each(scales);
 #pragma unroll
-    for (int i = 0; i < kRuns; ++i) {
-      const auto by = multipliers(scales[i], position);
+      for (int i = 0; i < kRuns; ++i) {
+        uint32_t values[kPairs];
+        Decode::template decode<1, kCareful>(words[i], by, values, seen);
+        write_line(line_of(target, i), values);
+      }
+    } else {
+      uint32_t values[kRuns][kPairs];
 #pragma unroll
-      for (int j = 0; j < kReads; ++j) decode_read<false>(words[i][j], by, j, target + i * kRunValues, seen);
+      for (int i = 0; i < kRuns; ++i) {
+        const auto by = Decode::of_all(Base::scale_byte(scales[0], position, i));
+        Decode::template decode<kDistance, kCareful>(words[i], by, values[i], seen);
+        if constexpr (kNatural) write_line(target ^ i * 32, values[i]);
+      }
+      if constexpr (!kNatural) {
+#pragma unroll
+        for (int n = 0; n < kPairs; ++n) {
+          write_shared(target ^ n * 16, values[0][n], values[1][n], values[2][n], values[3][n]);
+        }
+      }
     }
     return !Decode::needs_care(seen);
   }
 
-  TE_DIST_INLINE void decode_with_care(uint32_t codes, const Scales& scales, int position, uint32_t target) {
-    Watch seen;
+  // Those of a row; of a turned operand run number i is that of line number 8 i of its 32.
+  TE_DIST_INLINE void read_runs(uint32_t codes, uint32_t (&words)[kRuns][kWords]) {
 #pragma unroll
-    for (int i = 0; i < kRuns; ++i) {
-      const auto by = multipliers(scales[i], position);
-#pragma unroll 1
-      for (int j = 0; j < kReads; ++j) {
-        uint32_t words[4];
-        read_shared(place_of_read(codes + i * kRunBytes, j), words);
-        decode_read<true>(words, by, j, target + i * kRunValues, seen);
+    for (int i = 0; i < kRuns * kWords / 4; ++i) {
+      uint32_t four[4];
+      read_shared(kTurned ? codes + i * 8 * kKept : codes ^ i * 16, four);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) words[(i * 4 + j) / kWords][j % kWords] = four[j];
+    }
+  }
+
+  // Where the values of line number 8 * index go.
+  TE_DIST_INLINE uint32_t line_of(uint32_t target, int index) {
+    if (kNatural) return target + index * 1024;
+    return (target ^ index / 2 * 32) + index / 2 * 256 + index % 2 * 4096;
+  }
+
+  TE_DIST_INLINE void write_line(uint32_t target, const uint32_t (&values)[kPairs]) {
+    write_shared(target, values[0], values[1], values[2], values[3]);
+    write_shared(target ^ 16, values[4], values[5], values[6], values[7]);
+  }
+};
+
+// The operand whose values lie in registers, as multiply_by_16 takes them: 256 threads hold kWaves x 128 lines. Codes that
+// are summed over lie in the swizzle of their length, others in boxes of 128 kept ones in that of 128 bytes. Words of scales
+// lie in shared memory, one for each row; of a turned operand one for four columns, line after line.
+template <class S, HalfType kType, int kWaves, int kDistance>
+struct Fragments : Codes<S, kType, 128 * kWaves> {
+  static constexpr int kKept = 128 * kWaves;
+  using Base = Codes<S, kType, kKept>;
+  using typename Base::Decode;
+  using Base::kLineBytes, Base::kTurned, Base::kWords;
+  static constexpr bool kNatural = kTurned;
+  static constexpr int kBoxes = kTurned ? kWaves : 1;
+  // Words of scales of a step, and of them for each of 128 threads that load.
+  static constexpr int kScaleWords = kTurned ? kStep / S::kGrain * kKept / 4 : kKept;
+  static constexpr int kOfThread = (kScaleWords + 127) / 128;
+  using Scales = uint32_t[kOfThread];
+  using Values = uint32_t[kStep / 16][4];  // of a wave
+
+  TE_DIST_INLINE void load_codes(const TensorMap& map, Barrier& full, void* codes, int kept, int position) {
+    if constexpr (kTurned) {
+#pragma unroll
+      for (int i = 0; i < kBoxes; ++i) copy_box(map, full, static_cast<char*>(codes) + i * 8192, kept + i * 128, position);
+    } else {
+      copy_box(map, full, codes, position * Base::kBits / 8, kept);
+    }
+  }
+
+  TE_DIST_INLINE void load_scales(const ScaleView& view, int thread, int kept, int position, Scales& scales) {
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) {
+      const int index = thread + i * 128;
+      if (index >= kScaleWords) continue;
+      scales[i] = kTurned ? view.word(position / S::kGrain + index / (kKept / 4), kept / 4 + index % (kKept / 4))
+                          : view.word(kept + index, position / (4 * S::kGrain));
+    }
+  }
+
+  TE_DIST_INLINE void put_scales(uint32_t (&shared)[kScaleWords], int thread, const Scales& scales) {
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) {
+      if (thread + i * 128 < kScaleWords) shared[thread + i * 128] = scales[i];
+    }
+  }
+
+  // Row of the tile of row number `row` of the 16 of a warp and a wave.
+  TE_DIST_INLINE int row_of(int wave, int warp, int row) {
+    if (kTurned) return (warp * 16 + 2 * (row % 8)) * kWaves + 2 * wave + row / 8;
+    return (wave * 8 + warp) * 16 + row;
+  }
+
+  int quarter, first;  // number of four lanes side by side; first row, or column, that is held
+
+  TE_DIST_DEVICE explicit Fragments(int thread) : quarter(thread % 4), first(row_of(0, thread / 32, thread % 32 / 4)) {}
+
+  // Decodes what a wave multiplies. `codes`: address of them.
+  TE_DIST_DEVICE void decode(uint32_t codes, const uint32_t (&scales)[kScaleWords], int position, int wave,
+                             Values& values) const {
+    if (decode_all<false>(codes, scales, position, wave, values)) return;
+    decode_all<true>(codes, scales, position, wave, values);
+  }
+
+ private:
+  template <bool kCareful>
+  TE_DIST_DEVICE bool decode_all(uint32_t codes, const uint32_t (&scales)[kScaleWords], int position, int wave,
+                                 Values& values) const {
+    Watch seen;
+    if constexpr (kTurned) {
+      decode_columns<kCareful>(codes, scales, wave, values, seen);
+    } else {
+      decode_rows<kCareful>(codes, scales, position, wave, values, seen);
+    }
+    return !Decode::needs_care(seen);
+  }
+
+  template <bool kCareful>
+  TE_DIST_DEVICE void decode_rows(uint32_t codes, const uint32_t (&scales)[kScaleWords], int position, int wave,
+                                  Values& values, Watch& seen) const {
+    constexpr int kRunBytes = kChunk * Base::kBits / 8;
+    const int row = first + wave * 128;
+    const uint32_t swizzle = first / (128 / kLineBytes) % (kLineBytes / 16) * 16;  // the same 8 rows further
+    const uint32_t place = codes + row * kLineBytes + ((quarter * kRunBytes) ^ swizzle);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      uint32_t words[kWords], pairs[kPairs];
+      read_shared(place + h * 8 * kLineBytes, words);
+      const auto by = Decode::of_all(Base::scale_byte(scales[row + 8 * h], position, quarter));
+      Decode::template decode<kDistance, kCareful>(words, by, pairs, seen);
+#pragma unroll
+      for (int n = 0; n < kPairs; ++n) values[n / 2][n % 2 * 2 + h] = pairs[n];
+    }
+  }
+
+  // A thread holds 2 kWaves columns side by side, the low bytes of a word.
+  template <bool kCareful>
+  TE_DIST_DEVICE void decode_columns(uint32_t codes, const uint32_t (&scales)[kScaleWords], int wave, Values& values,
+                                     Watch& seen) const {
+    uint32_t by[2][2];  // of both halves of the summed values, of both columns
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t word = scales[(half * kStep / 2 / S::kGrain * kKept + first) / 4] >> first % 4 * 8;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const auto its = Decode::of_all(word >> (2 * wave + h) * 8 & 0xFF);
+        by[half][h] = its.words[0];
+        seen.scale = max(seen.scale, its.largest);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) {
+      uint32_t lines[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) lines[e] = columns(codes, n, 2 * quarter + e);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t low = __byte_perm(lines[0], lines[1], 0x0400 + (2 * wave + h) * 0x0101);
+        values[n / 2][n % 2 * 2 + h] = Decode::template decode_pair<kCareful>(low, by[n / 4][h], seen);
       }
     }
   }
 
-  static constexpr uint32_t kRunBytes = kTurned ? 32 * kKept : 128 * kLineBytes;     // from a run's codes to the next's
-  static constexpr uint32_t kRunValues = kTurned ? 32 * 128 : 128 * 128;
-
-  // Of a run: for each column; or scale bytes of a row, the first in the lowest byte.
-  TE_DIST_INLINE auto multipliers(const uint32_t (&scales)[kScaleWords], int position) {
-    if constexpr (kTurned) {
-      return Decode::of_each(scales);
-    } else {
-      return scales[0] >> position / S::kGrain % 4 * 8;
-    }
-  }
-
-  // 16 codes of a line; or 16 bytes of a row, number `index`.
-  template <bool kCareful, class By>
-  TE_DIST_INLINE void decode_read(const uint32_t (&words)[4], const By& by, int index, uint32_t target, Watch& seen) {
-    if constexpr (kTurned) {
-      decode_chunk<1, kCareful>(words, by, target + index * 1024, seen);
-    } else if constexpr (kBits == 8) {
-      decode_chunk<kDistance, kCareful>(words, Decode::of_all(by >> index / 2 * 8 & 0xFF), target ^ index * 32, seen);
-    } else {
-      const uint32_t first[2] = {words[0], words[1]}, second[2] = {words[2], words[3]};
-      const uint32_t scales = by >> index * 16;
-      decode_chunk<kDistance, kCareful>(first, Decode::of_all(scales & 0xFF), target ^ index * 64, seen);
-      decode_chunk<kDistance, kCareful>(second, Decode::of_all(scales >> 8 & 0xFF), target ^ (index * 64 + 32), seen);
-    }
-  }
-
-  template <int kOrder, bool kCareful, int kWords, class By>
-  TE_DIST_INLINE void decode_chunk(const uint32_t (&codes)[kWords], const By& by, uint32_t target, Watch& seen) {
-    uint32_t values[kPairs];
-    Decode::template decode<kOrder, kCareful>(codes, by, values, seen);
-    write_shared(target, values);
-    write_shared(target ^ 16, values + 4);
+  // What a thread holds of line `row` of eight, number `eight` of the step.
+  TE_DIST_DEVICE uint32_t columns(uint32_t codes, int eight, int row) const {
+    const uint32_t chunk = first % 128 / 16 ^ row;
+    const uint32_t place = codes + first / 128 * 8192 + row * 128 + chunk * 16 + first % 16 + eight * 1024;
+    return kWaves == 2 ? read_shared_word(place) : read_shared_half(place);
   }
 };
 

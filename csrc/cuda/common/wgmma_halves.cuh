@@ -66,6 +66,25 @@ TE_DIST_INLINE void multiply_by_16(float (&sums)[kSums], uint64_t first, uint64_
   }
 }
 
+#define TE_DIST_REGISTER_PRODUCT(type)                                                                               \
+  asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %69, 0;\n"                                                   \
+               "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " " TE_DIST_64_NAMES                      \
+               ", {%64, %65, %66, %67}, %68, adds, 1, 1, %70;\n}"                                                    \
+               : TE_DIST_64(sums, 0)                                                                                 \
+               : "r"(first[0]), "r"(first[1]), "r"(first[2]), "r"(first[3]), "l"(second), "r"(int(adds)), "n"(int(kSecond)))
+
+// The same for N = 128, with a first operand in registers: of warp w and lane l the row 16 w + l / 4 in words 0 and 2, the
+// row 8 further in words 1 and 3, in each word two neighbours: summed values from 2 (l % 4) on, and from 8 further on.
+template <HalfType kType, Along kSecond>
+TE_DIST_INLINE void multiply_by_16(float (&sums)[64], uint32_t (&first)[4], uint64_t second, bool adds) {
+  if constexpr (kType == HalfType::kFloat16) {
+    TE_DIST_REGISTER_PRODUCT("f16");
+  } else {
+    TE_DIST_REGISTER_PRODUCT("bf16");
+  }
+}
+
+#undef TE_DIST_REGISTER_PRODUCT
 #undef TE_DIST_PRODUCTS
 #undef TE_DIST_PRODUCT
 #undef TE_DIST_128_NAMES
