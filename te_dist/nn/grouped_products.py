@@ -24,7 +24,8 @@ from te_dist.nn.grouped_reading import Gradient, operand, put_together, read_gra
 from te_dist.nn.grouped_weights import MainGrads, as_one, members_of, shape_of, stacked, together
 from te_dist.nn.left_gradients import LeftGradients
 from te_dist.nn.once import once_differentiable
-from te_dist.nn.products import Plan, directions_of, taken_apart
+from te_dist.nn.plan import Plan
+from te_dist.nn.products import directions_of, taken_apart
 from te_dist.nn.saved import let_go, save, saved
 from te_dist.ops.evaluate import values
 from te_dist.ops.source import Source, unsummed

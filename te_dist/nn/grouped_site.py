@@ -22,7 +22,7 @@ from te_dist.nn import forgotten, grouped_traced, lost_recipes
 from te_dist.nn.grouped_cache import WeightCache
 from te_dist.nn.grouped_products import Around, Given, differentiable, grouped_linear, reads_weights
 from te_dist.nn.grouped_weights import OneBuffer
-from te_dist.nn.products import MAX_SHARED, Plan, plan_by
+from te_dist.nn.plan import MAX_SHARED, Plan, plan_by
 from te_dist.nn.site import Answers, LinearSite, answers_of, check_features, check_reduced, described, quantizer_of
 from te_dist.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from te_dist.recipe import Recipe

@@ -21,7 +21,7 @@ from te_dist.nn import lost_recipes
 from te_dist.nn.group_fronts import SWIGLU, WEIGHTED_SWIGLU
 from te_dist.nn.grouped_products import Given
 from te_dist.nn.grouped_weights import as_one, shape_of
-from te_dist.nn.products import Plan
+from te_dist.nn.plan import Plan
 from te_dist.nn.traced import check_columns
 from te_dist.ops._library import LIBRARY
 from te_dist.tensor import OPS, QuantizedStorage, QuantizedTensor, StorageKind

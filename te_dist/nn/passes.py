@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from te_dist.context import Autocast
 from te_dist.nn.once import backward_count
-from te_dist.nn.products import Plan
+from te_dist.nn.plan import Plan
 from te_dist.scaling.history import DelayedScalingRequest
 
 

@@ -19,105 +19,30 @@ no groups, or not of as many columns. Rows that nobody sums over are taken as th
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache, cached_property
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Unpack
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from te_dist._torch_private import applied, is_executed
 from te_dist.codecs.gemm import READS_ANY_ORDER, Operand, multiply
 from te_dist.formats import Direction
-from te_dist.kernels.tape import Tapes
 from te_dist.nn.fronts import FRONTS, Fronts
 from te_dist.nn.once import once_differentiable
+from te_dist.nn.plan import Plan
 from te_dist.nn.saved import let_go, save, saved
 from te_dist.ops.evaluate import values
 from te_dist.ops.group_table import one_group
 from te_dist.ops.panel_sums import column_sums, panel_sums
-from te_dist.ops.quantize_nvfp4 import TILE as NVFP4_TILE
 from te_dist.ops.source import Source, sums_shape
 from te_dist.quantizers import Quantizer
-from te_dist.recipe import UNIFORM, Recipe
-from te_dist.scaling.delayed import DelayedScalingState
 from te_dist.tensor import GroupedRows, QuantizedStorage, QuantizedTensor, StorageKind
 
 ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
-MAX_SHARED = 1024  # tapes of all maps that compute alike
 _ByDirection = dict[Direction, QuantizedStorage]  # what a product that sums along each direction reads
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How the operands of one linear map are quantized.
-
-    Attributes:
-        input, weight, grad_output: by role; `weight` for plain weights only.
-        row_multiple: of which products take inputs and gradients, see [Note: Rows that do not fit].
-        fits_groups: whether inputs and gradients have columns as groups of rows have.
-        moves: histories that the end of backward brings up to date.
-        fuses_wgrad: whether the gradient of the weight is added to its `main_grad` by the product itself.
-        tensors: those that the quantizers hold.
-        scaled_by: ranks that keep scales of past steps in common.
-        tapes: of this map, or of all that compute alike, see `plan_by`.
-    """
-
-    input: Quantizer
-    weight: Quantizer
-    grad_output: Quantizer
-    row_multiple: int = 1
-    fits_groups: bool = True
-    moves: DelayedScalingState | None = None
-    fuses_wgrad: bool = False
-    tensors: tuple[Tensor, ...] = ()
-    scaled_by: dist.ProcessGroup | None = None
-    tapes: Tapes = field(default_factory=Tapes, compare=False)
-
-    @cached_property
-    def takes_groups(self) -> bool:
-        """Whether inputs and gradients, both of which a product sums over, may be quantized as rows of one group."""
-        quantizers = self.input, self.grad_output
-        known = all(isinstance(quantizer, Quantizer) and quantizer.takes_groups for quantizer in quantizers)
-        return self.fits_groups and known
-
-    @property
-    def reads_gradients_once(self) -> bool:
-        """Whether gradients of the output are quantized in one pass, so that they may be computed there."""
-        return isinstance(self.grad_output, Quantizer) and self.grad_output.reads_once
-
-
-def plan_by(
-    recipe: Recipe,
-    module_type: str,
-    quantizers: Mapping[str, Any],
-    *,
-    features: Sequence[int],
-    row_multiple: int = 1,
-    fuses_wgrad: bool = False,
-) -> Plan:
-    """A plan that follows from a recipe: `quantizers` are its answers for maps of this type, None where it has others.
-
-    `features`: those of inputs and outputs.
-
-    Maps of one recipe have their tapes in common. What the layers of a model are given for the first time, another
-    number of rows for instance, is worked out in the first, recorded in the second and played in all others. A recipe
-    that may answer by names leaves each map tapes of its own.
-    """
-    is_shared = type(recipe) in UNIFORM
-    fits_groups = all(extent % NVFP4_TILE == 0 for extent in features)  # rounded by chance they have whole tiles
-    options = dict(row_multiple=row_multiple, fits_groups=fits_groups, fuses_wgrad=fuses_wgrad)
-    tapes = _shared_tapes(recipe, module_type, *options.values()) if is_shared else Tapes()
-    return Plan(**quantizers, **options, tapes=tapes)
-
-
-@cache
-def _shared_tapes(*_: Hashable) -> Tapes:
-    return Tapes(MAX_SHARED)
 
 
 def linear(
@@ -288,8 +213,8 @@ def _forward(
     """(output, buffers of the input that are saved), what these are."""
     inputs = quantized_input(x, plan, (ROWWISE, COLUMNWISE) if saves_input else (ROWWISE,), front=front)
     weights = _quantized_weight(weight, plan, ROWWISE)
-    out = multiply(operand(inputs[ROWWISE], ROWWISE), operand(weights, ROWWISE), dtype=x.dtype, bias=bias)
-    out = _shaped(out, (*x.shape[:-1], weight.shape[0]))
+    pair, shape = (operand(inputs[ROWWISE], ROWWISE), operand(weights, ROWWISE)), (*x.shape[:-1], weight.shape[0])
+    out = _product(pair, shape, dtype=x.dtype, bias=bias)
     if not saves_input:
         return (out,), None
     buffers, saved = saved_part(inputs[COLUMNWISE])
@@ -309,11 +234,13 @@ def _backward(of: Backward, plan: Plan) -> tuple[Tensor, ...]:
     grads, sums = read or _quantized_grad(grad, plan, directions_of(of.wants), wants_bias)
     if wants_input:
         weights = _quantized_weight(weight, plan, COLUMNWISE)
-        product = multiply(operand(grads[ROWWISE], ROWWISE), operand(weights, COLUMNWISE), dtype=dtypes[0])
+        pair = operand(grads[ROWWISE], ROWWISE), operand(weights, COLUMNWISE)
         if front:
             matrix = _matrix(behind).contiguous()
-            product = values(FRONTS[front].gradient(matrix, product[: matrix.shape[0]]))
-        gradients.append(_shaped(product, shape))
+            product = multiply(*pair, dtype=dtypes[0])[: matrix.shape[0]]
+            gradients.append(_shaped(values(FRONTS[front].gradient(matrix, product)), shape))
+        else:
+            gradients.append(_product(pair, shape, dtype=dtypes[0]))
     if wants_weight:
         pair = operand(grads[COLUMNWISE], COLUMNWISE), operand(inputs.storage, COLUMNWISE)
         if main_grad is None:
@@ -471,6 +398,18 @@ def _fitting(x: Tensor | Source, plan: Plan, directions: tuple[Direction, ...]) 
     if not _is_cut(x, plan, directions):
         return matrix
     return F.pad(matrix, (0, 0, 0, -matrix.shape[0] % plan.row_multiple))
+
+
+def _product(
+    pair: tuple[Operand, Operand], shape: Sequence[int], *, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """That of both in `shape`, whose leading dimensions are the rows of the first; no view, see `_shaped`."""
+    (a, b), rows = pair, math.prod(shape[:-1])
+    if a.extents[0] != rows:  # there are padded ones behind them
+        return _shaped(multiply(a, b, dtype=dtype, bias=bias), shape)
+    out = torch.empty(shape, dtype=dtype, device=a.device)
+    multiply(a, b, dtype=dtype, out=out.view(rows, b.extents[0]), bias=bias)
+    return out
 
 
 def _shaped(product: Tensor, shape: Sequence[int]) -> Tensor:

@@ -26,7 +26,8 @@ from te_dist.kernels.tape import Tapes
 from te_dist.nn import activations, forgotten, lost_recipes, rehearsal, traced
 from te_dist.nn.fronts import FRONTS, Fronts
 from te_dist.nn.passes import MAX_PLANNED, WITHOUT, WITHOUT_BESIDE, Latest, Moving, Pass, latest_of, note, planned_of
-from te_dist.nn.products import Plan, linear, plan_by
+from te_dist.nn.plan import Plan, plan_by
+from te_dist.nn.products import linear
 from te_dist.ops._checks import HIGH_PRECISION
 from te_dist.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, Quantizer
 from te_dist.recipe import QuantizerRole, Recipe

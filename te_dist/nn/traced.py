@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from te_dist.formats import Direction, Format, Region
 from te_dist.nn import lost_recipes
-from te_dist.nn.products import Backward, Plan, backward, forward, quantized_input, saved_part
+from te_dist.nn.plan import Plan
+from te_dist.nn.products import Backward, backward, forward, quantized_input, saved_part
 from te_dist.ops._library import LIBRARY
 from te_dist.tensor import OPS, QuantizedStorage, QuantizedTensor, StorageKind
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import te_dist as te
 from te_dist import recipe
-from te_dist.nn import group_table, grouped_products, grouped_site, products
+from te_dist.nn import group_table, grouped_products, grouped_site, plan
 from te_dist.nn.group_fronts import WEIGHTED_SWIGLU
 from te_dist.nn.grouped_products import Given
 from te_dist.recipe import Recipe
@@ -128,7 +128,7 @@ def test_maps_of_a_recipe_play_what_one_of_them_recorded(
     name: str, quantized: bool, single: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made_by, splits, rows = RECIPES[name], torch.tensor(SIZES["ragged"], device="cuda"), 640 + 2 * quantized + single
-    for made in (products._shared_tapes, grouped_site._plain_plan):  # by other tests
+    for made in (plan._shared_tapes, grouped_site._plain_plan):  # by other tests
         made.cache_clear()
     runs: list[str] = []
     for function in ("_forward", "_backward"):

@@ -11,7 +11,7 @@ from torch import Tensor
 import te_dist as te
 from te_dist import grouped, recipe
 from te_dist.catalog import FORMATS
-from te_dist.nn import products
+from te_dist.nn import plan, products
 from te_dist.recipe import Recipe
 from te_dist.testing import assert_bitwise
 from tests.gpu.graphs import warm_up
@@ -74,7 +74,7 @@ def test_rows_that_do_not_fit_have_the_bits_of_padded_ones(
     made_by, x = CASES[name].recipe, normal(rows, IN)
     got = step(make(), made_by, x)
     with unrecorded():
-        monkeypatch.setattr(products.Plan, "takes_groups", False)
+        monkeypatch.setattr(plan.Plan, "takes_groups", False)
         want = step(make(), made_by, x)
     for label, a, b in zip(("y", "dx", "dw", "db"), got, want, strict=True):
         if name in ("current", "delayed"):  # cuBLASLt may sum in another order
@@ -116,7 +116,7 @@ def test_maps_of_a_recipe_play_what_one_of_them_recorded(
 ) -> None:
     if quantized and case is CASES["high_precision_backward"]:
         pytest.skip("its weights cannot be parameters")
-    products._shared_tapes.cache_clear()  # of other tests
+    plan._shared_tapes.cache_clear()  # of other tests
     runs: list[str] = []
     for name in ("_forward", "_backward"):
         known = getattr(products, name)

@@ -14,7 +14,7 @@ from te_dist import quantizers as q
 from te_dist import recipe
 from te_dist.formats import Direction, Region, geometry
 from te_dist.nn import products
-from te_dist.nn.products import Plan
+from te_dist.nn.plan import Plan
 from te_dist.nn.site import LinearSite
 from te_dist.ops.group_table import one_group
 from te_dist.testing import assert_bitwise
