@@ -11,9 +11,12 @@ namespace te_dist::cuda {
 //
 // Matrices that lie one behind the other are turned each by its own blockIdx.y.
 //
+// kSquares: a value of src stands for `square` rows, which have it each, a value of out for as many columns. So every
+// `square`-th row is turned, and a column of it becomes as many lines of out.
+//
 // A thread reads a patch of rows, turns it in registers and puts runs of columns into shared memory, where they join to
 // columns of a block of threads: what is read of a row and written of a column at a time is 128 bytes or more.
-template <int kBits, int kLoad, int kStore>
+template <int kBits, int kLoad, int kStore, bool kSquares>
 struct Transpose {
   static constexpr int kThreads = 256;
   static constexpr int kBlocks = kLoad >= 8 ? 4 : 2;
@@ -33,6 +36,8 @@ struct Transpose {
     void* out;
     Extents extents;  // that are turned of one matrix of src, in values
     int64_t src_cols, out_rows;  // of a line
+    int64_t src_rows, out_cols;  // lines of a matrix
+    int32_t square;
   };
 
   // Place of a byte of a column in shared memory. Threads that write, or read, at a time find different banks.
@@ -88,10 +93,11 @@ struct Transpose {
     const int64_t stride = p.src_cols * kBits / 8, byte = (first_col + patch_col()) * kBits / 8;
     const int64_t row = first_row + patch_row();
     const Inside rows = Inside::of(row, kRows, p.extents.rows), bytes = Inside::of(byte, kRowBytes, stride);
-    const char* source = static_cast<const char*>(p.src) + (blockIdx.y * p.extents.rows + row) * stride + byte;
+    const int64_t step = kSquares ? p.square : 1, lines = kSquares ? p.src_rows : p.extents.rows;
+    const char* source = static_cast<const char*>(p.src) + (blockIdx.y * lines + row * step) * stride + byte;
     uint32_t words[kRows][kWords];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r, source += stride) {
+    for (int r = 0; r < kRows; ++r, source += step * stride) {
       load_run<kRowBytes, kLoad>(source, bytes.only_if(rows.has(r)), words[r]);
     }
     if constexpr (kBits == 4) pair_rows(words);
@@ -112,12 +118,18 @@ struct Transpose {
     const int piece = threadIdx.x % kPieces, first = threadIdx.x / kPieces;
     const int64_t stride = p.out_rows * kBits / 8, byte = first_row * kBits / 8 + piece * kPiece;
     const Inside bytes = Inside::of(byte, kPiece, stride);
-    char* target = static_cast<char*>(p.out) + (blockIdx.y * p.extents.cols + first_col + first) * stride + byte;
+    const int64_t repeats = kSquares ? p.square : 1, lines = kSquares ? p.out_cols : p.extents.cols;
+    char* target = static_cast<char*>(p.out) + (blockIdx.y * lines + (first_col + first) * repeats) * stride + byte;
 #pragma unroll
-    for (int col = first; col < first + kBlockCols; col += kStep, target += kStep * stride) {
+    for (int col = first; col < first + kBlockCols; col += kStep, target += kStep * repeats * stride) {
       const uint4 v = *reinterpret_cast<const uint4*>(columns + position(col, piece * kPiece));
       const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-      store_run<kPiece, kStore>(target, bytes.only_if(first_col + col < p.extents.cols), words);
+      if constexpr (kSquares) {
+        const int64_t its_line = (first_col + col) * repeats, count = min(repeats, lines - its_line);
+        for (int64_t i = 0; i < count; ++i) store_run<kPiece, kStore>(target + i * stride, bytes, words);
+      } else {
+        store_run<kPiece, kStore>(target, bytes.only_if(first_col + col < p.extents.cols), words);
+      }
     }
   }
 

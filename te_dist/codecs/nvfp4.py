@@ -168,7 +168,5 @@ def _draw_rng_state(x: Tensor | Source, planes: Sequence[Plane]) -> Tensor:
     One for each plane where their codecs differ in more than the tile.
     """
     codecs = {replace(plane.encoding.codec, tile=(0, 0)) for plane in planes}
-    state = torch.empty((len(codecs), 2), dtype=torch.int64, device=x.device)
-    for row in state:
-        row.random_(2**62)
+    state = torch.empty((len(codecs), 2), dtype=torch.int64, device=x.device).random_(2**62)
     return state if len(codecs) == 2 else state[0]

@@ -32,17 +32,18 @@ def hadamard(x: Tensor, sign_mask: int, out: Tensor) -> None:
     launch(transform(width), x, (blocks, 1), (x.data_ptr(), out.data_ptr(), rows, cols, sign_mask))
 
 
-_TRANSPOSE = Layout(f"src:P out:P {EXTENTS} src_cols:q out_rows:q")
+_TRANSPOSE = Layout(f"src:P out:P {EXTENTS} src_cols:q out_rows:q src_rows:q out_cols:q square:i")
 _TURNED = {4: (256, 256), 8: (128, 256), 16: (128, 128), 32: (64, 128)}  # values that a block of threads moves, by bits
 
 
 @once
-def turn(bits: int, widths: tuple[int, int]) -> Spec:
-    """Spec of a transpose. `widths`: bytes read and written at a time."""
-    return Spec("transpose.cuh", f"Transpose<{bits}, {widths[0]}, {widths[1]}>", _TRANSPOSE)
+def turn(bits: int, widths: tuple[int, int], *, squares: bool = False) -> Spec:
+    """Spec of a transpose. `widths`: bytes read and written at a time; `squares`: of scales of squares."""
+    template = f"Transpose<{bits}, {widths[0]}, {widths[1]}, {str(squares).lower()}>"
+    return Spec("transpose.cuh", template, _TRANSPOSE)
 
 
-def transpose(src: Tensor, bits: int, out: Tensor) -> None:
+def transpose(src: Tensor, bits: int, out: Tensor, square: int = 1) -> None:
     """See te_dist.ops.transpose."""
     if out.numel() == 0:
         return
@@ -53,10 +54,11 @@ def transpose(src: Tensor, bits: int, out: Tensor) -> None:
         access_bytes(16 // pack, src.data_ptr(), wide * src.element_size()),
         access_bytes(16, out.data_ptr(), long * out.element_size()),
     )
-    values = (src.data_ptr(), out.data_ptr(), rows, cols, pack * wide, pack * long)
+    turned = -(-rows // square), -(-cols // square)
+    values = (src.data_ptr(), out.data_ptr(), *turned, pack * wide, pack * long, rows, cols, square)
     # As many as the longer lines of `out` need, which are written to their ends.
-    blocks = blocks_for((pack * long, cols), _TURNED[bits])
-    launch(turn(bits, widths), src, (blocks, matrices[0] if matrices else 1), values)
+    blocks = blocks_for((pack * long, turned[1]), _TURNED[bits])
+    launch(turn(bits, widths, squares=square > 1), src, (blocks, matrices[0] if matrices else 1), values)
 
 
 _MAX_PARTS = 48  # rectangles of one launch

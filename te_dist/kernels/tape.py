@@ -67,6 +67,7 @@ _QUICK = _VIEWS | {
     torch.ops.aten.copy_.default: Tensor.copy_,
     torch.ops.aten.div.Tensor: torch.div,
     torch.ops.aten.mul.Tensor: torch.mul,
+    torch.ops.aten.random_.to: Tensor.random_,
     torch.ops.aten.split_with_sizes.default: torch.split_with_sizes,
     torch.ops.aten.zero_.default: Tensor.zero_,
 }

@@ -300,6 +300,7 @@ def movers() -> Iterator[Spec]:
     yield from (movement.transform(width) for width in (8, 2))
     for bits, load, narrow in ((4, 8, 1), (8, 16, 1), (16, 16, 2), (32, 16, 4)):
         yield from (movement.turn(bits, widths) for widths in ((load, 16), (narrow, narrow)))
+    yield from (movement.turn(8, widths, squares=True) for widths in (*product((16, 8), repeat=2), (1, 1)))
     yield from (movement.copies(width) for width in (16, 4, 1))
     yield from map(movement.sums_of_halves, _BYTES)
     yield from map(histories.advance, ("true", "false"))

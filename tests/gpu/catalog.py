@@ -27,6 +27,7 @@ from tests.ops.histories import advanced_histories
 from tests.ops.routing import decisions
 from tests.ops.sorting import experts_of, sorted_outputs
 from tests.ops.sources import cases, sums_of, with_sums
+from tests.ops.turned_squares import turned_squares
 from tests.ops.whole_groups import HALVES, KINDS, padded
 
 Pair = tuple[int, int]
@@ -106,7 +107,7 @@ def calls() -> Iterator[Call]:
     yield from (Call(*each) for each in (*decisions(), *half_products(), *advanced_histories()))
     yield from sorts()
     yield from dequantizers()
-    yield from movers()
+    yield from (*movers(), *(Call(*each) for each in turned_squares()))
     yield from products_of_blocks()
     yield from products_of_tensors()
     yield from products_by_decoding()

@@ -40,6 +40,7 @@ CALLS: dict[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     aten.copy_.default: [((torch.ones(4, 6),), {}), ((torch.ones(6), True), {})],
     aten.div.Tensor: [((torch.full((6,), 3.0),), {}), ((3,), {})],
     aten.mul.Tensor: [((torch.full((6,), 3.0),), {}), ((3,), {})],
+    aten.random_.to: [((1,), {})],  # nothing but zeros
     aten.split_with_sizes.default: [(([1, 3],), {}), (([2, 4], 1), {})],
     aten.zero_.default: [((), {})],
 }

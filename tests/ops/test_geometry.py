@@ -45,6 +45,20 @@ def test_transposes_of_several_matrices(shape, bits):
         assert_bitwise(out[index], alone, f"matrix {index}")
 
 
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize("shape", [(64, 32), (3, 48, 80), (40, 70), (1, 1), (130, 300)])
+def test_scales_of_squares_are_turned(shape, bits):
+    """Lines that repeat each value along the other dimension, as both directions of a format keep them."""
+    *matrices, rows, cols = shape
+    square, padded = 16, 4
+    tiles = torch.randint(0, 100, (*matrices, -(-rows // square), -(-cols // square))).to(DTYPES[bits])
+    src = torch.nn.functional.pad(tiles.repeat_interleave(square, -2)[..., :rows, :], (0, 1))
+    out = torch.full((*matrices, cols, tiles.shape[-2] + padded), 99).to(DTYPES[bits])
+    ops.transpose(src, bits=bits, out=out, square=square)
+    wanted = tiles.mT.repeat_interleave(square, -2)[..., :cols, :]
+    assert_bitwise(out, torch.nn.functional.pad(wanted, (0, padded)), f"{bits} bits")
+
+
 @pytest.mark.parametrize("bits", [4, 8, 16, 32])
 @pytest.mark.parametrize("shape", [(16, 64), (130, 70), (2, 258), (3, 6, 10)])
 def test_padding_of_lines_is_not_turned_and_becomes_zeros(shape, bits):

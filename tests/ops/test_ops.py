@@ -88,6 +88,8 @@ REFUSED = [
         "'mse' beside col_hadamard",
     ),
     (lambda: ops.transpose(empty(3, 4), bits=4, out=empty(8, 1)), "even number"),
+    (lambda: ops.transpose(empty(4, 4), bits=4, out=empty(8, 2), square=2), "square: got 2 with 4 bits"),
+    (lambda: ops.transpose(empty(32, 2), bits=8, out=empty(33, 2), square=16), r"\(32, 2\)"),
     (lambda: ops.transpose(X, bits=8, out=X.clone()), "src: got torch.bfloat16"),
     (lambda: ops.assemble([empty(3, 4)], row_starts=[2], col_starts=[0], out=empty(4, 4)), r"wires\[0\].*inside"),
 ]
