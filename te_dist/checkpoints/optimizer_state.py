@@ -107,6 +107,7 @@ def install(optimizer: Optimizer, states: dict[Tensor, dict[str, Any]], saved: d
             _install(optimizer, param, state)
         else:
             optimizer.state.pop(param, None)
+            getattr(optimizer, "begin_anew", lambda _: None)(param)
     for index, (group, values) in enumerate(zip(optimizer.param_groups, saved["groups"], strict=True)):
         for key, value in extra.join(values, {}).items():
             its = group.get(key)

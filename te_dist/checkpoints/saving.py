@@ -6,7 +6,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ class _Snapshot:
 
     tensors: store.Tree
     manifest: Manifest
+
+
+_WRITING: list[Future[None]] = []  # the latest save in the background
 
 
 def save(
@@ -63,10 +66,13 @@ def async_save(
 ) -> Future[None]:
     """`save` that returns once everything is copied to the CPU, and writes in a thread of its own.
 
-    Training may go on at once. Wait for the future before the next save and before the process ends: what the writing
-    raises is raised by its `result()`. The first call is collective beyond `save`: it makes a gloo group.
+    Training may go on at once. Wait for the future before the process ends: what the writing raises is raised by its
+    `result()`. A save waits until the one before it is written. The first call is collective beyond `save`: it makes a
+    gloo group.
     """
     ranks = Ranks.all()
+    if _WRITING:
+        wait(_WRITING)  # NOTE: whether it is done differs between ranks, and both would write by one group
     if ranks.group is not None:
         ranks = Ranks(_background_group(ranks.group))
     snapshot = _snapshot(model, optimizer, extra, ranks)
@@ -215,6 +221,7 @@ def _in_thread(work: Callable[[], None]) -> Future[None]:
             future.set_exception(error)
 
     threading.Thread(target=run, name="te_dist.checkpoints.async_save").start()
+    _WRITING[:] = [future]
     return future
 
 

@@ -191,9 +191,12 @@ class FusedAdam(torch.optim.Optimizer):
                 self.state[param].update(own)
             if param in begun:
                 self.take_over(param)
+            elif MASTER in own:
+                self._ledger.propose(param, self.state[param][MASTER])
+                self._loaded.add(param)
             else:
                 self._ledger.forget(param)
-                self._loaded.add(param)
+        self._plans.clear()  # NOTE: they hold what was there before
 
     def install_state(self, param: Tensor, state: dict[str, Any]) -> None:
         """Puts state that was loaded with the values of its parameter in place, in the types it has here; tensors of

@@ -155,11 +155,11 @@ class MasterWeights(torch.optim.Optimizer):
                 elif isinstance(value, Tensor):  # a count that two optimizers shared would be raised twice
                     self.state[param][name] = self.state[param][name].clone()
             if MASTER in self.state.get(param, {}):
-                self._ledger.forget(param)
+                self._ledger.propose(param, self.state[param][MASTER])
                 self._loaded.add(param)
-            elif begin_masters and _needs_master(param):
-                self._make_master(param)
-                self._stepped.discard(param)
+            elif _needs_master(param) and (begin_masters or not own):
+                self.begin_anew(param)
+        self._write_backs.clear()  # NOTE: they hold what was there before
 
     @torch.no_grad()
     def current_state(self, param: Tensor) -> dict[str, Any]:
@@ -175,6 +175,11 @@ class MasterWeights(torch.optim.Optimizer):
         """As in torch, of `current_state`."""
         with first_post_hook(self, self.current_state):
             return super().state_dict()
+
+    def begin_anew(self, param: Tensor) -> None:
+        """Makes the master of a parameter of what that holds: its state is gone, or is of before the first step."""
+        self._make_master(param)
+        self._stepped.discard(param)
 
     def take_over(self, param: Tensor) -> None:
         """Notes that the values which `param`, quantized, has now are those of the master in its state."""
@@ -232,8 +237,10 @@ class MasterWeights(torch.optim.Optimizer):
             self._ledger.forget(param)
         loaded = self.state.get(param, {}).get(MASTER, master)
         if loaded is not master:
-            local_tensor(master).copy_(local_tensor(loaded))
-            self.state[param][MASTER], was_loaded = master, True
+            if self._ledger.changed_in_place(param, loaded) is None:
+                local_tensor(master).copy_(local_tensor(loaded))
+                was_loaded = True
+            self.state[param][MASTER] = master
         self._ledger.follow(param, master, was_loaded=was_loaded)
         self._loaded.discard(param)
 
@@ -310,7 +317,8 @@ class MasterWeights(torch.optim.Optimizer):
     def _write_back(self, updated: dict[Tensor, Tensor]) -> None:
         """Of these parameters with their masters, from masters into parameters."""
         by_device: dict[torch.device, list[Tensor]] = {}
-        left = set().union(*map(masters.left_alone, self.param_groups))
+        moves_anyway = isinstance(self.wrapped, torch.optim.Rprop)  # whose rate is that of the first step alone
+        left = set() if moves_anyway else set().union(*map(masters.left_alone, self.param_groups))
         for param, master in updated.items():
             if master is not param and param not in left:
                 by_device.setdefault(master.device, []).append(param)

@@ -27,7 +27,6 @@ from te_dist.tensor.placement import local_tensor
 
 MASTER = "master_param"  # its key in the state of an optimizer
 _ROUNDING_OF_16_BITS = 2.0**-8  # of a value: bf16, to nearest and back
-_ROUNDING = 0.25  # of the norm of a matrix: more than any format's rounding takes
 
 
 def is_quantized(param: Tensor) -> bool:
@@ -55,10 +54,12 @@ def initial_master(param: Tensor) -> Tensor:
 
 
 class _Known(NamedTuple):
-    """The master of a quantized parameter, and what that kept of its initial values when the master was made of it."""
+    """The master of a quantized parameter, what that kept of its initial values when the master was made of it, and the
+    write with its values then."""
 
     master: Tensor
     kept: Tensor | None
+    write: int
 
 
 class Ledger:
@@ -83,7 +84,7 @@ class Ledger:
     def __setstate__(self, state: dict[str, Any]) -> None:
         writes_of = state.pop("_writes")
         self.__dict__.update(state)
-        for param, (master, _) in self._known.items():
+        for param, (master, *_) in self._known.items():
             writes.note_write(local_tensor(master), writes_of[param])
             if 0 != writes_of[param] == local_tensor(param).storage.mastered:
                 self.begin(param, master)
@@ -93,7 +94,7 @@ class Ledger:
         """Notes a master that was made of what its parameter holds now."""
         local = local_tensor(param)
         if isinstance(local, QuantizedTensor):
-            self._known[param] = _Known(master, local.storage.initial)
+            self._known[param] = _Known(master, local.storage.initial, int(local.storage.mastered))
             writes.note_master(local.storage, local_tensor(master))
         else:
             self._counted[param] = param._version, local._version
@@ -105,6 +106,26 @@ class Ledger:
             local.storage.note_master()
         self.begin(param, master)
 
+    def propose(self, param: Tensor, master: Tensor) -> None:
+        """Notes a master that was loaded, whatever its parameter holds: see [Note: Masters that are loaded] of
+        te_dist.tensor.writes."""
+        local, known = local_tensor(param), self._known.get(param)
+        self.forget(param)
+        if not isinstance(local, QuantizedTensor):
+            return
+        latest = writes.master_of(local.storage)
+        if latest is None or (known is not None and latest is local_tensor(known.master)):
+            writes.propose(local.storage, local_tensor(master))
+
+    def changed_in_place(self, param: Tensor, master: Tensor) -> Tensor | None:
+        """Where `master` has been put into the place of the one that is known: that, if an op has changed its values,
+        and those of the parameter, since they were noted."""
+        known = self._known.get(param)
+        if known is None or known.master is master:
+            return None
+        is_newer = self._write_of(param) == local_tensor(param).storage.mastered != known.write
+        return known.master if is_newer else None
+
     def follow(self, param: Tensor, master: Tensor, *, was_loaded: bool = False) -> None:
         """Has the master of a parameter take what else was written into that: loaded, clamped, updated by another
         optimizer.
@@ -113,10 +134,10 @@ class Ledger:
             was_loaded: whether the master was loaded since the last step. It stays then if the parameter holds its
                 values, rounded, whatever was loaded first.
         """
-        if not self._is_in_step(param, was_loaded=was_loaded):
+        if not self._is_in_step(param, master, was_loaded=was_loaded):
             current = self.current(param, master, was_loaded=was_loaded)
             if current is not master:
-                if is_quantized(param):
+                if is_quantized(param) and self.changed_in_place(param, master) is None:
                     self._warn_of_rounding(param, master, local_tensor(current))
                 local_tensor(master).copy_(local_tensor(current))
             self.take_over(param, master)
@@ -129,7 +150,7 @@ class Ledger:
         captured = written.is_cuda and torch.cuda.is_current_stream_capturing()
         if not was_in_step or is_copy or captured or self._has_warned:
             return
-        if _are_near(written, local_tensor(master)):
+        if writes.are_near(written, local_tensor(master)):
             self._has_warned = True
             warnings.warn(
                 f"a quantized weight of shape {tuple(param.shape)} was given values between steps that are nearly its "
@@ -143,16 +164,18 @@ class Ledger:
 
     def current(self, param: Tensor, master: Tensor, *, was_loaded: bool = False) -> Tensor:
         """What `follow` would make of a master, or that itself where it would stay: nothing is changed."""
-        if self._is_in_step(param, was_loaded=was_loaded):
+        if (changed := self.changed_in_place(param, master)) is not None:
+            return changed
+        if self._is_in_step(param, master, was_loaded=was_loaded):
             return master
         if not is_quantized(param):
             return shaped_like(param, _where_written(local_tensor(param), local_tensor(master), was_loaded=was_loaded))
         written = initial_master(param).to(master.dtype)
-        if was_loaded and _are_near(written, local_tensor(master)):
+        if was_loaded and writes.are_near(written, local_tensor(master)):
             return master
         return shaped_like(param, written)
 
-    def _is_in_step(self, param: Tensor, *, was_loaded: bool) -> bool:
+    def _is_in_step(self, param: Tensor, master: Tensor, *, was_loaded: bool) -> bool:
         """Whether a master has, as far as is known, the values of its parameter."""
         local = local_tensor(param)
         if not isinstance(local, QuantizedTensor):
@@ -163,7 +186,7 @@ class Ledger:
         if write == 0:  # as long as a weight has had no gradient, it keeps what its master was made of
             kept = local.storage.initial
             return kept is not None and kept is self._known[param].kept and not was_loaded
-        return write == self._write_of(param)
+        return write == self._write_of(param) and self.changed_in_place(param, master) is None
 
     def forget(self, param: Tensor) -> None:
         """Of a parameter that the optimizer no longer has, or whose master was loaded."""
@@ -219,11 +242,6 @@ def _where_written(values: Tensor, master: Tensor, *, was_loaded: bool) -> Tenso
     if was_loaded:
         is_own |= ((wide - master).abs() <= _ROUNDING_OF_16_BITS * master.abs()).all()
     return torch.where(is_own, master, wide)
-
-
-def _are_near(values: Tensor, others: Tensor) -> bool:
-    """Whether they differ by no more than rounding can account for, in any format. Waits for the device."""
-    return bool((values - others).norm() <= _ROUNDING * others.norm())
 
 
 def left_alone(group: Mapping[str, Any]) -> set[Tensor]:

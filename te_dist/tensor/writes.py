@@ -4,6 +4,11 @@ Writes from masters have numbers, which copies of a weight keep: no two processe
 master itself, so that an op that changes its values in place (clamps, decays them) changes those of the master too, and
 not codes that are rounded. What the master had before is kept as long as a copy of the weight is there, which may be
 put back.
+
+[Note: Masters that are loaded]
+A master that an optimizer loads is proposed for its weight, which may be loaded before or after. When values of the
+weight are first changed in place, the master becomes the weight's if that has its values, rounded, and is changed too;
+if not, the weight goes its own way. Values that are copied into a weight decide nothing: they may be what is loaded.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import uuid
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -60,6 +66,8 @@ class _Latest:
         self.write = 0
 
 
+ROUNDING = 0.25  # of the norm of a matrix: more than any format's rounding takes
+_PROPOSED = -1  # write of a master that was loaded, see [Note: Masters that are loaded]
 _OF_AN_ATTRIBUTE = 2  # references: its own, and that of the argument of sys.getrefcount
 _numbers = _Numbers()
 _masters: weakref.WeakKeyDictionary[QuantizedStorage, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
@@ -91,6 +99,28 @@ def write_of(master: Tensor) -> int:
     return 0 if found is None else found.write
 
 
+def propose(storage: QuantizedStorage, master: Tensor) -> None:
+    """Says that a master, this rank's part of it, was loaded for a weight: see [Note: Masters that are loaded]."""
+    _masters[storage] = weakref.ref(master)
+    note_write(master, _PROPOSED)
+
+
+def are_near(values: Tensor, others: Tensor) -> bool:
+    """Whether they differ by no more than rounding can account for, in any format. Waits for the device."""
+    return bool((values - others).norm() <= ROUNDING * others.norm())
+
+
+def _decide(storage: QuantizedStorage, master: Tensor) -> None:
+    """On a master that was proposed, unless a graph is captured, for which nobody may wait."""
+    if storage.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return
+    if are_near(storage.dequantize(torch.float32).view(master.shape), master):
+        storage.note_master()
+        note_master(storage, master)
+    else:
+        del _masters[storage]
+
+
 def former_values(storage: QuantizedStorage) -> Tensor | None:
     """What the master of a storage's values had, if that was changed in place since they were copied."""
     return getattr(storage.mastered, "values", None)
@@ -106,6 +136,8 @@ def noted_master(storage: QuantizedStorage) -> Tensor | None:
 def master_of(storage: QuantizedStorage) -> Tensor | None:
     """The master whose values a storage has: nothing else was written since, into either."""
     master = noted_master(storage)
+    if master is not None and write_of(master) == _PROPOSED:
+        _decide(storage, master)
     return master if master is not None and write_of(master) == storage.mastered != 0 else None
 
 

@@ -398,3 +398,20 @@ def save_in_background(rank: int, world: int, path: Path) -> None:
 def test_async_save_saves_the_moment_of_the_call(ranks, tmp_path: Path) -> None:
     ranks(2).run(save_in_background, tmp_path / "c")
     ranks(3).run(loaded, tmp_path / "c", 1)
+
+
+def save_twice_in_background(rank: int, world: int, path: Path) -> None:
+    """A second save, to another path, waits for the first."""
+    futures = [
+        checkpoints.async_save(path / str(seed), model=zoo(seed, data_parallel(world), SAVED)) for seed in (1, 2)
+    ]
+    assert [future.result() for future in futures] == [None, None]
+    for seed in (1, 2):
+        again = zoo(3, data_parallel(world), SAVED)
+        checkpoints.load(path / str(seed), model=again)
+        assert_weights(again, seed)
+
+
+@pytest.mark.gloo_only("its expected values are made on the CPU")
+def test_saves_in_the_background_wait_for_one_another(ranks, tmp_path: Path) -> None:
+    ranks(2).run(save_twice_in_background, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,6 +75,32 @@ def clamps_between_step_and_save(rank: int, world: int, path: Path, kind: str) -
         assert_local_bitwise(got, want, name)
         for key, value in optimizer.state[want].items():
             assert_local_bitwise(another.state[got][key], value, f"{name}: {key}")
+
+
+def changes_behind_a_load(rank: int, world: int, kind: str) -> None:
+    """Shards that are changed in place behind a load change their masters, as without one."""
+    trained = []
+    for loads in (True, False):
+        model = sharded(world, seed=0)
+        optimizer = OPTIMIZERS[kind](model)
+        step(model, optimizer, 1)
+        if loads:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.9)
+        fsdp2.settle(model)
+        step(model, optimizer, 2)
+        trained.append((model, optimizer))
+    (model, optimizer), (other, its) = trained
+    for (name, got), want in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert_local_bitwise(got, want, name)
+        assert_local_bitwise(optimizer.state[got]["master_param"], its.state[want]["master_param"], f"{name}: master")
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_shards_that_are_changed_behind_a_load_change_their_masters(ranks: Ranks, kind: str) -> None:
+    ranks(2).run(changes_behind_a_load, kind)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
