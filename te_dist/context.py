@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from te_dist._torch_private import in_backward
-from te_dist.recipe import Recipe
+from te_dist._torch_private import in_backward, is_autocast_anywhere
+from te_dist.recipe import UNIFORM, Recipe
+from te_dist.tensor import QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,13 @@ class Autocast:
         recipe: what inputs, weights and gradients are quantized into; None outside of autocast.
         amax_reduction_group: ranks that share the scales of delayed scaling; None for each rank alone.
         name: of the recipe, see `recipe_named`; what compiled code is guarded by.
+        is_uniform: whether the recipe answers maps of one kind alike, whatever their names.
     """
 
     recipe: Recipe | None = None
     amax_reduction_group: dist.ProcessGroup | None = None
     name: str = ""
+    is_uniform: bool = False
 
 
 @dataclass(frozen=True)
@@ -184,6 +188,16 @@ def _state_of(recipe: Recipe) -> Autocast:
     if state is None:
         text = repr(recipe)
         name = f"{text} {len(_named)}" if text in _named else text
-        state = _states[recipe] = Autocast(recipe, name=name)
+        state = _states[recipe] = Autocast(recipe, name=name, is_uniform=type(recipe) in UNIFORM)
         _named[name] = recipe
     return state
+
+
+def autocast_of_torch(x: Tensor) -> Tensor:
+    """`x` in the dtype of `torch.autocast` inside of it; quantized ones as they are."""
+    if not torch.compiler.is_compiling() and not is_autocast_anywhere():
+        return x
+    kind = x.device.type
+    if kind == "meta" or isinstance(x, QuantizedTensor) or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))

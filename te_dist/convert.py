@@ -188,6 +188,8 @@ def _made_of(old: nn.Module, name: str, quantized: Scope | None) -> QuantizedMod
         down = old.get_parameter(NAMES[1])
         new = StackedExperts(*_sizes(down), params_dtype=down.dtype, device="meta", name=name)
         sites = dict(zip(NAMES, (new.fc1, new.fc2), strict=True))
+    for site in sites.values():
+        site.share_graphs()
     for key, weight in _weights(old).items():
         if quantized is None:
             setattr(new, key, weight)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from te_dist.context import autocast_of_torch
 from te_dist.fsdp2.check import not_gathered
 from te_dist.nn import rehearsal, splits
 from te_dist.nn.buffers import check_buffer
@@ -24,7 +25,7 @@ from te_dist.nn.grouped_weights import apart, packed
 from te_dist.nn.left_gradients import LeftGradients
 from te_dist.nn.module import QuantizedModule, weight_of
 from te_dist.nn.options import read, spells_out
-from te_dist.nn.site import autocast_of_torch, without_values
+from te_dist.nn.site import without_values
 from te_dist.tensor import placement
 
 Splits = Sequence[int] | Tensor | GroupTable

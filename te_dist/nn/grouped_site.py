@@ -58,7 +58,7 @@ class GroupedSite(LinearSite):
     def __init__(self, num_groups: int, in_features: int, out_features: int, *, name: str) -> None:
         super().__init__(in_features, out_features, name=name)
         self.num_groups = num_groups
-        self.place = repr((name, in_features, out_features, num_groups))
+        self.place = self.graph_place = repr((name, in_features, out_features, num_groups))
         self.kept = WeightCache(self._label)
 
     def forward(  # type: ignore[override]
@@ -90,16 +90,17 @@ class GroupedSite(LinearSite):
         self, x: Tensor, weights: Sequence[Tensor], *, given: Given, **around: Unpack[Around]
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As `_eager`, see [Note: Compiled linear maps]."""
-        name = current_autocast().name
-        trains = self.training or torch.is_grad_enabled()
+        state, trains = current_autocast(), self.training or torch.is_grad_enabled()
+        name = state.name
         if not name and trains:
-            lost_recipes.refuse_again(self.place)
+            lost_recipes.refuse_again(self.place, self.graph_place)
         front = grouped_traced.PLAIN if given.front is None else given.front.name
         asked = given.epilogue, given.hands_to, given.out, given.dgrad_out, given.later, given.is_first, given.skip
         is_plain = not isinstance(x, QuantizedTensor) and front in grouped_traced.FRONTS
         plan = None
         if is_plain and not self.fuses_wgrad and all([value is None for value in asked]):
-            plan = _traced_plan(name, self.place, x.dtype, weights[0].device, trains)
+            place = self.graph_place if state.is_uniform else self.place
+            plan = _traced_plan(name, place, x.dtype, weights[0].device, trains)
         if plan is None:
             return self._outside_of_graphs(x, weights, given=given, **around)
         biases, beside = around.get("biases", ()), around.get("beside", ())

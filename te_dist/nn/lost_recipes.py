@@ -71,15 +71,20 @@ def outside_of_graph(place: str, out: Tensor, *, trains: bool) -> None:
         out.grad_fn.register_prehook(lambda _: _wait_no_longer(_recorded, place, recipe))
 
 
-def refuse_again(place: str) -> None:
-    """Raises RuntimeError where the graph that is traced runs again without its recipe, see [Note: Lost recipes]."""
+def refuse_again(place: str, shared: str) -> None:
+    """Raises RuntimeError where the graph that is traced runs again without its recipe, see [Note: Lost recipes].
+
+    `place`, `shared`: of the map by recipes that read names, and by others.
+    """
     if _is_any and repeated_autocast() is None:
         torch.ops.te_dist.refuse_lost_recipe(_order, place)
+        if shared != place:
+            torch.ops.te_dist.refuse_lost_recipe(_order, shared)
 
 
-def waits(place: str) -> bool:
-    """Whether a map of this place, alone or with others, ran by a recipe and waits for backward."""
-    return _is_any and bool(_recorded[place] or _unrecorded[place])
+def waits(*places: str) -> bool:
+    """Whether a map of one of these places, alone or with others, ran by a recipe and waits for backward."""
+    return _is_any and any(_recorded[place] or _unrecorded[place] for place in places)
 
 
 def check(place: str, plan: str = "") -> None:
@@ -87,11 +92,11 @@ def check(place: str, plan: str = "") -> None:
 
     Raises:
         RuntimeError: maps of its place that ran by other recipes wait for backward, and none that ran by this one; or
-            one that ran there had none.
+            one that ran there had none, and none that ran by this one waits.
     """
     waiting = _recorded[place].keys() | _unrecorded[place].keys()
-    is_lost = place in _plain if plan else bool(waiting)
-    if (is_lost or (waiting and plan not in waiting)) and repeated_autocast() is None:
+    is_lost = plan not in waiting and (waiting or (plan and place in _plain))
+    if is_lost and repeated_autocast() is None:
         for records in (_recorded, _unrecorded, _plain, _ended):  # the backward pass that others wait for ends here
             records.clear()
         raise lost(place, "by another recipe" if plan else "without a recipe")

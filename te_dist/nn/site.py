@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from te_dist import _torch_private
 from te_dist.codecs import gemm
-from te_dist.context import Autocast, current_autocast, recipe_named, repeated_autocast
+from te_dist.context import Autocast, autocast_of_torch, current_autocast, recipe_named, repeated_autocast
 from te_dist.formats import Direction, Format
 from te_dist.fsdp2.ahead import prepare_kernels
 from te_dist.fsdp2.check import check_gathered, not_gathered
@@ -44,16 +44,6 @@ _PROCESS = uuid4().hex
 _WEIGHT_ONLY = Plan(IdentityQuantizer(), IdentityQuantizer(), IdentityQuantizer())
 
 
-def autocast_of_torch(x: Tensor) -> Tensor:
-    """`x` in the dtype of `torch.autocast` inside of it; quantized ones as they are."""
-    if not torch.compiler.is_compiling() and not _torch_private.is_autocast_anywhere():
-        return x
-    kind = x.device.type
-    if kind == "meta" or isinstance(x, QuantizedTensor) or not torch.is_autocast_enabled(kind):
-        return x
-    return x.to(torch.get_autocast_dtype(kind))
-
-
 class LinearSite(nn.Module):
     """One linear map of a module. Holds no weights: those are the module's own, under the names its users know.
 
@@ -62,6 +52,7 @@ class LinearSite(nn.Module):
         in_features: K, columns of the weight.
         out_features: N, rows of the whole weight.
         place: these three as text, which compilers take for a constant; numbers that differ between sites they may not.
+        graph_place: the same in graphs by a recipe that reads no names, see `share_graphs`.
         scaling: histories and scales of delayed scaling; None until a recipe asks for them.
         placed: (role, quantizer) -> the quantizer of a part that this rank holds; set by tensor parallelism.
         fuses_wgrad: whether the gradient of the weight is added to its `main_grad` instead of being returned.
@@ -85,8 +76,12 @@ class LinearSite(nn.Module):
         self.name = name
         self.in_features = in_features
         self.out_features = out_features
-        self.place = repr((name, in_features, out_features))
+        self.place = self.graph_place = repr((name, in_features, out_features))
         self.register_module("scaling", None)
+
+    def share_graphs(self) -> None:
+        """Leaves the name out of graphs by recipes that read none, so that maps of the same sizes share them."""
+        self.graph_place = repr(("", *literal_eval(self.place)[1:]))
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, **fronts: Unpack[Fronts]) -> Any:
         """(..., N) in the dtype of `x` (torch.autocast's inside of it).
@@ -165,15 +160,16 @@ class LinearSite(nn.Module):
 
     def _in_graph(self, x: Tensor, weight: Tensor, bias: Tensor | None, front: str) -> Tensor:
         """As `_at_once`, see [Note: Compiled linear maps]."""
-        name, is_quantized = current_autocast().name, isinstance(weight, QuantizedTensor)
-        trains = self.training or torch.is_grad_enabled()
+        state, is_quantized = current_autocast(), isinstance(weight, QuantizedTensor)
+        name, trains = state.name, self.training or torch.is_grad_enabled()
         if not name and trains:
-            lost_recipes.refuse_again(self.place)
+            lost_recipes.refuse_again(self.place, self.graph_place)
         if not name and front:
             x, front = activations.find(front)(x), ""
         if not name and not is_quantized:
             return _plain(x, weight, bias)
-        plan = _traced_plan(name, self.place, x.dtype, weight.device, trains)
+        place = self.graph_place if state.is_uniform else self.place
+        plan = _traced_plan(name, place, x.dtype, weight.device, trains)
         if plan is None:
             return self._outside_of_graphs(x, weight, bias, front)
         return traced.linear(x, weight, bias, plan=plan, front=front)
@@ -203,7 +199,7 @@ class LinearSite(nn.Module):
             if not is_repeated:
                 forgotten.warn(weight, self)
                 # What ran without a recipe before compiled maps ran by one may have run by one since, compiled itself.
-                note(self, WITHOUT_BESIDE if lost_recipes.waits(self.place) else WITHOUT, latest)
+                note(self, WITHOUT_BESIDE if lost_recipes.waits(self.place, self.graph_place) else WITHOUT, latest)
             return None
         key = (x.dtype, weight.device, self.placed, self.fuses_wgrad, weight.shape[-2:])
         found = None if latest is None else latest.found
@@ -223,6 +219,7 @@ class LinearSite(nn.Module):
             return said
         if latest is None or latest.found is WITHOUT:
             lost_recipes.check(self.place)
+            lost_recipes.check(self.graph_place)
         if latest is None:
             return current_autocast()
         if latest.overtaken is not None:

@@ -179,7 +179,8 @@ def _unwrapped(func: Any, args: Any, kwargs: Any) -> Any:
     place = _WEIGHT_PLACE[func]
     (weight,), arguments = args[place], list(args)
     storage = weight.storage
-    kind = Kind(storage.format, storage.region, storage.dtype, weight.shape, tuple(storage.buffers))
+    shape = torch.Size(map(int, weight.shape))  # which a compiler may take for symbols: a graph is for these extents
+    kind = Kind(storage.format, storage.region, storage.dtype, shape, tuple(storage.buffers))
     arguments[place], arguments[_KIND_PLACE] = list(storage.buffers.values()), repr(kind)
     _kinds.setdefault(repr(kind), kind)
     return func(*arguments, **kwargs)

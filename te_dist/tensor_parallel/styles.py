@@ -14,6 +14,7 @@ scales of the whole, so that a sharded model multiplies the same bytes as an uns
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from te_dist.context import autocast_of_torch
 from te_dist.formats import Direction, Format
 from te_dist.kernels.runtime import is_recording
 from te_dist.tensor import QuantizedTensor
@@ -83,7 +85,7 @@ class ColumnParallel(ParallelStyle):
         site.placed = ColumnPlacement(spans(out_features, device_mesh.size()), device_mesh.get_group())
         others = _others(module)
         if others:
-            module.register_forward_pre_hook(lambda _, args: (self._part(args[0], device_mesh), *args[1:]))
+            _on_input(module, lambda _, x: self._part(x, device_mesh))
         if others and isinstance(self.input_layouts, Shard):
             sum_gradients(module, others, device_mesh)
         _hook(
@@ -109,6 +111,7 @@ class ColumnParallel(ParallelStyle):
         local, size = _local(args[0], mesh, self.input_layouts)
         if not isinstance(self.input_layouts, Shard):
             return replicate(local, mesh.get_group())
+        local = autocast_of_torch(local)
         directions = _read_directions(trains=args[1].requires_grad)
         if self.gather_format:
             how = Quantization.now(FormatWriter(self.gather_format), directions)
@@ -211,11 +214,12 @@ class GatherInput(ParallelStyle):
             )
         _site_of(layer, type(self).__name__)
         vars(module)["gathers_like"] = layer  # which may be wrapped later; copies of the module have copies of it
-        module.register_forward_pre_hook(lambda module, args: (self._input(module, args[0], device_mesh), *args[1:]))
+        _on_input(module, lambda module, x: self._input(module, x, device_mesh))
         return module
 
     def _input(self, module: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
         local, size = _local(x, mesh, self.input_layouts)
+        local = autocast_of_torch(local)
         layer = module.gathers_like
         site = getattr(layer, SITE)
         if plan := site.plan(local, layer.weight):
@@ -279,6 +283,23 @@ def _layout(name: str, given: Any, default: Placement) -> Placement:
     if given is not None and not isinstance(given, Placement):
         raise TypeError(f"{name}: got {given!r}, wanted a placement of torch.distributed.tensor, as Shard(1)")
     return default if given is None else given
+
+
+def _on_input(module: nn.Module, change: Callable[[Any, Tensor], Tensor]) -> None:
+    """Gives a module what `change` makes of it and its first input, which may be passed by its name."""
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if args:
+            return (change(module, args[0]), *args[1:]), kwargs
+        name = next(iter(inspect.signature(module.forward).parameters), "")
+        if name not in kwargs:
+            raise TypeError(
+                f"{type(module).__name__}: got {sorted(kwargs)} by name, wanted its first input, {name!r}, which a "
+                "parallel style gathers or takes a part of; pass it by position"
+            )
+        return args, kwargs | {name: change(module, kwargs[name])}
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def _hook(

@@ -233,3 +233,45 @@ def check_twice(rank: int, world: int) -> None:
 
 def test_gradients_of_what_is_gathered_or_summed_have_no_gradient(ranks):
     ranks(2).run(check_twice)
+
+
+class _Named(nn.Module):
+    """A map behind a module whose input is passed by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = te.Linear(WIDTH, WIDTH, device=testing.device())
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.query(hidden_states)
+
+
+def made(kind: str, over: object) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "gathered":
+        style = {"": GatherInput("query"), "query": ColumnParallel()}
+        return _Named() if over is None else parallelize_module(_Named(), over, style)
+    layer = (te.LayerNormLinear if kind == "norm" else te.Linear)(WIDTH, WIDTH, device=testing.device())
+    return layer if over is None else parallelize_module(layer, over, ColumnParallel(input_layouts=Shard(1)))
+
+
+def check_autocast_and_names(rank: int, world: int, kind: str) -> None:
+    """torch.autocast converts what is gathered, and inputs may be passed by name."""
+    over, name = testing.mesh((world,), ("tp",)), "hidden_states" if kind == "gathered" else "inp"
+    x, made_by = normal(BATCH, SEQUENCE, WIDTH, seed=1), Float8BlockScaling()
+    outputs = []
+    for mesh in (None, over):
+        own = x if mesh is None else part(x, 1, rank, world)
+        with te.autocast(recipe=made_by), torch.autocast(x.device.type, torch.bfloat16):
+            outputs.append(made(kind, mesh)(**{name: own}))
+    want, got = part(outputs[0], -1, rank, world), outputs[1]
+    assert got.dtype == want.dtype == torch.bfloat16
+    if kind == "norm":  # whose sums torch rounds otherwise for fewer rows
+        assert_near(got, want, kind)
+    else:
+        assert_bitwise(got.detach(), want.detach(), kind)
+
+
+@pytest.mark.parametrize("kind", ["plain", "norm", "gathered"])
+def test_what_is_gathered_is_in_the_dtype_of_torchs_autocast(ranks, kind: str) -> None:
+    ranks(2).run(check_autocast_and_names, kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import te_dist as te
@@ -378,3 +380,55 @@ def test_maps_outside_of_graphs_are_not_refused_for_what_compiled_ones_of_their_
     with te.autocast(recipe=block_scaling):
         compiled(x)  # never run backward
     checkpoint(other, x, use_reentrant=False).sum().backward()
+
+
+@pytest.mark.parametrize("made_by", [block_scaling, recipe.DelayedScaling()], ids=["block", "delayed"])
+def test_maps_of_unlike_sizes_behind_graph_breaks_are_traced_by_one_code(made_by: Recipe) -> None:
+    """Compilers take extents for symbols where the same code is traced for another weight."""
+    with te.quantized_model_init(recipe=made_by):
+        module = nn.Sequential(te.Linear(WIDTH, HIDDEN), te.Linear(HIDDEN, WIDTH), te.Linear(WIDTH, WIDTH))
+    for each in module.modules():
+        each.register_full_backward_hook(lambda *_: None)
+    other, x = copy.deepcopy(module), torch.randn(32, WIDTH)
+    compiled = torch.compile(module, backend="aot_eager")
+    for way in (made_by, None):
+        for got, want in zip(results(compiled, module, way, x), results(other, other, way, x), strict=True):
+            assert_bitwise(got, want, str(way))
+
+
+def test_converted_layers_share_graphs_whatever_their_names() -> None:
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)) for _ in range(10)))
+    te.convert(layers, {"*": block_scaling})
+    counter = CompileCounterWithBackend("aot_eager")
+    for layer in layers:
+        for each in layer:
+            each.compile(backend=counter, fullgraph=True)
+    with te.autocast(recipe=block_scaling):
+        layers(torch.randn(32, WIDTH, requires_grad=True)).sum().backward()
+    assert counter.frame_count == 2  # noqa: PLR2004  (one of each size)
+
+
+def test_names_that_a_recipe_reads_stay_in_graphs() -> None:
+    by_name = recipe.CustomRecipe(lambda role: te.MXFP8Quantizer() if role.name == "0" else te.Float8BlockQuantizer())
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+    te.convert(module, {"*": by_name})
+    compiled, x = torch.compile(module, backend="aot_eager", fullgraph=True), torch.randn(32, WIDTH)
+    for got, want in zip(results(compiled, module, by_name, x), results(module, module, by_name, x), strict=True):
+        assert_bitwise(got, want, "by name")
+
+
+@pytest.mark.parametrize("between", ["evaluation", "step"])
+def test_a_region_that_is_recomputed_inside_of_its_graph_follows_a_pass_without_a_recipe(between: str) -> None:
+    module, x = Block(block_scaling), torch.randn(32, WIDTH)
+    region = torch.compile(lambda given: te.checkpoint(module, given), backend="aot_eager")
+    for _ in range(2):
+        results(region, module, block_scaling, x)
+        if between == "step":
+            results(region, module, None, x)
+        else:
+            with torch.no_grad():
+                region(x)
+    for got, want in zip(
+        results(region, module, block_scaling, x), results(module, module, block_scaling, x), strict=True
+    ):
+        assert_bitwise(got, want, between)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from te_dist.context import current_autocast
+from te_dist.context import autocast_of_torch, current_autocast
 from te_dist.nn import rehearsal
 from te_dist.nn.fronts import hands_over
 from te_dist.nn.gated import in_turn
@@ -23,7 +23,7 @@ from te_dist.nn.module import QuantizedModule
 from te_dist.nn.moe.dispatch import Arrived
 from te_dist.nn.moe.permutation import gather_sum, permute_probabilities, sort_by_expert
 from te_dist.nn.options import LinearOptions, read, spells_out
-from te_dist.nn.site import LinearSite, autocast_of_torch
+from te_dist.nn.site import LinearSite
 from te_dist.ops.source import Gathered
 from te_dist.quantizers import Quantizer
 from te_dist.tensor import QuantizedTensor
