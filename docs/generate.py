@@ -121,7 +121,7 @@ def _ops(table: OpTable) -> list[str]:
 TENSOR_INTRODUCTION = """\
 A `QuantizedTensor` is a `torch.Tensor` that stands for the values of a `QuantizedStorage`: the buffers that its
 [format](formats.md) declares. Its nominal shape and dtype are those of the values, and so is `nbytes`
-(`q.storage.nbytes` is that of the buffers); buffers can be read by the names of their fields. Views share the storage
+(`q.storage.nbytes()` is that of the buffers); buffers can be read by the names of their fields. Views share the storage
 object, so that bytes which are gathered, freed and filled again in place are seen by all of them.
 
 ```python

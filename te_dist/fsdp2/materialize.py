@@ -94,8 +94,9 @@ def _initialize(module: nn.Module, prefix: str, own: dict[str, nn.Parameter], se
     if not hasattr(module, "reset_parameters"):
         raise ValueError(
             f"{prefix or 'the root module'} ({type(module).__name__}) has {sorted(own) or 'buffers'} and neither "
-            "init_parameter nor reset_parameters; give it a reset_parameters() that initializes them (assigned to the "
-            "module, where the class is somebody else's), or build the model on a device and leave this call out"
+            "init_parameter nor reset_parameters; pass initialize=, the rule of the library that it is from "
+            "(model._init_weights of transformers), give it a reset_parameters() that initializes them (assigned "
+            "to the module, where the class is somebody else's), or build the model on a device and leave this call out"
         )
     every = dict(module.named_parameters(recurse=False))  # with what an earlier module has initialized
     with _whole_in_place(module, every) as wholes, _seeded(seed, prefix, _device(module)):

@@ -325,6 +325,6 @@ class Config:
             self.offload is False or _is_size(self.offload),
             "offload",
             got=repr(self.offload),
-            wanted='false or a size such as "2GiB" (KiB, MiB, GiB)',
+            wanted='false (False on the command line) or a size such as "2GiB" (KiB, MiB, GiB)',
             remedy="write the budget with its unit",
         )

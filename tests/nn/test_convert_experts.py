@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -139,6 +140,21 @@ def test_experts_compute_the_same_under_the_same_names() -> None:
     assert all(parameter is parameters[name] for name, parameter in layer.named_parameters())
     for name, value in step(layer).items():
         assert relative_error(value, want[name]) < 1e-6, name
+
+
+@pytest.mark.parametrize(
+    ("index", "weights"),
+    [((9, 2), (9, 4)), ((9, 2), (9, 1)), ((9, 2), (2, 9)), ((9, 2), (5, 2)), ((5, 2), (5, 2)), ((18,), (18,))],
+    ids=str,
+)
+def test_choices_and_weights_of_other_shapes_are_refused(index: tuple[int, ...], weights: tuple[int, ...]) -> None:
+    experts, x = StackedExperts(4, HIDDEN, 32), normal(9, HIDDEN)
+    with pytest.raises(
+        ValueError, match=re.escape(f"choices {index} of torch.int64 and weights {weights} for 9 tokens")
+    ):
+        experts(x, torch.zeros(index, dtype=torch.int64), torch.ones(weights))
+    with pytest.raises(ValueError, match=r"wanted whole numbers"):
+        experts(x, torch.zeros(9, 2), torch.ones(9, 2))
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,12 @@ def unpermute(rows: Tensor, permutation: Permutation, *, probabilities: Tensor |
 
 
 def permute_probabilities(probabilities: Tensor, permutation: Permutation) -> Tensor:
-    """f32 (R,) of f32 (S, k): the probability of each sorted row; differentiable."""
+    """f32 (R,) of f32 (S, k), or ValueError: the probability of each sorted row; differentiable."""
+    if probabilities.shape != permutation.positions.shape:
+        raise ValueError(
+            f"probabilities: got shape {tuple(probabilities.shape)} for choices {tuple(permutation.positions.shape)}, "
+            "wanted one of each choice"
+        )
     return _PermuteValues.apply(probabilities, permutation.choices, permutation.positions)
 
 

@@ -66,6 +66,9 @@ class StackedExperts(QuantizedModule):
             hidden_states: T tokens.
             top_k_index: int64 (T, k), experts of every token; numbers that are none stand for nobody.
             top_k_weights: (T, k), by which what they make is multiplied, in fp32; differentiable.
+
+        Raises:
+            ValueError: choices and weights are not of T tokens, k of each, or choices are no whole numbers.
         """
         if torch.compiler.is_compiling():
             return self._outside_of_graphs(hidden_states, top_k_index, top_k_weights)
@@ -80,6 +83,13 @@ class StackedExperts(QuantizedModule):
 
     def _mix(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        shape, weights = top_k_index.shape, top_k_weights.shape
+        if shape != weights or len(shape) != 2 or shape[0] != x.shape[0] or top_k_index.is_floating_point():  # noqa: PLR2004
+            raise ValueError(
+                f"{self.name or 'StackedExperts'}: got choices {tuple(shape)} of {top_k_index.dtype} and weights "
+                f"{tuple(weights)} for {x.shape[0]} tokens, wanted whole numbers of experts and their weights, both "
+                "(tokens, k): of all scores of a router take those of its choices"
+            )
         by_expert = sort_by_expert(top_k_index, self.num_experts)
         arrived = Arrived(x, by_expert, permute_probabilities(top_k_weights.float(), by_expert))
         return self._of_arrived(x, arrived).view(hidden_states.shape)

@@ -117,6 +117,8 @@ def test_probabilities_follow_their_rows() -> None:
     down = torch.rand(ROWS * COPIES)
     sorted_ones.backward(down)
     assert_bitwise(probabilities.grad, down[found.positions], "gradient")
+    with pytest.raises(ValueError, match="wanted one of each choice"):
+        permute_probabilities(probabilities.t(), found)
 
 
 def test_copies_that_are_elsewhere_add_nothing() -> None:
