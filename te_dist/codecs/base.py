@@ -23,6 +23,7 @@ MOVE_SAVED = (  # ends errors of values that hooks on saved tensors ask for
     "What autograd saves is moved as it is by te_dist.offload.activations() or save_on_cpu(pin_memory=False); torch's "
     "save_on_cpu(pin_memory=True) and offload_wrapper copy its values"
 )
+ROUNDING = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}  # see `Codec.rounding`
 Amax = tuple[Tensor, ...]  # one fp32 grid per entry of `Codec.amax_tiles`
 
 
@@ -49,6 +50,12 @@ class Codec:
     def amax_tiles(self) -> tuple[Pair, ...]:
         """Logical tiles whose largest magnitude fixes the scales; ranks that share one must agree on it."""
         return ()
+
+    @property
+    def rounding(self) -> float | None:
+        """Largest distance of a value from what it is rounded to, over the value, where that is not lost to zero; None
+        where values beside it have a say."""
+        return None
 
     @property
     def pass_key(self) -> object:

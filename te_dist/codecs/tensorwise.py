@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from te_dist import ops
-from te_dist.codecs.base import Codec, Plane, check_is_one, logical_view
+from te_dist.codecs.base import ROUNDING, Codec, Plane, check_is_one, logical_view
 from te_dist.formats import WHOLE, Field, Region
 from te_dist.formats.region import Pair
 from te_dist.ops.quantize_float8_current import WORKSPACE
@@ -29,6 +29,11 @@ class Tensorwise(Codec):
     fp8: str = "e4m3"
     pow2: bool = False
     eps: float = 0.0
+
+    @property
+    def rounding(self) -> float:
+        """See `Codec`."""
+        return ROUNDING[self.fp8]
 
     @property
     def turned(self) -> Tensorwise | None:

@@ -115,9 +115,15 @@ def _shapes(field: Field, region: Region) -> tuple[Pair, Pair]:
 
 
 class Numerics(Protocol):
-    """All that a format asks of a codec: that codecs compare, hash, and say where a matrix may be cut."""
+    """All that is asked of a codec by what knows no numerics: that codecs compare, hash, and say where a matrix may be
+    cut, and how far rounding goes."""
 
     def __hash__(self) -> int: ...
+
+    @property
+    def rounding(self) -> float | None:
+        """Largest distance of a value from what it is rounded to, over the value; None where others have a say."""
+        ...
 
     def alignment(self, dim: int) -> int:
         """Logical `dim` may be cut at multiples of this only."""

@@ -93,14 +93,14 @@ class GroupedSite(LinearSite):
         state, trains = current_autocast(), self.training or torch.is_grad_enabled()
         name = state.name
         if not name and trains:
-            lost_recipes.refuse_again(self.place, self.graph_place)
+            lost_recipes.refuse_again(self.graph_place)
         front = grouped_traced.PLAIN if given.front is None else given.front.name
         asked = given.epilogue, given.hands_to, given.out, given.dgrad_out, given.later, given.is_first, given.skip
         is_plain = not isinstance(x, QuantizedTensor) and front in grouped_traced.FRONTS
         plan = None
         if is_plain and not self.fuses_wgrad and all([value is None for value in asked]):
             place = self.graph_place if state.is_uniform else self.place
-            plan = _traced_plan(name, place, x.dtype, weights[0].device, trains)
+            plan = _traced_plan(name, (place, self.graph_place), x.dtype, weights[0].device, trains)
         if plan is None:
             return self._outside_of_graphs(x, weights, given=given, **around)
         biases, beside = around.get("biases", ()), around.get("beside", ())
@@ -118,7 +118,7 @@ class GroupedSite(LinearSite):
         self, x: Tensor, weights: Sequence[Tensor], *, given: Given, **around: Unpack[Around]
     ) -> Tensor | tuple[Tensor, Tensor]:
         out = self._eager(x, weights, given=given, **around)
-        lost_recipes.outside_of_graph(self.place, differentiable(out), trains=self.training)
+        lost_recipes.outside_of_graph(self.graph_place, differentiable(out), trains=self.training)
         return out
 
     def _eager(
@@ -252,18 +252,20 @@ class GroupedSite(LinearSite):
 
 
 @torch.compiler.assume_constant_result
-def _traced_plan(name: str, place: str, dtype: torch.dtype, device: torch.device, trains: bool) -> str | None:
-    """Name of the plan of a map of this `place` by the recipe `name`; None where it needs more than tensors."""
+def _traced_plan(
+    name: str, places: tuple[str, str], dtype: torch.dtype, device: torch.device, trains: bool
+) -> str | None:
+    """Name of the plan of a map by the recipe `name`, or None where it needs more than tensors; as that of `site`."""
     recipe = recipe_named(name)
     if recipe is None:
         return grouped_traced.name_of(_plain_plan(dtype, fuses_wgrad=False), f"plain {dtype}")
-    site, *features, _ = literal_eval(place)
+    site, *features, _ = literal_eval(places[0])
     answers, target = answers_of(recipe, site, GroupedSite.module_type), target_of(device)
     _check(recipe, (site, *features), target)
     if any(not isinstance(answer, Quantizer) for answer in answers.values()):
         return None
     plan = plan_by(recipe, GroupedSite.module_type, answers, features=features)
-    return grouped_traced.name_of(plan, described(name, place, dtype, target=target, trains=trains))
+    return grouped_traced.name_of(plan, described(name, places, dtype, target=target, trains=trains))
 
 
 @cache

@@ -7,10 +7,11 @@ by that of an `autocast` around backward, and cannot ask whether it is in backwa
 traced without a recipe has an op in its graph, once some compiled map of the process has run by one. Before, there is
 nothing to lose, and what was compiled till then is guarded by that.
 
-Graphs tell maps apart by their place alone. What runs again must be by a recipe by which a map of its place ran and
-waits for backward, or by none where none waits. An `autocast` that the repeated pass itself enters, as that of
-`te_dist.checkpoint`, says what it says. Passes of training that record no gradients wait too, since the reentrant kind
-of checkpoint begins with one, until they have run again.
+Graphs tell maps apart by their place alone (`LinearSite.graph_place`, which converted maps of the same sizes share).
+What runs again must be by a recipe by which a map of its place ran and waits for backward, or by none where none
+waits. An `autocast` that the repeated pass itself enters, as that of `te_dist.checkpoint`, says what it says. Passes
+of training that record no gradients wait too, since the reentrant kind of checkpoint begins with one, until they have
+run again.
 """
 
 from __future__ import annotations
@@ -71,20 +72,15 @@ def outside_of_graph(place: str, out: Tensor, *, trains: bool) -> None:
         out.grad_fn.register_prehook(lambda _: _wait_no_longer(_recorded, place, recipe))
 
 
-def refuse_again(place: str, shared: str) -> None:
-    """Raises RuntimeError where the graph that is traced runs again without its recipe, see [Note: Lost recipes].
-
-    `place`, `shared`: of the map by recipes that read names, and by others.
-    """
+def refuse_again(place: str) -> None:
+    """Raises RuntimeError where the graph that is traced runs again without its recipe, see [Note: Lost recipes]."""
     if _is_any and repeated_autocast() is None:
         torch.ops.te_dist.refuse_lost_recipe(_order, place)
-        if shared != place:
-            torch.ops.te_dist.refuse_lost_recipe(_order, shared)
 
 
-def waits(*places: str) -> bool:
-    """Whether a map of one of these places, alone or with others, ran by a recipe and waits for backward."""
-    return _is_any and any(_recorded[place] or _unrecorded[place] for place in places)
+def waits(place: str) -> bool:
+    """Whether a map of this place, alone or with others, ran by a recipe and waits for backward."""
+    return _is_any and bool(_recorded[place] or _unrecorded[place])
 
 
 def check(place: str, plan: str = "") -> None:
@@ -92,11 +88,11 @@ def check(place: str, plan: str = "") -> None:
 
     Raises:
         RuntimeError: maps of its place that ran by other recipes wait for backward, and none that ran by this one; or
-            one that ran there had none, and none that ran by this one waits.
+            one that ran there had none.
     """
     waiting = _recorded[place].keys() | _unrecorded[place].keys()
-    is_lost = plan not in waiting and (waiting or (plan and place in _plain))
-    if is_lost and repeated_autocast() is None:
+    is_lost = place in _plain if plan else bool(waiting)
+    if (is_lost or (waiting and plan not in waiting)) and repeated_autocast() is None:
         for records in (_recorded, _unrecorded, _plain, _ended):  # the backward pass that others wait for ends here
             records.clear()
         raise lost(place, "by another recipe" if plan else "without a recipe")

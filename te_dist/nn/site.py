@@ -52,7 +52,7 @@ class LinearSite(nn.Module):
         in_features: K, columns of the weight.
         out_features: N, rows of the whole weight.
         place: these three as text, which compilers take for a constant; numbers that differ between sites they may not.
-        graph_place: the same in graphs by a recipe that reads no names, see `share_graphs`.
+        graph_place: the same without a name that nobody chose, by which graphs tell maps apart, see `share_graphs`.
         scaling: histories and scales of delayed scaling; None until a recipe asks for them.
         placed: (role, quantizer) -> the quantizer of a part that this rank holds; set by tensor parallelism.
         fuses_wgrad: whether the gradient of the weight is added to its `main_grad` instead of being returned.
@@ -80,7 +80,7 @@ class LinearSite(nn.Module):
         self.register_module("scaling", None)
 
     def share_graphs(self) -> None:
-        """Leaves the name out of graphs by recipes that read none, so that maps of the same sizes share them."""
+        """Leaves the name out of graphs by recipes that read none: maps of the same sizes share them then."""
         self.graph_place = repr(("", *literal_eval(self.place)[1:]))
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, **fronts: Unpack[Fronts]) -> Any:
@@ -163,13 +163,13 @@ class LinearSite(nn.Module):
         state, is_quantized = current_autocast(), isinstance(weight, QuantizedTensor)
         name, trains = state.name, self.training or torch.is_grad_enabled()
         if not name and trains:
-            lost_recipes.refuse_again(self.place, self.graph_place)
+            lost_recipes.refuse_again(self.graph_place)
         if not name and front:
             x, front = activations.find(front)(x), ""
         if not name and not is_quantized:
             return _plain(x, weight, bias)
         place = self.graph_place if state.is_uniform else self.place
-        plan = _traced_plan(name, place, x.dtype, weight.device, trains)
+        plan = _traced_plan(name, (place, self.graph_place), x.dtype, weight.device, trains)
         if plan is None:
             return self._outside_of_graphs(x, weight, bias, front)
         return traced.linear(x, weight, bias, plan=plan, front=front)
@@ -180,7 +180,7 @@ class LinearSite(nn.Module):
     )
     def _outside_of_graphs(self, x: Tensor, weight: Tensor, bias: Tensor | None, front: str) -> Tensor:
         out = LinearSite.forward(self, x, weight, bias, front=front)
-        lost_recipes.outside_of_graph(self.place, out, trains=self.training)
+        lost_recipes.outside_of_graph(self.graph_place, out, trains=self.training)
         return out
 
     def plan(self, x: Tensor, weight: Tensor) -> Plan | None:
@@ -199,7 +199,7 @@ class LinearSite(nn.Module):
             if not is_repeated:
                 forgotten.warn(weight, self)
                 # What ran without a recipe before compiled maps ran by one may have run by one since, compiled itself.
-                note(self, WITHOUT_BESIDE if lost_recipes.waits(self.place, self.graph_place) else WITHOUT, latest)
+                note(self, WITHOUT_BESIDE if lost_recipes.waits(self.graph_place) else WITHOUT, latest)
             return None
         key = (x.dtype, weight.device, self.placed, self.fuses_wgrad, weight.shape[-2:])
         found = None if latest is None else latest.found
@@ -218,7 +218,6 @@ class LinearSite(nn.Module):
         if said is not None:
             return said
         if latest is None or latest.found is WITHOUT:
-            lost_recipes.check(self.place)
             lost_recipes.check(self.graph_place)
         if latest is None:
             return current_autocast()
@@ -374,31 +373,36 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @torch.compiler.assume_constant_result
-def _traced_plan(name: str, place: str, dtype: torch.dtype, device: torch.device, trains: bool) -> str | None:
-    """Name of the plan of a map of this `place` by the recipe `name`; None where it needs more than tensors."""
+def _traced_plan(
+    name: str, places: tuple[str, str], dtype: torch.dtype, device: torch.device, trains: bool
+) -> str | None:
+    """Name of the plan of a map by the recipe `name`, or None where it needs more than tensors; see `described`."""
     recipe = recipe_named(name)
     if recipe is None:
         return traced.name_of(_WEIGHT_ONLY, "weight only")
-    site, *features = literal_eval(place)
+    site, *features = literal_eval(places[0])
     answers, target = answers_of(recipe, site, LinearSite.module_type), target_of(device)
     _check(recipe, (site, *features), target)
     if _requests(answers):
         return None
     multiple = _row_multiple(recipe, site, dtype, target)
     plan = plan_by(recipe, LinearSite.module_type, answers, features=features, row_multiple=multiple)
-    return traced.name_of(plan, described(name, place, dtype, target=target, trains=trains))
+    return traced.name_of(plan, described(name, places, dtype, target=target, trains=trains))
 
 
-def described(recipe: str, place: str, dtype: torch.dtype, *, target: str, trains: bool) -> str:
-    """The text that the plan of a map of this `place`, by the recipe of that name, is known by in graphs.
+def described(recipe: str, places: tuple[str, str], dtype: torch.dtype, *, target: str, trains: bool) -> str:
+    """The text that the plan of a map, by the recipe of that name, is known by in graphs.
 
-    `trains`: whether it may run again in backward, which `lost_recipes` watches.
+    Args:
+        places: of the map as the recipe sees it, and its `graph_place`.
+        trains: whether it may run again in backward, which `lost_recipes` watches.
     """
+    place, shared = places
     text = f"{recipe} {place} {dtype} {target} {'trained' if trains else 'evaluated'}"
     if " at 0x" in text:  # of a function there is an address only, which means nothing to the caches of compilers
         text += _PROCESS
     if trains:
-        lost_recipes.know(text, place)
+        lost_recipes.know(text, shared)
     return text
 
 

@@ -176,6 +176,8 @@ class MasterWeights(torch.optim.Optimizer):
         with first_post_hook(self, self.current_state):
             return super().state_dict()
 
+    @torch.inference_mode(False)  # a later step writes into it
+    @torch.no_grad()
     def begin_anew(self, param: Tensor) -> None:
         """Makes the master of a parameter of what that holds: its state is gone, or is of before the first step."""
         self._make_master(param)

@@ -138,6 +138,7 @@ def written(target: QuantizedTensor) -> Tensor:
     """What an op that changes values of a quantized tensor writes into: a copy of the best values known. Those of the
     master that has them, in fp32; or what was quantized, where that is kept, not narrower; or else decoded ones. Of a
     member, those that its group knows."""
+    writes.decide(target.storage if target.storage.owner is None else target.storage.owner)
     if target.storage.owner is not None and (best := target.storage.best_values) is not None:
         return best.to(target.device, torch.float32, copy=True)
     if (master := writes.master_of(target.storage)) is not None:
@@ -168,9 +169,10 @@ def warn_of_sum(func: Any, target: Any, *others: Any) -> None:
     """Before tensors are added into quantized ones without a master: once for each line of code that does."""
     if func not in _ADDING or not any(isinstance(other, Tensor) and other.dim() for other in tree_leaves(others)):
         return  # NOTE: a number comes as a tensor without dimensions
-    if any(
-        isinstance(each, QuantizedTensor) and writes.master_of(each.storage) is None for each in tree_leaves(target)
-    ):
+    tensors = [each for each in tree_leaves(target) if isinstance(each, QuantizedTensor)]
+    for each in tensors:
+        writes.decide(each.storage)
+    if any(writes.master_of(each.storage) is None for each in tensors):
         warnings.warn(  # without the shape: texts that differ are printed again
             f"{func} rounds its result to the codes of a quantized tensor: a sum over many steps (an average, an "
             "optimizer of one's own) loses those smaller than the distance of two codes and stands still. Sum in plain "

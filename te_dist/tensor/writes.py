@@ -7,8 +7,9 @@ put back.
 
 [Note: Masters that are loaded]
 A master that an optimizer loads is proposed for its weight, which may be loaded before or after. When values of the
-weight are first changed in place, the master becomes the weight's if that has its values, rounded, and is changed too;
-if not, the weight goes its own way. Values that are copied into a weight decide nothing: they may be what is loaded.
+weight are first changed in place, the master becomes the weight's if each value is one of its own, rounded, and is
+changed too; if not, the weight goes its own way. Values that are copied into a weight decide nothing: they may be what
+is loaded.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class _Latest:
 
 
 ROUNDING = 0.25  # of the norm of a matrix: more than any format's rounding takes
+_SLACK = 1.1  # of the distance: values may have been rounded to 16 bits before
+_LOST = 2.0**-17  # of the largest magnitude: what 8-bit formats round to zero is smaller
 _PROPOSED = -1  # write of a master that was loaded, see [Note: Masters that are loaded]
 _OF_AN_ATTRIBUTE = 2  # references: its own, and that of the argument of sys.getrefcount
 _numbers = _Numbers()
@@ -110,15 +113,31 @@ def are_near(values: Tensor, others: Tensor) -> bool:
     return bool((values - others).norm() <= ROUNDING * others.norm())
 
 
-def _decide(storage: QuantizedStorage, master: Tensor) -> None:
-    """On a master that was proposed, unless a graph is captured, for which nobody may wait."""
+def decide(storage: QuantizedStorage) -> None:
+    """On a master that was proposed for a weight that is about to be changed in place, if there is one.
+
+    Not while a graph is captured, for which nobody may wait.
+    """
+    master = noted_master(storage)
+    if master is None or write_of(master) != _PROPOSED:
+        return
     if storage.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
-    if are_near(storage.dequantize(torch.float32).view(master.shape), master):
+    found = [storage.format[direction].codec.rounding for direction in storage.directions]
+    rounding = None if None in found else max(found)
+    if _is_rounded(storage.dequantize(torch.float32).view(master.shape), master, rounding):
         storage.note_master()
         note_master(storage, master)
     else:
         del _masters[storage]
+
+
+def _is_rounded(values: Tensor, master: Tensor, rounding: float | None) -> bool:
+    """Whether every value is that of the master, rounded to nearest by the weight's format. Waits for the device."""
+    if rounding is None:
+        return are_near(values, master)
+    largest = master.abs().max() if master.numel() else 0.0
+    return bool(((values - master).abs() <= _SLACK * rounding * master.abs() + _LOST * largest).all())
 
 
 def former_values(storage: QuantizedStorage) -> Tensor | None:
@@ -136,8 +155,6 @@ def noted_master(storage: QuantizedStorage) -> Tensor | None:
 def master_of(storage: QuantizedStorage) -> Tensor | None:
     """The master whose values a storage has: nothing else was written since, into either."""
     master = noted_master(storage)
-    if master is not None and write_of(master) == _PROPOSED:
-        _decide(storage, master)
     return master if master is not None and write_of(master) == storage.mastered != 0 else None
 
 
@@ -179,6 +196,8 @@ def put_back(storage: QuantizedStorage, master: Tensor | None, write: int) -> No
     if master is None or master.device != storage.device:
         return
     _masters[storage] = weakref.ref(master)
+    if write_of(master) == _PROPOSED:
+        return
     former = former_values(storage)
     if former is None or former.shape != master.shape or write_of(master) == storage.mastered:
         return

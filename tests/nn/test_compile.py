@@ -417,18 +417,15 @@ def test_names_that_a_recipe_reads_stay_in_graphs() -> None:
         assert_bitwise(got, want, "by name")
 
 
-@pytest.mark.parametrize("between", ["evaluation", "step"])
-def test_a_region_that_is_recomputed_inside_of_its_graph_follows_a_pass_without_a_recipe(between: str) -> None:
-    module, x = Block(block_scaling), torch.randn(32, WIDTH)
-    region = torch.compile(lambda given: te.checkpoint(module, given), backend="aot_eager")
-    for _ in range(2):
-        results(region, module, block_scaling, x)
-        if between == "step":
-            results(region, module, None, x)
-        else:
-            with torch.no_grad():
-                region(x)
-    for got, want in zip(
-        results(region, module, block_scaling, x), results(module, module, block_scaling, x), strict=True
-    ):
-        assert_bitwise(got, want, between)
+@pytest.mark.parametrize("forward", ["custom", "delayed"])
+def test_converted_maps_run_again_by_no_other_recipe(forward: str) -> None:
+    """Graphs by recipes that read names, and maps outside of graphs, are known by the place that others share."""
+    custom = recipe.CustomRecipe(lambda role: te.Float8BlockQuantizer())
+    first = {"custom": custom, "delayed": recipe.DelayedScaling()}[forward]
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    te.convert(module, {"*": None})
+    compiled, x = torch.compile(module[0], backend="aot_eager"), torch.randn(32, WIDTH, requires_grad=True)
+    with te.autocast(recipe=first):
+        out = checkpoint(compiled, x, use_reentrant=True)
+    with te.autocast(recipe=block_scaling), pytest.raises(RuntimeError, match="run again in backward"):
+        out.sum().backward()

@@ -151,3 +151,60 @@ def test_what_does_not_stand_still_at_a_rate_of_zero_is_written() -> None:
     for param in module.parameters():
         master = optimizer.state[param][MASTER]
         assert (param.dequantize() - master).norm() < 0.05 * master.norm()  # noqa: PLR2004
+
+
+@every_pair
+def test_values_that_are_copied_behind_a_load_are_those_that_an_op_changes(name: str, make: str) -> None:
+    """Though they are near what was loaded."""
+    (module, optimizer), _ = twins(name, make)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for param in module.parameters():
+        made = torch.Generator().manual_seed(3)
+        values = param.detach() * 1.0
+        moved = values + 0.3 * values * torch.rand(values.shape, generator=made).to(values.dtype)
+        with torch.no_grad():
+            param.copy_(moved)
+            written = param.detach() * 1.0
+            param.mul_(1.0)
+        if name != "nvfp4":  # of which any value may be as far from its own
+            assert_bitwise(param.detach() * 1.0, written, "weight")
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_a_copy_put_back_leaves_a_master_that_is_loaded_alone(make: str) -> None:
+    (module, optimizer), (other, its) = twins("block", make)
+    saved, state = copy.deepcopy(module.state_dict()), copy.deepcopy(optimizer.state_dict())
+    copies = [param.detach().clone() for param in module.parameters()]
+    with torch.no_grad():
+        for param in module.parameters():
+            param.mul_(1.1)
+        optimizer.load_state_dict(state)
+        for param, kept in zip(module.parameters(), copies, strict=True):
+            param.copy_(kept)
+        module.load_state_dict({key: value * 1.0 for key, value in saved.items()})
+    for each in ((module, optimizer), (other, its)):
+        train(*each, 1)
+    assert_alike((module, optimizer), (other, its))
+
+
+@every_change
+@every_pair
+def test_state_may_be_loaded_twice(name: str, make: str, change: Callable) -> None:
+    loaded, other = twins(name, make)
+    states = [copy.deepcopy(loaded[1].state_dict()) for _ in range(2)]
+    for state in states:
+        loaded[1].load_state_dict(state)
+    for each in (loaded, other):
+        change_all(each[0], change)
+        train(*each, 1)
+    assert_alike(loaded, other)
+
+
+def test_state_of_before_the_first_step_is_loaded_under_inference_mode() -> None:
+    module = model("block", 0)
+    optimizer = OPTIMIZERS["wrapped"](module)
+    before = copy.deepcopy(optimizer.state_dict())
+    train(module, optimizer, 1)
+    with torch.inference_mode():
+        optimizer.load_state_dict(before)
+    train(module, optimizer, 1)

@@ -158,3 +158,27 @@ def test_ranks_agree_on_scales_of_a_member_that_was_written() -> None:
     part[1].copy_(torch.full((64, 256), 2.0))
     unsettled = part.storage.unsettled
     assert unsettled is not None and (unsettled[1] == 2).all() and torch.equal(unsettled[0], part.dequantize()[0])
+
+
+@pytest.mark.parametrize("wrapped", (False, True))
+def test_members_that_are_loaded_behind_a_master_leave_it_what_it_is(wrapped: bool) -> None:
+    """Values that are copied decide nothing, see [Note: Masters that are loaded]; an op in place then does."""
+    torch.manual_seed(0)
+    with te.quantized_model_init(recipe=FP8):
+        module = te.GroupedLinear(4, 256, 128, bias=False, single_grouped_weight=True)
+    weight, params = module.weight, list(module.parameters())
+    make = (lambda p: optim.MasterWeights(p, lambda q: torch.optim.AdamW(q, lr=1e-3))) if wrapped else optim.FusedAdam
+    optimizer = make(params)
+    weight.grad = torch.randn(weight.shape)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    master = optimizer.state[weight]["master_param"].clone()
+    optimizer.load_state_dict(state)
+    with torch.no_grad():
+        for index, values in enumerate(weight.dequantize().clone()):
+            weight[index].copy_(values)
+    assert_bitwise(optimizer.state_dict()["state"][0]["master_param"], master, "master")
+    with torch.no_grad():
+        weight[2].mul_(0.5)
+    master[2] *= 0.5
+    assert_bitwise(optimizer.state_dict()["state"][0]["master_param"], master, "changed master")
