@@ -23,7 +23,7 @@ MOVE_SAVED = (  # ends errors of values that hooks on saved tensors ask for
     "What autograd saves is moved as it is by te_dist.offload.activations() or save_on_cpu(pin_memory=False); torch's "
     "save_on_cpu(pin_memory=True) and offload_wrapper copy its values"
 )
-ROUNDING = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}  # see `Codec.rounding`
+_ROUNDING = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}  # see `Codec.rounding`
 Amax = tuple[Tensor, ...]  # one fp32 grid per entry of `Codec.amax_tiles`
 
 
@@ -106,6 +106,17 @@ class Codec:
     def decode(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, *, out: Tensor) -> None:
         """Writes the values that this encoding stands for into `out`; `operand`, with any transform undone."""
         self.operand(stored, fields, region, out=out)
+
+
+class OfFloat8:
+    """Mixin of codecs whose codes are FP8 values, times a scale: "e4m3" or "e5m2"."""
+
+    fp8: str
+
+    @property
+    def rounding(self) -> float:
+        """See `Codec`."""
+        return _ROUNDING[self.fp8]
 
 
 def logical_view(field: Field, stored: Tensor, region: Region) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from te_dist import ops
-from te_dist.codecs.base import ROUNDING, Plane, logical_view
+from te_dist.codecs.base import OfFloat8, Plane, logical_view
 from te_dist.codecs.tiled import TiledCodec, group_arguments, plane_arguments
 from te_dist.formats import Field, Region
 from te_dist.ops.source import Source
@@ -17,7 +17,7 @@ LARGEST_TILE = (128, 128)  # offsets inside it are offsets inside every smaller 
 
 
 @dataclass(frozen=True)
-class Block(TiledCodec):
+class Block(OfFloat8, TiledCodec):
     """Fields: data (u8), scale_inv (f32, one per tile; a code times it is the value).
 
     Attributes:
@@ -30,11 +30,6 @@ class Block(TiledCodec):
     fp8: str = "e4m3"
     pow2: bool = True
     eps: float = 0.0
-
-    @property
-    def rounding(self) -> float:
-        """See `Codec`."""
-        return ROUNDING[self.fp8]
 
     def encode(self, x: Tensor | Source, region: Region, planes: Sequence[Plane]) -> None:
         outputs, phase = plane_arguments(planes, region), region.phase(LARGEST_TILE)

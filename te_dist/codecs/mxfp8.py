@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from te_dist import ops
-from te_dist.codecs.base import ROUNDING, Plane, logical_view
+from te_dist.codecs.base import OfFloat8, Plane, logical_view
 from te_dist.codecs.tiled import TiledCodec, group_arguments, plane_arguments
 from te_dist.formats import Field, Region
 from te_dist.ops.source import Source
@@ -17,7 +17,7 @@ LARGEST_TILE = (32, 32)  # offsets inside it are offsets inside every smaller ti
 
 
 @dataclass(frozen=True)
-class MxFp8(TiledCodec):
+class MxFp8(OfFloat8, TiledCodec):
     """Fields: data (u8), scale (u8: the biased exponent of a power of two; a code times it is the value).
 
     Attributes:
@@ -26,11 +26,6 @@ class MxFp8(TiledCodec):
     """
 
     fp8: str = "e4m3"
-
-    @property
-    def rounding(self) -> float:
-        """See `Codec`."""
-        return ROUNDING[self.fp8]
 
     def encode(self, x: Tensor | Source, region: Region, planes: Sequence[Plane]) -> None:
         ops.quantize_mxfp8(x, phase=region.phase(LARGEST_TILE), fp8=self.fp8, **plane_arguments(planes, region))

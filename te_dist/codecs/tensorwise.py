@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from te_dist import ops
-from te_dist.codecs.base import ROUNDING, Codec, Plane, check_is_one, logical_view
+from te_dist.codecs.base import Codec, OfFloat8, Plane, check_is_one, logical_view
 from te_dist.formats import WHOLE, Field, Region
 from te_dist.formats.region import Pair
 from te_dist.ops.quantize_float8_current import WORKSPACE
@@ -17,7 +17,7 @@ from te_dist.ops.source import Source, unsummed
 
 
 @dataclass(frozen=True)
-class Tensorwise(Codec):
+class Tensorwise(OfFloat8, Codec):
     """Fields: data (u8), scale_inv (f32, one value; a code times it is the value).
 
     Attributes:
@@ -29,11 +29,6 @@ class Tensorwise(Codec):
     fp8: str = "e4m3"
     pow2: bool = False
     eps: float = 0.0
-
-    @property
-    def rounding(self) -> float:
-        """See `Codec`."""
-        return ROUNDING[self.fp8]
 
     @property
     def turned(self) -> Tensorwise | None:

@@ -67,7 +67,7 @@ class _Latest:
         self.write = 0
 
 
-ROUNDING = 0.25  # of the norm of a matrix: more than any format's rounding takes
+_ROUNDING = 0.25  # of the norm of a matrix: more than any format's rounding takes
 _SLACK = 1.1  # of the distance: values may have been rounded to 16 bits before
 _LOST = 2.0**-17  # of the largest magnitude: what 8-bit formats round to zero is smaller
 _PROPOSED = -1  # write of a master that was loaded, see [Note: Masters that are loaded]
@@ -110,7 +110,7 @@ def propose(storage: QuantizedStorage, master: Tensor) -> None:
 
 def are_near(values: Tensor, others: Tensor) -> bool:
     """Whether they differ by no more than rounding can account for, in any format. Waits for the device."""
-    return bool((values - others).norm() <= ROUNDING * others.norm())
+    return bool((values - others).norm() <= _ROUNDING * others.norm())
 
 
 def decide(storage: QuantizedStorage) -> None:
