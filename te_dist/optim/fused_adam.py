@@ -23,7 +23,7 @@ from torch import Tensor
 from te_dist.formats import Partition
 from te_dist.kernels.multi_adam import CompactPlace
 from te_dist.ops.multi_adam import AdamRule, AdamSignals, Adapted, MultiAdam
-from te_dist.optim import masters
+from te_dist.optim import masters, moving
 from te_dist.optim.loading import first_post_hook, last_pre_hook
 from te_dist.optim.masters import MASTER, Held, Ledger, Places
 from te_dist.optim.precision import MOMENTS, Precision, as_loaded, check_convertible, check_kernels_take
@@ -103,6 +103,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._plans: dict[Any, _Plan] = {}  # by device and ids of the parameters by group
         self._captured: list[_Plan] = []  # what graphs launch is kept as long as they may
         self._loaded: set[Tensor] = set()  # parameters whose state was loaded since their last step
+        self._is_away = False  # state, by `move_state`
         self._ledger = Ledger()
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -127,6 +128,8 @@ class FusedAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient. Collective where shards share scales."""
+        if self._is_away:
+            self.move_state()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -171,6 +174,8 @@ class FusedAdam(torch.optim.Optimizer):
         Raises:
             ValueError: what is kept of a parameter here is not what is saved of it; nothing is loaded then.
         """
+        if self._is_away:
+            self.move_state()
         params = [param for group in self.param_groups for param in group["params"]]
         loaded: dict[Tensor, dict[str, Any]] = {}
         begun: set[Tensor] = set()
@@ -197,6 +202,31 @@ class FusedAdam(torch.optim.Optimizer):
             else:
                 self._ledger.forget(param)
         self._plans.clear()  # NOTE: they hold what was there before
+
+    @torch.inference_mode(False)  # a later step writes into it
+    @torch.no_grad()
+    def move_state(self, device: torch.device | str | None = None) -> None:
+        """Moves masters and moments to a device, out of the way of what needs the memory between steps, or back.
+
+        Memory where they were is free when this returns. The next step brings them back by itself. An op that changes
+        a quantized parameter in place meanwhile changes values that are rounded, which become those of its master.
+
+        Args:
+            device: None: that of each parameter. What is copied from a GPU to the CPU is pinned.
+
+        Raises:
+            RuntimeError: a step was captured in a CUDA graph.
+        """
+        moving.check_not_captured(self._captured)
+        self._plans.clear()
+        moving.move(self.state, device, self._exchange)
+        self._is_away = device is not None
+
+    def _exchange(self, param: Tensor, state: dict[str, Any]) -> None:
+        """Has a parameter go on with state of the same values."""
+        if MASTER in state:
+            self._ledger.exchange(param, self.state[param][MASTER], state[MASTER])
+        self.state[param].update(state)
 
     def install_state(self, param: Tensor, state: dict[str, Any]) -> None:
         """Puts state that was loaded with the values of its parameter in place, in the types it has here; tensors of
@@ -242,8 +272,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled."""
-        names = ("precision", "adam_w_mode", "bias_correction", "capturable", "set_grad_none", "_ledger", "_loaded")
-        own = {name: getattr(self, name) for name in names}
+        options = ("precision", "adam_w_mode", "bias_correction", "capturable", "set_grad_none")
+        own = {name: getattr(self, name) for name in (*options, "_ledger", "_loaded", "_is_away")}
         return super().__getstate__() | own | {"_plans": {}, "_captured": []}
 
     def initialize_state(self, param: Tensor) -> None:

@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from te_dist._torch_private import copy_each
-from te_dist.optim import masters
+from te_dist.optim import masters, moving
 from te_dist.optim.loading import first_post_hook, last_pre_hook
 from te_dist.optim.masters import MASTER, Held, Ledger, WriteBack
 from te_dist.tensor.placement import is_same_part, local_tensor, spread
 
 _MAX_WRITE_BACKS = 8
+_OWN = "own"  # beside its state: the master that is updated, where another one was loaded
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
@@ -70,6 +71,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._ledger = Ledger()
         self._write_backs: dict[Any, WriteBack] = {}
         self._captured: list[WriteBack] = []  # what graphs launch is kept as long as they may
+        self._is_away = False  # state, by `move_state`
         super().__init__([dict(each) if isinstance(each, dict) else each for each in given], {})
         inner = [self._inner_group(group) for group in self.param_groups]
         in_groups = bool(given) and isinstance(given[0], dict)
@@ -95,6 +97,8 @@ class MasterWeights(torch.optim.Optimizer):
         Args:
             closure: as in torch; whenever the wrapped optimizer calls it, parameters have the values of their masters.
         """
+        if self._is_away:
+            self.move_state()
         evaluated = []
         if closure is not None:
             with torch.enable_grad():
@@ -136,6 +140,8 @@ class MasterWeights(torch.optim.Optimizer):
         Raises:
             ValueError: a parameter that needs a master has none in its state.
         """
+        if self._is_away:
+            self.move_state()
         given: dict[Tensor, dict[str, Any]] = {}
         params = [param for group in self.param_groups for param in group["params"]]
 
@@ -189,10 +195,36 @@ class MasterWeights(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled."""
-        own = ("wrapped", "_ledger", "_masters", "_states", "_stepped", "_loaded", "_without")
+        own = ("wrapped", "_ledger", "_masters", "_states", "_stepped", "_loaded", "_without", "_is_away")
         return (
             super().__getstate__() | {name: getattr(self, name) for name in own} | {"_write_backs": {}, "_captured": []}
         )
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def move_state(self, device: torch.device | str | None = None) -> None:
+        """Moves masters and the state of the wrapped optimizer, as `FusedAdam.move_state` does."""
+        moving.check_not_captured(self._captured)
+        self._write_backs.clear()
+        self.wrapped.state.clear()
+        own = {param: {_OWN: state[MASTER]} for param, state in self._states.items() if self._has_master(param)}
+        moving.move(
+            {param: own.get(param, {}) | self.state.get(param, {}) for param in self._masters}, device, self._exchange
+        )
+        for group, inner in zip(self.param_groups, self.wrapped.param_groups, strict=True):
+            inner["params"] = [self._masters[param] for param in group["params"]]
+        self._is_away = device is not None
+
+    def _exchange(self, param: Tensor, state: dict[str, Any]) -> None:
+        """Has a parameter go on with state of the same values."""
+        master = state.pop(_OWN, None)
+        if master is not None:
+            self._ledger.exchange(param, self._masters[param], master)
+            self._masters[param] = self._states[param][MASTER] = master
+        if state.get(MASTER, master) is not master:  # one that was loaded since the last step
+            self._ledger.exchange(param, self.state[param][MASTER], state[MASTER])
+        if state:
+            self.state[param].update(state)
 
     # -- masters ------------------------------------------------------------------------------------------------
 
@@ -213,6 +245,10 @@ class MasterWeights(torch.optim.Optimizer):
         self._masters[param] = master
         return master
 
+    def _has_master(self, param: Tensor) -> bool:
+        """Whether what is updated instead of a parameter has its values."""
+        return self._masters.get(param) is not param and param not in self._without
+
     def _is_left_alone(self, param: Tensor) -> bool:
         """Whether a parameter is frozen, as it has always been."""
         return not param.requires_grad and param.grad is None and MASTER not in self.state.get(param, {})
@@ -232,7 +268,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _refresh(self, param: Tensor, master: Tensor) -> None:
         """Takes over what was written into the state or into the parameter."""
-        if param in self._without or master is param:
+        if not self._has_master(param):
             return
         was_loaded = param in self._loaded
         if not masters.is_quantized(param) and param not in self._stepped:
@@ -344,8 +380,7 @@ class MasterWeights(torch.optim.Optimizer):
                 master = self._masters[param]
                 found = self.wrapped.state.get(master, {})
                 if found or param in self._stepped:
-                    has_master = master is not param and param not in self._without
-                    self.state[param] = {MASTER: master, **found} if has_master else dict(found)
+                    self.state[param] = {MASTER: master, **found} if self._has_master(param) else dict(found)
 
 
 def _needs_master(param: Tensor) -> bool:

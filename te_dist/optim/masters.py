@@ -117,6 +117,14 @@ class Ledger:
         if latest is None or (known is not None and latest is local_tensor(known.master)):
             writes.propose(local.storage, local_tensor(master))
 
+    def exchange(self, param: Tensor, master: Tensor, other: Tensor) -> None:
+        """Notes that a master has become another tensor, with its values."""
+        local, known = local_tensor(param), self._known.get(param)
+        if isinstance(local, QuantizedTensor):
+            writes.exchange(local.storage, local_tensor(master), local_tensor(other))
+        if known is not None and known.master is master:
+            self._known[param] = known._replace(master=other)
+
     def changed_in_place(self, param: Tensor, master: Tensor) -> Tensor | None:
         """Where `master` has been put into the place of the one that is known: that, if an op has changed its values,
         and those of the parameter, since they were noted."""
@@ -170,7 +178,7 @@ class Ledger:
             return master
         if not is_quantized(param):
             return shaped_like(param, _where_written(local_tensor(param), local_tensor(master), was_loaded=was_loaded))
-        written = initial_master(param).to(master.dtype)
+        written = initial_master(param).to(local_tensor(master).device, master.dtype)
         if was_loaded and writes.are_near(written, local_tensor(master)):
             return master
         return shaped_like(param, written)
@@ -237,6 +245,7 @@ def _where_written(values: Tensor, master: Tensor, *, was_loaded: bool) -> Tenso
     One that was loaded keeps its own if all of them are as near as rounding to any 16 bits leaves them: the type may be
     another than it was saved with.
     """
+    values = values.to(master.device)
     wide = values.to(master.dtype)
     is_own = master.to(values.dtype) == values
     if was_loaded:

@@ -108,6 +108,14 @@ def propose(storage: QuantizedStorage, master: Tensor) -> None:
     note_write(master, _PROPOSED)
 
 
+def exchange(storage: QuantizedStorage, master: Tensor, other: Tensor) -> None:
+    """Says that a master of a storage, this rank's part of it, has become another tensor, with its values."""
+    found = _masters.get(storage)
+    if found is not None and found() is master:
+        _masters[storage] = weakref.ref(other)
+    note_write(other, write_of(master))
+
+
 def are_near(values: Tensor, others: Tensor) -> bool:
     """Whether they differ by no more than rounding can account for, in any format. Waits for the device."""
     return bool((values - others).norm() <= _ROUNDING * others.norm())
