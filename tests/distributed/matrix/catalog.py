@@ -17,7 +17,7 @@ Cells = Callable[[Formats], str | None]
 REASONS = {
     "inside a stored byte": "torch cuts rows where `torch.chunk` does, here between rows whose values share a byte",
     "cannot reshard quantized parameters to a smaller mesh": "torch reshards to a smaller mesh only what it gathers "
-    "itself: `NotImplementedError` for tensors with a gather of their own",
+    "itself; with its own `fully_shard` the first pass fails, by an `AssertionError` or `NotImplementedError`",
     "the trained parameters of one unit have one dtype": "torch reduces the gradients of a unit in one buffer of "
     "one type",
     "Inference tensors cannot be saved for backward": "torch makes what it gathers once, here plain parameters in "
