@@ -139,24 +139,23 @@ struct GemmStaged {
     TE_DIST_DEVICE int position_b() const { return position_a() + tile.group * p.b_summed; }
   };
 
+  // Begins to read codes of an operand.
+  template <class Operand>
+  TE_DIST_INLINE void load(const TensorMap& map, Barrier& full, char (&codes)[Operand::kBytes], int line, int position) {
+    full.expect(Operand::kBytes);
+    Operand::load_codes(map, full, codes, line, position);
+  }
+
   // Begin to read the codes of a step, one thread of a warp, and go on to the next.
   TE_DIST_DEVICE void load_a(Cursor& ahead, uint32_t stage) const {
     if (!ahead.exists()) return;
-    if (elect()) {
-      Barrier& full = shared.a_full[stage];
-      full.expect(Left::kBytes);
-      Left::load_codes(p.a, full, shared.codes_a[stage], ahead.tile.row, ahead.position_a());
-    }
+    if (elect()) load<Left>(p.a, shared.a_full[stage], shared.codes_a[stage], ahead.tile.row, ahead.position_a());
     ahead.advance();
   }
 
   TE_DIST_DEVICE void load_b(Cursor& ahead, uint32_t stage) const {
     if (!ahead.exists()) return;
-    if (elect()) {
-      Barrier& full = shared.b_full[stage];
-      full.expect(Right::kBytes);
-      Right::load_codes(p.b, full, shared.codes_b[stage], ahead.tile.b_row, ahead.position_b());
-    }
+    if (elect()) load<Right>(p.b, shared.b_full[stage], shared.codes_b[stage], ahead.tile.b_row, ahead.position_b());
     ahead.advance();
   }
 
