@@ -62,12 +62,14 @@ __all__ = [
     "is_dispatch_watched",
     "is_first_of_unit",
     "is_any_gathered",
+    "is_inside",
     "is_joining_pieces",
     "is_mutable",
     "is_placing",
     "is_traceable_wrapper_subclass",
     "managed_parameters",
     "modules_of_unit",
+    "number_of_backward",
     "preserved_versions",
     "prefetched_units",
     "pretended_ranks",
@@ -99,6 +101,11 @@ def given_name(name: str) -> str:
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass; a recomputed forward pass is."""
     return torch._C._current_graph_task_id() != -1
+
+
+def number_of_backward() -> int:
+    """Of the backward pass that this thread is inside of: higher than those of passes that began before."""
+    return torch._C._current_graph_task_id()
 
 
 def in_ddp_forward() -> bool:
@@ -189,15 +196,15 @@ def is_autocast_anywhere() -> bool:
 
 def is_placing() -> bool:
     """Whether this is called where DTensor sends copies of a tensor along a mesh, as `distribute_tensor` does."""
-    return _is_inside(_MESH_BROADCAST)
+    return is_inside(_MESH_BROADCAST)
 
 
 def is_joining_pieces() -> bool:
     """Whether this is called where DTensor splits a tensor for a dimension that another one of a mesh cuts as well."""
-    return _is_inside(_STRIDED_SPLIT)
+    return is_inside(_STRIDED_SPLIT)
 
 
-def _is_inside(code: CodeType) -> bool:
+def is_inside(code: CodeType) -> bool:
     """Whether this thread is inside of a call of the function that has this code."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not code:

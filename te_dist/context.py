@@ -130,10 +130,16 @@ def autocast(
 
     Raises:
         ValueError: enabled without a recipe.
+        TypeError: `amax_reduction_group` is no process group that this rank is in.
     """
     if not enabled:
         return restore_autocast(_DISABLED)
     state = _state_of(_given(recipe, "autocast", enabled))
+    if not (amax_reduction_group is None or isinstance(amax_reduction_group, dist.ProcessGroup)):
+        raise TypeError(
+            f"autocast: amax_reduction_group: got {amax_reduction_group!r}, wanted a process group that this rank is "
+            "in, as mesh.get_group() of a DeviceMesh, or None"
+        )
     return restore_autocast(
         state if amax_reduction_group is None else replace(state, amax_reduction_group=amax_reduction_group)
     )

@@ -28,6 +28,9 @@ struct AdvanceHistories {
     History each[kModules];
   };
 
+  // What is infinite, or no number, counts as nothing.
+  TE_DIST_INLINE float finite(float amax) { return amax < float_of(kInfinityBits) ? amax : 0.0f; }
+
   TE_DIST_INLINE void run(const Params& p) {
     __shared__ int largest[kCols];  // not negative: ordered as integers are
     int index = 0;
@@ -42,7 +45,7 @@ struct AdvanceHistories {
     if (threadIdx.x < kCols) largest[threadIdx.x] = 0;
     __syncthreads();
 
-    float amax = fmaxf(latest, 0.0f);  // of what are numbers
+    float amax = finite(latest);
     for (int64_t begin = 1; begin < p.length; begin += lanes * kRows) {
       float values[kRows];
 #pragma unroll
@@ -56,7 +59,7 @@ struct AdvanceHistories {
         const int64_t row = begin + i * lanes + lane;
         const bool is_kept = lane < lanes && row > 1 && row < p.length;
         if (moves && is_kept) column[(row - 1) * own.cols] = values[i];
-        if (kOfAll) amax = fmaxf(amax, values[i]);
+        if (kOfAll) amax = fmaxf(amax, finite(values[i]));
       }
     }
     if (kOfAll && lane < lanes) atomicMax(largest + col, int(__float_as_uint(amax)));

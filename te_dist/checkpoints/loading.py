@@ -17,6 +17,7 @@ from te_dist.checkpoints import extra as extras
 from te_dist.checkpoints.errors import CheckpointError, Ranks, listed
 from te_dist.checkpoints.manifest import Manifest
 from te_dist.checkpoints.packing import Packing
+from te_dist.tensor.tally import Tallying
 
 
 @dataclass
@@ -102,6 +103,9 @@ def load(path: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer
     ranks.together(lambda: plan.manifest.verify(plan.where, ranks.rank, ranks.size))
     plan.read(ranks)
     model_state.finish_reading(plan.named)
+    for module in model.modules():
+        if isinstance(module, Tallying):
+            module.clear_tally()
     initial.install(plan.named, plan.initial)
     conversion.convert(plan.where, plan.named, plan.converted, packing=plan.packing)
     if optimizer is not None and plan.manifest.optimizer is not None:

@@ -7,7 +7,8 @@ from te_dist.nn.layernorm_mlp import LayerNormMLP
 from te_dist.nn.linear import Linear
 from te_dist.nn.moe import ExpertParallel, MoE, Routing, scale_aux_losses, update_expert_biases
 from te_dist.nn.norms import LayerNorm, RMSNorm
-from te_dist.nn.site import LinearSite, prepare
+from te_dist.nn.preparation import prepare
+from te_dist.nn.site import LinearSite
 
 __all__ = [
     "ExpertParallel",

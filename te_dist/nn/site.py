@@ -6,6 +6,7 @@ from ast import literal_eval
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from itertools import count
 from math import lcm
 from typing import Any, ClassVar, Unpack
 from uuid import uuid4
@@ -19,11 +20,10 @@ from te_dist import _torch_private
 from te_dist.codecs import gemm
 from te_dist.context import Autocast, autocast_of_torch, current_autocast, recipe_named, repeated_autocast
 from te_dist.formats import Direction, Format
-from te_dist.fsdp2.ahead import prepare_kernels
 from te_dist.fsdp2.check import check_gathered, not_gathered
 from te_dist.kernels.runtime import is_recording, target_of
 from te_dist.kernels.tape import Tapes
-from te_dist.nn import activations, forgotten, lost_recipes, rehearsal, traced
+from te_dist.nn import activations, forgotten, lost_recipes, traced
 from te_dist.nn.fronts import FRONTS, Fronts
 from te_dist.nn.passes import MAX_PLANNED, WITHOUT, WITHOUT_BESIDE, Latest, Moving, Pass, latest_of, note, planned_of
 from te_dist.nn.plan import Plan, plan_by
@@ -31,7 +31,7 @@ from te_dist.nn.products import linear
 from te_dist.ops._checks import HIGH_PRECISION
 from te_dist.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, Quantizer
 from te_dist.recipe import QuantizerRole, Recipe
-from te_dist.scaling.delayed import DelayedScalingState
+from te_dist.scaling.delayed import DelayedScalingState, outlast_inner_passes
 from te_dist.scaling.history import DelayedScalingRequest
 from te_dist.tensor import QuantizedTensor, placement
 
@@ -41,6 +41,7 @@ _PassKey = tuple[torch.dtype, torch.device, Any, bool, torch.Size]
 
 
 _PROCESS = uuid4().hex
+_numbers = count(1)
 _WEIGHT_ONLY = Plan(IdentityQuantizer(), IdentityQuantizer(), IdentityQuantizer())
 
 
@@ -53,6 +54,7 @@ class LinearSite(nn.Module):
         out_features: N, rows of the whole weight.
         place: these three as text, which compilers take for a constant; numbers that differ between sites they may not.
         graph_place: the same without a name that nobody chose, by which graphs tell maps apart, see `share_graphs`.
+        number: higher than those of maps that this process made before; copies have that of the original.
         scaling: histories and scales of delayed scaling; None until a recipe asks for them.
         placed: (role, quantizer) -> the quantizer of a part that this rank holds; set by tensor parallelism.
         fuses_wgrad: whether the gradient of the weight is added to its `main_grad` instead of being returned.
@@ -77,6 +79,7 @@ class LinearSite(nn.Module):
         self.in_features = in_features
         self.out_features = out_features
         self.place = self.graph_place = repr((name, in_features, out_features))
+        self.number = next(_numbers)
         self.register_module("scaling", None)
 
     def share_graphs(self) -> None:
@@ -292,10 +295,13 @@ class LinearSite(nn.Module):
         """The plan of a pass that uses, and in training moves, the histories of this map."""
         scaling = self._histories(current.requests, weight.device)
         records = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        is_repeated = _torch_private.in_backward()
         if records:
             scaling.take_part(current.state.amax_reduction_group)
+        elif is_repeated:  # to be run again once more, with gradients, by a backward pass inside of this one
+            outlast_inner_passes()
         # What runs again in backward has its histories moved by the end of that backward pass.
-        moves = records and not _torch_private.in_backward()
+        moves = records and not is_repeated
         known, scale, running = current.moving.get((records, moves)), scaling.scale, scaling.running
         addresses = scale.data_ptr(), running.data_ptr()
         same = known is not None and known.scale is scale and known.running is running
@@ -318,37 +324,14 @@ class LinearSite(nn.Module):
             return None
         if self.scaling is None:
             with torch.inference_mode(False):  # a later step writes into what an evaluation came upon first
-                self.scaling = DelayedScalingState(requests, device=device, num_groups=self.num_groups)
+                options = {"device": device, "num_groups": self.num_groups, "number": self.number}
+                self.scaling = DelayedScalingState(requests, **options)
         if self.scaling.requests != requests:
             raise ValueError(
                 f"{self.name or 'Linear'} keeps histories for {self.scaling.requests}, the recipe asks for "
                 f"{requests}; use one delayed recipe throughout, or set .scaling to None to start anew"
             )
         return self.scaling
-
-
-def prepare(model: nn.Module, recipe: Recipe) -> None:
-    """Makes what the modules of `model` keep under `recipe` (histories of delayed scaling) before their first pass.
-
-    Modules made in `quantized_model_init` with that recipe have it. Others need this before a checkpoint is loaded.
-    For a model on a GPU, compiles the kernels of its passes; `fsdp2.fully_shard` does that for the modules it wraps,
-    by the recipe of `quantized_model_init` or that of an earlier `prepare`.
-
-    Raises:
-        ValueError: `recipe` is none, or the device cannot compute a module by it.
-    """
-    if not isinstance(recipe, Recipe):
-        raise ValueError(
-            f"prepare needs a recipe, got {recipe!r}; pass one of te_dist.recipe, such as recipe.Float8BlockScaling(), "
-            "or leave the call out: a model that is trained without a recipe keeps nothing"
-        )
-    for module in model.modules():
-        sites = {name: site for name, site in module.named_children() if isinstance(site, LinearSite)}
-        for site in sites.values():
-            site.prepare(recipe, next(module.parameters(recurse=False)).device)
-            rehearsal.expect(site, recipe)
-    if any(param.is_cuda for param in model.parameters()):
-        prepare_kernels(model)
 
 
 def check_reduced(option: str, label: str) -> None:

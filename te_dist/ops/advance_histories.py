@@ -29,7 +29,7 @@ def advance_histories(
 
     The amax of the running step becomes the last row, the oldest row drops out and counts for the scale once more. A
     column whose amax is 0 has seen no value: its history and its scale stay. A scale is `scaled_max / amax`, at most
-    the largest fp32 number; it stays where the amax is 0, infinite or NaN. On the GPU one launch serves 32 modules.
+    the largest fp32 number; it stays where there is no finite amax above 0. On the GPU one launch serves 32 modules.
 
     Args:
         histories: f32 (length, n) of each module, a column for each scale. Row 0 belongs to the running step, and is
@@ -37,8 +37,8 @@ def advance_histories(
         running: f32 (n,) each, amaxes of the running step, not negative; zero afterwards.
         scales: f32 (n,) each.
         scaled_max: f32 (n,) each, positive: what the largest magnitude is scaled to.
-        algo: "max" takes the largest amax of the history and the running step, NaN left out; "most_recent" that of the
-            running step.
+        algo: "max" takes the largest finite amax of the history and the running step, so that a step that overflowed,
+            as the first ones under a GradScaler do, counts for itself alone; "most_recent" that of the running step.
     """
     check_choice("algo", algo, ALGORITHMS)
     if not len(histories) == len(running) == len(scales) == len(scaled_max):
@@ -81,8 +81,7 @@ def _next_scale(history: Tensor, scale: Tensor, scaled_max: Tensor, *, of_all: b
         of_all: whether the amax is the largest of the history, or that of the running step.
     """
     last = history[0]
-    # NaN entries are ignored, as by a maximum of numbers.
-    amax = history.nan_to_num(nan=0.0, posinf=math.inf).amax(0) if of_all else last
+    amax = history.nan_to_num(nan=0.0, posinf=0.0).amax(0) if of_all else last
     fresh = (scaled_max / amax).clamp(max=torch.finfo(torch.float32).max)
     return torch.where((last != 0) & (amax > 0) & (amax < math.inf), fresh, scale)
 

@@ -2,15 +2,21 @@
 
 [Note: When histories move]
 Forward quantizes inputs, backward quantizes gradients, each by the scale of the step before, and both leave their amax
-in `running`. When backward ends, all states that it came by move on together, in the order in which it did, which is
-the same on every rank: one reduction of all amaxes per process group, one update of all scales. Forward passes that
-backward runs again (activation checkpointing) thus see the scales of the first time. Where that ends in a backward pass
-inside the outer one (reentrant checkpointing), the outer one's end counts: what was run again asks for it, its own
-backward does not; inside of two reentrant checkpoints, the end of the inner one counts, and amaxes of one step may end
-up in the next. With several forward passes before the first backward (pipelines) the first end moves histories; forward
+in `running`. When backward ends, all states that it came by move on together: one reduction of all amaxes per process
+group, one update of all scales. Forward passes that backward runs again (activation checkpointing) thus see the scales
+of the first time. Where that ends in a backward pass inside the outer one (reentrant checkpointing), the outer one's
+end counts: what was run again asks for it. What a backward pass came by that failed moves with the next step of its
+own. With several forward passes before the first backward (pipelines) the first end moves histories; forward
 passes that are run again after that see the newer scales. A forward pass that no backward pass comes by, on one rank or
 on all, moves nothing; its amaxes count in the next step of its map. Passes without gradients leave no trace. Models
 that several threads of a process train at once move each other's histories on.
+
+[Note: What ranks reduce]
+Ranks may take the maps of a model in other orders, or others of them, as their batches have it. So amaxes are not
+reduced in the order in which backward came by: those of all states of a model that was prepared (`prepare`) are, in the
+order of the model, as zeros where this rank has none, which move nothing. Of states that nobody prepared those are that
+were reached, in the order in which their maps were made. A rank whose backward pass comes by none at all reduces
+nothing, and the others would wait for it.
 
 [Note: Beside the buffers]
 What a step collects is in no buffer. DistributedDataParallel overwrites the buffers of all ranks by those of rank 0 in
@@ -24,40 +30,71 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import count
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from te_dist import _torch_private, ops
 from te_dist.kernels.tape import Result, Tapes
 from te_dist.quantizers import Float8Quantizer
 from te_dist.scaling.history import DelayedScalingRequest
 from te_dist.tensor import traffic
-from te_dist.tensor.tally import tally_on
+from te_dist.tensor.tally import Tallying, tally_on
 
 
-class DelayedScalingState(nn.Module):
+class Siblings:
+    """States of one model, see [Note: What ranks reduce]. Copies of a model have siblings of their own."""
+
+    _numbers = count(1)
+
+    def __init__(self) -> None:
+        self.number = next(self._numbers)
+        self.states: WeakSet[DelayedScalingState] = WeakSet()
+
+    def adopt(self, state: DelayedScalingState) -> None:
+        """Makes a state one of them."""
+        state.siblings = self
+        self.states.add(state)
+
+    def __deepcopy__(self, memo: Any) -> Siblings:
+        return Siblings()  # copies of the states come by themselves
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return Siblings, ()
+
+
+class DelayedScalingState(Tallying):
     """Scales and amax histories of the tensors of one module that asked for delayed scaling.
 
     Attributes:
         requests: by name of a tensor ("input", "grad_output"), what it asked for.
         num_groups: scales of each: rows in groups have one for every group. Columns of the buffers come tensor by
             tensor.
+        number: of its map, higher than those of maps that were made before.
+        siblings: of the model that was prepared; None where none was.
         scale: f32 (n,).
         amax_history: f32 (length, n), see `ops.advance_histories`; row 0 is zero.
     """
 
     scale: Tensor
     amax_history: Tensor
+    siblings: Siblings | None = None
 
     def __init__(
-        self, requests: Mapping[str, DelayedScalingRequest], *, device: torch.device | str, num_groups: int = 1
+        self,
+        requests: Mapping[str, DelayedScalingRequest],
+        *,
+        device: torch.device | str,
+        num_groups: int = 1,
+        number: int = 0,
     ) -> None:
         super().__init__()
-        self.requests, self.num_groups = dict(requests), num_groups
+        self.requests, self.num_groups, self.number = dict(requests), num_groups, number
         lengths = {r.amax_history_len for r in requests.values()}
         rules = {(r.amax_compute_algo, r.reduce_amax) for r in requests.values()}
         if len(lengths) != 1 or len(rules) != 1:
@@ -72,10 +109,19 @@ class DelayedScalingState(nn.Module):
         self._scaled_max = self._find_scaled_max()
         self.reset_parameters()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.siblings is not None:
+            self.siblings.adopt(self)
+
     def reset_parameters(self) -> None:
         """Scales of 1 and empty histories."""
         self.scale.fill_(1.0)
         self.amax_history.zero_()
+        self.clear_tally()
+
+    def clear_tally(self) -> None:
+        _recording.pop(self, None), _reached.pop(self, None)
         self._running.zero_()
 
     @cached_property
@@ -131,8 +177,7 @@ class DelayedScalingState(nn.Module):
 
     def move_when_backward_ends(self) -> None:
         """Called in a backward pass that has come by."""
-        _reached[self] = None
-        _torch_private.call_when_backward_ends(update)
+        _reached[self] = outlast_inner_passes()
 
     def quantizers(self, *, records: bool) -> dict[str, Float8Quantizer]:
         """By name, quantizers that use what scales are at the time. `records`: whether they keep amaxes."""
@@ -159,12 +204,14 @@ class DelayedScalingState(nn.Module):
         _ = self.running, self.scaled_max
 
 
-# States that have amaxes, and those that the running backward pass has come by, in order. A model that is gone, after a
-# forward pass that nothing followed, takes part in no other's step.
+# States that have amaxes, and those that a backward pass has come by, in order, with its number. A model that is gone,
+# after a forward pass that nothing followed, takes part in no other's step.
 _recording: WeakKeyDictionary[DelayedScalingState, dist.ProcessGroup | None] = WeakKeyDictionary()
-_reached: WeakKeyDictionary[DelayedScalingState, None] = WeakKeyDictionary()
+_reached: WeakKeyDictionary[DelayedScalingState, int] = WeakKeyDictionary()
+_asked: set[int] = set()  # numbers of the backward passes at whose ends histories are to move
 
 
+_BACKWARD = BackwardCFunction.apply.__code__  # of functions in Python
 _ABSENT: Any = object()  # in the place of a group
 _tapes = Tapes()  # of updates
 
@@ -183,6 +230,27 @@ def step_set_aside() -> Iterator[None]:
             entries.update(kept)
 
 
+def outlast_inner_passes() -> int:
+    """Called in a backward pass: histories move at its end, not at the ends of those inside of it. Its number."""
+    number = _torch_private.number_of_backward()
+    if number not in _asked:
+        _asked.add(number)
+        _torch_private.call_when_backward_ends(lambda: _end(number))
+    return number
+
+
+def _end(number: int) -> None:
+    """A backward pass ends. One that an outer one is inside of leaves to that what it has come by itself."""
+    _asked.discard(number)
+    if _asked and _torch_private.is_inside(_BACKWARD):
+        return
+    _asked.clear()
+    for state, its in list(_reached.items()):
+        if its < number:  # of one that failed: those inside of this one have higher numbers
+            del _reached[state]
+    update()
+
+
 @torch.no_grad()
 def update() -> None:
     """Moves all states that backward has come by one step on. Collective over each group they were given."""
@@ -192,12 +260,27 @@ def update() -> None:
         if group is not _ABSENT:
             by_group.setdefault(group, []).append(state)
     _reached.clear()
-    for group, states in by_group.items():
+    for group in sorted(by_group, key=lambda group: "" if group is None else group.group_name):
+        amaxes = {state: state.running for state in by_group[group]}
         if group is None:
-            _warn_of_other_ranks(states)
+            _warn_of_other_ranks(amaxes)
         elif dist.get_world_size(group) > 1:
-            _reduce([state.running for state in states], group)
-        _move_on(states)
+            amaxes = _of_siblings(amaxes)
+            _reduce(list(amaxes.values()), group)
+        _move_on(amaxes)
+
+
+def _of_siblings(amaxes: Mapping[DelayedScalingState, Tensor]) -> dict[DelayedScalingState, Tensor]:
+    """Amaxes of states and of their siblings, zeros, in the order of [Note: What ranks reduce]."""
+    siblings = {each for state in amaxes if state.siblings is not None for each in state.siblings.states}
+    others = [each for each in siblings - amaxes.keys() if each.reduces_amax and not each.scale.is_meta]
+    zeros = next(iter(amaxes.values())).new_zeros(sum(each.scale.numel() for each in others))
+    found = {**amaxes, **dict(zip(others, zeros.split([each.scale.numel() for each in others]), strict=True))}
+    return {state: found[state] for state in sorted(found, key=_order)}
+
+
+def _order(state: DelayedScalingState) -> tuple[int, int]:
+    return state.number, 0 if state.siblings is None else state.siblings.number
 
 
 def _warn_of_other_ranks(states: Iterable[DelayedScalingState]) -> None:
@@ -222,12 +305,12 @@ def _reduce(amaxes: list[Tensor], group: dist.ProcessGroup) -> None:
     _torch_private.copy_each(amaxes, together.split([a.numel() for a in amaxes]))
 
 
-def _move_on(states: Iterable[DelayedScalingState]) -> None:
-    """One update of all histories that are alike: in length, algorithm and device."""
+def _move_on(amaxes: Mapping[DelayedScalingState, Tensor]) -> None:
+    """One update of all histories that are alike, in length, algorithm and device, by the amaxes of each."""
     alike: dict[tuple[Any, ...], list[tuple[Tensor, ...]]] = {}
-    for state in states:
+    for state, running in amaxes.items():
         history = state.amax_history
-        kept = history, state.running, state.scale, state.scaled_max
+        kept = history, running, state.scale, state.scaled_max
         alike.setdefault((state.algo, history.shape[0], history.device), []).append(kept)
     for (algo, *_), modules in alike.items():
         _advance(modules, algo)

@@ -5,12 +5,17 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import te_dist as te
-from te_dist import fsdp2, recipe
+from te_dist import checkpoints, fsdp2, recipe
 from te_dist.fsdp2.ahead import kernels_of
 from te_dist.scaling.history import DelayedScalingRequest
 from te_dist.testing import assert_bitwise
@@ -277,3 +282,82 @@ def test_a_failed_backward_does_not_keep_histories_from_moving() -> None:
 def test_requests_are_validated(wrong) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         DelayedScalingRequest(**wrong)
+
+
+@pytest.mark.parametrize("load", ["state dict", "checkpoint"])
+def test_what_is_loaded_knows_nothing_of_a_step_that_is_under_way(tmp_path: Path, load: str) -> None:
+    broken, fresh = linear(), linear()
+    train(broken, 3.0, 5.0)
+    checkpoints.save(tmp_path / "step_1", model=broken)
+    kept = copy.deepcopy(broken.state_dict())
+    with te.autocast(recipe=RECIPE):
+        broken(torch.full((4, 16), 1e8))  # its loss is thrown away
+    for module in (broken, fresh):
+        if load == "checkpoint":
+            checkpoints.load(tmp_path / "step_1", model=module)
+        else:
+            module.load_state_dict(kept)
+        train(module, 2.0, 4.0)
+    for (name, got), (_, want) in zip(broken.named_buffers(), fresh.named_buffers(), strict=True):
+        assert_bitwise(got, want, name)
+
+
+NESTINGS = list(product((None, False, True), repeat=2))  # use_reentrant of the outer region and of the inner one
+
+
+@pytest.mark.parametrize(("outer", "inner"), NESTINGS, ids=str)
+def test_scales_hold_for_a_step_of_nested_regions(outer: bool | None, inner: bool | None) -> None:
+    """Of a map that two of them share: the first to be run again must not see scales of the step after."""
+
+    def step(module: te.Linear, ways: tuple[bool | None, bool | None]) -> list[Tensor]:
+        x = (torch.arange(16 * 16) % 7 / 8 - 0.25).view(16, 16).requires_grad_()
+        for _ in range(2):
+            x.grad = None
+            with te.autocast(recipe=RECIPE):
+                out = x
+                for scale in (1.0, 64.0):
+                    out = within(ways[0], lambda y: within(ways[1], lambda z: torch.tanh(module(z)), y), out * scale)
+            out.sum().backward()
+        return [x.grad, *module.buffers()]
+
+    modules = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        modules.append(te.Linear(16, 16, bias=False))
+    wanted = step(modules[0], (None, None))
+    for got, want in zip(step(modules[1], (outer, inner)), wanted, strict=True):
+        assert_bitwise(got, want, "gradient, scales and history")
+
+
+def within(reentrant: bool | None, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function(x)`, recomputed in backward unless `reentrant` is None."""
+    return function(x) if reentrant is None else te.checkpoint(function, x, use_reentrant=reentrant)
+
+
+def test_a_failed_backward_pass_is_no_part_of_another_models_step() -> None:
+    failed, other = linear(), linear()
+    failing = Failing.apply(torch.ones(4, 16, requires_grad=True))
+    with te.autocast(recipe=RECIPE):
+        out = failed(failing)
+    with pytest.raises(RuntimeError, match="as asked"):
+        out.sum().backward()
+    train(other, 3.0, 5.0)
+    assert not failed.gemm.scaling.amax_history.any()
+    train(failed, 2.0, 4.0)
+    assert failed.gemm.scaling.amax_history[-1].tolist() == [2.0, 4.0]
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise RuntimeError("as asked")
+
+
+@pytest.mark.parametrize("group", ["default", -100], ids=str)
+def test_what_is_no_group_is_refused(group: Any) -> None:
+    with pytest.raises(TypeError, match=r"amax_reduction_group: got .*, wanted a process group that this rank is in"):
+        te.autocast(recipe=RECIPE, amax_reduction_group=group)

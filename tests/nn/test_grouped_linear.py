@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
@@ -186,13 +186,24 @@ def test_weights_are_quantized_once_for_several_microbatches(name: str) -> None:
             assert_bitwise(value, want[number][key], key)
 
 
-def test_weights_that_were_kept_are_never_stale() -> None:
+WRITES: dict[str, Callable[[torch.nn.Module], object]] = {
+    "op": lambda module: module.weight1.detach().add_(1.0),
+    **{
+        f"AdamW {options}": lambda module, options=options: torch.optim.AdamW(module.parameters(), **options).step()
+        for options in ({}, {"foreach": True}, {"fused": True})
+    },
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_weights_that_were_kept_are_never_stale(write: Callable[[torch.nn.Module], object]) -> None:
     made_by, module, x = recipe.Float8BlockScaling(), make(2), normal(10, IN)
     with te.autocast(recipe=made_by), pytest.raises(RuntimeError, match="there was none"):
         module(x, [5, 5], is_first_microbatch=False)
     step(module, made_by, [5, 5], x, is_first_microbatch=True)
-    with torch.no_grad():
-        module.weight1.add_(1.0)
+    for weight in module.parameters():
+        weight.grad = torch.ones_like(weight)
+    write(module)
     with te.autocast(recipe=made_by), pytest.raises(RuntimeError, match="they, or the recipe, have changed since"):
         module(x, [5, 5], is_first_microbatch=False)
 

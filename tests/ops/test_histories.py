@@ -31,8 +31,10 @@ def column(*values: float) -> Tensor:
         (2.0, (0.0,), "max", (0.0,), E4M3 / 2),
         # Nothing seen: nothing moves.
         (0.0, (0.0, 8.0, 4.0), "max", (0.0, 8.0, 4.0), 7.0),
-        # Not a number to scale by: the scale stays, the history moves.
-        (INF, (0.0, 8.0, 4.0), "max", (0.0, 4.0, INF), 7.0),
+        # Not a number to scale by: the history moves, and the scale follows from the others, or stays.
+        (INF, (0.0, 8.0, 4.0), "max", (0.0, 4.0, INF), E4M3 / 8),
+        (2.0, (0.0, INF, 4.0), "max", (0.0, 4.0, 2.0), E4M3 / 4),
+        (INF, (0.0, NAN, INF), "max", (0.0, INF, INF), 7.0),
         (INF, (0.0, 8.0, 4.0), "most_recent", (0.0, 4.0, INF), 7.0),
         (2.0, (0.0, NAN, 4.0), "max", (0.0, 4.0, 2.0), E4M3 / 4),
         # The quotient overflows.

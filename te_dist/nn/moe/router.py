@@ -28,7 +28,7 @@ from te_dist.nn.moe.routing import Routing
 from te_dist.nn.site import without_values
 from te_dist.ops._library import LIBRARY, define_writing
 from te_dist.tensor import placement
-from te_dist.tensor.tally import tally_on
+from te_dist.tensor.tally import Tallying, tally_on
 
 INIT_STD = 0.02
 
@@ -56,7 +56,7 @@ class Routed(NamedTuple):
     experts: Tensor
 
 
-class TopKRouter(nn.Module):
+class TopKRouter(Tallying):
     """Chooses `top_k` of `num_experts` experts for each token by a linear map. Computed in fp32.
 
     Attributes:
@@ -98,8 +98,12 @@ class TopKRouter(nn.Module):
     def reset_parameters(self) -> None:
         """A normal weight, no bias, nothing counted."""
         nn.init.normal_(self.weight, std=INIT_STD)
-        if self.expert_bias is not None and self.tokens_per_expert is not None:
+        if self.expert_bias is not None:
             self.expert_bias.zero_()
+        self.clear_tally()
+
+    def clear_tally(self) -> None:
+        if self.tokens_per_expert is not None:
             self.tokens_per_expert.zero_()
             self._passes = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from unittest import mock
@@ -203,3 +204,66 @@ def test_quantizers_of_a_group_agree_on_the_amax(ranks: Ranks) -> None:
     first, second = ranks(2).run(agreed_scales)
     for a, b in zip(first, second, strict=True):
         assert_bitwise(a, b, "scales")
+
+
+class Branches(nn.Module):
+    """Maps of several kinds of data, of which a batch may have any, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps = nn.ModuleDict({name: te.Linear(WIDTH, WIDTH, bias=False) for name in ("image", "text", "sound")})
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return sum(self.maps[name](x).sum() for name, x in batch.items())
+
+
+# By rank: largest magnitudes of inputs, in the order in which a batch has them.
+BATCHES = {
+    "order": [{"image": 100.0, "text": 0.5, "sound": 3.0}, {"sound": 2.0, "text": 0.25, "image": 50.0}],
+    "others": [{"image": 100.0, "sound": 3.0}, {"text": 0.5}],
+    "fewer": [{"image": 100.0, "text": 0.5}, {"text": 0.25}],
+}
+
+
+def scales_of_branches(rank: int, world: int, batches: list[dict[str, float]], prepares: bool) -> list[float]:
+    made_by = recipe.DelayedScaling(amax_history_len=4)
+    model = Branches().to(device())
+    if prepares:
+        te.prepare(model, made_by)
+    model = DistributedDataParallel(model, find_unused_parameters=True)
+    for _ in range(2):
+        batch = {name: torch.full((ROWS, WIDTH), by, device=device()) for name, by in batches[rank].items()}
+        with te.autocast(recipe=made_by, amax_reduction_group=dist.group.WORLD):
+            loss = model(batch)
+        loss.backward()
+    maps = model.module.maps.values()
+    return [1.0 if each.gemm.scaling is None else float(each.gemm.scaling.scale[0]) for each in maps]
+
+
+@pytest.mark.parametrize(("case", "prepares"), [("order", False), *((case, True) for case in BATCHES)])
+def test_ranks_may_take_other_maps_in_another_order(ranks: Ranks, case: str, prepares: bool) -> None:
+    batches = BATCHES[case]
+    largest = [max(batch.get(name, 0.0) for batch in batches) for name in ("image", "text", "sound")]
+    wanted = [448.0 / amax if amax else 1.0 for amax in largest]
+    for scales in ranks(2).run(scales_of_branches, batches, prepares):
+        assert scales == pytest.approx(wanted)
+
+
+def scales_beside_a_copy(rank: int, world: int) -> list[float]:
+    """Of a model of which rank 0 has a copy, which it evaluates."""
+    made_by = recipe.DelayedScaling(amax_history_len=4)
+    model = Branches().to(device())
+    te.prepare(model, made_by)
+    average = copy.deepcopy(model) if rank == 0 else None
+    batch = {"text": torch.full((ROWS, WIDTH), 2.0 + rank, device=device())}
+    for _ in range(2):
+        with te.autocast(recipe=made_by, amax_reduction_group=dist.group.WORLD):
+            model(batch).backward()
+            if average is not None:
+                average.eval()(batch)
+    return [float(each.gemm.scaling.scale[0]) for each in model.maps.values()]
+
+
+def test_a_copy_of_a_model_on_one_rank_takes_part_in_no_reduction(ranks: Ranks) -> None:
+    for scales in ranks(2).run(scales_beside_a_copy):
+        assert scales == pytest.approx([1.0, 448.0 / 3.0, 1.0])

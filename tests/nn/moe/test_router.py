@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -185,6 +186,14 @@ def test_a_router_from_the_meta_device_counts_from_zero(assigns: bool) -> None:
     experts = router(x).experts
     assert_bitwise(router.tokens_per_expert, count_choices(experts, EXPERTS), "counts")
     assert update_expert_biases(router) == 1
+
+
+def test_a_router_that_is_loaded_counts_from_zero() -> None:
+    router, x = make(Routing(EXPERTS, 2, bias_update_rate=0.1)), tokens()
+    kept = copy.deepcopy(router.state_dict())
+    router(x)  # of a step that is given up
+    router.load_state_dict(kept)
+    assert not router.tokens_per_expert.any()
 
 
 SAVED = {
