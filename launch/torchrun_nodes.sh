@@ -5,6 +5,9 @@
 #         --data.files '/shared/text/**/*.txt'
 set -euo pipefail
 
+# Processes that are started again (RESTARTS) would find what those before them left in a store that all attempts share.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
 exec torchrun \
     --nnodes "${NODES:?number of nodes}" \
     --nproc-per-node "${PROCESSES:-gpu}" \

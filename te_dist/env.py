@@ -70,6 +70,17 @@ def _folder(text: str) -> Path:
 RANK = Variable("RANK", _integer, "0", "Rank of this process among all processes; torchrun sets it.")
 WORLD_SIZE = Variable("WORLD_SIZE", _integer, "1", "Number of processes; torchrun sets it.")
 LOCAL_RANK = Variable("LOCAL_RANK", _integer, "0", "Rank of this process on its host, and its GPU; torchrun sets it.")
+NODES = Variable("GROUP_WORLD_SIZE", _integer, "1", "Number of nodes; torchrun sets it.")
+RESTARTS = Variable(
+    "TORCHELASTIC_RESTART_COUNT", _integer, "0", "How often a node has started its processes again; torchrun sets it."
+)
+MAX_RESTARTS = Variable("TORCHELASTIC_MAX_RESTARTS", _integer, "0", "How often it may; torchrun sets it.")
+OWN_STORES = Variable(
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+    _flag,
+    "0",
+    "1: processes that are started again meet in a store of their own; `launch/torchrun_nodes.sh` sets it.",
+)
 SHARED_GPUS = Variable(
     "NCCL_MULTI_RANK_GPU_ENABLE",
     _flag,

@@ -6,6 +6,7 @@ Only values stand here: no mesh, device, tensor or process group. What depends o
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
@@ -25,6 +26,12 @@ def _at_least(section: str, config: object, minimum: float, *names: str) -> None
         value = getattr(config, name)
         key = f"{section}.{name}" if section else name
         require(value >= minimum, key, got=value, wanted=f"at least {minimum}", remedy=f"raise {key}")
+
+
+def _finite(section: str, config: object, *names: str) -> None:
+    for name in names:
+        value, key = getattr(config, name), f"{section}.{name}"
+        require(math.isfinite(value), key, got=value, wanted="a finite number", remedy=f"change {key}")
 
 
 def _is_size(text: str) -> bool:
@@ -100,6 +107,7 @@ class ExpertsConfig:
         _at_least("model.experts", self, 0, "count", "shared_ffn", "aux_loss_coefficient", "bias_update_rate")
         _at_least("model.experts", self, 0, "capacity_factor")
         _at_least("model.experts", self, 1, "top_k", "ffn")
+        _finite("model.experts", self, "capacity_factor", "scaling_factor")
         require(
             self.count == 0 or self.top_k <= self.count,
             "model.experts.top_k",
@@ -320,6 +328,7 @@ class Config:
     def __post_init__(self) -> None:
         _at_least("", self, 1, "timeout_seconds")
         _at_least("", self, 0, "seed")
+        require(self.seed < 2**63, "seed", got=self.seed, wanted="less than 2^63", remedy="lower seed")
         require(self.run_dir != "", "run_dir", got="an empty text", wanted="a directory", remedy="name one")
         require(
             self.offload is False or _is_size(self.offload),

@@ -70,10 +70,18 @@ class Journal:
         self._console.print(text, highlight=False)
 
     def record(self, step: int, **values: Any) -> None:
-        """Appends a line to the metrics."""
-        if self._writes:
+        """Appends a line to the metrics.
+
+        Raises:
+            JobError: it cannot be written.
+        """
+        if not self._writes:
+            return
+        try:
             with (self.folder / METRICS).open("a") as out:
                 out.write(json.dumps({"step": step, **values}) + "\n")
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
 
     def training(self, step: int, **values: float) -> None:
         """Records a look at the training loss and shows it: as the bar's text, or as a line where there is no bar."""
@@ -102,7 +110,10 @@ class Journal:
         axes.set(xlabel="step", ylabel="nats per token")
         axes.legend()
         axes.grid(alpha=0.3)
-        figure.savefig(self.folder / PICTURE, dpi=120)
+        try:
+            figure.savefig(self.folder / PICTURE, dpi=120)
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
 
     def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
         """Prints a table; all columns but the first are figures."""

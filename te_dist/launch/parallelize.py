@@ -21,9 +21,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, pa
 import te_dist as te
 from te_dist import fsdp2, offload, optim, quantizers, recipe, recompute
 from te_dist.launch.config import Config, OptimizerConfig, RecipeName
+from te_dist.launch.errors import require
 from te_dist.launch.layout import Layout
 from te_dist.launch.model import Block, Decoder
+from te_dist.nn.grouped_site import GroupedSite
 from te_dist.nn.moe import ExpertParallel
+from te_dist.nn.moe.payload import check_rows
+from te_dist.nn.site import answers_of, quantizer_of
 from te_dist.tensor_parallel import ColumnParallel, GatherInput, RowParallel, SequenceParallel
 
 SEQUENCE = Shard(1)  # of (batch, sequence, columns)
@@ -150,10 +154,32 @@ def shard_model(config: Config, mesh: DeviceMesh, *, expert_mesh: DeviceMesh | N
 
 
 def expert_style(config: Config, mesh: DeviceMesh) -> ExpertParallel:
-    """How experts are spread, over whole groups of the ranks along tp, which have parts of the same sequences."""
+    """How experts are spread, over whole groups of the ranks along tp, which have parts of the same sequences.
+
+    Raises:
+        JobError: rows that are quantized by the recipe cannot travel.
+    """
+    if config.model.experts.payload == "quantized":
+        _check_payload(config)
     experts, parts = config.model.experts, mesh["tp"] if mesh["tp"].size() > 1 else None
     return ExpertParallel(
         capacity=expert_capacity(config), payload=experts.payload, travels=experts.travels, sequence_mesh=parts
+    )
+
+
+def _check_payload(config: Config) -> None:
+    precision, error = RECIPES[config.recipe], None
+    if precision is not None:
+        try:
+            check_rows(quantizer_of(answers_of(precision, "", GroupedSite.module_type)["input"]), torch.bfloat16)
+        except ValueError as found:
+            error = found
+    require(
+        precision is not None and error is None,
+        "model.experts.payload",
+        got=f"quantized with recipe {config.recipe}",
+        wanted="a recipe that quantizes each row of inputs by itself, such as float8_block or mxfp8",
+        remedy='change recipe, or set payload = "plain"',
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from torch import nn
 from te_dist import checkpoints
 from te_dist.launch.config import Config
 from te_dist.launch.errors import require
+from te_dist.launch.journal import CONFIG
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,10 @@ def folder(config: Config) -> Path:
 def choose(config: Config) -> Path | None:
     """The checkpoint the run starts from, None for a new run.
 
+    A run that begins with a named one goes on from its own newest when the same job is started again.
+
     Raises:
-        JobError: a named checkpoint does not exist, or a new run would mix its checkpoints with those of another.
+        JobError: a named checkpoint does not exist, or a run would mix its checkpoints with those of another.
     """
     resume, newest = config.checkpoint.resume, checkpoints.latest(folder(config))
     if resume == "auto":
@@ -61,7 +66,24 @@ def choose(config: Config) -> Path | None:
         wanted='"auto", "none" or a checkpoint',
         remedy=f"the newest one of the run directory is {newest}" if newest else "check the path",
     )
-    return Path(resume)
+    named = Path(resume)
+    if newest is None or newest.resolve() == named.resolve():
+        return named
+    require(
+        _latest_start(config) == resume,
+        "checkpoint.resume",
+        got=f"{resume!r} while there is {newest}, of a run that did not begin with it",
+        wanted="the newest one of the run directory, or a run directory without checkpoints",
+        remedy='set another run_dir, or resume = "auto" to go on from the newest',
+    )
+    return newest
+
+
+def _latest_start(config: Config) -> str | None:
+    """What `checkpoint.resume` was when a job of this run directory began to train; None where nothing says so."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return json.loads(Path(config.run_dir, CONFIG).read_text())["checkpoint"]["resume"]
+    return None
 
 
 def save(config: Config, progress: Progress, model: nn.Module, *, optimizer: torch.optim.Optimizer) -> Path:
@@ -98,7 +120,7 @@ def load(path: Path, config: Config, text: str, *, model: nn.Module, optimizer: 
     theirs = {"text": progress.text, **extra["settings"]}
     for key, wanted in {"text": text, **_settings(config)}.items():
         require(
-            theirs.get(key) == wanted,
+            theirs.get(key, wanted) == wanted,  # older checkpoints say less
             f"checkpoint {path}: {key}",
             got=f"{theirs.get(key)!r} in the checkpoint",
             wanted=f"{wanted!r}, as this run is configured",
@@ -109,9 +131,11 @@ def load(path: Path, config: Config, text: str, *, model: nn.Module, optimizer: 
 
 def _settings(config: Config) -> dict[str, Any]:
     """What no parameter's shape tells and yet decides the next step."""
+    experts = config.model.experts
+    of_experts = ("top_k", "score_function", "normalize", "scaling_factor") if experts.count else ()
     return {
         "data.sequence_length": config.data.sequence_length,
         "seed": config.seed,
-        "model.heads": config.model.heads,
-        "model.rope_base": config.model.rope_base,
+        **{f"model.{name}": getattr(config.model, name) for name in ("heads", "rope_base", "norm_epsilon")},
+        **{f"model.experts.{name}": getattr(experts, name) for name in of_experts},
     }

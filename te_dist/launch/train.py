@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import FSDPModule
 
+from te_dist import env
 from te_dist.checkpoints import CheckpointError
 from te_dist.launch import config_file, corpus, layout, measure, progress
 from te_dist.launch.config import Config
@@ -35,7 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: a TOML file, then overrides; `sys.argv` where not given.
     """
-    world = World.meet()
+    try:
+        world = World.meet()
+    except JobError as error:
+        _end(None, str(error))
     try:
         config = _agree_on_config(world, sys.argv[1:] if arguments is None else arguments)
         run(world, config)
@@ -94,11 +98,12 @@ def _check_extra() -> None:
     )
 
 
-def _end(world: World, reason: str) -> NoReturn:
+def _end(world: World | None, reason: str) -> NoReturn:
     """Ends this rank. One write: the lines of several ranks must not run into each other."""
-    sys.stderr.write(f"te_dist, rank {world.rank}: {reason}\n")
+    sys.stderr.write(f"te_dist, rank {env.RANK.get() if world is None else world.rank}: {reason}\n")
     sys.stderr.flush()
-    world.part()
+    if world is not None:
+        world.part()
     sys.exit(1)
 
 

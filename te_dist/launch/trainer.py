@@ -113,8 +113,11 @@ class Trainer:
             ) from error
 
     def restore(self, path: Path) -> str:
-        """Goes on from a checkpoint; what to say of it."""
+        """Goes on from a checkpoint, with the optimizer as it is configured now; what to say of it."""
+        configured = [dict(group) for group in self.optimizer.param_groups]
         found = progress.load(path, self.config, self.progress.text, model=self.model, optimizer=self.optimizer)
+        for group, its in zip(self.optimizer.param_groups, configured, strict=True):
+            group.update(its)
         self.progress = replace(found, recipe=self.config.recipe)
         converted = found.recipe not in ("", self.config.recipe)
         change = f", which {found.recipe} saved and {self.config.recipe} goes on with" if converted else ""

@@ -52,11 +52,23 @@ class World:
 
     @classmethod
     def meet(cls) -> World:
-        """Meets the ranks that `torchrun` started; without `torchrun` this process is all there is."""
+        """Meets the ranks that `torchrun` started; without `torchrun` this process is all there is.
+
+        Raises:
+            JobError: words of an earlier attempt could not be told from those of this one, on every rank alike.
+        """
         if not dist.is_torchelastic_launched():
             return cls(HashStore(), rank=0, size=1)
+        require(
+            env.NODES.get() == 1 or env.MAX_RESTARTS.get() == 0 or env.OWN_STORES.get(),
+            "torchrun --max-restarts",
+            got=f"{env.MAX_RESTARTS.get()} on {env.NODES.get()} nodes, all attempts of which share one store",
+            wanted="a store for each attempt",
+            remedy=f"set {env.OWN_STORES.name}=1 on every node, as launch/torchrun_nodes.sh does, or leave it out",
+        )
         store, rank, size = next(iter(rendezvous("env://")))
-        return cls(store, rank, size)
+        # NOTE: processes of one node that are started again find the store of those before.
+        return cls(PrefixStore(f"attempt_{env.RESTARTS.get()}", store), rank, size)
 
     def set_timeout(self, seconds: float) -> None:
         """How long `agree` waits for the slowest rank."""

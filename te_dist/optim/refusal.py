@@ -81,9 +81,9 @@ def _refuse_unfinished(optimizer: torch.optim.Optimizer, idle: list[Tensor]) -> 
     if _torch_private.waits_for_backward(idle):
         raise RuntimeError(
             f"{type(optimizer).__name__} has no gradients of {len(idle)} parameters: a backward pass ended by an "
-            "exception, and FSDP2, which waits for its end, gives none to shards from then on. Call "
-            "reset_iter_state() of the root module (torch 2.13 and later) where the exception is caught, or make and "
-            "load the model anew"
+            "exception, and FSDP2, which waits for its end, gives none to shards from then on. Call zero_grad() and "
+            "then reset_iter_state() of the root module (torch 2.13 and later) where the exception is caught, or make "
+            "and load the model anew"
         )
 
 

@@ -32,9 +32,9 @@ def layers(*, quantized: bool = True) -> nn.Sequential:
 
 
 def shard(model: nn.Sequential, world: int, wrap: Callable[..., object] = fsdp2.fully_shard) -> None:
-    """Each linear map as a unit, the embedding with the root."""
+    """Each linear map as a unit, the embedding and what is behind the maps with the root."""
     over = testing.mesh((world,), ("dp",))
-    for unit in (*model[1:], model):
+    for unit in (*model[1:3], model):
         wrap(unit, mesh=over)
 
 
@@ -213,7 +213,7 @@ def step_after_a_failure(rank: int, world: int, make: Make, quantized: bool) -> 
     found = []
     for fails in (False, True):
         torch.manual_seed(0)
-        model = layers(quantized=quantized).to(testing.device())
+        model = layers(quantized=quantized).append(nn.Linear(SIZE, SIZE)).to(testing.device())
         shard(model, world)
         optimizer = make(model.parameters(), lr=0.1)
         assert_trains(model, optimizer)
@@ -227,6 +227,7 @@ def step_after_a_failure(rank: int, world: int, make: Make, quantized: bool) -> 
                 optimizer.step()
             if not hasattr(model, "reset_iter_state"):  # before torch 2.13
                 return
+            model.zero_grad()
             model.reset_iter_state()
         for _ in range(2):
             assert_trains(model, optimizer)

@@ -148,6 +148,7 @@ def test_a_checkpoint_that_is_not_there_is_named(finished, capsys: pytest.Captur
         (("--model.layers", "3"), ("cannot load", "blocks.2")),
         (("--seed", "1"), ("seed: got 0 in the checkpoint; wanted 1",)),
         (("--model.rope-base", "5000"), ("model.rope_base: got 10000.0",)),
+        (("--model.norm-epsilon", "1.0"), ("model.norm_epsilon: got 1e-05",)),
         (("--data.validation-fraction", "0.4"), (": text: got",)),
     ],
 )
@@ -158,12 +159,46 @@ def test_a_checkpoint_of_another_model_or_text_is_refused(
     assert all(word in line for word in words), line
 
 
+def test_a_run_that_began_with_a_named_checkpoint_goes_on_from_its_own(
+    finished, tiny_job: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, named = tiny_job(), ("--checkpoint.resume", str(finished.run_dir / "checkpoints" / "step_00000002"))
+    said = []
+    for steps in ("3", "4"):
+        capsys.readouterr()
+        run(job, "--train.steps", steps, "--checkpoint.every", "1", *named)
+        said.append("".join(capsys.readouterr().out.split()))
+    assert f"resumedfrom{named[1]}" in said[0]
+    assert f"resumedfrom{job.run_dir / 'checkpoints' / 'step_00000003'}" in said[1]
+
+
+def test_a_run_does_not_begin_anew_among_the_checkpoints_of_another(
+    finished, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = finished.run_dir / "checkpoints"
+    before = sorted(folder.iterdir())
+    line = reason(finished, capsys, "--checkpoint.resume", str(folder / "step_00000002"))
+    assert f"step_00000002' while there is {folder / 'step_00000004'}, of a run that did not begin with it" in line
+    assert sorted(folder.iterdir()) == before
+    run(finished, "--checkpoint.resume", str(folder / "step_00000004"))
+
+
+def test_the_optimizer_of_a_run_that_goes_on_is_that_of_its_configuration(tiny_job: Callable) -> None:
+    jobs = [tiny_job(), tiny_job()]
+    for job, decay in zip(jobs, ("0", "50"), strict=True):
+        run(job, "--train.steps", "2", "--optimizer.weight-decay", "0")
+        run(job, "--optimizer.weight-decay", decay)
+    kept, decayed = (job.metrics("loss") for job in jobs)
+    assert kept[3] == decayed[3]  # weights decay after it
+    assert abs(decayed[4] - kept[4]) > 1e-3
+
+
 def test_a_damaged_checkpoint_is_refused(finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damaged = tmp_path / "step_00000002"
     shutil.copytree(finished.run_dir / "checkpoints" / "step_00000002", damaged)
     data = next(damaged.glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-10])
-    line = reason(finished, capsys, "--checkpoint.resume", str(damaged))
+    line = reason(finished, capsys, "--checkpoint.resume", str(damaged), "--run-dir", str(tmp_path / "run"))
     assert "it is damaged" in line
     assert data.name in line
 

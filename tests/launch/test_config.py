@@ -43,6 +43,9 @@ def test_command_line_wins_over_file_and_file_over_defaults(tmp_path: Path) -> N
         ("model = {hidden = 100, heads = 3}", ("model.hidden", "100 over 3 heads", "even number")),
         ("model = {heads = 4, kv_heads = 3}", ("model.kv_heads", "3 for 4", "a divisor")),
         ("optimizer = {beta1 = 1.0}", ("optimizer.beta1", "1.0", "a fraction")),
+        ("model = {experts = {capacity_factor = inf}}", ("model.experts.capacity_factor", "inf", "a finite number")),
+        ("model = {experts = {scaling_factor = nan}}", ("model.experts.scaling_factor", "nan", "a finite number")),
+        ("seed = 9223372036854775808", ("seed", "9223372036854775808", "less than 2^63")),
         ("recipe = ?", ("configuration", "line 1", "valid TOML")),
     ],
 )

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from te_dist.launch import config_file, train
+from te_dist.launch import config_file, parallelize, train
 from te_dist.launch.config import Config, ModelConfig
 from te_dist.launch.errors import JobError
 from te_dist.launch.layout import plan
 from te_dist.launch.model import Decoder, next_token_loss
-from te_dist.launch.parallelize import expert_capacity
 
 CONFIGS = Path(__file__).parents[2] / "launch" / "configs"
 EXPERTS = """
@@ -65,6 +64,14 @@ def test_what_does_not_fit_the_ranks_is_named(changes: dict, words: str) -> None
         plan(configured(**changes), 2)
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "float8_current", "nvfp4"])
+def test_rows_that_cannot_travel_quantized_are_named(recipe: str) -> None:
+    experts = {"experts": {"count": 4, "payload": "quantized"}}
+    config = configured(recipe=recipe, model=experts, mesh={"ep": 2})
+    with pytest.raises(JobError, match=f"model.experts.payload: got quantized with recipe {recipe}; wanted a recipe"):
+        parallelize.expert_style(config, mesh=None)  # which is not asked
+
+
 def test_more_choices_than_experts_are_named() -> None:
     with pytest.raises(JobError, match=r"model.experts.top_k: got 5 of 4 experts"):
         config_file.build(Config, {"model": {"experts": {"count": 4, "top_k": 5}}})
@@ -74,7 +81,7 @@ def test_the_quickstart_of_experts_is_a_job_for_two_ranks() -> None:
     config = config_file.read(CONFIGS / "moe.toml")
     layout = plan(config, 2)
     assert (layout.dp, layout.ep, config.model.experts.count) == (2, 2, 8)
-    assert expert_capacity(config) is None
+    assert parallelize.expert_capacity(config) is None
 
 
 def test_the_file_of_experts_is_a_job_for_eight_ranks_at_other_sizes() -> None:
@@ -89,7 +96,7 @@ def test_the_file_of_experts_is_a_job_for_eight_ranks_at_other_sizes() -> None:
 
 def test_a_capacity_is_a_multiple_of_what_ranks_send_on_average() -> None:
     config = configured(mesh={"ep": 2}, model={"experts": {"count": 4, "capacity_factor": 1.5}})
-    assert expert_capacity(config) == 1.5 * config.train.micro_batch * config.data.sequence_length * 2 / 2
+    assert parallelize.expert_capacity(config) == 1.5 * config.train.micro_batch * config.data.sequence_length * 2 / 2
 
 
 def test_every_parameter_of_a_mixture_gets_a_gradient() -> None:

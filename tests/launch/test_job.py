@@ -67,6 +67,17 @@ def test_a_job_on_two_nodes_that_lost_a_rank_ends_and_resumes_to_the_bit(
     assert job.metrics("validation_loss") == unbroken[0].metrics("validation_loss")
 
 
+def test_a_job_whose_processes_are_started_again_resumes_to_the_bit(unbroken, tiny_job: Callable, launcher) -> None:
+    job = tiny_job(RECIPE)
+    again = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    process = launcher.start(*again, *job.command("--checkpoint.every", "2"))
+    kill_a_rank_after(job, 3, process.pid)
+    output, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, output
+    assert "resumed from" in output
+    assert job.metrics("loss") == unbroken[0].metrics("loss")
+
+
 @pytest.mark.exhaustive
 def test_torchrun_ends_well_where_the_job_does(unbroken, tiny_job: Callable, launcher) -> None:
     job = tiny_job(RECIPE)

@@ -68,3 +68,14 @@ def test_a_rank_that_never_comes_is_missed_by_the_others() -> None:
     outcomes = on_ranks(meet)
     assert "2 of 3 ranks in time" in str(outcomes[0])
     assert str(outcomes[0]) == str(outcomes[2])
+
+
+def test_nodes_that_start_processes_again_need_a_store_for_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "TORCHELASTIC_RUN_ID": "job",
+        "GROUP_WORLD_SIZE": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(JobError, match=r"torchrun --max-restarts: got 1 on 2 nodes, all attempts of which share"):
+        World.meet()
