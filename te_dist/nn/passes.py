@@ -3,14 +3,17 @@
 [Note: Which pass runs again]
 Torch's checkpoint runs a forward pass again in backward, outside of the `autocast` of the first one, and says nothing
 of it. It is computed as the latest pass was; evaluations, without gradients and not in training mode, that come behind
-a training pass and before backward do not count. Where training passes ran otherwise since, with no backward pass in
-between, the latest may be another one, and it is refused.
+a training pass and before its backward do not count. Where training passes ran otherwise since, while it waits for
+its backward, the latest may be another one, and it is refused. A pass waits as long as its function of autograd is
+there and has not been run backward. One that records nothing (of frozen weights and such an input, or as the reentrant
+kind of checkpoint begins) has none: it waits until any map is run backward, and is refused after an evaluation behind
+that which ran otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -18,8 +21,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from te_dist._torch_private import in_backward
 from te_dist.context import Autocast
-from te_dist.nn.once import backward_count
+from te_dist.nn.once import Waiting, backward_count
 from te_dist.nn.plan import Plan
 from te_dist.scaling.history import DelayedScalingRequest
 
@@ -58,26 +62,39 @@ class Latest:
     Attributes:
         trains: whether it ran in training mode, or with gradients.
         count: of backward passes, see `backward_count`, when it ran.
-        overtaken: what surrounded a pass by a recipe that this one followed and ran otherwise than, with no backward
-            pass in between.
+        functions: of autograd, of this pass and of those before, that may wait for backward.
+        own: that of this pass; None where there is none.
+        overtaken: what surrounded a pass by a recipe that this one followed and ran otherwise than, while that waited,
+            or may have.
     """
 
     found: Pass
     trains: bool
     count: int
+    functions: list[Waiting] = field(default_factory=list)
+    own: Waiting | None = None
     overtaken: Autocast | None = None
+
+    def waits(self) -> bool:
+        """Whether a pass may be run again, see [Note: Which pass runs again]."""
+        if self.functions:
+            self.functions = [each for each in self.functions if each.waits]
+        return bool(self.functions) or (self.trains and self.count == backward_count())
+
+    def _is_recorded(self) -> bool:
+        return self.own is not None and (self.own.was_run or self.own.waits)
 
     def follow(self, found: Pass, *, trains: bool) -> None:
         """Goes on to the next one."""
-        count, state = backward_count(), self.found.state
-        waits = self.trains and self.count == count
+        waits, state = self.waits(), self.found.state
         if waits and not trains:
             return
-        if not waits or self.overtaken == found.state:
+        may_wait = waits or (self.trains and not trains and not self._is_recorded())
+        if not may_wait or self.overtaken == found.state:
             self.overtaken = None
         elif found is not self.found and self.overtaken is None and state.recipe is not None and state != found.state:
             self.overtaken = state
-        self.found, self.trains, self.count = found, trains, count
+        self.found, self.trains, self.count, self.own = found, trains, backward_count(), None
 
 
 # Of every map, and all its passes that have plans, by age; beside the modules, since they may hold a group.
@@ -87,10 +104,24 @@ MAX_PLANNED = 4  # of a map
 WITHOUT, WITHOUT_BESIDE = Pass(Autocast()), Pass(Autocast())  # a recipe, beside compiled maps that have one
 
 
+_noted: Latest | None = None  # the pass that was noted last, until its function of autograd is known
+
+
 def note(module: nn.Module, found: Pass, latest: Latest | None) -> None:
     """Notes a pass of `module` that may be run again; `latest`: what is known of those before."""
+    global _noted  # noqa: PLW0603
     trains = module.training or torch.is_grad_enabled()
     if latest is None:
-        latest_of[module] = Latest(found, trains, backward_count())
+        latest = latest_of[module] = Latest(found, trains, backward_count())
     else:
         latest.follow(found, trains=trains)
+    _noted = latest
+
+
+def wait_for(ctx: Any) -> None:
+    """Called in the forward pass of a function of autograd: the pass that was just noted waits for its backward."""
+    global _noted  # noqa: PLW0603
+    latest, _noted = _noted, None
+    if latest is not None and not in_backward():
+        latest.own = Waiting(ctx)
+        latest.functions.append(latest.own)

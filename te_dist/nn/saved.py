@@ -8,6 +8,7 @@ from torch import Tensor
 
 from te_dist._torch_private import unpacks_by_checkpoint
 from te_dist.codecs.base import MOVE_SAVED
+from te_dist.nn.passes import wait_for
 from te_dist.tensor import QuantizedTensor
 
 _DECODED = (
@@ -26,6 +27,7 @@ def save(ctx: Any, *tensors: Tensor | None, inputs: int) -> None:
     Args:
         inputs: place of the tensor that the map has quantized itself, which nothing else changes.
     """
+    wait_for(ctx)
     ctx.save_for_backward(*tensors)
     ctx.quantized = [place for place, tensor in enumerate(tensors) if isinstance(tensor, QuantizedTensor)]
     found = tensors[inputs]

@@ -227,6 +227,59 @@ def test_an_evaluation_between_forward_and_a_second_forward_changes_nothing(way)
     assert_bitwise(*gradients, "gradient")
 
 
+def maps(kind: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    """A module, and what is computed with it."""
+    torch.manual_seed(0)
+    if kind == "grouped":
+        module = te.GroupedLinear(2, WIDTH, WIDTH, bias=False)
+        return module, lambda x: torch.tanh(module(x, [WIDTH // 2, WIDTH // 2]))
+    module = nn.Sequential(te.Linear(WIDTH, WIDTH), nn.Tanh()) if kind == "linear" else te.LayerNormMLP(WIDTH, WIDTH)
+    return module, module
+
+
+@pytest.mark.parametrize("between", ["micro batch", "other model"])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", ["linear", "mlp", "grouped"])
+def test_an_evaluation_changes_nothing_whatever_has_been_run_backward_meanwhile(kind, frozen, between):
+    gradients = []
+    for run, evaluates in ((PLAIN, False), (OF_TORCH["torch"], True)):
+        module, function = maps(kind)
+        module.requires_grad_(not frozen)
+        inputs = [torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(2)]
+        other = te.Linear(WIDTH, WIDTH)
+        with te.autocast(recipe=RECIPES["current"]):
+            first = other(inputs[0]) if between == "other model" else run(function, inputs[0])
+            second = run(function, inputs[1])
+        first.square().mean().backward()
+        if evaluates:
+            module.eval()
+            with torch.no_grad(), te.autocast(recipe=RECIPES["delayed"]):
+                function(inputs[0])
+            module.train()
+        second.square().mean().backward()
+        gradients.append([inputs[1].grad, *(p.grad for p in module.parameters() if not frozen)])
+    assert_same(*gradients)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_records_nothing_is_refused_after_an_evaluation_that_ran_otherwise(reentrant):
+    """Of frozen weights and an input without gradients, or as the reentrant kind begins: nobody knows if it waits."""
+    torch.manual_seed(0)
+    module, scale = te.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Parameter(torch.ones(WIDTH))
+    losses, beside = [], torch.ones((), requires_grad=True)  # torch's reentrant kind asks for an input with gradients
+    for x in torch.randn(2, WIDTH, WIDTH):
+        with te.autocast(recipe=RECIPES["current"]):
+            y = torch_checkpoint.checkpoint(lambda x, _: module(x) * scale, x, beside, use_reentrant=reentrant)
+        losses.append(y.square().mean())
+    losses[0].backward()
+    module.eval()
+    with torch.no_grad():
+        module(torch.randn(WIDTH, WIDTH))
+    module.train()
+    with pytest.raises(RuntimeError, match=r"a linear map is run again in backward.* ran otherwise"):
+        losses[1].backward()
+
+
 @pytest.mark.parametrize("way", OF_TORCH)
 def test_what_is_evaluated_for_gradients_of_its_input_runs_again_as_it_did(way):
     gradients = []
