@@ -265,11 +265,11 @@ def test_an_evaluation_changes_nothing_whatever_has_been_run_backward_meanwhile(
 def test_what_records_nothing_is_refused_after_an_evaluation_that_ran_otherwise(reentrant):
     """Of frozen weights and an input without gradients, or as the reentrant kind begins: nobody knows if it waits."""
     torch.manual_seed(0)
-    module, scale = te.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Parameter(torch.ones(WIDTH))
+    module, trained = te.Linear(WIDTH, WIDTH).requires_grad_(False), te.Linear(WIDTH, WIDTH)
     losses, beside = [], torch.ones((), requires_grad=True)  # torch's reentrant kind asks for an input with gradients
     for x in torch.randn(2, WIDTH, WIDTH):
         with te.autocast(recipe=RECIPES["current"]):
-            y = torch_checkpoint.checkpoint(lambda x, _: module(x) * scale, x, beside, use_reentrant=reentrant)
+            y = torch_checkpoint.checkpoint(lambda x, _: trained(module(x)), x, beside, use_reentrant=reentrant)
         losses.append(y.square().mean())
     losses[0].backward()
     module.eval()
