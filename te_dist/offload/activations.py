@@ -105,9 +105,12 @@ class Session:
         return saved.rebuild(leaves)
 
     def _why_kept(self, tensor: Tensor) -> Kept | None:
+        buffers = buffers_of(tensor)
+        # NOTE: nested tensors are made of strided ones, whose identity they are known by.
+        if tensor.layout != torch.strided or not all(b.layout == torch.strided for b in buffers):
+            return Kept.FOREIGN
         if outlives_backward(tensor):
             return Kept.PARAMETER
-        buffers = buffers_of(tensor)
         if not all(_is_plain(b) and self._is_meant(b.device) for b in buffers):
             return Kept.FOREIGN
         # What lies in a storage that was parked is had for nothing, and would keep it on the device.
@@ -222,8 +225,4 @@ def policy(budget: int | str | None, min_bytes: int | str, window: int | str) ->
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return (
-        tensor.layout == torch.strided
-        and not is_traceable_wrapper_subclass(tensor)
-        and not (tensor.is_conj() or tensor.is_neg())
-    )
+    return not (is_traceable_wrapper_subclass(tensor) or tensor.is_conj() or tensor.is_neg())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_dist._torch_private import in_backward
 from te_dist.offload.activations import Session, policy
 
 # Further arguments of TransformerEngine's function: the values that ask for nothing, and what to do instead of others.
@@ -37,6 +38,11 @@ class LayerwiseOffload:
         self._hooks: AbstractContextManager[Any] | None = None  # of the layer that was entered and not synchronized
 
     def __enter__(self) -> None:
+        if in_backward():
+            raise RuntimeError(
+                "a layer was entered in backward, which would be counted once more: a region that is run again, as by "
+                "torch's checkpoint, has the context around it, not inside; or take te_dist.offload.activations"
+            )
         if self._hooks is not None:
             raise RuntimeError(f"layer {self._layer} was entered twice; call the sync function on each layer's output")
         self._hooks = nullcontext()

@@ -44,7 +44,8 @@ def mark_not_offload(*tensors: Tensor) -> None:
     """
     for tensor in tensors:
         for leaf in buffers_of(tensor):
-            _MARKED.add(leaf.untyped_storage())
+            if leaf.layout == torch.strided:  # others are never parked
+                _MARKED.add(leaf.untyped_storage())
 
 
 def buffers_of(tensor: Tensor) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -276,3 +276,28 @@ def test_activations_of_a_mesh_are_parked_by_their_local_bytes(mesh, name):
     assert statistics.parked == local.format.canonical.allocated_bytes(local.storage.region)
     assert got.placements == want.placements
     assert_bitwise(got.to_local(), local, name)
+
+
+def sparse_gradients(weight: Tensor) -> None:
+    torch.sparse.mm(torch.eye(8).to_sparse(), weight).square().sum().backward()
+
+
+def nested_gradients(weight: Tensor) -> None:
+    rows = [torch.arange(8.0 * n).view(n, 8) / 64 for n in (3, 5)]
+    x = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+    y = torch.nn.functional.linear(x, weight)
+    (torch.tanh(y) * torch.sigmoid(y)).values().sum().backward()
+
+
+@pytest.mark.parametrize("passes", [sparse_gradients, nested_gradients])
+def test_sparse_and_nested_tensors_stay(passes: Callable[[Tensor], None]) -> None:
+    weights = [torch.eye(8).requires_grad_() for _ in range(2)]
+    passes(weights[0])
+    with offload.activations(min_bytes=0) as statistics:
+        passes(weights[1])
+    assert statistics.kept[Kept.FOREIGN]
+    assert_bitwise(weights[1].grad, weights[0].grad, "gradient")
+
+
+def test_sparse_tensors_may_be_marked() -> None:
+    offload.mark_not_offload(torch.eye(8).to_sparse())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from te_dist.offload import get_cpu_offload_context
 from te_dist.offload.host import pool_of
@@ -81,3 +82,19 @@ def test_arguments_that_ask_for_something_else_say_what_to_do():
     with pytest.warns(UserWarning, match="double_buffering=False has no effect"):
         get_cpu_offload_context(double_buffering=False)
     get_cpu_offload_context(double_buffering=True, offload_weights=False, retain_pinned_cpu_buffers=True)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_layer_inside_of_what_is_run_again_is_told(reentrant: bool) -> None:
+    context, synchronize = get_cpu_offload_context(enabled=True, num_layers=1, model_layers=2)
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            with context:
+                x = torch.tanh(x) * 2
+            x = synchronize(x)
+        return x
+
+    y = checkpoint(region, torch.ones(4, requires_grad=True), use_reentrant=reentrant)
+    with pytest.raises(RuntimeError, match="has the context around it, not inside"):
+        y.sum().backward()
