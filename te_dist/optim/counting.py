@@ -20,7 +20,9 @@ def install() -> None:
 
 def count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Counts a write into all that a fused `optimizer` has updated."""
-    params = [param for group in optimizer.param_groups if group.get("fused") for param in group["params"]]
-    written = [tensor for param in params if param.grad is not None for tensor in {param, local_tensor(param)}]
+    groups = (group for group in optimizer.param_groups if group.get("fused"))
+    written = [param for group in groups for param in group["params"] if param.grad is not None]
+    written += [local for param in written if (local := local_tensor(param)) is not param]
+    written = [tensor for tensor in written if not tensor.is_inference()]  # which have no count
     if written and not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version(written)
