@@ -17,10 +17,12 @@ from te_dist import catalog, fsdp2
 from te_dist._torch_private import pretended_ranks
 from te_dist.formats import Format
 from te_dist.fsdp2 import Footprint, Purpose, Unit
+from te_dist.kernels.runtime import target_of
 from te_dist.launch import config_file, layout, parallelize
 from te_dist.launch.config import Config
 from te_dist.launch.errors import JobError, require
 from te_dist.launch.layout import Layout
+from te_dist.nn import LinearSite
 from te_dist.tensor.placement import local_tensor
 
 PLAIN = "bf16"
@@ -147,6 +149,7 @@ def _plan_rank(config: Config, layout: Layout, world_size: int, rank: int) -> Ra
         mesh = parallelize.make_mesh(layout, cpu, config.timeout_seconds)
         experts = parallelize.make_expert_mesh(layout, cpu, config.timeout_seconds)
         model = parallelize.shard_model(config, mesh, expert_mesh=experts)
+        _check_sizes(model, config)
         unit = fsdp2.footprints(model)
         state = _optimizer_bytes(model, parallelize.build_optimizer(model, config.optimizer))
     layers = _layers(unit)
@@ -154,6 +157,19 @@ def _plan_rank(config: Config, layout: Layout, world_size: int, rank: int) -> Ra
     by_name = {each.name: each for own in unit.flat() for each in own.parameters}
     plans = (ParameterPlan(layers[name], by_name[name], *state[name]) for name in order)
     return RankPlan(tuple(plans), fsdp2.peak_bytes(unit), layout.accumulate)
+
+
+def _check_sizes(model: nn.Module, config: Config) -> None:
+    """As the job does once it has the device; of "auto" the CPU, whose products take what those of GPUs do, and more.
+
+    Raises:
+        ValueError: some are none that the recipe takes.
+    """
+    precision = parallelize.RECIPES[config.recipe]
+    target = target_of(torch.device("meta" if config.device == "cuda" else "cpu"))
+    for module in model.modules() if precision is not None else ():
+        if isinstance(module, LinearSite):
+            module.check(precision, target)
 
 
 def _optimizer_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[int, int]]:

@@ -150,6 +150,7 @@ def test_every_configuration_can_be_planned(config: str) -> None:
         (["quickstart.toml", "--world-size", "3"], "mesh: got dp 2 x tp 1 with 3 ranks"),
         (["quickstart.toml", "--world-size", "3"], "te-dist plan --world-size"),
         (["quickstart.toml", "--rank", "2", *SMALL], "--rank: got 2, wanted one of 2 ranks"),
+        (["moe.toml", "--model.experts.ffn", "72"], "in_features=72 does not fit Float8BlockScaling"),
         (["none.toml"], "configuration"),
     ],
 )
