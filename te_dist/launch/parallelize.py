@@ -27,7 +27,7 @@ from te_dist.launch.model import Block, Decoder
 from te_dist.nn.grouped_site import GroupedSite
 from te_dist.nn.moe import ExpertParallel
 from te_dist.nn.moe.payload import check_rows
-from te_dist.nn.site import answers_of, quantizer_of
+from te_dist.nn.site import LinearSite, answers_of, quantizer_of
 from te_dist.tensor_parallel import ColumnParallel, GatherInput, RowParallel, SequenceParallel
 
 SEQUENCE = Shard(1)  # of (batch, sequence, columns)
@@ -118,6 +118,27 @@ def build_model(
     if precision is not None:
         te.prepare(model, precision)  # sizes are checked for the device, and histories are there to be loaded
     return model
+
+
+@contextmanager
+def histories_of(model: nn.Module, saved: str, own: RecipeName) -> Iterator[None]:
+    """While a checkpoint is read that was trained by the recipe `saved`, the model keeps what histories that has."""
+    theirs, ours = RECIPES.get(saved), RECIPES[own]  # type: ignore[call-overload]
+    if saved == own or not any(isinstance(each, recipe.DelayedScaling) for each in (theirs, ours)):
+        yield
+        return
+    _keep_histories(model, theirs if isinstance(theirs, recipe.DelayedScaling) else None)
+    yield
+    _keep_histories(model, ours)
+
+
+def _keep_histories(model: nn.Module, precision: recipe.Recipe | None) -> None:
+    """Those of a recipe, new ones."""
+    for module in model.modules():
+        if isinstance(module, LinearSite):
+            module.scaling = None
+    if precision is not None:
+        te.prepare(model, precision)
 
 
 def shard_model(config: Config, mesh: DeviceMesh, *, expert_mesh: DeviceMesh | None = None) -> Decoder:

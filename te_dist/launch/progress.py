@@ -12,6 +12,9 @@ import torch
 from torch import nn
 
 from te_dist import checkpoints
+from te_dist.checkpoints import CheckpointError
+from te_dist.checkpoints.folder import resolve
+from te_dist.checkpoints.manifest import Manifest
 from te_dist.launch.config import Config
 from te_dist.launch.errors import require
 from te_dist.launch.journal import CONFIG
@@ -127,6 +130,13 @@ def load(path: Path, config: Config, text: str, *, model: nn.Module, optimizer: 
             remedy="restore it, or start anew in another run_dir",
         )
     return progress
+
+
+def saved_recipe(path: Path) -> str:
+    """By which a checkpoint's run was trained; "" where it does not say, or cannot be read, as `load` tells."""
+    with suppress(CheckpointError, KeyError, TypeError):
+        return Manifest.read(resolve(path)).extra["progress"]["recipe"]
+    return ""
 
 
 def _settings(config: Config) -> dict[str, Any]:

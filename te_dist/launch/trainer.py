@@ -115,7 +115,8 @@ class Trainer:
     def restore(self, path: Path) -> str:
         """Goes on from a checkpoint, with the optimizer as it is configured now; what to say of it."""
         configured = [dict(group) for group in self.optimizer.param_groups]
-        found = progress.load(path, self.config, self.progress.text, model=self.model, optimizer=self.optimizer)
+        with parallelize.histories_of(self.model, progress.saved_recipe(path), self.config.recipe):
+            found = progress.load(path, self.config, self.progress.text, model=self.model, optimizer=self.optimizer)
         for group, its in zip(self.optimizer.param_groups, configured, strict=True):
             group.update(its)
         self.progress = replace(found, recipe=self.config.recipe)

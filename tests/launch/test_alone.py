@@ -89,14 +89,31 @@ def test_a_finished_job_is_evaluated_and_not_trained_again(finished, capsys: pyt
 def test_a_run_that_goes_on_in_another_format_says_so(tiny_job: Callable, capsys: pytest.CaptureFixture[str]) -> None:
     job = tiny_job("float8_block")
     said = []
-    for steps, recipe in (("2", "float8_block"), ("4", "float8_block"), ("6", "mxfp8")):
+    formats = (
+        "float8_block",
+        "float8_block",
+        "mxfp8",
+        "float8_delayed",
+        "float8_delayed",
+        "nvfp4",
+        "float8_delayed",
+        "bf16",
+    )
+    for number, recipe in enumerate(formats, start=1):
         capsys.readouterr()
-        run(job, "--train.steps", steps, "--recipe", recipe)
+        run(job, "--train.steps", str(2 * number), "--recipe", recipe)
         said.append(" ".join(capsys.readouterr().out.split()))
     assert "resumed from" not in said[0]
     assert "resumed from" in said[1]
     assert "goes on with" not in said[1]
     assert "step_00000004, which float8_block saved and mxfp8 goes on with" in said[2]
+    assert "which mxfp8 saved and float8_delayed goes on with" in said[3]
+    assert "goes on with" not in said[4]
+    assert "which float8_delayed saved and nvfp4 goes on with" in said[5]
+    assert "which float8_delayed saved and bf16 goes on with" in said[7]
+    losses = list(job.metrics("loss").values())
+    assert len(losses) == 2 * len(formats)
+    assert losses[-1] < losses[0]
 
 
 def test_a_line_that_a_killed_run_left_unfinished_is_dropped(tiny_job: Callable) -> None:
