@@ -8,6 +8,7 @@ from te_dist import codecs
 from te_dist.formats import Direction, Encoding, Field, Format, Group, RaggedGroup, Region, Span
 from te_dist.fsdp2 import GroupedParameter, QuantizedParameter
 from te_dist.grouped import GroupCut, GroupedStorage, GroupedTensor
+from te_dist.grouped.members import MemberCopy, MemberView
 from te_dist.tensor import Cut, QuantizedStorage, QuantizedTensor
 from te_dist.tensor.writes import Write
 
@@ -16,6 +17,8 @@ TENSORS = (
     GroupedParameter,
     GroupedStorage,
     GroupedTensor,
+    MemberCopy,
+    MemberView,
     QuantizedParameter,
     QuantizedStorage,
     QuantizedTensor,

@@ -14,6 +14,7 @@ from te_dist.grouped.grouped_tensor import OPS, GroupedTensor
 from te_dist.grouped.storage import GroupCut, GroupedStorage, empty
 from te_dist.tensor import OPS as OF_MATRICES
 from te_dist.tensor import QuantizedTensor, aten_values, rectangles
+from te_dist.tensor.aten import outline
 from te_dist.tensor.filling import fill
 from te_dist.tensor.parts import check_writable, is_same_part, note, note_alike
 from te_dist.tensor.quantized_tensor import mode_of
@@ -45,6 +46,7 @@ def _unbind(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
 def _select(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     """One member, as a view."""
     tensor, dim, index = args
+    outline(func, args, kwargs)
     _check_members(tensor, "select", dim)
     with mode_of(tensor):
         return QuantizedTensor(tensor.storage.view(index))
@@ -124,13 +126,11 @@ def _part(tensor: GroupedTensor, dim: int, start: int, length: int, step: int = 
 @OPS.implements(aten.split.Tensor, aten.split_with_sizes.default)
 def _split(func: Any, args: Any, kwargs: Any) -> list[GroupedTensor]:
     """Parts with buffers of their own; those along members and rows know what they were cut from."""
-    tensor, sizes, dim = (*args, 0)[:3]
-    dim = kwargs.get("dim", dim) % tensor.dim()
+    tensor, dim = args[0], kwargs.get("dim", (*args, 0)[2])
+    sizes = [each.shape[dim] for each in outline(func, args, kwargs)]
     if (rows := rectangles.taken_apart(tensor)) is not None:
         return rows
-    total = tensor.shape[dim]
-    if isinstance(sizes, int):
-        sizes = [min(sizes, total - at) for at in range(0, total, sizes)] or [0]
+    dim = dim % tensor.dim()
     parts, start = [], 0
     for length in sizes:
         storage = _part(tensor, dim, start, length)
@@ -156,10 +156,10 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
         dst.quantize_(src.decoded().to(dst.device).expand(dst.shape))
     elif _is_blank(dst):
         dst.storage.adopt(src.storage)
-    elif _holds_bytes_of(src.storage, dst.storage):
+    elif src.shape == dst.shape and _holds_bytes_of(src.storage, dst.storage):
         dst.storage.copy_(src.storage, non_blocking=non_blocking)
     else:
-        dst.quantize_(src.decoded().expand(dst.shape))
+        dst.quantize_(src.decoded().to(dst.device).expand(dst.shape))
     return dst
 
 
@@ -182,6 +182,8 @@ def _equal(func: Any, args: Any, kwargs: Any) -> bool:
         return torch.equal(*tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, (a, b)))
     if a.shape != b.shape or a.group != b.group:
         return False
+    if not set(a.storage.directions) & set(b.storage.directions):
+        return torch.equal(a.decoded(), b.decoded())
     names = [f for f in a.storage.fields if f.name in b.storage.buffers]
     return all(
         torch.equal(*(geometry.compact(f, member.buffers[f.name], member.region) for member in pair))

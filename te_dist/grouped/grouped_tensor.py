@@ -12,8 +12,8 @@ from te_dist.formats import AnyGroup, Format, Group, group_of
 from te_dist.grouped import storage as storages
 from te_dist.grouped.storage import GroupedStorage, Values
 from te_dist.tensor import QuantizedTensor
-from te_dist.tensor.parts import before_writing
-from te_dist.tensor.quantized_tensor import OpTable, mode_of
+from te_dist.tensor.parts import check_writable
+from te_dist.tensor.quantized_tensor import OpTable, check_shape, count_writes, mode_of
 
 Shape = torch.Size | tuple[int, ...]
 
@@ -90,8 +90,11 @@ class GroupedTensor(QuantizedTensor):
 
     def quantize_(self, x: Values) -> GroupedTensor:
         """Quantizes into the buffers of this tensor: a tensor of its shape, or one matrix for each member."""
-        before_writing(self.storage)
+        check_writable(self)
+        if isinstance(x, Tensor):
+            check_shape(x, self)
         self.storage.quantize_(x)
+        count_writes(self)
         return self
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:

@@ -11,10 +11,13 @@ from torch import Tensor
 from te_dist.formats import Group
 from te_dist.ops.evaluate import values
 from te_dist.ops.source import Source
-from te_dist.tensor import Amaxes, QuantizedStorage, writes
+from te_dist.tensor import QuantizedStorage, writes
 
 if TYPE_CHECKING:
     from te_dist.grouped.storage import GroupedStorage
+
+
+_BUFFERS = QuantizedStorage.buffers  # where a storage keeps them
 
 
 class MemberView(QuantizedStorage):
@@ -33,6 +36,22 @@ class MemberView(QuantizedStorage):
         self.owner, self.index = owner, index
 
     @property
+    def buffers(self) -> dict[str, Tensor]:  # type: ignore[override]
+        """Those of the group as it is now, whose directions may come and go."""
+        owner = getattr(self, "owner", None)
+        return _BUFFERS.__get__(self) if owner is None else owner.members[self.index].buffers
+
+    @buffers.setter
+    def buffers(self, buffers: dict[str, Tensor]) -> None:
+        """Of one without a group."""
+        if getattr(self, "owner", None) is not None:
+            raise NotImplementedError(
+                f"member {self.index} of a group: its directions are those of the group; call update_usage of that, or "
+                "clone the member to use it alone"
+            )
+        _BUFFERS.__set__(self, buffers)
+
+    @property
     def best_values(self) -> Tensor | None:
         """Of this member, in high precision: those of the master, now or when a copy of the group was made; or those
         kept at initialization. None where there are none."""
@@ -46,19 +65,19 @@ class MemberView(QuantizedStorage):
     def map(self, fn: Callable[[Tensor], Tensor]) -> QuantizedStorage:
         """A storage around `fn` of every buffer, which remembers the values of a master."""
         mapped, best = super().map(fn), self.best_values
-        return mapped if best is None else _MemberCopy(mapped, best.clone())
+        return mapped if best is None else MemberCopy(mapped, best.clone())
 
-    def quantize_(self, x: Tensor | Source, amaxes: Amaxes | None = None) -> None:
+    def note_values(self, matrix: Tensor | Source, *, is_settled: bool = False) -> None:
         """As of a matrix that is alone."""
-        super().quantize_(x, amaxes)
+        super().note_values(matrix, is_settled=is_settled)
         if self.owner is not None:
-            self.owner.note_written(self.index, values(x))
+            self.owner.note_written(self.index, values(matrix))
 
     def _take_history(self, source: QuantizedStorage) -> None:
         super()._take_history(source)
         if self.owner is None:
             return
-        kept = source.best_values if isinstance(source, MemberView | _MemberCopy) else source.initial
+        kept = source.best_values if isinstance(source, MemberView | MemberCopy) else source.initial
         if kept is None and isinstance(source, MemberView) and source.is_as_old_as(self):
             kept = self.best_values
         self.owner.note_written(self.index, source.dequantize(torch.float32) if kept is None else kept)
@@ -74,7 +93,7 @@ class MemberView(QuantizedStorage):
         return others, slots | {"owner": None}
 
 
-class _MemberCopy(QuantizedStorage):
+class MemberCopy(QuantizedStorage):
     """A copy of one matrix of a group, with the values that its codes stand for in high precision."""
 
     __slots__ = ("best_values",)
@@ -83,9 +102,9 @@ class _MemberCopy(QuantizedStorage):
         super().__init__(copy.format, copy.buffers, copy.region, dtype=copy.dtype, cut=copy.cut)
         self.cut_dims, self.best_values = copy.cut_dims, best_values
 
-    def quantize_(self, x: Tensor | Source, amaxes: Amaxes | None = None) -> None:
+    def note_values(self, matrix: Tensor | Source, *, is_settled: bool = False) -> None:
         """As of a matrix that is alone; what was known of the values before is forgotten."""
-        super().quantize_(x, amaxes)
+        super().note_values(matrix, is_settled=is_settled)
         self.best_values = None  # type: ignore[assignment]
 
     def _take_history(self, source: QuantizedStorage) -> None:

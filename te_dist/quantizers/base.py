@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from te_dist import codecs
+from te_dist import catalog, codecs
 from te_dist.codecs.gemm import READS_ANY_ORDER
 from te_dist.formats import Direction, Encoding, Format, Region
 from te_dist.ops import group_sums
@@ -34,6 +34,8 @@ from te_dist.tensor import (
     empty_rows,
     find_amaxes,
 )
+from te_dist.tensor.parts import check_writable
+from te_dist.tensor.quantized_tensor import check_shape, count_writes
 
 Fp8Type = torch.dtype | Literal["e4m3", "e5m2"]
 _FP8_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", "e4m3": "e4m3", "e5m2": "e5m2"}
@@ -169,8 +171,27 @@ class Quantizer:
         return False
 
     def update_quantized(self, src: Tensor, dst: QuantizedTensor) -> QuantizedTensor:
-        """Quantizes `src` into the buffers that `dst` has."""
-        self.write(src, dst.storage)
+        """Quantizes `src`, of the shape of `dst`, into the buffers that this has.
+
+        Raises:
+            ValueError: the shapes differ, or `dst` has a format that this quantizer does not write.
+            NotImplementedError: `dst` is a part, and the whole would not see the values.
+        """
+        declared, directions = self.declare(dst.dtype), dst.format.directions
+        known = set(directions) <= set(declared.directions)
+        if not known or dst.format != declared.select(*directions):
+            raise ValueError(
+                f"out: got {catalog.name_of(dst.format)}, wanted {catalog.name_of(declared)} or a direction of it, as "
+                f"{type(self).__name__} makes; use the quantizer that made it, or copy_"
+            )
+        if not self.writes_by_format:
+            check_writable(dst)
+            check_shape(src, dst)
+            self.write(src, dst.storage)
+            dst.storage.note_values(as_matrix(src, dst.storage.shape))
+            count_writes(dst)
+        else:
+            dst.quantize_(src)
         return dst
 
     def write(self, x: Tensor | Source, storage: QuantizedStorage) -> None:

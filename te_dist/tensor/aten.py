@@ -12,6 +12,7 @@ from torch import Tensor
 
 from te_dist._torch_private import tree_map_only
 from te_dist.formats import geometry
+from te_dist.ops._checks import HIGH_PRECISION
 from te_dist.tensor import rectangles
 from te_dist.tensor.cut import Cut
 from te_dist.tensor.filling import fill
@@ -32,6 +33,11 @@ def _itself(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
 def _alias(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     """Another view of the same storage."""
     return args[0].like(args[0].storage, args[0].shape)
+
+
+def outline(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an op gives of a plain tensor of this shape, without values; raises as it does."""
+    return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)
 
 
 @OPS.implements(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
@@ -84,12 +90,13 @@ def _each_buffer(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
 
 @OPS.implements(aten._to_copy.default)
 def _to_copy(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
-    """Another device: every buffer moves. Another floating-point dtype: only the nominal dtype changes."""
+    """Another device: every buffer moves. Another of float32, bfloat16 and float16: only the nominal dtype changes."""
     tensor = args[0]
     dtype, device = kwargs.get("dtype") or tensor.dtype, kwargs.get("device")
-    if not dtype.is_floating_point or dtype.itemsize == 1:
+    if dtype not in HIGH_PRECISION:
         raise NotImplementedError(
-            f"a quantized tensor stands for floating-point values, got dtype {dtype}; call .dequantize().to({dtype})"
+            f"a quantized tensor stands for values of float32, bfloat16 or float16, got dtype {dtype}; call "
+            f".dequantize().to({dtype})"
         )
     non_blocking = kwargs.get("non_blocking", False)
     storage = tensor.storage.map(lambda b: b.to(device=device, non_blocking=non_blocking, copy=True))
@@ -166,6 +173,7 @@ def _slice(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
 @OPS.implements(aten.narrow.default)
 def _narrow(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     """As slice: in inference mode torch does not take it apart."""
+    outline(func, args, kwargs)
     tensor, dim, start, length = args
     start = start % tensor.shape[dim] if start < 0 else start
     return aten.slice.Tensor(tensor, dim, start, start + length)
@@ -180,20 +188,23 @@ def _part(tensor: QuantizedTensor, dim: int, start: int, length: int, step: int 
         )
     if columns:
         return note(tensor.storage.narrow(1, start, length), tensor.storage)
-    unit = tensor.storage.shape[0] // tensor.shape[0]
+    unit, rest = divmod(tensor.storage.shape[0], tensor.shape[0])
+    if rest:
+        raise NotImplementedError(
+            f"rows of a view of {tuple(tensor.shape)} are none of the quantized matrix, which has "
+            f"{tuple(tensor.storage.shape)}; view it as it is, or call .dequantize() first"
+        )
     return note(tensor.storage.narrow(0, start * unit, length * unit), tensor.storage)
 
 
 @OPS.implements(aten.split.Tensor, aten.split_with_sizes.default)
 def _split(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
     """Parts with buffers of their own; row parts know what they were cut from."""
-    tensor, sizes, dim = (*args, 0)[:3]
-    dim = kwargs.get("dim", dim) % tensor.dim()
+    tensor, dim = args[0], kwargs.get("dim", (*args, 0)[2])
+    sizes = [each.shape[dim] for each in outline(func, args, kwargs)]
     if (columns := rectangles.taken_apart(tensor)) is not None:
         return columns
-    total = tensor.shape[dim]
-    if isinstance(sizes, int):
-        sizes = [min(sizes, total - at) for at in range(0, total, sizes)]
+    dim = dim % tensor.dim()
     parts, start = [], 0
     for length in sizes:
         storage = _part(tensor, dim, start, length)
@@ -207,8 +218,8 @@ def _split(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
 @OPS.implements(aten.chunk.default)
 def _chunk(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
     """As split: below autograd torch does not take it apart."""
-    tensor, number, dim = (*args, kwargs.get("dim", 0))[:3]
-    return aten.split.Tensor(tensor, -(-tensor.shape[dim] // number), dim)
+    tensor, _, dim = (*args, kwargs.get("dim", 0))[:3]
+    return aten.split_with_sizes.default(tensor, [each.shape[dim] for each in outline(func, args, kwargs)], dim)
 
 
 @OPS.implements(aten.constant_pad_nd.default)
@@ -227,6 +238,7 @@ def _pad(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
 def _select(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     """One member of a stacked tensor, with buffers of its own."""
     tensor, dim, index = args
+    outline(func, args, kwargs)
     _check_members(tensor, "select", dim)
     return tensor.like(_part(tensor, 0, index % tensor.shape[0], 1), tensor.shape[1:])
 
@@ -264,14 +276,12 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     check_writable(dst)
     if not isinstance(src, QuantizedTensor):
         dst.quantize_(src.to(dst.device).expand(dst.shape))
-    elif src.format != dst.format:
-        dst.quantize_(src.decoded())
-    elif _is_blank(dst):
+    elif src.format == dst.format and _is_blank(dst):
         dst.storage.adopt(src.storage)
-    elif _holds_bytes_of(src.storage, dst.storage):
+    elif src.format == dst.format and src.shape == dst.shape and _holds_bytes_of(src.storage, dst.storage):
         dst.storage.copy_(src.storage, non_blocking=non_blocking)
     else:
-        dst.quantize_(src.decoded())
+        dst.quantize_(src.decoded().to(dst.device).expand(dst.shape))
     return dst
 
 
@@ -295,6 +305,8 @@ def _equal(func: Any, args: Any, kwargs: Any) -> bool:
         return torch.equal(*tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, (a, b)))
     if a.shape != b.shape or a.storage.region != b.storage.region:
         return False
+    if not set(a.storage.directions) & set(b.storage.directions):
+        return torch.equal(a.decoded(), b.decoded())
     common = [f for f in a.storage.fields if f.name in b.storage.buffers]
     wires = [[geometry.compact(f, t.storage.buffers[f.name], t.storage.region) for f in common] for t in (a, b)]
     return all(torch.equal(x, y) for x, y in zip(*wires, strict=True))

@@ -17,7 +17,7 @@ from te_dist._torch_private import disabled_torch_function
 from te_dist.formats import Direction, Format
 from te_dist.tensor import filling, writes
 from te_dist.tensor import storage as storages
-from te_dist.tensor.parts import before_writing
+from te_dist.tensor.parts import check_writable
 from te_dist.tensor.storage import QuantizedStorage
 
 
@@ -44,6 +44,20 @@ def mode_of(tensor: Tensor) -> AbstractContextManager[Any]:
     """
     mode = tensor.is_inference()
     return _AS_IT_IS if mode == torch.is_inference_mode_enabled() else torch.inference_mode(mode)
+
+
+def check_shape(x: Tensor, target: Tensor) -> None:
+    """Raises ValueError where values that are to be quantized into a tensor have another shape."""
+    if x.shape != target.shape:
+        raise ValueError(
+            f"quantized into a tensor of shape {tuple(target.shape)}: got values of shape {tuple(x.shape)}, wanted the "
+            "same; expand or view them"
+        )
+
+
+def count_writes(*tensors: Tensor) -> None:
+    """Has autograd see what was written into buffers: backward passes that saved the tensors raise."""
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 _TORCH = _Torch()
@@ -195,9 +209,16 @@ class QuantizedTensor(torch.Tensor):
         return all(buffer.is_shared() for buffer in self.storage.buffers.values())
 
     def quantize_(self, x: Tensor) -> QuantizedTensor:
-        """Quantizes `x`, of the same shape, into the buffers of this tensor."""
-        before_writing(self.storage)
+        """Quantizes `x`, of the same shape, into the buffers of this tensor.
+
+        Raises:
+            ValueError: it has another shape, or a type that is not quantized.
+            NotImplementedError: this is a part, and the whole would not see the values.
+        """
+        check_writable(self)
+        check_shape(x, self)
         self.storage.quantize_(x)
+        count_writes(self)
         return self
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:

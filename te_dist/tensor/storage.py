@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from te_dist import codecs, ops
+from te_dist import codecs
 from te_dist.codecs import Amax, Codec
 from te_dist.formats import Direction, Field, Format, Region, geometry
 from te_dist.ops._checks import HIGH_PRECISION
@@ -20,6 +20,7 @@ from te_dist.ops.evaluate import values
 from te_dist.ops.source import Source
 from te_dist.tensor import writes
 from te_dist.tensor.cut import Cut
+from te_dist.tensor.relayout import relaid
 
 Amaxes = Mapping[Codec, Amax]
 How = Literal["decode", "operand"]
@@ -186,7 +187,7 @@ class QuantizedStorage:
         for src, dst in zip(self.format[other].fields, self.format[direction].fields, strict=True):
             if dst.name not in self.buffers or out is not None and dst.name in out:
                 target = None if out is None else out.get(dst.name)
-                self.buffers[dst.name] = _relaid(src, dst, self.buffers[src.name], self.region, target)
+                self.buffers[dst.name] = relaid(src, dst, self.buffers[src.name], self.region, target)
 
     def with_derived(self, direction: Direction) -> QuantizedStorage:
         """The same buffers with `direction` added by `derive`; this storage is left as it is."""
@@ -222,9 +223,17 @@ class QuantizedStorage:
             for d, encoding in encodings.items()
         ]
         codecs.encode(matrix, self.region, planes)
+        self.note_values(matrix, is_settled=amaxes is not None)
+
+    def note_values(self, matrix: Tensor | Source, *, is_settled: bool = False) -> None:
+        """Notes that values of this shape have been quantized into the buffers.
+
+        Args:
+            is_settled: whether by scales that ranks agree on.
+        """
         self.initial, self.mastered = None, 0
         self.num_writes += 1
-        self.unsettled = values(matrix).clone() if amaxes is None and self.may_share_scales() else None
+        self.unsettled = None if is_settled or not self.may_share_scales() else values(matrix).clone()
 
     @property
     def is_of_kept_group(self) -> bool:
@@ -397,8 +406,17 @@ class QuantizedStorage:
                 self.buffers[field.name].copy_(source.buffers[field.name], non_blocking=non_blocking)
         for direction in self.directions:
             if direction not in source.directions:
-                self._refresh(direction)
+                self._copy_derived(source, direction)
         self._take_history(source)
+
+    def _copy_derived(self, source: QuantizedStorage, direction: Direction) -> None:
+        """A direction of which `source` has the other one, and which is a relayout of that."""
+        names = [name for name in self.format[direction].names if name not in source.buffers]
+        if len(self.directions) > 1:  # of what has been copied
+            return self.derive(direction, {name: self.buffers[name] for name in names})
+        derived = source.with_derived(direction)
+        for name in names:
+            self.buffers[name].copy_(derived.buffers[name])
 
     def _take_history(self, source: QuantizedStorage) -> None:
         """What is known of values that are those of `source` from now on."""
@@ -440,34 +458,6 @@ def quantize(
     storage = empty(format, region, dtype=x.dtype, device=x.device)
     storage.quantize_(x, amaxes)
     return storage
-
-
-def turned_squares(src: Field, dst: Field, region: Region) -> int | None:
-    """Whether `dst` is the transpose of whole matrices of `src`, which a kernel writes without anything beside it: rows
-    and columns of the squares whose values it repeats, or 1; None where it is no such transpose.
-    """
-    turns = src.order != dst.order and src.bits == dst.bits and src.tile == dst.tile
-    padded = any(field.compact_shape(region)[0] != field.shape(region)[0] for field in (src, dst))  # in lines
-    if not turns or padded:
-        return None
-    if src.grain == src.tile == dst.grain:
-        return None if src.pack > 1 and any(extent % src.pack for extent in region.shape) else 1
-    square = src.tile[0]
-    grains = {"mk": (1, square), "km": (square, 1)}
-    repeats = src.tile == (square, square) and all(each.grain == grains[each.order] for each in (src, dst))
-    return square if repeats and src.pack == 1 and region.phase(src.tile) == (0, 0) else None
-
-
-def _relaid(src: Field, dst: Field, stored: Tensor, region: Region, out: Tensor | None) -> Tensor:
-    """`geometry.relayout`, by the compiled kernel where it is a transpose."""
-    square = turned_squares(src, dst, region)
-    if square is None:
-        return geometry.relayout(src, dst, stored, region, out)
-    if out is None:  # which is written with its padding
-        shape = (*stored.shape[:-2], *dst.shape(region))
-        out = torch.empty(shape, dtype=dst.dtype, device=stored.device)
-    ops.transpose(stored, bits=src.bits, out=out, square=square)
-    return out
 
 
 def find_amaxes(x: Tensor | Source, format: Format, region: Region) -> dict[Codec, Amax]:

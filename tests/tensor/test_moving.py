@@ -133,8 +133,9 @@ def test_a_conversion_changes_the_nominal_dtype_only(name: str) -> None:
     assert converted.dtype == converted.dequantize().dtype == torch.float16
     assert_same_bytes(converted, tensor, "conversion")
     assert not pointers(converted) & pointers(tensor)
-    with pytest.raises(NotImplementedError, match="floating-point"):
-        tensor.to(torch.int32)
+    for dtype in (torch.int32, torch.float64, torch.float8_e4m3fn):
+        with pytest.raises(NotImplementedError, match="values of float32, bfloat16 or float16, got dtype"):
+            tensor.to(dtype)
 
 
 @every_format
