@@ -25,7 +25,7 @@ def turned_squares(src: Field, dst: Field, region: Region) -> int | None:
     return square if repeats and src.pack == 1 and region.phase(src.tile) == (0, 0) else None
 
 
-def relaid(src: Field, dst: Field, stored: Tensor, region: Region, out: Tensor | None) -> Tensor:
+def relaid(src: Field, dst: Field, stored: Tensor, *, region: Region, out: Tensor | None) -> Tensor:
     """`geometry.relayout`, by the compiled kernel where it is a transpose."""
     square = turned_squares(src, dst, region)
     if square is None:

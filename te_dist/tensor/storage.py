@@ -187,7 +187,7 @@ class QuantizedStorage:
         for src, dst in zip(self.format[other].fields, self.format[direction].fields, strict=True):
             if dst.name not in self.buffers or out is not None and dst.name in out:
                 target = None if out is None else out.get(dst.name)
-                self.buffers[dst.name] = relaid(src, dst, self.buffers[src.name], self.region, target)
+                self.buffers[dst.name] = relaid(src, dst, self.buffers[src.name], region=self.region, out=target)
 
     def with_derived(self, direction: Direction) -> QuantizedStorage:
         """The same buffers with `direction` added by `derive`; this storage is left as it is."""
