@@ -120,10 +120,13 @@ def plan_job(
     own = _plan_ranks(config, found, world_size, ranks=ranks)
     if not plain:
         return JobPlan(config.recipe, found, own, ())
-    beside = (
-        own if config.recipe == PLAIN else _plan_ranks(replace(config, recipe=PLAIN), found, world_size, ranks=ranks)
-    )
+    beside = own if config.recipe == PLAIN else _plan_ranks(_in_bf16(config), found, world_size, ranks=ranks)
     return JobPlan(config.recipe, found, own, beside)
+
+
+def _in_bf16(config: Config) -> Config:
+    experts = replace(config.model.experts, payload="plain")
+    return replace(config, recipe=PLAIN, model=replace(config.model, experts=experts))
 
 
 def format_name(format: Format | None, dtype: torch.dtype) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from te_dist.checkpoints.folder import resolve
 from te_dist.checkpoints.manifest import Manifest
 from te_dist.launch.config import Config
 from te_dist.launch.errors import require
-from te_dist.launch.journal import CONFIG
 
 
 @dataclass(frozen=True)
@@ -29,12 +27,19 @@ class Progress:
         position: sequences that all ranks together have seen.
         text: digest of the corpus they were taken from.
         recipe: by which they were trained; "" where a checkpoint does not say.
+        began: checkpoint of another directory that the run began with; "" where there is none.
     """
 
     step: int
     position: int
     text: str
     recipe: str = ""
+    began: str = ""
+
+    def of_run(self, config: Config, path: Path) -> Progress:
+        """The same as that of a run of this configuration, which goes on from a checkpoint."""
+        is_own = path.resolve().parent == folder(config).resolve()
+        return replace(self, recipe=config.recipe, began=self.began if is_own else str(path.resolve()))
 
 
 def folder(config: Config) -> Path:
@@ -73,20 +78,13 @@ def choose(config: Config) -> Path | None:
     if newest is None or newest.resolve() == named.resolve():
         return named
     require(
-        _latest_start(config) == resume,
+        _saved(newest).get("began") == str(named.resolve()),
         "checkpoint.resume",
-        got=f"{resume!r} while there is {newest}, of a run that did not begin with it",
+        got=f"{resume!r} while there is {newest}",
         wanted="the newest one of the run directory, or a run directory without checkpoints",
         remedy='set another run_dir, or resume = "auto" to go on from the newest',
     )
     return newest
-
-
-def _latest_start(config: Config) -> str | None:
-    """What `checkpoint.resume` was when a job of this run directory began to train; None where nothing says so."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return json.loads(Path(config.run_dir, CONFIG).read_text())["checkpoint"]["resume"]
-    return None
 
 
 def save(config: Config, progress: Progress, model: nn.Module, *, optimizer: torch.optim.Optimizer) -> Path:
@@ -134,9 +132,14 @@ def load(path: Path, config: Config, text: str, *, model: nn.Module, optimizer: 
 
 def saved_recipe(path: Path) -> str:
     """By which a checkpoint's run was trained; "" where it does not say, or cannot be read, as `load` tells."""
+    return _saved(path).get("recipe", "")
+
+
+def _saved(path: Path) -> dict[str, Any]:
+    """Progress as a checkpoint has it; nothing where it cannot be read."""
     with suppress(CheckpointError, KeyError, TypeError):
-        return Manifest.read(resolve(path)).extra["progress"]["recipe"]
-    return ""
+        return dict(Manifest.read(resolve(path)).extra["progress"])
+    return {}
 
 
 def _settings(config: Config) -> dict[str, Any]:

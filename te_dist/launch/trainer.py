@@ -119,7 +119,7 @@ class Trainer:
             found = progress.load(path, self.config, self.progress.text, model=self.model, optimizer=self.optimizer)
         for group, its in zip(self.optimizer.param_groups, configured, strict=True):
             group.update(its)
-        self.progress = replace(found, recipe=self.config.recipe)
+        self.progress = found.of_run(self.config, path)
         converted = found.recipe not in ("", self.config.recipe)
         change = f", which {found.recipe} saved and {self.config.recipe} goes on with" if converted else ""
         return f"resumed from {path}{change}"

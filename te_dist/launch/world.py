@@ -59,16 +59,17 @@ class World:
         """
         if not dist.is_torchelastic_launched():
             return cls(HashStore(), rank=0, size=1)
+        has_own_store = env.OWN_STORES.get()
         require(
-            env.NODES.get() == 1 or env.MAX_RESTARTS.get() == 0 or env.OWN_STORES.get(),
+            env.NODES.get() == 1 or env.MAX_RESTARTS.get() == 0 or has_own_store,
             "torchrun --max-restarts",
             got=f"{env.MAX_RESTARTS.get()} on {env.NODES.get()} nodes, all attempts of which share one store",
             wanted="a store for each attempt",
             remedy=f"set {env.OWN_STORES.name}=1 on every node, as launch/torchrun_nodes.sh does, or leave it out",
         )
         store, rank, size = next(iter(rendezvous("env://")))
-        # NOTE: processes of one node that are started again find the store of those before.
-        return cls(PrefixStore(f"attempt_{env.RESTARTS.get()}", store), rank, size)
+        # NOTE: of one node; each of several counts for itself how often it has started processes again.
+        return cls(store if has_own_store else PrefixStore(f"attempt_{env.RESTARTS.get()}", store), rank, size)
 
     def set_timeout(self, seconds: float) -> None:
         """How long `agree` waits for the slowest rank."""

@@ -6,8 +6,8 @@ of it. It is computed as the latest pass was; evaluations, without gradients and
 a training pass and before its backward do not count. Where training passes ran otherwise since, while it waits for
 its backward, the latest may be another one, and it is refused. A pass waits as long as its function of autograd is
 there and has not been run backward. One that records nothing (of frozen weights and such an input, or as the reentrant
-kind of checkpoint begins) has none: it waits until any map is run backward, and is refused after an evaluation behind
-that which ran otherwise.
+kind of checkpoint begins) has none: it is known to wait until any map is run backward, and may wait until it has run
+again, so that it is refused behind a pass that ran otherwise.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Latest:
         count: of backward passes, see `backward_count`, when it ran.
         functions: of autograd, of this pass and of those before, that may wait for backward.
         own: that of this pass; None where there is none.
+        pending: passes in training before this one that recorded nothing and have not run again.
         overtaken: what surrounded a pass by a recipe that this one followed and ran otherwise than, while that waited,
             or may have.
     """
@@ -73,6 +74,7 @@ class Latest:
     count: int
     functions: list[Waiting] = field(default_factory=list)
     own: Waiting | None = None
+    pending: int = 0
     overtaken: Autocast | None = None
 
     def waits(self) -> bool:
@@ -89,12 +91,19 @@ class Latest:
         waits, state = self.waits(), self.found.state
         if waits and not trains:
             return
-        may_wait = waits or (self.trains and not trains and not self._is_recorded())
-        if not may_wait or self.overtaken == found.state:
+        self.pending += self.trains and not self._is_recorded()
+        if not (waits or self.pending) or self.overtaken == found.state:
             self.overtaken = None
         elif found is not self.found and self.overtaken is None and state.recipe is not None and state != found.state:
             self.overtaken = state
         self.found, self.trains, self.count, self.own = found, trains, backward_count(), None
+
+    def run_again(self) -> None:
+        """Takes note that backward has run a pass again."""
+        if self.pending:
+            self.pending -= 1
+        elif not self._is_recorded():
+            self.trains = False
 
 
 # Of every map, and all its passes that have plans, by age; beside the modules, since they may hold a group.

@@ -27,13 +27,14 @@ def prepare(model: nn.Module, recipe: Recipe) -> None:
             f"prepare needs a recipe, got {recipe!r}; pass one of te_dist.recipe, such as recipe.Float8BlockScaling(), "
             "or leave the call out: a model that is trained without a recipe keeps nothing"
         )
-    siblings = Siblings()
+    states = []
     for module in model.modules():
         sites = {name: site for name, site in module.named_children() if isinstance(site, LinearSite)}
         for site in sites.values():
             site.prepare(recipe, next(module.parameters(recurse=False)).device)
             rehearsal.expect(site, recipe)
             if site.scaling is not None:
-                siblings.adopt(site.scaling)
+                states.append(site.scaling)
+    Siblings.join(states)
     if any(param.is_cuda for param in model.parameters()):
         prepare_kernels(model)

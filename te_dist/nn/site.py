@@ -31,7 +31,7 @@ from te_dist.nn.products import linear
 from te_dist.ops._checks import HIGH_PRECISION
 from te_dist.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, Quantizer
 from te_dist.recipe import QuantizerRole, Recipe
-from te_dist.scaling.delayed import DelayedScalingState, outlast_inner_passes
+from te_dist.scaling.delayed import DelayedScalingState
 from te_dist.scaling.history import DelayedScalingRequest
 from te_dist.tensor import QuantizedTensor, placement
 
@@ -68,6 +68,7 @@ class LinearSite(nn.Module):
     placed: Callable[[str, Quantizer], Any] | None = None
     fuses_wgrad: bool = False
     made_quantized: bool = False
+    number: int = 0  # of what was pickled before there were numbers
 
     def __init__(self, in_features: int, out_features: int, *, name: str) -> None:
         super().__init__()
@@ -227,6 +228,7 @@ class LinearSite(nn.Module):
         if latest.overtaken is not None:
             latest.overtaken = None  # the backward pass that others wait for ends here
             raise lost_recipes.lost(self.place, "and passes followed the first that ran otherwise")
+        latest.run_again()
         return latest.found.state
 
     def prepare(self, recipe: Recipe, device: torch.device) -> Answers:
@@ -298,8 +300,8 @@ class LinearSite(nn.Module):
         is_repeated = _torch_private.in_backward()
         if records:
             scaling.take_part(current.state.amax_reduction_group)
-        elif is_repeated:  # to be run again once more, with gradients, by a backward pass inside of this one
-            outlast_inner_passes()
+        # NOTE: without gradients too, where a backward pass inside of this one is to run it again once more.
+        scaling.move_when_backward_ends() if is_repeated else scaling.begin_pass()
         # What runs again in backward has its histories moved by the end of that backward pass.
         moves = records and not is_repeated
         known, scale, running = current.moving.get((records, moves)), scaling.scale, scaling.running

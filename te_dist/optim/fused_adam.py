@@ -218,6 +218,7 @@ class FusedAdam(torch.optim.Optimizer):
             RuntimeError: a step was captured in a CUDA graph.
         """
         moving.check_not_captured(self._captured)
+        self._is_away = True
         self._plans.clear()
         moving.move(self.state, device, self._exchange)
         self._is_away = device is not None

@@ -205,6 +205,7 @@ class MasterWeights(torch.optim.Optimizer):
     def move_state(self, device: torch.device | str | None = None) -> None:
         """Moves masters and the state of the wrapped optimizer, as `FusedAdam.move_state` does."""
         moving.check_not_captured(self._captured)
+        self._is_away = True
         self._write_backs.clear()
         self.wrapped.state.clear()
         own = {param: {_OWN: state[MASTER]} for param, state in self._states.items() if self._has_master(param)}
@@ -212,7 +213,9 @@ class MasterWeights(torch.optim.Optimizer):
             {param: own.get(param, {}) | self.state.get(param, {}) for param in self._masters}, device, self._exchange
         )
         for group, inner in zip(self.param_groups, self.wrapped.param_groups, strict=True):
-            inner["params"] = [self._masters[param] for param in group["params"]]
+            for index, param in enumerate(group["params"]):  # NOTE: some optimizers keep the list
+                inner["params"][index] = self._masters[param]
+                self._hand_in_state(param)
         self._is_away = device is not None
 
     def _exchange(self, param: Tensor, state: dict[str, Any]) -> None:
@@ -323,15 +326,18 @@ class MasterWeights(torch.optim.Optimizer):
             for index, param in enumerate(group["params"]):
                 master = inner["params"][index] = self._current_master(param)
                 self._refresh(param, master)
-                own = {key: value for key, value in self.state.get(param, {}).items() if key != MASTER}
-                if own:
-                    self.wrapped.state[master] = own
-                else:
-                    self.wrapped.state.pop(master, None)
+                self._hand_in_state(param)
         params = {param for group in self.param_groups for param in group["params"]}
         for stale in self._masters.keys() - params:
             self._masters.pop(stale), self._states.pop(stale, None), self._without.discard(stale)
             self._ledger.forget(stale)
+
+    def _hand_in_state(self, param: Tensor) -> None:
+        own = {key: value for key, value in self.state.get(param, {}).items() if key != MASTER}
+        if own:
+            self.wrapped.state[self._masters[param]] = own
+        else:
+            self.wrapped.state.pop(self._masters[param], None)
 
     def _hand_in_gradients(self) -> dict[Tensor, Tensor]:
         """To masters. Returns those that have one, by parameter."""

@@ -4,8 +4,8 @@
 Forward quantizes inputs, backward quantizes gradients, each by the scale of the step before, and both leave their amax
 in `running`. When backward ends, all states that it came by move on together: one reduction of all amaxes per process
 group, one update of all scales. Forward passes that backward runs again (activation checkpointing) thus see the scales
-of the first time. Where that ends in a backward pass inside the outer one (reentrant checkpointing), the outer one's
-end counts: what was run again asks for it. What a backward pass came by that failed moves with the next step of its
+of the first time. Where that ends in a backward pass inside the outer one (reentrant checkpointing), the end of the one
+in which the map was run again first counts. What a backward pass came by that failed moves with the next step of its
 own. With several forward passes before the first backward (pipelines) the first end moves histories; forward
 passes that are run again after that see the newer scales. A forward pass that no backward pass comes by, on one rank or
 on all, moves nothing; its amaxes count in the next step of its map. Passes without gradients leave no trace. Models
@@ -13,10 +13,11 @@ that several threads of a process train at once move each other's histories on.
 
 [Note: What ranks reduce]
 Ranks may take the maps of a model in other orders, or others of them, as their batches have it. So amaxes are not
-reduced in the order in which backward came by: those of all states of a model that was prepared (`prepare`) are, in the
-order of the model, as zeros where this rank has none, which move nothing. Of states that nobody prepared those are that
-were reached, in the order in which their maps were made. A rank whose backward pass comes by none at all reduces
-nothing, and the others would wait for it.
+reduced in the order in which backward came by: of a model that was prepared (`prepare`) all have a place, in the order
+of the model, and zeros where this rank has none, which move nothing. A place stays, whatever becomes of its map, and
+maps that are prepared later come behind. Of states that nobody prepared those are reduced that were reached, in the
+order in which their maps were made. A rank whose backward pass comes by none at all reduces nothing, and the others
+would wait for it.
 
 [Note: Beside the buffers]
 What a step collects is in no buffer. DistributedDataParallel overwrites the buffers of all ranks by those of rank 0 in
@@ -27,17 +28,17 @@ and `load_state_dict(assign=True)` leave a buffer that no checkpoint holds witho
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import count
 from typing import Any, Literal
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from te_dist import _torch_private, ops
 from te_dist.kernels.tape import Result, Tapes
@@ -48,24 +49,58 @@ from te_dist.tensor.tally import Tallying, tally_on
 
 
 class Siblings:
-    """States of one model, see [Note: What ranks reduce]. Copies of a model have siblings of their own."""
+    """States of one model, each in its place, see [Note: What ranks reduce]. Copies have siblings of their own.
+
+    Attributes:
+        number: higher than those of models that were prepared before.
+        sizes: by place, how many amaxes a state has that ranks share; 0 where they share none.
+    """
 
     _numbers = count(1)
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Iterable[int] = ()) -> None:
         self.number = next(self._numbers)
-        self.states: WeakSet[DelayedScalingState] = WeakSet()
+        self.sizes = list(sizes)
+        self._states: list[weakref.ref[DelayedScalingState] | None] = [None] * len(self.sizes)
 
-    def adopt(self, state: DelayedScalingState) -> None:
-        """Makes a state one of them."""
-        state.siblings = self
-        self.states.add(state)
+    @staticmethod
+    def join(states: Iterable[DelayedScalingState]) -> None:
+        """Makes states siblings, and those that they have already; new ones come behind, in this order."""
+        states = list(states)
+        known = list(dict.fromkeys(state.siblings for state in states if state.siblings is not None))
+        if not states:
+            return
+        first = known[0] if known else Siblings()
+        for other in known[1:]:
+            first._absorb(other)
+        for state in states:
+            if state.siblings is None:
+                first._states.append(None)
+                first.sizes.append(state.scale.numel() if state.reduces_amax else 0)
+                first.put(state, len(first.sizes) - 1)
+
+    def _absorb(self, other: Siblings) -> None:
+        for place, size in enumerate(other.sizes):
+            self._states.append(None)
+            self.sizes.append(size)
+            if (state := other.at(place)) is not None:
+                self.put(state, len(self.sizes) - 1)
+
+    def put(self, state: DelayedScalingState, place: int) -> None:
+        """Gives a state its place."""
+        state.siblings, state.place = self, place
+        self._states[place] = weakref.ref(state)
+
+    def at(self, place: int) -> DelayedScalingState | None:
+        """The state in a place, if it is there."""
+        found = self._states[place]
+        return None if found is None else found()
 
     def __deepcopy__(self, memo: Any) -> Siblings:
-        return Siblings()  # copies of the states come by themselves
+        return Siblings(self.sizes)  # copies of the states come by themselves
 
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return Siblings, ()
+    def __reduce__(self) -> tuple[type, tuple[list[int]]]:
+        return Siblings, (self.sizes,)
 
 
 class DelayedScalingState(Tallying):
@@ -76,7 +111,7 @@ class DelayedScalingState(Tallying):
         num_groups: scales of each: rows in groups have one for every group. Columns of the buffers come tensor by
             tensor.
         number: of its map, higher than those of maps that were made before.
-        siblings: of the model that was prepared; None where none was.
+        siblings, place: of the model that was prepared, and where among them; None and 0 where none was.
         scale: f32 (n,).
         amax_history: f32 (length, n), see `ops.advance_histories`; row 0 is zero.
     """
@@ -84,6 +119,7 @@ class DelayedScalingState(Tallying):
     scale: Tensor
     amax_history: Tensor
     siblings: Siblings | None = None
+    place: int = 0
 
     def __init__(
         self,
@@ -112,7 +148,7 @@ class DelayedScalingState(Tallying):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self.siblings is not None:
-            self.siblings.adopt(self)
+            self.siblings.put(self, self.place)
 
     def reset_parameters(self) -> None:
         """Scales of 1 and empty histories."""
@@ -166,18 +202,24 @@ class DelayedScalingState(Tallying):
         return [slice(i * self.num_groups, (i + 1) * self.num_groups) for i in range(len(self.requests))]
 
     def take_part(self, group: dist.ProcessGroup | None) -> None:
-        """Says that amaxes are recorded here: the histories move at the end of a backward pass that comes by.
+        """Says that amaxes are recorded here: histories move at the end of a backward pass that comes by.
 
         Args:
             group: ranks that take the largest amax of all, None for this rank alone.
         """
         _recording[self] = group if self.reduces_amax else None
-        if _torch_private.in_backward():
-            self.move_when_backward_ends()
+
+    def begin_pass(self) -> None:
+        """Called in a forward pass that backward does not run again: no backward pass comes by at this time."""
+        if _reached:
+            _reached.pop(self, None)  # of one that failed
 
     def move_when_backward_ends(self) -> None:
-        """Called in a backward pass that has come by."""
-        _reached[self] = outlast_inner_passes()
+        """Called in a backward pass that has come by, or in which this runs again: the first one's end counts."""
+        number = _torch_private.number_of_backward()
+        if _reached.setdefault(self, number) == number and number not in _asked:
+            _asked.add(number)
+            _torch_private.call_when_backward_ends(lambda: _end(number))
 
     def quantizers(self, *, records: bool) -> dict[str, Float8Quantizer]:
         """By name, quantizers that use what scales are at the time. `records`: whether they keep amaxes."""
@@ -204,14 +246,13 @@ class DelayedScalingState(Tallying):
         _ = self.running, self.scaled_max
 
 
-# States that have amaxes, and those that a backward pass has come by, in order, with its number. A model that is gone,
-# after a forward pass that nothing followed, takes part in no other's step.
+# States that have amaxes, and those that a backward pass has come by, in order, with the number of the pass whose end
+# moves them. A model that is gone, after a forward pass that nothing followed, takes part in no other's step.
 _recording: WeakKeyDictionary[DelayedScalingState, dist.ProcessGroup | None] = WeakKeyDictionary()
 _reached: WeakKeyDictionary[DelayedScalingState, int] = WeakKeyDictionary()
-_asked: set[int] = set()  # numbers of the backward passes at whose ends histories are to move
+_asked: set[int] = set()  # numbers of the backward passes at whose ends histories move
 
 
-_BACKWARD = BackwardCFunction.apply.__code__  # of functions in Python
 _ABSENT: Any = object()  # in the place of a group
 _tapes = Tapes()  # of updates
 
@@ -230,57 +271,47 @@ def step_set_aside() -> Iterator[None]:
             entries.update(kept)
 
 
-def outlast_inner_passes() -> int:
-    """Called in a backward pass: histories move at its end, not at the ends of those inside of it. Its number."""
-    number = _torch_private.number_of_backward()
-    if number not in _asked:
-        _asked.add(number)
-        _torch_private.call_when_backward_ends(lambda: _end(number))
-    return number
-
-
 def _end(number: int) -> None:
-    """A backward pass ends. One that an outer one is inside of leaves to that what it has come by itself."""
+    """A backward pass ends: all states that are its own move one step on. Collective over each group of theirs."""
     _asked.discard(number)
-    if _asked and _torch_private.is_inside(_BACKWARD):
-        return
-    _asked.clear()
-    for state, its in list(_reached.items()):
-        if its < number:  # of one that failed: those inside of this one have higher numbers
-            del _reached[state]
-    update()
-
-
-@torch.no_grad()
-def update() -> None:
-    """Moves all states that backward has come by one step on. Collective over each group they were given."""
+    states = [state for state, its in list(_reached.items()) if its == number]
     by_group: dict[dist.ProcessGroup | None, list[DelayedScalingState]] = {}
-    for state in list(_reached):
+    for state in states:
+        del _reached[state]
         group = _recording.pop(state, _ABSENT)
         if group is not _ABSENT:
             by_group.setdefault(group, []).append(state)
-    _reached.clear()
-    for group in sorted(by_group, key=lambda group: "" if group is None else group.group_name):
-        amaxes = {state: state.running for state in by_group[group]}
-        if group is None:
-            _warn_of_other_ranks(amaxes)
-        elif dist.get_world_size(group) > 1:
-            amaxes = _of_siblings(amaxes)
-            _reduce(list(amaxes.values()), group)
-        _move_on(amaxes)
+    with torch.no_grad():
+        for group in sorted(by_group, key=lambda group: "" if group is None else group.group_name):
+            _update(by_group[group], group)
 
 
-def _of_siblings(amaxes: Mapping[DelayedScalingState, Tensor]) -> dict[DelayedScalingState, Tensor]:
-    """Amaxes of states and of their siblings, zeros, in the order of [Note: What ranks reduce]."""
-    siblings = {each for state in amaxes if state.siblings is not None for each in state.siblings.states}
-    others = [each for each in siblings - amaxes.keys() if each.reduces_amax and not each.scale.is_meta]
-    zeros = next(iter(amaxes.values())).new_zeros(sum(each.scale.numel() for each in others))
-    found = {**amaxes, **dict(zip(others, zeros.split([each.scale.numel() for each in others]), strict=True))}
-    return {state: found[state] for state in sorted(found, key=_order)}
+def _update(states: Sequence[DelayedScalingState], group: dist.ProcessGroup | None) -> None:
+    amaxes = {state: state.running for state in states}
+    if group is None:
+        _warn_of_other_ranks(states)
+    elif dist.get_world_size(group) > 1:
+        parts, others = _of_siblings(amaxes)
+        _reduce(parts, group)
+        amaxes |= others
+    _move_on(amaxes)
 
 
-def _order(state: DelayedScalingState) -> tuple[int, int]:
-    return state.number, 0 if state.siblings is None else state.siblings.number
+def _of_siblings(
+    amaxes: Mapping[DelayedScalingState, Tensor],
+) -> tuple[list[Tensor], dict[DelayedScalingState, Tensor]]:
+    """What is reduced, in the order of [Note: What ranks reduce], and of it what siblings have that have no amaxes."""
+    siblings = sorted({each.siblings for each in amaxes if each.siblings is not None}, key=lambda each: each.number)
+    alone = sorted((each for each in amaxes if each.siblings is None), key=lambda each: each.number)
+    zeros = next(iter(amaxes.values())).new_zeros(sum(sum(each.sizes) for each in siblings))
+    places = [(each, place, size) for each in siblings for place, size in enumerate(each.sizes)]
+    parts, others = [], {}
+    for (each, place, size), zero in zip(places, zeros.split([size for *_, size in places]), strict=True):
+        state = each.at(place)
+        parts.append(amaxes.get(state, zero) if size else zero)
+        if state is not None and size and state not in amaxes and not state.scale.is_meta:
+            others[state] = zero
+    return [*parts, *(amaxes[each] for each in alone)], others
 
 
 def _warn_of_other_ranks(states: Iterable[DelayedScalingState]) -> None:

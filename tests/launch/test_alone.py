@@ -195,7 +195,7 @@ def test_a_run_does_not_begin_anew_among_the_checkpoints_of_another(
     folder = finished.run_dir / "checkpoints"
     before = sorted(folder.iterdir())
     line = reason(finished, capsys, "--checkpoint.resume", str(folder / "step_00000002"))
-    assert f"step_00000002' while there is {folder / 'step_00000004'}, of a run that did not begin with it" in line
+    assert f"step_00000002' while there is {folder / 'step_00000004'}; wanted the newest one" in line
     assert sorted(folder.iterdir()) == before
     run(finished, "--checkpoint.resume", str(folder / "step_00000004"))
 
