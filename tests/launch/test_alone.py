@@ -181,12 +181,13 @@ def test_a_run_that_began_with_a_named_checkpoint_goes_on_from_its_own(
 ) -> None:
     job, named = tiny_job(), ("--checkpoint.resume", str(finished.run_dir / "checkpoints" / "step_00000002"))
     said = []
-    for steps in ("3", "4"):
+    for steps, resume in (("3", named), ("4", named), ("5", ()), ("6", (named[0], named[1] + "/"))):
         capsys.readouterr()
-        run(job, "--train.steps", steps, "--checkpoint.every", "1", *named)
+        run(job, "--train.steps", steps, "--checkpoint.every", "1", *resume)
         said.append("".join(capsys.readouterr().out.split()))
     assert f"resumedfrom{named[1]}" in said[0]
-    assert f"resumedfrom{job.run_dir / 'checkpoints' / 'step_00000003'}" in said[1]
+    for step in (3, 4, 5):
+        assert f"resumedfrom{job.run_dir / 'checkpoints' / f'step_{step:08d}'}" in said[step - 2]
 
 
 def test_a_run_does_not_begin_anew_among_the_checkpoints_of_another(

@@ -47,12 +47,7 @@ def test_a_job_on_two_nodes_that_lost_a_rank_ends_and_resumes_to_the_bit(
     unbroken, tiny_job: Callable, two_ranks: Callable, launcher
 ) -> None:
     job = tiny_job(RECIPE)
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    node = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--local-addr", "localhost")
-    rendezvous = ("--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "two-nodes")
-    agents = [launcher.start(*node, *rendezvous, *job.command("--checkpoint.every", "2")) for _ in range(2)]
+    agents = start_two_nodes(launcher, *job.command("--checkpoint.every", "2"))
     kill_a_rank_after(job, 3, agents[1].pid)
     outputs = [process.communicate(timeout=LIMIT)[0] for process in agents]
     assert all(process.returncode for process in agents), outputs
@@ -75,6 +70,20 @@ def test_a_job_whose_processes_are_started_again_resumes_to_the_bit(unbroken, ti
     output, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, output
     assert "resumed from" in output
+    assert job.metrics("loss") == unbroken[0].metrics("loss")
+
+
+def test_a_job_on_two_nodes_is_started_again_and_resumes_to_the_bit(
+    unbroken, tiny_job: Callable, launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One node starts its process again since that was killed, the other since it is alone: each counts for itself."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    job = tiny_job(RECIPE)
+    agents = start_two_nodes(launcher, *job.command("--checkpoint.every", "2"), options=("--max-restarts", "1"))
+    kill_a_rank_after(job, 3, agents[1].pid)
+    outputs = [process.communicate(timeout=LIMIT)[0] for process in agents]
+    assert not any(process.returncode for process in agents), outputs
+    assert "resumed from" in outputs[0]
     assert job.metrics("loss") == unbroken[0].metrics("loss")
 
 
@@ -124,6 +133,16 @@ def test_a_wrong_key_ends_all_ranks_with_one_message_and_no_traceback_of_theirs(
     assert said[0] == said[1]
     assert said[0].startswith("train.log_evry: got an unknown key; wanted one of steps, ")
     assert "te_dist/launch" not in output
+
+
+def start_two_nodes(launcher, *command: str, options: tuple[str, ...] = ()) -> list:
+    """A `torchrun` for each, with one process."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    node = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--local-addr", "localhost")
+    rendezvous = ("--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "two-nodes")
+    return [launcher.start(*node, *rendezvous, *options, *command) for _ in range(2)]
 
 
 def kill_a_rank_after(job, step: int, launcher_pid: int) -> None:

@@ -143,6 +143,11 @@ def test_every_configuration_can_be_planned(config: str) -> None:
     assert all(rank.peak.bytes > sum(each.stored for each in rank.parameters) for rank in plan.ranks)
 
 
+def test_a_job_whose_rows_travel_quantized_is_planned_beside_one_in_bf16() -> None:
+    plan = plan_job([str(CONFIGS / "moe.toml"), "--model.experts.payload", "quantized"], ranks=[0])
+    assert plan.recipe == "float8_block"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

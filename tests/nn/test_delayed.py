@@ -347,6 +347,51 @@ def test_a_failed_backward_pass_is_no_part_of_another_models_step() -> None:
     assert failed.gemm.scaling.amax_history[-1].tolist() == [2.0, 4.0]
 
 
+def test_a_hook_that_runs_a_backward_pass_moves_its_own_maps_alone() -> None:
+    hooked, behind, before = linear(), linear(), linear()
+    grads = []
+    for _ in range(2):
+        with te.autocast(recipe=RECIPE):
+            probe = hooked(torch.full((4, 16), 2.0, requires_grad=True)).sum()
+            inner = behind(torch.full((4, 16), 3.0, requires_grad=True))[:, :16]
+            inner.register_hook(lambda grad, probe=probe: (probe.backward(), None)[1])
+            out = before(inner)
+        out.sum().backward()
+        grads.append(float(inner.detach().abs().max()))
+    for module, largest in ((hooked, 2.0), (behind, 3.0), (before, grads[-1])):
+        assert float(module.gemm.scaling.amax_history[-1, 0]) == pytest.approx(largest)
+
+
+class Inner(torch.autograd.Function):
+    """Runs a graph of its own in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: te.Linear) -> Tensor:
+        with torch.enable_grad():
+            ctx.out = module(x.detach().requires_grad_())
+        return ctx.out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        torch.autograd.backward(ctx.out, grad)
+        return grad[:, :16], None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_failed_backward_pass_keeps_no_later_one_from_moving_histories(fails: bool) -> None:
+    failed, module = linear(), linear()
+    if fails:
+        with te.autocast(recipe=RECIPE):
+            out = failed(Failing.apply(torch.ones(4, 16, requires_grad=True)))
+        with pytest.raises(RuntimeError, match="as asked"):
+            out.sum().backward()
+    for _ in range(2):
+        with te.autocast(recipe=RECIPE):
+            out = Inner.apply(torch.full((4, 16), 2.0, requires_grad=True), module)
+        out.sum().backward()
+    assert module.gemm.scaling.amax_history[-1].tolist() == [2.0, 1.0]
+
+
 class Failing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -192,7 +192,14 @@ WRITES: dict[str, Callable[[torch.nn.Module], object]] = {
         f"AdamW {options}": lambda module, options=options: torch.optim.AdamW(module.parameters(), **options).step()
         for options in ({}, {"foreach": True}, {"fused": True})
     },
+    "fused, then a hook": lambda module: _dropping(torch.optim.AdamW(module.parameters(), fused=True)).step(),
 }
+
+
+def _dropping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Drops gradients behind its steps."""
+    optimizer.register_step_post_hook(lambda its, *_: its.zero_grad())
+    return optimizer
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)

@@ -139,6 +139,42 @@ def test_what_changes_a_weight_in_place_after_state_is_back_changes_its_master(m
 
 
 @every_optimizer
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_parameters_may_be_added_while_state_is_away(make: Make, comes_back: bool) -> None:
+    twins = Twins(make)
+    twins.train(2)
+    twins.optimizer.move_state("cpu")
+    if comes_back:
+        twins.optimizer.move_state()
+    for optimizer in (twins.optimizer, twins.its_optimizer):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    twins.assert_alike()
+
+
+@pytest.mark.parametrize("name", ["block", "plain"])
+def test_an_optimizer_that_keeps_its_list_of_parameters_goes_on(name: str) -> None:
+    losses = []
+    for moves in (False, True):
+        module = model(name, 0)
+        optimizer = optim.MasterWeights(module.parameters(), lambda own: torch.optim.LBFGS(own, lr=0.1, max_iter=4))
+
+        def closure(module: nn.Module = module, optimizer: torch.optim.Optimizer = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = module(torch.ones(16, 64, dtype=torch.bfloat16)).float().square().mean()
+            loss.backward()
+            return loss
+
+        found = []
+        for step in range(4):
+            if moves and step == 2:
+                optimizer.move_state("cpu")
+            found.append(float(optimizer.step(closure).detach()))
+        losses.append(found)
+    assert losses[1] == losses[0]
+    assert losses[1][3] < losses[1][2] < losses[1][0]
+
+
+@every_optimizer
 def test_state_stays_where_a_graph_has_a_step(make: Make) -> None:
     optimizer = make(model("block", 0))
     optimizer._captured.append(object())

@@ -261,6 +261,31 @@ def test_an_evaluation_changes_nothing_whatever_has_been_run_backward_meanwhile(
     assert_same(*gradients)
 
 
+@pytest.mark.parametrize("way", OF_TORCH)
+def test_a_training_pass_of_another_kind_is_told_whatever_has_been_run_backward_meanwhile(way):
+    torch.manual_seed(0)
+    module, other = te.Linear(WIDTH, WIDTH), te.Linear(WIDTH, WIDTH)
+    x = torch.randn(WIDTH, WIDTH, requires_grad=True)
+    with te.autocast(recipe=RECIPES["current"]):
+        y, loss = OF_TORCH[way](module, x), other(x).sum()
+    loss.backward()
+    with te.autocast(recipe=RECIPES["block"]):
+        z = module(x)
+    with pytest.raises(RuntimeError, match=r"a linear map is run again in backward.* ran otherwise"):
+        y.sum().backward()
+    z.sum().backward()
+
+
+@pytest.mark.parametrize("way", OF_TORCH)
+def test_recipes_may_take_turns_from_step_to_step(way):
+    module = te.Linear(WIDTH, WIDTH)
+    x = torch.randn(WIDTH, WIDTH, requires_grad=True)
+    for name in ("current", "block", "mx", "current"):
+        with te.autocast(recipe=RECIPES[name]):
+            y = OF_TORCH[way](module, x)
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_records_nothing_is_refused_after_an_evaluation_that_ran_otherwise(reentrant):
     """Of frozen weights and an input without gradients, or as the reentrant kind begins: nobody knows if it waits."""

@@ -267,3 +267,28 @@ def scales_beside_a_copy(rank: int, world: int) -> list[float]:
 def test_a_copy_of_a_model_on_one_rank_takes_part_in_no_reduction(ranks: Ranks) -> None:
     for scales in ranks(2).run(scales_beside_a_copy):
         assert scales == pytest.approx([1.0, 448.0 / 3.0, 1.0])
+
+
+def scales_of_layers(rank: int, world: int, how: str) -> list[float]:
+    """Of maps that are copies of one another, dropped after `prepare`, or of which parts are prepared again."""
+    made_by, layers = recipe.DelayedScaling(amax_history_len=4), [te.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)]
+    model = nn.ModuleList([copy.deepcopy(layers[0]) for _ in range(4)] if how == "copies" else layers).to(device())
+    te.prepare(model, made_by)
+    kept = model[0] if how == "dropped" and rank == 0 else None
+    if how == "dropped":
+        model[0] = te.Linear(WIDTH, WIDTH, bias=False, device=device())
+        te.prepare(model, made_by)
+    elif how == "a part again":
+        te.prepare(model[2:], made_by)
+    for _ in range(2):
+        with te.autocast(recipe=made_by, amax_reduction_group=dist.group.WORLD):
+            out = model[2 * rank](torch.full((ROWS, WIDTH), 2.0 + rank, device=device()))
+        out.sum().backward()
+    del kept
+    return [float(each.gemm.scaling.scale[0]) for each in model]
+
+
+@pytest.mark.parametrize("how", ["copies", "dropped", "a part again"])
+def test_each_map_of_a_prepared_model_has_a_place(ranks: Ranks, how: str) -> None:
+    for scales in ranks(2).run(scales_of_layers, how):
+        assert scales == pytest.approx([448.0 / 2.0, 1.0, 448.0 / 3.0, 1.0])
