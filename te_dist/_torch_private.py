@@ -62,7 +62,6 @@ __all__ = [
     "is_dispatch_watched",
     "is_first_of_unit",
     "is_any_gathered",
-    "is_inside",
     "is_joining_pieces",
     "is_mutable",
     "is_placing",
@@ -196,15 +195,15 @@ def is_autocast_anywhere() -> bool:
 
 def is_placing() -> bool:
     """Whether this is called where DTensor sends copies of a tensor along a mesh, as `distribute_tensor` does."""
-    return is_inside(_MESH_BROADCAST)
+    return _is_inside(_MESH_BROADCAST)
 
 
 def is_joining_pieces() -> bool:
     """Whether this is called where DTensor splits a tensor for a dimension that another one of a mesh cuts as well."""
-    return is_inside(_STRIDED_SPLIT)
+    return _is_inside(_STRIDED_SPLIT)
 
 
-def is_inside(code: CodeType) -> bool:
+def _is_inside(code: CodeType) -> bool:
     """Whether this thread is inside of a call of the function that has this code."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not code:
