@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from te_dist.formats import Group
+from te_dist.formats import Direction, Group
 from te_dist.ops.evaluate import values
 from te_dist.ops.source import Source
 from te_dist.tensor import QuantizedStorage, writes
@@ -46,10 +46,29 @@ class MemberView(QuantizedStorage):
         """Of one without a group."""
         if getattr(self, "owner", None) is not None:
             raise NotImplementedError(
+                f"member {self.index} of a group: its buffers are those of the group; clone the member to use it alone"
+            )
+        _BUFFERS.__set__(self, buffers)
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Of one without a group, as of any matrix.
+
+        Raises:
+            NotImplementedError: the group would have other directions.
+        """
+        wanted = {Direction.ROWWISE: rowwise_usage, Direction.COLUMNWISE: columnwise_usage}
+        changes = any(usage not in (None, direction in self.directions) for direction, usage in wanted.items())
+        if self.owner is None:
+            super().update_usage(rowwise_usage, columnwise_usage)
+        elif changes:
+            raise NotImplementedError(
                 f"member {self.index} of a group: its directions are those of the group; call update_usage of that, or "
                 "clone the member to use it alone"
             )
-        _BUFFERS.__set__(self, buffers)
+
+    def prepare_for_saving(self) -> tuple[list[Tensor], QuantizedStorage]:
+        """As of any matrix, but that the group keeps its buffers."""
+        return self.holding(dict(self.buffers)).prepare_for_saving()
 
     @property
     def best_values(self) -> Tensor | None:

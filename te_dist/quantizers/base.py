@@ -21,6 +21,7 @@ from te_dist import catalog, codecs
 from te_dist.codecs.gemm import READS_ANY_ORDER
 from te_dist.formats import Direction, Encoding, Format, Region
 from te_dist.ops import group_sums
+from te_dist.ops._checks import HIGH_PRECISION
 from te_dist.ops.group_table import padded_rows
 from te_dist.ops.panel_sums import column_sums
 from te_dist.ops.source import PANEL, Source, Summed, sums_shape
@@ -177,22 +178,26 @@ class Quantizer:
             ValueError: the shapes differ, or `dst` has a format that this quantizer does not write.
             NotImplementedError: `dst` is a part, and the whole would not see the values.
         """
-        declared, directions = self.declare(dst.dtype), dst.format.directions
-        known = set(directions) <= set(declared.directions)
-        if not known or dst.format != declared.select(*directions):
+        if not any(_is_of(dst.format, self.declare(dtype)) for dtype in HIGH_PRECISION):  # of whichever values
             raise ValueError(
-                f"out: got {catalog.name_of(dst.format)}, wanted {catalog.name_of(declared)} or a direction of it, as "
-                f"{type(self).__name__} makes; use the quantizer that made it, or copy_"
+                f"out: got {catalog.name_of(dst.format)}, wanted {catalog.name_of(self.declare(dst.dtype))} or a "
+                f"direction of it, as {type(self).__name__} makes; use the quantizer that made it, or copy_"
             )
-        if not self.writes_by_format:
-            check_writable(dst)
-            check_shape(src, dst)
-            self.write(src, dst.storage)
-            dst.storage.note_values(as_matrix(src, dst.storage.shape))
-            count_writes(dst)
-        else:
-            dst.quantize_(src)
+        if self.writes_by_format:
+            return dst.quantize_(src)
+        check_writable(dst)
+        check_shape(src, dst)
+        before = dst.storage.num_writes
+        self.write(src, dst.storage)
+        if dst.storage.num_writes == before:  # else it has been noted
+            dst.storage.note_values(as_matrix(src, dst.storage.shape), is_settled=self.settles)
+        count_writes(dst)
         return dst
+
+    @property
+    def settles(self) -> bool:
+        """Whether `write` takes scales that ranks agree on, given ones or such as they find together."""
+        return False
 
     def write(self, x: Tensor | Source, storage: QuantizedStorage) -> None:
         """Quantizes `x` into every direction that `storage` has."""
@@ -265,12 +270,22 @@ class AgreeingQuantizer(Quantizer):
     def writes_by_format(self) -> bool:
         return type(self).write is AgreeingQuantizer.write and not self.with_amax_reduction
 
+    @property
+    def settles(self) -> bool:
+        return self.with_amax_reduction
+
     def write_groups(self, x: Tensor | Source, rows: GroupedRows) -> None:
         if self.with_amax_reduction:
             raise ValueError(
                 "with_amax_reduction: groups of rows have an amax each, of this rank alone; leave it False for them"
             )
         super().write_groups(x, rows)
+
+
+def _is_of(format: Format, declared: Format) -> bool:
+    """Whether it is a declared one, or of some of its directions."""
+    directions = format.directions
+    return set(directions) <= set(declared.directions) and format == declared.select(*directions)
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -75,6 +75,10 @@ class HybridQuantizer(Quantizer):
         return is_plain and all(part.writes_by_format for part in parts)
 
     @property
+    def settles(self) -> bool:
+        return self.rowwise_quantizer.settles and self.columnwise_quantizer.settles
+
+    @property
     def takes_groups(self) -> bool:
         if type(self) is not HybridQuantizer or self.columnwise_source != "original":
             return False

@@ -42,6 +42,10 @@ class Float8Quantizer(Quantizer):
         return declared(catalog.float8_tensorwise, fp8=fp8_name(self.fp8_dtype), columnwise="transposed")
 
     @property
+    def settles(self) -> bool:
+        return True
+
+    @property
     def takes_groups(self) -> bool:
         return type(self) is Float8Quantizer
 

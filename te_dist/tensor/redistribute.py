@@ -16,7 +16,7 @@ from te_dist.formats import Field, Group, Region, Span, geometry
 from te_dist.tensor import rectangles
 from te_dist.tensor.cut import Cut
 from te_dist.tensor.parts import before_writing, lying_beside, note_broadcast, was_broadcast
-from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor
+from te_dist.tensor.quantized_tensor import OPS, QuantizedTensor, count_writes
 from te_dist.tensor.storage import QuantizedStorage
 
 WAITS = [torch.ops._c10d_functional.wait_tensor.default]
@@ -134,8 +134,10 @@ def _broadcast(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
     dist.Work.unbox(work).wait()
     for tensor, values in zip(tensors, plain, strict=True):
         if isinstance(tensor, QuantizedTensor):
-            if not is_source:
-                tensor.quantize_(values)
+            if not is_source:  # NOTE: parts too, which other ranks have sent
+                before_writing(tensor.storage)
+                tensor.storage.quantize_(values)
+                count_writes(tensor)
             note_broadcast(tensor.storage)
     return tensors, work
 

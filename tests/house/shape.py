@@ -51,6 +51,7 @@ WIDE_SIGNATURES = {
     "te_dist/offload/layers.py::get_cpu_offload_context": "TransformerEngine's",
     "te_dist/tensor/quantized_tensor.py::QuantizedTensor.update_usage": "TransformerEngine's",
     "te_dist/tensor/storage.py::QuantizedStorage.update_usage": "TransformerEngine's",
+    "te_dist/grouped/members.py::MemberView.update_usage": "TransformerEngine's",
 }
 
 

@@ -138,6 +138,28 @@ def test_a_quantizer_writes_what_it_makes() -> None:
             other.quantize(torch.ones(64, 128), out=target)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_a_quantizer_writes_what_it_makes_of_another_nominal_type(is_hybrid: bool, dtype: torch.dtype) -> None:
+    quantizer: quantizers.Quantizer = quantizers.IdentityQuantizer()
+    if is_hybrid:
+        mx = quantizers.MXFP8Quantizer()
+        quantizer = quantizers.HybridQuantizer(rowwise_quantizer=mx, columnwise_quantizer=quantizer)
+    for target in (quantizer.quantize(signed(64, 128), dtype=dtype), quantizer.quantize(signed(64, 128)).to(dtype)):
+        quantizer.quantize(torch.ones(64, 128), out=target)
+        assert_bitwise(target.dequantize(), torch.ones(64, 128, dtype=dtype), "values")
+
+
+def test_scales_that_are_given_are_settled() -> None:
+    storage = quantize(signed(64, 128), FORMATS["float8_tensorwise_tn"]).storage
+    storage.cut_dims = frozenset({0})  # as of a shard, which shares its scale with others
+    part = QuantizedTensor(storage, (64, 128))
+    given, own = quantizers.Float8Quantizer(torch.full((1,), 64.0), None), quantizers.Float8CurrentScalingQuantizer()
+    for quantizer, is_settled in ((own, False), (given, True)):
+        quantizer.quantize(torch.ones(64, 128), out=part)
+        assert (storage.unsettled is None) == is_settled
+
+
 @pytest.mark.parametrize("write", [QuantizedTensor.quantize_, lambda part, x: BLOCKS.quantize(x, out=part)])
 def test_parts_are_not_written(write: Callable) -> None:
     whole = quantize(signed(64, 128), BLOCKS.format())
@@ -186,6 +208,10 @@ def test_members_are_views_of_the_group_as_it_is() -> None:
         weight.update_usage(columnwise_usage=False)
     with pytest.raises(NotImplementedError, match="its directions are those of the group"):
         members[0].update_usage(columnwise_usage=True)
+    assert members[0].storage.get_usages() == {"rowwise": True, "columnwise": False}
+    members[0].update_usage(rowwise_usage=True, columnwise_usage=False)
+    tensors, _ = members[0].storage.prepare_for_saving()
+    assert len(tensors) == len(weight.storage.buffers) == len(members[0].storage.buffers)
 
 
 def test_members_and_their_clones_are_saved_and_loaded() -> None:
