@@ -111,8 +111,6 @@ latest_of: WeakKeyDictionary[nn.Module, Latest] = WeakKeyDictionary()
 planned_of: WeakKeyDictionary[nn.Module, list[Pass]] = WeakKeyDictionary()
 MAX_PLANNED = 4  # of a map
 WITHOUT, WITHOUT_BESIDE = Pass(Autocast()), Pass(Autocast())  # a recipe, beside compiled maps that have one
-
-
 _noted: Latest | None = None  # the pass that was noted last, until its function of autograd is known
 
 

@@ -75,16 +75,18 @@ class Siblings:
             first._absorb(other)
         for state in states:
             if state.siblings is None:
-                first._states.append(None)
-                first.sizes.append(state.scale.numel() if state.reduces_amax else 0)
-                first.put(state, len(first.sizes) - 1)
+                first._append(state.scale.numel() if state.reduces_amax else 0, state)
 
     def _absorb(self, other: Siblings) -> None:
         for place, size in enumerate(other.sizes):
-            self._states.append(None)
-            self.sizes.append(size)
-            if (state := other.at(place)) is not None:
-                self.put(state, len(self.sizes) - 1)
+            self._append(size, other.at(place))
+
+    def _append(self, size: int, state: DelayedScalingState | None) -> None:
+        """A place behind all others; None: its state is gone."""
+        self.sizes.append(size)
+        self._states.append(None)
+        if state is not None:
+            self.put(state, len(self.sizes) - 1)
 
     def put(self, state: DelayedScalingState, place: int) -> None:
         """Gives a state its place."""
@@ -303,14 +305,14 @@ def _of_siblings(
     """What is reduced, in the order of [Note: What ranks reduce], and of it what siblings have that have no amaxes."""
     siblings = sorted({each.siblings for each in amaxes if each.siblings is not None}, key=lambda each: each.number)
     alone = sorted((each for each in amaxes if each.siblings is None), key=lambda each: each.number)
-    zeros = next(iter(amaxes.values())).new_zeros(sum(sum(each.sizes) for each in siblings))
-    places = [(each, place, size) for each in siblings for place, size in enumerate(each.sizes)]
+    places = [(each.at(place), size) for each in siblings for place, size in enumerate(each.sizes) if size]
+    missing = [size for state, size in places if state not in amaxes]
+    zeros = iter(next(iter(amaxes.values())).new_zeros(sum(missing)).split(missing) if missing else ())
     parts, others = [], {}
-    for (each, place, size), zero in zip(places, zeros.split([size for *_, size in places]), strict=True):
-        state = each.at(place)
-        parts.append(amaxes.get(state, zero) if size else zero)
-        if state is not None and size and state not in amaxes and not state.scale.is_meta:
-            others[state] = zero
+    for state, _ in places:
+        parts.append(amaxes[state] if state in amaxes else next(zeros))
+        if state is not None and state not in amaxes and not state.scale.is_meta:
+            others[state] = parts[-1]
     return [*parts, *(amaxes[each] for each in alone)], others
 
 
