@@ -183,6 +183,7 @@ class LinearSite(nn.Module):
         "quantized input. Take Float8CurrentScaling or another recipe without histories, or leave out fullgraph=True"
     )
     def _outside_of_graphs(self, x: Tensor, weight: Tensor, bias: Tensor | None, front: str) -> Tensor:
+        traced.check_not_exported(self.name or "Linear", current_autocast().recipe)
         out = LinearSite.forward(self, x, weight, bias, front=front)
         lost_recipes.outside_of_graph(self.graph_place, out, trains=self.training)
         return out
@@ -308,8 +309,12 @@ class LinearSite(nn.Module):
         addresses = scale.data_ptr(), running.data_ptr()
         same = known is not None and known.scale is scale and known.running is running
         if not same or known.addresses != addresses:
-            plan = replace(self._moving(current.plan, scaling, records=records), moves=scaling if moves else None)
-            known = current.moving[records, moves] = Moving(scale, running, addresses, plan)
+            plan = self._moving(current.plan, scaling, records=records)
+            # NOTE: that of a pass that runs again as well, which selective checkpointing wants to call no other ops.
+            for its in {moves, False}:
+                its_plan = replace(plan, moves=scaling if its else None)
+                current.moving[records, its] = Moving(scale, running, addresses, its_plan)
+            known = current.moving[records, moves]
         return known.plan
 
     @torch.inference_mode(False)  # what an evaluation came upon first, a later step writes into

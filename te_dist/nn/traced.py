@@ -49,6 +49,16 @@ def name_of(plan: Plan, text: str) -> str:
     return text
 
 
+def check_not_exported(label: str, recipe: object) -> None:
+    """Raises NotImplementedError where torch.export traces what is left outside of graphs: a program has no outside."""
+    if torch.compiler.is_exporting():
+        raise NotImplementedError(
+            f"{label}: got {recipe} in torch.export, wanted what a graph holds, which state in Python is not (delayed "
+            "scaling, tensor parallelism, main gradients, experts that quantize); export it by Float8CurrentScaling, "
+            "MXFP8BlockScaling or another recipe without histories, mixtures of experts outside of autocast"
+        )
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, plan: str, front: str = "") -> Tensor:
     """`products.linear` by the plan of that name."""
     differentiates = torch.is_grad_enabled()

@@ -3,7 +3,7 @@
 [Note: Ops under selective checkpointing]
 torch's selective checkpointing keeps what an op returned and leaves the op out when forward runs again. An op that
 writes into its arguments returns nothing: its outputs would stay memory that nobody wrote. So all of them are among the
-ops that no policy is asked about, which run in both passes.
+ops that no policy is asked about, which run in both passes; and with them the collectives that maps call.
 """
 
 from __future__ import annotations

@@ -325,8 +325,8 @@ def _warn_of_other_ranks(states: Iterable[DelayedScalingState]) -> None:
         warnings.warn(
             f"DelayedScaling without an amax_reduction_group on {dist.get_world_size()} ranks: each has scales of its "
             "own, and a checkpoint will hold those of one. Pass autocast the group of the ranks that train one model "
-            "(amax_reduction_group=torch.distributed.group.WORLD); DelayedScaling(reduce_amax=False) says that this is "
-            "meant",
+            "(amax_reduction_group=torch.distributed.group.WORLD; in a pipeline the ranks of one stage); "
+            "DelayedScaling(reduce_amax=False) says that this is meant",
             stacklevel=2,
         )
 

@@ -1,4 +1,8 @@
-"""torch's collectives on flat tensors, under the names of whichever torch this is."""
+"""torch's collectives on flat tensors, under the names of whichever torch this is.
+
+They write into tensors that were made for them, so torch's selective checkpointing must not leave them out when forward
+runs again, see [Note: Ops under selective checkpointing].
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from te_dist import env
 from te_dist.kernels.tape import communicate
 
+_WRITING = ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_", "allreduce_")  # ops behind these functions
 DROPPED = 0.1  # seconds within which gloo's threads drop the tensors of a collective that has ended
+
+if dist.is_available():
+    SAC_IGNORED_OPS.update(getattr(torch.ops.c10d, name).default for name in _WRITING)
 
 
 def _first_of(*names: str) -> Any:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from te_dist._torch_private import in_backward
-from te_dist.context import autocast_of_torch
+from te_dist.context import autocast_of_torch, current_autocast
 from te_dist.nn.moe.batches import BatchDispatcher
 from te_dist.nn.moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher, nothing
 from te_dist.nn.moe.experts import ExpertOptions, GroupedMLP, SwiGluMLP
@@ -22,6 +22,7 @@ from te_dist.nn.moe.router import Routed, TopKRouter
 from te_dist.nn.moe.routing import Routing
 from te_dist.nn.moe.tokens import TokenDispatcher
 from te_dist.nn.options import LinearOptions, read, spells_out
+from te_dist.nn.traced import check_not_exported
 from te_dist.tensor.tally import tally_on
 from te_dist.tensor_parallel.styles import sum_gradients
 
@@ -172,6 +173,8 @@ class MoE(nn.Module):
         "router, shared experts and what surrounds a mixture are compiled"
     )
     def _outside_of_graphs(self, x: Tensor, routed: Routed, **kept: Any) -> Tensor:
+        if current_autocast().recipe is not None:
+            check_not_exported("MoE", current_autocast().recipe)
         return self._mix(x, routed, **kept)
 
 

@@ -1,0 +1,63 @@
+"""torch.export: what a graph holds is exported with the bits of eager mode, the rest is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import te_dist as te
+from te_dist.nn.moe import MoE, Routing
+from te_dist.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from te_dist.testing import assert_bitwise
+
+WIDTH, ROWS = 64, 32
+MAPS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: te.Linear(WIDTH, WIDTH),
+    "mlp": lambda: te.LayerNormMLP(WIDTH, WIDTH),
+    "grouped": lambda: te.GroupedLinear(2, WIDTH, WIDTH),
+}
+MAKES = MAPS | {"mixture": lambda: MoE(WIDTH, WIDTH, Routing(4, 2))}
+
+
+class Evaluated(nn.Module):
+    """A module by a recipe."""
+
+    def __init__(self, kind: str, recipe: Recipe | None) -> None:
+        super().__init__()
+        self.recipe, self.is_grouped = recipe, kind == "grouped"
+        with te.quantized_model_init(enabled=recipe is not None, recipe=recipe):
+            self.module = MAKES[kind]()
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            return self.module(x, torch.tensor([ROWS // 2] * 2)) if self.is_grouped else self.module(x)
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), MXFP8BlockScaling(), None], ids=str)
+@pytest.mark.parametrize("kind", MAPS)
+def test_an_exported_map_computes_the_same(kind: str, recipe: Recipe | None) -> None:
+    model, x = Evaluated(kind, recipe), torch.randn(ROWS, WIDTH)
+    program = torch.export.export(model, (x,))
+    assert_bitwise(program.module()(x), model(x), kind)
+
+
+def test_a_plain_mixture_is_exported() -> None:
+    model, x = Evaluated("mixture", None), torch.randn(ROWS, WIDTH)
+    assert_bitwise(torch.export.export(model, (x,)).module()(x), model(x), "mixture")
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [*((kind, DelayedScaling()) for kind in MAKES), ("mixture", Float8CurrentScaling())],
+    ids=str,
+)
+def test_what_keeps_state_in_python_is_refused(kind: str, recipe: Recipe) -> None:
+    model, x = Evaluated(kind, recipe), torch.randn(ROWS, WIDTH)
+    with pytest.raises(NotImplementedError, match=rf": got {type(recipe).__name__}.* in torch.export, wanted"):
+        torch.export.export(model, (x,))
+    model.train()
+    model(x).sum().backward()
