@@ -95,6 +95,10 @@ ATTRIBUTES = (
     Private("torch.nn.Module._backward_pre_hooks", "the same of those who see gradients of outputs"),
     Private("torch.nn.modules.module._has_any_global_hook", "the same of those who see all modules"),
     Private(
+        "torch.Tensor._backward_hooks", "whether somebody sees the gradient of a weight that another is to replace"
+    ),
+    Private("torch.Tensor._post_accumulate_grad_hooks", "the same of those who see it once it is added"),
+    Private(
         "torch.nn.Module._compiled_call_impl",
         "whether `Module.compile` compiles a module by itself, so that what it is given ends at a graph",
     ),

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from te_dist.nn.moe.stacked import NAMES, StackedExperts
 from te_dist.recipe import Recipe
 from te_dist.tensor.exchanged import note_exchanged
 
+_OF_LINEAR = frozenset(vars(nn.Linear(1, 1, device="meta")))  # attributes that every one has
+
 
 def convert(
     model: nn.Module, plan: Mapping[str, Recipe | None], *, preserve_high_precision_init_val: bool = False
@@ -33,7 +36,8 @@ def convert(
     as it is, in high precision also inside of `autocast`: a head, for example.
 
     Parameters that stay plain stay the same objects: optimizers and ties made before hold. Those that become quantized
-    are new ones; make the optimizer afterwards: one that was made before refuses to step.
+    are new ones; make the optimizer afterwards: one that was made before refuses to step. Attributes that were added to
+    a `torch.nn.Linear`, or to a weight, come along; other additions are refused, as they would be lost.
 
     Args:
         model: on any device, also meta; before it is sharded.
@@ -49,8 +53,10 @@ def convert(
     Raises:
         TypeError: `plan` is no mapping, or holds something else than recipes and None.
         ValueError: a pattern fits no module, or none that patterns before it leave; the model is such a module itself,
-            a weight to be quantized is tied to another module, the model is sharded already, or in
-            DistributedDataParallel, features do not fit the recipe, a module has hooks, or a recipe is meant for
+            a weight to be quantized is tied to another module (the same parameter, or the same memory) or has hooks,
+            the model is sharded already, or in DistributedDataParallel, features do not fit the recipe, a module has
+            hooks, of whatever kind, a `torch.nn.Linear` has parameters, buffers or modules beside weight and bias, or
+            attributes under names that te_dist uses, or a recipe is meant for a dtype that cannot be quantized or for
             experts that compute something else. The model is unchanged then.
     """
     chosen = _choose(model, plan)
@@ -113,9 +119,15 @@ def _choose(model: nn.Module, plan: Mapping[str, Recipe | None]) -> dict[str, Re
         for name, pattern in first.items()
         if pattern is not None and _can_be_exchanged(model.get_submodule(name), name, plan[pattern])
     }
-    users: dict[int, list[str]] = {}
+    _check(model, chosen)
+    return chosen
+
+
+def _check(model: nn.Module, chosen: Mapping[str, Recipe | None]) -> None:
+    """Raises where something would be lost, or come apart."""
+    users: dict[tuple[bool, int], list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        users.setdefault(id(param), []).append(name)
+        users.setdefault(_place(param), []).append(name)
     wrapped = tuple(f"{n}." if n else "" for n, m in model.named_modules() if isinstance(m, DistributedDataParallel))
     bad = next((name for name, recipe in chosen.items() if recipe is not None and name.startswith(wrapped)), None)
     if bad is not None:
@@ -124,16 +136,35 @@ def _choose(model: nn.Module, plan: Mapping[str, Recipe | None]) -> dict[str, Re
             "longer there; convert the model before wrapping it"
         )
     for name, recipe in chosen.items():
-        _check_hooks(model.get_submodule(name), name)
-        for key, weight in _weights(model.get_submodule(name)).items():
+        module = model.get_submodule(name)
+        added = _additions(module)
+        if added:
+            raise ValueError(
+                f"{name}: got a {type(module).__name__} with {', '.join(added)}, wanted one without, since these would "
+                "be lost; add them after te_dist.convert, or choose patterns that do not fit its name"
+            )
+        for key, weight in _weights(module).items():
             if isinstance(weight, DTensor):
                 raise ValueError(f"{name}.{key} is sharded already; convert the model before sharding it")
-            if recipe is not None and len(users[id(weight)]) > 1:
+            if recipe is None:
+                continue
+            if len(users[_place(weight)]) > 1:
                 raise ValueError(
-                    f"{name}.{key} is tied, as {users[id(weight)]}; give it None in the plan, or untie it, to quantize "
-                    "it"
+                    f"{name}.{key} is tied, as {users[_place(weight)]}; give it None in the plan, or untie it, to "
+                    "quantize it"
                 )
-    return chosen
+            if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+                raise ValueError(
+                    f"{name}.{key}: got a parameter with hooks, wanted one without, since these would be lost; add "
+                    "them to the quantized weight after te_dist.convert, or give it None in the plan"
+                )
+
+
+def _place(param: Tensor) -> tuple[bool, int]:
+    """What parameters that are tied have in common: where their values begin, or, if nothing tells, the object."""
+    is_plain = type(param) is nn.Parameter and param.layout is torch.strided
+    address = param.data_ptr() if is_plain else 0  # of those on meta, and of empty ones, 0 too
+    return address != 0, address or id(param)
 
 
 def _is_exchanged(module: nn.Module) -> bool:
@@ -144,24 +175,35 @@ def _is_exchanged(module: nn.Module) -> bool:
 
 def _can_be_exchanged(module: nn.Module, name: str, recipe: Recipe | None) -> bool:
     """Whether there is something to take its place; raises where a recipe is meant for what would stay as it is."""
+    dtype = module.weight.dtype if isinstance(module, nn.Linear) else next(module.parameters()).dtype
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        if recipe is not None:
+            raise ValueError(
+                f"{name}: got weights of {dtype}, wanted float32, bfloat16 or float16 to quantize; give it None in the "
+                "plan, before the pattern that fits it, to leave it as it is"
+            )
+        return False
     why = None if type(module) is nn.Linear else why_no_twin(module)
     if why is not None and recipe is not None:
         raise ValueError(
-            f"{name}: the matrices of {type(module).__name__} would stay in {next(module.parameters()).dtype}, since "
+            f"{name}: the matrices of {type(module).__name__} would stay in {dtype}, since "
             f"te_dist.nn.moe.StackedExperts cannot take its place: {why}. Give it None in the plan, before the pattern "
             "that fits it, to leave it as it is; or build the model with te_dist.nn.MoE"
         )
     return why is None
 
 
-def _check_hooks(module: nn.Module, name: str) -> None:
-    """Raises for what would not come along."""
-    hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
-    if any(hooks) or "forward" in vars(module):
-        raise ValueError(
-            f"{name} has hooks, or a forward that was put in the place of its own, which would be lost; convert the "
-            "model before these are added"
-        )
+def _additions(module: nn.Module) -> list[str]:
+    """What somebody has given to a module and would not come along."""
+    found = [key.strip("_") for key in vars(nn.Module()) if key.endswith("_hooks") and vars(module).get(key)]
+    own = ("forward", "weight", "bias") if isinstance(module, nn.Linear) else ("forward", *NAMES)
+    found += [f"a {key} in the place of its own" for key in own if key in vars(module)]
+    if isinstance(module, nn.Linear):
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        found += [f"parameter {name}" for name, _ in parameters if name not in ("weight", "bias")]
+        found += [f"buffer {name}" for name, _ in module.named_buffers(recurse=False)]
+        found += [f"module {name}" for name, _ in module.named_children()]
+    return found
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
@@ -183,6 +225,7 @@ def _made_of(old: nn.Module, name: str, quantized: Scope | None) -> QuantizedMod
             name=name,
         )
         new.bias = old.bias
+        _bring_along({key: value for key, value in vars(old).items() if key not in _OF_LINEAR}, old, new, name)
         sites = {"weight": new.gemm}
     else:
         down = old.get_parameter(NAMES[1])
@@ -196,9 +239,23 @@ def _made_of(old: nn.Module, name: str, quantized: Scope | None) -> QuantizedMod
             continue
         with quantized:
             setattr(new, key, weight_of(sites[key], weight.detach()))
-        new.get_parameter(key).requires_grad_(weight.requires_grad)
+        made = new.get_parameter(key).requires_grad_(weight.requires_grad)
+        if issubclass(type(weight), nn.Parameter):  # what others hold are parts of the tensor
+            _bring_along(vars(weight), weight, made, f"{name}.{key}")
     new.exchanged = (_without_values(old),)
     return new.train(old.training)
+
+
+def _bring_along(added: Mapping[str, Any], old: object, new: object, name: str) -> None:
+    """Gives `new` the attributes that somebody has added to `old`."""
+    bad = [key for key, value in added.items() if hasattr(new, key) or getattr(value, "__self__", None) is old]
+    if bad:
+        raise ValueError(
+            f"{name}: got attributes {bad}, wanted none that {type(new).__name__} has under the same name, or that are "
+            "methods of what it takes the place of; take them away before te_dist.convert, or choose patterns that do "
+            "not fit"
+        )
+    vars(new).update(added)
 
 
 def _without_values(module: nn.Module) -> nn.Module:

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import te_dist as te
 from te_dist import recipe
@@ -183,23 +184,111 @@ def test_a_linear_without_a_parent_is_refused() -> None:
         te.convert(nn.Linear(32, 32), {"*": None})
 
 
+# By what is told of them.
+ADDITIONS = {
+    "forward_hooks": lambda module: module.register_forward_hook(print),
+    "forward_pre_hooks": lambda module: module.register_forward_pre_hook(print),
+    "backward_hooks": lambda module: module.register_full_backward_hook(print),
+    "backward_pre_hooks": lambda module: module.register_full_backward_pre_hook(print),
+    "state_dict_pre_hooks": lambda module: module.register_state_dict_pre_hook(print),
+    "state_dict_hooks": lambda module: module.register_state_dict_post_hook(lambda *_: None),
+    "load_state_dict_pre_hooks": lambda module: module.register_load_state_dict_pre_hook(print),
+    "load_state_dict_post_hooks": lambda module: module.register_load_state_dict_post_hook(print),
+    "a forward in the place of its own": lambda module: setattr(module, "forward", print),
+    "buffer mask": lambda module: module.register_buffer("mask", torch.ones(32)),
+    "buffer scale": lambda module: module.register_buffer("scale", torch.ones(1), persistent=False),
+    "parameter other": lambda module: setattr(module, "other", module.weight),
+    "module lora_A": lambda module: module.add_module("lora_A", nn.Linear(32, 4)),
+    "forward_pre_hooks, a weight in the place of its own, parameter weight_orig, buffer weight_mask": lambda module: (
+        prune.identity(module, "weight")
+    ),
+}
+
+
+@pytest.mark.parametrize("how", [BLOCK, None], ids=["quantized", "plain"])
+@pytest.mark.parametrize("got", ADDITIONS)
+def test_what_was_added_is_not_lost(got: str, how: recipe.Recipe | None) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    ADDITIONS[got](model[1])
+    before = dict(model.named_modules()), dict(model.named_parameters())
+    with pytest.raises(ValueError, match=rf"^1: got a Linear with {got}, wanted one without.*; add them after"):
+        te.convert(model, {"*": how})
+    assert (dict(model.named_modules()), dict(model.named_parameters())) == before
+
+
+@pytest.mark.parametrize("add", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_weights_stay_with_plain_ones_alone(add: str) -> None:
+    model, seen = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), []
+    getattr(model[1].weight, add)(lambda _: seen.append("weight"))
+    getattr(model[1].bias, add)(lambda _: seen.append("bias"))
+    with pytest.raises(ValueError, match=r"^1\.weight: got a parameter with hooks, wanted one without.*; add them"):
+        te.convert(model, {"*": BLOCK})
+    assert type(model[0]) is nn.Linear
+    te.convert(model, {"1": None})
+    model(torch.ones(2, 32)).sum().backward()
+    assert sorted(seen) == ["bias", "weight"]
+
+
+@pytest.mark.parametrize("how", [BLOCK, None], ids=["quantized", "plain"])
+def test_attributes_come_along(how: recipe.Recipe | None) -> None:
+    model = Model()
+    layer, owner = model.layers[0].up, model.layers[0]
+    layer.index, layer.weight.no_decay, layer.bias.no_decay = 3, True, False
+    vars(layer)["owner"] = owner  # as those do who want no module of it
+    te.convert(model, {"layers.*": how})
+    made = model.layers[0].up
+    assert (type(made), made.index, made.weight.no_decay, made.bias.no_decay) == (te.Linear, 3, True, False)
+    assert made.owner is owner and [name for name, _ in made.named_children()] == ["gemm"]
+    assert not hasattr(model.layers[1].up, "index") and not hasattr(model.layers[1].up.weight, "no_decay")
+
+
 @pytest.mark.parametrize(
-    "add",
+    ("add", "got"),
     [
-        lambda module: module.register_forward_hook(print),
-        lambda module: module.register_forward_pre_hook(print),
-        lambda module: module.register_full_backward_hook(print),
-        lambda module: module.register_full_backward_pre_hook(print),
-        lambda module: setattr(module, "forward", print),
+        (lambda module: setattr(module, "name", "mine"), r"1: got attributes \['name'\], .* Linear has"),
+        (lambda module: setattr(module, "extra_repr", str), r"1: got attributes \['extra_repr'\], .* Linear has"),
+        (lambda module: module.compile(), r"1: got attributes \['_compiled_call_impl'\], .* Linear has"),
+        (lambda module: setattr(module, "old", module.forward), r"1: got attributes \['old'\], .* methods of"),
+        (lambda module: setattr(module.weight, "storage", 1), r"1.weight: got attributes \['storage'\], .* Quantized"),
     ],
-    ids=["forward", "forward_pre", "backward", "backward_pre", "replaced"],
+    ids=["name", "repr", "compiled", "method", "weight"],
 )
-def test_hooks_are_not_lost(add) -> None:
+def test_attributes_that_cannot_come_along_are_refused(add, got: str) -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     add(model[1])
-    with pytest.raises(ValueError, match="1 has hooks, or a forward that was put in the place of its own"):
-        te.convert(model, {"*": None})
+    with pytest.raises(ValueError, match=got):
+        te.convert(model, {"*": BLOCK})
+    assert all(type(module) is nn.Linear for module in model)
+
+
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.t()], ids=["same", "transposed"])
+def test_weights_of_the_same_memory_are_tied(view) -> None:
+    model = nn.Sequential(nn.Embedding(32, 32), nn.Linear(32, 32, bias=False))
+    model[1].weight = nn.Parameter(view(model[0].weight.data))
+    with pytest.raises(ValueError, match=r"1\.weight is tied, as \['0.weight', '1.weight'\]"):
+        te.convert(model, {"1": BLOCK})
+    assert type(model[1]) is nn.Linear
+    te.convert(model, {"1": None})
+    assert type(model[1]) is te.Linear and model[1].weight.data_ptr() == model[0].weight.data_ptr()
+
+
+def test_parts_of_one_memory_are_not_tied() -> None:
+    model, memory = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(2, 32, 32)
+    for layer, part in zip(model, memory, strict=True):
+        layer.weight = nn.Parameter(part)
+    assert list(te.convert(model, {"*": BLOCK})) == ["0", "1"]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int8, torch.float8_e4m3fn])
+def test_modules_of_other_numbers_are_left_alone_or_named(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[1].weight = nn.Parameter(torch.ones(32, 32).to(dtype), requires_grad=False)
+    before = model[1]
+    with pytest.raises(ValueError, match=f"^1: got weights of {dtype}, wanted float32, .*; give it None in the plan"):
+        te.convert(model, {"*": BLOCK})
     assert type(model[0]) is nn.Linear
+    assert list(te.convert(model, {"1": None, "*": BLOCK})) == ["0"]
+    assert model[1] is before and before.weight.dtype is dtype
 
 
 @pytest.mark.parametrize("keeps", [True, False])

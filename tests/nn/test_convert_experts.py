@@ -261,6 +261,22 @@ def test_tied_experts_and_experts_without_a_parent_are_refused() -> None:
         te.convert(Experts(), {"*": BLOCK})
 
 
+def test_attributes_of_matrices_come_along_and_hooks_are_refused() -> None:
+    layer = Layer()
+    layer.experts.down_proj.no_decay = True
+    layer.experts.bias = False  # what experts have beside their matrices is their own
+    hook = layer.experts.down_proj.register_hook(print)
+    with pytest.raises(ValueError, match=r"^experts\.down_proj: got a parameter with hooks"):
+        te.convert(layer, {"*": BLOCK})
+    hook.remove()
+    hook = layer.experts.register_state_dict_pre_hook(print)
+    with pytest.raises(ValueError, match="^experts: got a Experts with state_dict_pre_hooks, wanted one without"):
+        te.convert(layer, {"*": BLOCK})
+    hook.remove()
+    te.convert(layer, {"*": BLOCK})
+    assert isinstance(layer.experts.down_proj, GroupedParameter) and layer.experts.down_proj.no_decay
+
+
 def test_what_holds_no_experts_is_not_taken_for_any() -> None:
     position, convolution, single = nn.Module(), nn.Conv1d(4, 4, 3), nn.Module()
     position.table = nn.Parameter(normal(1, 8, 8))
