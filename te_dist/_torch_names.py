@@ -223,6 +223,14 @@ ATTRIBUTES = (
         "are written by hand are missed; the modules inside of it are not told",
     ),
     Private(
+        "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+        "part of the pickle in which DCP says what lies where; who reads it without running code lists what is in it",
+    ),
+    Private(
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "the same: in which file a tensor lies",
+    ),
+    Private(
         "torch.Tensor._make_wrapper_subclass",
         "the only constructor of a tensor without storage of its own",
     ),

@@ -11,16 +11,16 @@ from torch import Tensor
 from te_dist.checkpoints import model_state, optimizer_state
 from te_dist.checkpoints.initial import SAVED
 from te_dist.checkpoints.manifest import Manifest
-from te_dist.checkpoints.packing import Packing
+from te_dist.checkpoints.packing import Key, Packing
 from te_dist.checkpoints.store import WholeReader
 from te_dist.grouped import place_whole
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
 
-def compare(named: dict[str, Tensor], manifest: Manifest) -> tuple[dict[str, str], list[str]]:
+def compare(named: dict[str, Tensor], manifest: Manifest) -> tuple[dict[str, Key], list[str]]:
     """By name of each tensor to convert, the key of its saved high-precision values; and why others cannot be read."""
-    sources: dict[str, str] = {}
+    sources: dict[str, Key] = {}
     problems: list[str] = []
     for name, tensor in named.items():
         saved, wanted = manifest.model.get(name), model_state.describe(tensor)
@@ -38,7 +38,7 @@ def compare(named: dict[str, Tensor], manifest: Manifest) -> tuple[dict[str, str
     return sources, problems
 
 
-def convert(where: Path, named: dict[str, Tensor], sources: dict[str, str], *, packing: Packing) -> None:
+def convert(where: Path, named: dict[str, Tensor], sources: dict[str, Key], *, packing: Packing) -> None:
     """Fills tensors from the whole of their high-precision values, one tensor at a time; not collective.
 
     The bytes are those of the whole quantized at once, so they do not depend on how the tensor is cut.
@@ -68,15 +68,15 @@ def _same_bytes(saved: dict[str, Any], wanted: dict[str, Any]) -> bool:
     return saved["dtype"] == wanted["dtype"]
 
 
-def _source(name: str, manifest: Manifest) -> str | None:
+def _source(name: str, manifest: Manifest) -> Key | None:
     """Key of the saved high-precision values of a tensor, None where there are none."""
     if optimizer_state.MASTER in _states(manifest).get(name, {}):
-        return f"optimizer.state.{name}.{optimizer_state.MASTER}"
+        return "optimizer.state.", f".{optimizer_state.MASTER}"
     saved = manifest.model[name]
     if saved.get(SAVED):
-        return f"{SAVED}.{name}"
+        return f"{SAVED}.", ""
     is_plain = "format" not in saved and getattr(torch, saved["dtype"]).is_floating_point
-    return f"model.{name}" if is_plain else None
+    return ("model.", "") if is_plain else None
 
 
 def _refused(name: str, tensor: Tensor, manifest: Manifest) -> list[str]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from te_dist.checkpoints import conversion, initial, model_state, optimizer_state, replicas, weight_files
+from te_dist.checkpoints import agreement, conversion, initial, model_state, optimizer_state, replicas, weight_files
 from te_dist.checkpoints.errors import CheckpointError, Ranks, listed
 from te_dist.checkpoints.packing import Packing
 from te_dist.checkpoints.part import Part
@@ -26,7 +26,7 @@ from te_dist.conventions import Convention, names_a_scale
 from te_dist.formats import Field, Region
 from te_dist.grouped import GroupedStorage, first_member
 from te_dist.tensor import QuantizedTensor
-from te_dist.tensor.placement import local_tensor
+from te_dist.tensor.placement import has_first_copy, local_tensor
 
 FILE_BYTES = 5 << 30  # a file is closed before it grows beyond
 
@@ -42,6 +42,7 @@ class _Entry:
         nbytes: of the whole.
         held: makes what this rank has of it: a Part where ranks hold different values, else the whole.
         cast: values are converted to `dtype`; otherwise their bytes are read as it.
+        is_given: whether this rank's part counts; copies of it may have drifted apart, of which one is taken.
     """
 
     key: str
@@ -49,6 +50,7 @@ class _Entry:
     nbytes: int
     held: Callable[[], Tensor]
     cast: bool
+    is_given: bool
 
 
 @torch.no_grad()
@@ -143,8 +145,14 @@ def import_safetensors(model: nn.Module, directory: str | os.PathLike[str]) -> N
         with safe_open(places[key], framework="pt") as file:
             return file.get_tensor(key) if index is None else file.get_slice(key)[index]
 
-    for name, tensor in named.items():
-        conversion.fill(tensor, packing.read(name, name, read))
+    def fill() -> None:
+        for name, tensor in named.items():
+            conversion.fill(tensor, packing.read(name, ("", ""), read))
+
+    ties = [[name for name in names if name in named] for names in agreement.tied(named)]
+    of_ties = (agreement.of_ties(dict.fromkeys(names, [("", "")]), packing, read) for names in ties)
+    ranks.together(lambda: agreement.check([problem for found in of_ties for problem in found], where))
+    ranks.together(fill)
 
 
 def _kept(model: nn.Module, ranks: Ranks) -> set[str]:
@@ -183,7 +191,8 @@ def _entries(
         values = tensor.detach() if master is None else master
         wanted = tensor.dtype if dtype is None or not tensor.dtype.is_floating_point else dtype
         held = functools.partial(_placed, values, keeps=master is None and name in kept)
-        yield _Entry(name, wanted, tensor.numel() * wanted.itemsize, held, cast=True)
+        nbytes = tensor.numel() * wanted.itemsize
+        yield _Entry(name, wanted, nbytes, held, cast=True, is_given=_is_given(values))
 
 
 def _values(model: nn.Module, named: Named) -> Named:
@@ -217,7 +226,7 @@ def _by_convention(name: str, tensor: Tensor, convention: Convention) -> Iterato
             key = name + ("" if index is None else str(index)) + convention.suffixes[field.name]
             dtype = convention.dtypes.get(field.name) or field.dtype
             held = functools.partial(part, field, storage, whole)
-            yield _Entry(key, dtype, field.compact_bytes(whole), held, cast=False)
+            yield _Entry(key, dtype, field.compact_bytes(whole), held, cast=False, is_given=_is_given(tensor))
 
 
 def _member(tensor: Tensor, index: int, field: Field, storage: GroupedStorage, whole: Region) -> Part:
@@ -244,21 +253,30 @@ def _placed(tensor: Tensor, *, keeps: bool) -> Tensor:
 
 
 def _whole(entry: _Entry, ranks: Ranks) -> Tensor:
-    """The whole tensor of an entry, on the CPU of rank 0; elsewhere nothing of use. Collective for a Part."""
+    """The whole tensor of an entry, on the CPU of rank 0; elsewhere nothing of use. Collective for a Part.
+
+    It has memory of its own, whatever shares that of the model.
+    """
     source = entry.held()
+    is_own = isinstance(source, Part)
     if isinstance(source, Part):
-        whole = torch.zeros(source.shape, dtype=source.dtype, device=source.device)
-        whole[tuple(slice(o, o + n) for o, n in zip(source.offset, source.held.shape, strict=True))] = source.held
-        if ranks.group is not None and whole.numel():
-            # NOTE: ranks that share a value hold the same bytes, all others zero: their largest is the value.
-            dist.reduce(whole.view(-1).view(torch.uint8), 0, dist.ReduceOp.MAX, group=ranks.group)
-        source = whole
-    return (source.to(entry.dtype) if entry.cast else source.view(entry.dtype)).cpu().contiguous()
+        source = source.as_whole(is_given=entry.is_given)
+        if ranks.group is not None and source.numel():
+            # NOTE: one rank gives a value, all others zero: the largest byte is the value's.
+            dist.reduce(source.view(-1).view(torch.uint8), 0, dist.ReduceOp.MAX, group=ranks.group)
+    found = source.to(entry.dtype) if entry.cast else source.contiguous().view(entry.dtype)
+    return found.to("cpu", copy=not is_own).contiguous()
+
+
+def _is_given(tensor: Tensor) -> bool:
+    """Whether this rank has the first copy of its part of a tensor, on the mesh that has the first rank."""
+    return not isinstance(tensor, DTensor) or (has_first_copy(tensor) and 0 in tensor.device_mesh.mesh)
 
 
 def _untied(named: Named) -> Named:
     """Tied parameters once, under their first name."""
-    return {name: tensor for name, tensor in named.items() if _first_names(named)[id(tensor)] == name}
+    first = _first_names(named)
+    return {name: tensor for name, tensor in named.items() if first[id(tensor)] == name}
 
 
 def _first_names(named: Named) -> dict[int, str]:

@@ -3,7 +3,7 @@
 [Note: Complete or not there]
 A checkpoint `run/step_000100` is written into `run/.step_000100.tmp`, synced to the disk, and only then renamed. One
 that is replaced is renamed to `run/.step_000100.old` just before, and removed after; if the process dies between the
-two renames, the old one is found under that name.
+two renames, the old one is found under that name. Only what a manifest of ours names is replaced or removed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,34 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import warnings
 from pathlib import Path
 
-from te_dist.checkpoints.errors import CheckpointError
-
-MANIFEST = "manifest.json"
+from te_dist.checkpoints.errors import CheckpointError, listed
+from te_dist.checkpoints.manifest import MANIFEST, files_of
 
 _STEP = re.compile(r"step_(\d+)")
+_HIDDEN = re.compile(r"\.step_(\d+)\.(tmp|old)")
+
+
+def destination(path: str | os.PathLike[str]) -> Path:
+    """The directory that a save to `path` writes: what a link points to, whatever the working directory will be.
+
+    Raises:
+        CheckpointError: `path` ends in no name.
+    """
+    place = _followed(Path(path))
+    if Path(path).name in ("", "..") or not place.name:
+        raise CheckpointError(
+            f"cannot save {path}: got a path that ends in no name, wanted that of a directory which save makes; write "
+            "one, as in run/step_000100"
+        )
+    return place
+
+
+def _followed(path: Path) -> Path:
+    """An absolute path, and where it is a link, what that points to."""
+    return path.resolve() if path.is_symlink() else path.absolute()
 
 
 def temporary(path: Path) -> Path:
@@ -31,9 +52,12 @@ def retired(path: Path) -> Path:
 
 
 def begin(path: Path) -> Path:
-    """An empty temporary directory for `path`; what an interrupted save left there is removed."""
-    if path.exists() and not is_complete(path) and (path.is_file() or any(path.iterdir())):
-        raise CheckpointError(f"cannot save {path}: it exists and is no checkpoint; choose another path")
+    """An empty temporary directory for `path`; what an interrupted save left there is removed.
+
+    Raises:
+        CheckpointError: something lies at `path` that is no part of a checkpoint.
+    """
+    _check_replaceable(path)
     where = temporary(path)
     if where.exists():
         shutil.rmtree(where)
@@ -42,14 +66,37 @@ def begin(path: Path) -> Path:
 
 
 def publish(path: Path) -> None:
-    """Gives the temporary directory of `path` its name, for good."""
+    """Gives the temporary directory of `path` its name, for good.
+
+    Raises:
+        CheckpointError: something lies at `path` that is no part of a checkpoint.
+    """
+    sync(temporary(path) / MANIFEST)
     sync(temporary(path))
+    _check_replaceable(path)  # again: writing takes long
     if path.exists():
         shutil.rmtree(retired(path), ignore_errors=True)
         path.rename(retired(path))
     temporary(path).rename(path)
     sync(path.parent)
     shutil.rmtree(retired(path), ignore_errors=True)
+
+
+def _check_replaceable(path: Path) -> None:
+    if others := _others(path):
+        what = "holds more than a checkpoint" if files_of(path) else "is no checkpoint"
+        raise CheckpointError(
+            f"cannot save {path}: it exists and {what}: got {listed(others)}, wanted nothing there but the files that "
+            f"{MANIFEST} of a checkpoint names; choose another path, or move them away"
+        )
+
+
+def _others(path: Path) -> list[str]:
+    """Names of what lies at `path` and is no part of a checkpoint, of which files may be missing."""
+    if not path.is_dir():
+        return [path.name] if path.exists() else []
+    own = files_of(path)
+    return sorted(place.name for place in path.iterdir() if place.name not in own or place.is_dir())
 
 
 def sync(path: Path) -> None:
@@ -72,7 +119,7 @@ def resolve(path: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    for place in (path, retired(path)):
+    for place in (path, retired(_followed(path))):
         if is_complete(place):
             return place
     if path.is_dir():
@@ -111,7 +158,8 @@ def _newest(directory: Path) -> Path | None:
 def prune(directory: str | os.PathLike[str], keep: int) -> list[Path]:
     """Removes all but the `keep` newest checkpoints of a run directory, and what interrupted saves before them left.
 
-    Not collective: to be called by one rank, after a save.
+    Not collective: to be called by one rank, after a save. A checkpoint beside whose files something else lies is left,
+    with a warning. Of one that is a link, the link is removed.
 
     Returns:
         The checkpoints that were removed.
@@ -119,17 +167,29 @@ def prune(directory: str | os.PathLike[str], keep: int) -> list[Path]:
     if keep < 1:
         raise ValueError(f"prune keeps 1 checkpoint or more, got keep={keep}; remove the directory to keep none")
     steps = _steps(Path(directory))
-    old = sorted(steps)[:-keep]
-    for step in old:
-        # NOTE: renamed first, so that an interruption leaves no half checkpoint under a name that counts.
-        if steps[step].exists():
-            shutil.rmtree(temporary(steps[step]), ignore_errors=True)
-            steps[step].rename(temporary(steps[step]))
+    removed = []
+    for step in sorted(steps)[:-keep]:
+        place = steps[step]
+        if others := _others(place):
+            warnings.warn(
+                f"prune leaves {place}, where something lies that is no part of a checkpoint: {listed(others)}; move "
+                "it away, or remove all of it by hand",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            continue
+        removed.append(step)
+        if place.is_symlink():
+            place.unlink()
+        elif place.exists():
+            # NOTE: renamed first, so that an interruption leaves no half checkpoint under a name that counts.
+            shutil.rmtree(temporary(place), ignore_errors=True)
+            place.rename(temporary(place))
     for leftover in Path(directory).glob(".step_*"):
-        match = _STEP.match(leftover.name.removeprefix("."))
-        if match and _is_left_over(leftover, int(match[1]), steps, old):
+        match = _HIDDEN.fullmatch(leftover.name)
+        if match and _is_left_over(leftover, int(match[1]), steps, removed):
             shutil.rmtree(leftover, ignore_errors=True)
-    return [steps[step] for step in old]
+    return [steps[step] for step in removed]
 
 
 def _is_left_over(place: Path, step: int, steps: dict[int, Path], removed: list[int]) -> bool:
@@ -145,8 +205,9 @@ def _steps(directory: Path) -> dict[int, Path]:
     """Complete checkpoints by step."""
     found: dict[int, Path] = {}
     for place in directory.glob("*step_*") if directory.is_dir() else ():
-        name = place.name.removeprefix(".").removesuffix(".old") if place.name.startswith(".") else place.name
+        hidden = _HIDDEN.fullmatch(place.name)
+        name = place.name[1:-4] if hidden and hidden[2] == "old" else place.name
         match = _STEP.fullmatch(name)
-        if match and is_complete(place) and not place.name.endswith(".tmp"):
+        if match and is_complete(place):
             found[int(match[1])] = place.with_name(name)
     return found

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from te_dist.checkpoints import conversion, folder, initial, model_state, optimizer_state, store
+from te_dist.checkpoints import agreement, conversion, folder, initial, model_state, optimizer_state, store
 from te_dist.checkpoints import extra as extras
 from te_dist.checkpoints.errors import CheckpointError, Ranks, listed
 from te_dist.checkpoints.manifest import Manifest
-from te_dist.checkpoints.packing import Packing
+from te_dist.checkpoints.packing import Key, Packing
 from te_dist.tensor.tally import Tallying
 
 
@@ -38,7 +38,7 @@ class _Plan:
     where: Path
     manifest: Manifest
     named: dict[str, Tensor]
-    converted: dict[str, str]
+    converted: dict[str, Key]
     packing: Packing
     initial: dict[str, Tensor] = field(default_factory=dict)
     states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
@@ -49,13 +49,44 @@ class _Plan:
     def read_directly(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.named.items() if name not in self.converted}
 
+    def check_alike(self) -> None:
+        """Raises CheckpointError where what several saved tensors have to be read into one of differs."""
+        saved, reader = self.manifest.model, store.WholeReader(self.where)
+        problems = [
+            problem
+            for names in agreement.tied(self.named)
+            if len({saved[name].get("tied", name) for name in names}) > 1
+            for problem in agreement.of_ties({name: self._keys(name) for name in names}, self.packing, reader.read)
+        ]
+        params = self.states and self.manifest.optimizer and self.manifest.optimizer["params"] or {}
+        agreement.check([*problems, *agreement.of_steps(self.packing, params, reader.read_all)], self.where)
+
+    def _keys(self, name: str) -> list[Key]:
+        """Of what a tensor is read from."""
+        if name in self.converted:
+            return [self.converted[name]]
+        return [("model.", key.removeprefix(name)) for key in model_state.parts(name, self.named[name])]
+
+    def finish(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """What is left to do on this rank once all targets are filled."""
+        model_state.finish_reading(self.named)
+        for module in model.modules():
+            if isinstance(module, Tallying):
+                module.clear_tally()
+        initial.install(self.named, self.initial)
+        conversion.convert(self.where, self.named, self.converted, packing=self.packing)
+        if optimizer is not None and self.manifest.optimizer is not None:
+            optimizer_state.install(optimizer, self.states, self.manifest.optimizer)
+
     def read(self, ranks: Ranks) -> None:
         """Fills all targets in place. Collective."""
         model_state.all_parts(self.read_directly)  # raises where names collide
         by_name = {name: model_state.parts(name, tensor) for name, tensor in self.read_directly.items()}
         by_suffix = {n: {key.removeprefix(n): part for key, part in own.items()} for n, own in by_name.items()}
         model, _ = self.packing.targets(by_suffix)
-        state, copies = self.packing.targets(optimizer_state.state_parts(self.states, self.named))
+        state, copies = self.packing.targets(
+            optimizer_state.state_parts(self.states, self.named, self.manifest.optimizer)
+        )
         kept, _ = self.packing.targets({name: {"": blank} for name, blank in self.initial.items()})
         tree = store.tree(model=_keyed(model), initial=_keyed(kept), state=state, extra=self.extra)
         store.read(self.where, tree, ranks)
@@ -101,15 +132,9 @@ def load(path: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer
             "loading)"
         )
     ranks.together(lambda: plan.manifest.verify(plan.where, ranks.rank, ranks.size))
+    ranks.together(plan.check_alike)
     plan.read(ranks)
-    model_state.finish_reading(plan.named)
-    for module in model.modules():
-        if isinstance(module, Tallying):
-            module.clear_tally()
-    initial.install(plan.named, plan.initial)
-    conversion.convert(plan.where, plan.named, plan.converted, packing=plan.packing)
-    if optimizer is not None and plan.manifest.optimizer is not None:
-        optimizer_state.install(optimizer, plan.states, plan.manifest.optimizer)
+    ranks.together(lambda: plan.finish(model, optimizer))
     return extras.join(plan.manifest.extra, plan.extra)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from te_dist.checkpoints import folder
 from te_dist.checkpoints.errors import CheckpointError, listed
 
+MANIFEST = "manifest.json"
 LAYOUT = 1  # of manifest and keys; raised when a reader of the old one would go wrong
 
 _CHUNK = 1 << 24  # bytes read at once
@@ -41,10 +41,8 @@ class Manifest:
 
     def write(self, where: Path) -> None:
         """Writes it into the directory `where`, with a checksum of its own."""
-        body = json.dumps({"layout": LAYOUT, **asdict(self)}, sort_keys=True)
-        path = where / folder.MANIFEST
-        path.write_text(json.dumps({"crc32": zlib.crc32(body.encode()), "body": body}))
-        folder.sync(path)
+        body = json.dumps({"layout": LAYOUT, **asdict(self)})  # in the order of `extra`
+        (where / MANIFEST).write_text(json.dumps({"crc32": zlib.crc32(body.encode()), "body": body}))
 
     @staticmethod
     def read(where: Path) -> Manifest:
@@ -53,15 +51,7 @@ class Manifest:
         Raises:
             CheckpointError: it is damaged, or of another layout.
         """
-        path = where / folder.MANIFEST
-        try:
-            outer = json.loads(path.read_text())
-            intact = zlib.crc32(outer["body"].encode()) == outer["crc32"]
-            body = json.loads(outer["body"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _damaged(where, [f"{folder.MANIFEST} cannot be read ({type(error).__name__}: {error})"]) from error
-        if not intact:
-            raise _damaged(where, [f"{folder.MANIFEST} does not match its checksum"])
+        body = _body(where)
         layout = body.pop("layout")
         if layout != LAYOUT:
             raise CheckpointError(
@@ -89,6 +79,14 @@ class Manifest:
             raise _damaged(where, problems)
 
 
+def files_of(where: Path) -> set[str]:
+    """Names of the files of the checkpoint in a directory, by its manifest; none where that is damaged, or not ours."""
+    try:
+        return {MANIFEST, *_body(where)["files"]}
+    except (CheckpointError, KeyError, TypeError):
+        return set()
+
+
 def checksum(path: Path) -> int:
     """CRC-32 of a file."""
     value = 0
@@ -105,6 +103,23 @@ def versions() -> dict[str, str]:
     except metadata.PackageNotFoundError:
         own = "not installed"
     return {"torch": torch.__version__, "te_dist": own}
+
+
+def _body(where: Path) -> dict[str, Any]:
+    """What the manifest in a directory says, of whatever layout.
+
+    Raises:
+        CheckpointError: it is damaged, or not ours.
+    """
+    try:
+        outer = json.loads((where / MANIFEST).read_text())
+        intact = zlib.crc32(outer["body"].encode()) == outer["crc32"]
+        body = json.loads(outer["body"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(where, [f"{MANIFEST} cannot be read ({type(error).__name__}: {error})"]) from error
+    if not intact:
+        raise _damaged(where, [f"{MANIFEST} does not match its checksum"])
+    return body
 
 
 def _damaged(where: Path, problems: list[str]) -> CheckpointError:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers, the objects themselves, by the names the author of the model gave them.
 
     Raises:
-        CheckpointError: `model` is no module, one keeps state that is no tensor, or a tensor is nowhere yet (meta).
+        CheckpointError: `model` is no module, one keeps state that is neither, in which a load would be lost, two have
+            one name, or a tensor is nowhere yet (meta).
     """
     if not isinstance(model, nn.Module):
         raise CheckpointError(f"model: got {type(model).__name__}, wanted the torch.nn.Module itself")
@@ -35,18 +37,44 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     # NOTE: FSDP2 reshards in a hook of `state_dict`; `named_parameters` would show unsharded parameters.
     state = model.state_dict(keep_vars=True)
     named = {given_name(name): value for name, value in state.items()}
-    other = [f"{name} ({type(value).__name__})" for name, value in named.items() if not isinstance(value, Tensor)]
+    if len(named) != len(state):
+        twice = [name for name in state if given_name(name) != name and given_name(name) in state]
+        raise CheckpointError(f"names that are those of others, but for wrappers: {listed(twice)}; rename one of each")
+    places = {_memory(tensor) for tensor in chain(model.parameters(), model.buffers())}
+    other = [
+        f"{name} ({type(value).__name__})"
+        for name, value in named.items()
+        if not isinstance(value, Tensor) or _memory(value) not in places
+    ]
     if other:
-        raise CheckpointError(f"state of modules that is no tensor: {listed(other)}; hand it over as `extra`")
+        raise CheckpointError(
+            f"state of modules that is no parameter or buffer: {listed(other)}; what `get_extra_state`, hooks "
+            "of `state_dict` or an override make would not be loaded: hand it over as `extra`, or register a buffer"
+        )
     meta = [name for name, value in named.items() if value.is_meta]
     if meta:
         raise CheckpointError(f"tensors on the meta device: {listed(meta)}; call fsdp2.materialize or to_empty first")
     return {name: value for name, value in named.items() if _is_here(value)}
 
 
+def _memory(tensor: Tensor) -> Any:
+    """Equal for tensors in one memory; that of a quantized tensor, or of one without memory, is itself."""
+    local = local_tensor(tensor)
+    if isinstance(local, QuantizedTensor) or local.is_meta or local.layout != torch.strided or not local.numel():
+        return id(tensor)
+    return local.device, local.untyped_storage().data_ptr()
+
+
 def _is_here(tensor: Tensor) -> bool:
     """Whether this rank belongs to the mesh of the tensor."""
     return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
+
+
+def describe_all(named: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """`describe` of every tensor, and under other names than its first which that is, as `tied`."""
+    first = {id(tensor): name for name, tensor in reversed(named.items())}
+    ties = {name: {} if first[id(tensor)] == name else {"tied": first[id(tensor)]} for name, tensor in named.items()}
+    return {name: describe(tensor) | ties[name] for name, tensor in named.items()}
 
 
 def describe(tensor: Tensor) -> dict[str, Any]:
@@ -89,13 +117,14 @@ def dtype_problems(name: str, dtype: torch.dtype, tensor: Tensor) -> list[str]:
     """Why plain values of `dtype` are none for a tensor of another type; empty where they are.
 
     What is floating-point or quantized takes high precision only: codes whose scales nobody knows, and whole numbers,
-    would be taken for values.
+    would be taken for values. Others, which might be cut off, take their own.
     """
     is_quantized = isinstance(local_tensor(tensor), QuantizedTensor)
     takes_values = is_quantized or tensor.dtype.is_floating_point
-    if not takes_values or dtype in HIGH_PRECISION or (dtype == tensor.dtype and not is_quantized):
+    if (takes_values and dtype in HIGH_PRECISION) or (dtype == tensor.dtype and not is_quantized):
         return []
-    return [f"{name} has dtype {str(dtype)[6:]}, wanted one of {dtype_names(HIGH_PRECISION)}"]
+    wanted = f"one of {dtype_names(HIGH_PRECISION)}" if takes_values else dtype_names([tensor.dtype])
+    return [f"{name} has dtype {str(dtype)[6:]}, wanted {wanted}"]
 
 
 def dtype_names(dtypes: Iterable[torch.dtype]) -> str:

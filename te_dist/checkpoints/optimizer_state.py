@@ -25,6 +25,7 @@ from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
 MASTER = "master_param"  # high-precision values of a parameter, as te_dist.optim keeps them
+_NO_HYPERPARAMETERS = ("params", "param_names")  # of a group: those that each rank, and each model, has
 
 Named = dict[str, Tensor]
 
@@ -35,7 +36,9 @@ def describe(optimizer: Optimizer, named: Named) -> dict[str, Any]:
     Raises:
         CheckpointError: a parameter is none of the model, or its state cannot be saved.
     """
-    groups = [{k: _value(v, k) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    groups = [
+        {k: _value(v, k) for k, v in group.items() if k not in _NO_HYPERPARAMETERS} for group in optimizer.param_groups
+    ]
     params = {}
     for name, index, param in _params(optimizer, named):
         state = _state(optimizer, param)
@@ -68,7 +71,7 @@ def mismatches(optimizer: Optimizer, named: Named, manifest: Manifest, *, conver
     if len(saved["groups"]) != len(optimizer.param_groups):
         return [f"it holds {len(saved['groups'])} parameter groups, wanted {len(optimizer.param_groups)}"]
     problems = []
-    for name, index, param in _params(optimizer, named):
+    for name, index, param in _params(optimizer, named, among=saved["params"]):
         entry = saved["params"].get(name)
         if manifest.model.get(name, {}).get("shape") != list(param.shape):
             continue
@@ -76,6 +79,11 @@ def mismatches(optimizer: Optimizer, named: Named, manifest: Manifest, *, conver
             problems.append(f"{name} is not in the saved optimizer")
         elif entry["group"] != index:
             problems.append(f"{name} is in group {entry['group']} of the saved optimizer, in group {index} of this one")
+        elif entry.get("differs"):
+            problems.append(
+                f"what is one parameter {name} here has other state, or groups, of the saved optimizer in each of its "
+                "parts, wanted the same for all"
+            )
         elif name in converted:
             problems += _conversion_mismatches(optimizer, name, param, manifest)
         else:
@@ -86,7 +94,7 @@ def mismatches(optimizer: Optimizer, named: Named, manifest: Manifest, *, conver
 
 def unexpected(optimizer: Optimizer, named: Named, saved: dict[str, Any]) -> set[str]:
     """Parameters of a saved optimizer that this one, on this rank, does not have."""
-    return set(saved["params"]) - {name for name, _, _ in _params(optimizer, named)}
+    return set(saved["params"]) - {name for name, _, _ in _params(optimizer, named, among=saved["params"])}
 
 
 def allocate(optimizer: Optimizer, named: Named, saved: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
@@ -96,7 +104,7 @@ def allocate(optimizer: Optimizer, named: Named, saved: dict[str, Any]) -> dict[
             key: _allocate(param, optimizer.state.get(param, {}).get(key), described, optimizer.param_groups[index])
             for key, described in saved["params"][name]["state"].items()
         }
-        for name, index, param in _params(optimizer, named)
+        for name, index, param in _params(optimizer, named, among=saved["params"])
     }
 
 
@@ -110,6 +118,8 @@ def install(optimizer: Optimizer, states: dict[Tensor, dict[str, Any]], saved: d
             getattr(optimizer, "begin_anew", lambda _: None)(param)
     for index, (group, values) in enumerate(zip(optimizer.param_groups, saved["groups"], strict=True)):
         for key, value in extra.join(values, {}).items():
+            if key in _NO_HYPERPARAMETERS:
+                continue
             its = group.get(key)
             if not isinstance(its, Tensor):
                 group[key] = value
@@ -131,9 +141,11 @@ def _install(optimizer: Optimizer, param: Tensor, state: dict[str, Any]) -> None
         local.storage.note_master() if take_over is None else take_over(param)
 
 
-def state_parts(states: dict[Tensor, dict[str, Any]], named: Named) -> dict[str, dict[str, Tensor]]:
-    """Tensors of `allocate`, as `tensors` names them."""
-    names = _names(named)
+def state_parts(
+    states: dict[Tensor, dict[str, Any]], named: Named, saved: dict[str, Any] | None
+) -> dict[str, dict[str, Tensor]]:
+    """Tensors of `allocate`, as they are named in what is said of the optimizer that was saved."""
+    names = _names(named, among=() if saved is None else saved["params"])
     found = {names[id(p)]: {k: v for k, v in s.items() if isinstance(v, Tensor)} for p, s in states.items()}
     return {name: state for name, state in found.items() if state}
 
@@ -144,14 +156,15 @@ def _state(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
     return optimizer.state.get(param, {}) if current is None else current(param)
 
 
-def _names(named: Named) -> dict[int, str]:
-    """Name by identity; the first one of a tied parameter."""
-    return {id(tensor): name for name, tensor in reversed(named.items())}
+def _names(named: Named, among: Container[str] = ()) -> dict[int, str]:
+    """Name by identity; of a tied parameter the first one, of those `among` others if one is there."""
+    names = {id(tensor): name for name, tensor in reversed(named.items())}
+    return names | {id(tensor): name for name, tensor in reversed(named.items()) if name in among}
 
 
-def _params(optimizer: Optimizer, named: Named) -> Iterator[tuple[str, int, Tensor]]:
-    """(name, index of its group, parameter) of all parameters."""
-    names = _names(named)
+def _params(optimizer: Optimizer, named: Named, among: Container[str] = ()) -> Iterator[tuple[str, int, Tensor]]:
+    """(name, index of its group, parameter) of all parameters; see `_names`."""
+    names = _names(named, among)
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if id(param) not in names:
@@ -201,13 +214,25 @@ def _conversion_mismatches(optimizer: Optimizer, name: str, param: Tensor, manif
     saved = manifest.optimizer["params"][name]["state"] if manifest.optimizer else {}
     _initialize(optimizer, param, saved)
     lacks_master = isinstance(local_tensor(param), QuantizedTensor) and saved and MASTER not in saved
-    if not lacks_master and not _state_mismatches(optimizer, name, param, saved):
+    if (
+        not lacks_master
+        and not _goes_by_type(optimizer, param, manifest.model[name], saved)
+        and not _state_mismatches(optimizer, name, param, saved)
+    ):
         return []
     here, there = (model_state.format_name(each) for each in (model_state.describe(param), manifest.model[name]))
     return [
         f"{name} is saved as {there}, wanted {here}, and its saved optimizer state, {sorted(saved)}, is none of that "
         "format; load without optimizer= and make a new one, whose moments begin anew"
     ]
+
+
+def _goes_by_type(optimizer: Optimizer, param: Tensor, described: dict[str, Any], saved: dict[str, Any]) -> bool:
+    """Whether state of an optimizer that says nothing of types has that of the parameter, which is another one here."""
+    if hasattr(optimizer, "check_state") or isinstance(local_tensor(param), QuantizedTensor):
+        return False
+    own = [each for each in saved.values() if each.get("shape") == list(param.shape)]
+    return any(each["dtype"] == described["dtype"] != str(param.dtype)[6:] for each in own)
 
 
 def _state_mismatches(optimizer: Optimizer, name: str, param: Tensor, saved: dict[str, Any]) -> list[str]:

@@ -23,6 +23,7 @@ from te_dist.checkpoints.manifest import Manifest
 from te_dist.checkpoints.part import Part
 
 ByName = dict[str, dict[str, Tensor]]
+Key = tuple[str, str]  # of a saved tensor: what stands before the name that it belongs to, and behind it
 _NUMBERED = re.compile(r"(.*\D)(\d+)")
 
 
@@ -122,20 +123,20 @@ class Packing:
             found.setdefault(stem, {})[key] = Stack(members, len(self.packed[stem]))
         return found, copies
 
-    def read(self, name: str, key: str, read: Callable[[str, int | None], Tensor]) -> Tensor:
+    def read(self, name: str, key: Key, read: Callable[[str, int | None], Tensor]) -> Tensor:
         """The whole of a tensor that belongs to `name` of the model.
 
         Args:
-            key: of the tensor, as if it were saved under the name that the model has.
+            key: of the tensor, around the name.
             read: a saved tensor by its key, whole or the one at this place of its first dimension.
         """
-        start, _, rest = key.partition(name)
+        start, rest = key
         if name in self._place_of:
             stem, index = self._place_of[name]
             return read(start + stem + rest, index)
         if name in self.separate:
             return torch.stack([read(start + each + rest, None) for each in self.separate[name]])
-        return read(key, None)
+        return read(start + name + rest, None)
 
 
 class Stack(Part):
@@ -219,9 +220,12 @@ def _state_of_one(described: dict[str, Any]) -> dict[str, Any]:
 
 
 def _state_of_all(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What is said of the state of all members together; `differs` where they are not alike, and it cannot be read."""
     first = described[0]
+    if any(each != first for each in described):
+        return first | {"differs": True}
     states = {
-        key: _of_all([each["state"].get(key, {}) for each in described]) if state.get("shape") else state
+        key: _of_all([each["state"][key] for each in described]) if state.get("shape") else state
         for key, state in first["state"].items()
     }
     return first | {"state": states}

@@ -87,11 +87,21 @@ class Part(torch.Tensor):
 
     def copied_to_cpu(self) -> Part:
         """What this rank writes, in memory of its own."""
-        offset = tuple(o + s for o, s in zip(self.offset, self.skipped, strict=True))
-        return Part(tuple(self.shape), self._written().to("cpu", copy=True), offset=offset, skipped=(0,) * len(offset))
+        written = self._written().to("cpu", copy=True)
+        return Part(tuple(self.shape), written, offset=self._written_at(), skipped=(0,) * written.dim())
+
+    def as_whole(self, *, is_given: bool) -> Tensor:
+        """The whole tensor: what this rank writes, if it is one that gives its part, and zeros elsewhere."""
+        whole, written = torch.zeros(self.shape, dtype=self.dtype, device=self.device), self._written()
+        if is_given:
+            whole[tuple(slice(o, o + n) for o, n in zip(self._written_at(), written.shape, strict=True))] = written
+        return whole
 
     def _written(self) -> Tensor:
         return self.held[tuple(slice(skip, None) for skip in self.skipped)]
+
+    def _written_at(self) -> tuple[int, ...]:
+        return tuple(o + s for o, s in zip(self.offset, self.skipped, strict=True))
 
     # -- the protocol of torch.distributed.checkpoint --------------------------------------------------------------
 
@@ -99,7 +109,7 @@ class Part(torch.Tensor):
         written = self._written()
         if not written.numel() and self.numel():
             return []
-        offset = torch.Size([o + s for o, s in zip(self.offset, self.skipped, strict=True)])
+        offset = torch.Size(self._written_at())
         chunk = ChunkStorageMetadata(offsets=offset, sizes=written.shape)
         data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=self.shape)
         return [WriteItem(index=MetadataIndex(fqn, offset), type=WriteItemType.SHARD, tensor_data=data)]

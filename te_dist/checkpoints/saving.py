@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -31,7 +32,25 @@ class _Snapshot:
     manifest: Manifest
 
 
-_WRITING: list[Future[None]] = []  # the latest save in the background
+class _Writing(Future[None]):
+    """A save in the background, which knows whether anybody has asked how it ended."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path, self.was_asked = path, False
+        self.set_running_or_notify_cancel()  # nobody can call it off, and wait for it in vain
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        self.was_asked = True
+        return error
+
+    def result(self, timeout: float | None = None) -> None:
+        self.exception(timeout)
+        return super().result()
+
+
+_WRITING: list[_Writing] = []  # the latest save in the background
 
 
 def save(
@@ -43,8 +62,11 @@ def save(
 ) -> None:
     """Writes a checkpoint. Every rank calls it, with the same path on a file system that all of them see.
 
+    Waits until `async_save` has written the one before it.
+
     Args:
-        path: a directory that appears once the checkpoint is complete; a checkpoint that is there is replaced.
+        path: a directory that appears once the checkpoint is complete. A checkpoint that is there is replaced; a
+            directory that holds anything else is refused.
         model: parameters and persistent buffers are saved; quantized ones as their bytes.
         optimizer: any that keeps a dictionary of tensors and plain values for each parameter.
         extra: step, position in the data, generator states: values for JSON and plain tensors, those of rank 0.
@@ -52,9 +74,11 @@ def save(
     Raises:
         CheckpointError: nothing was written under `path`; on every rank alike.
     """
+    _wait_for_writing()
     ranks = Ranks.all()
+    place = ranks.together(lambda: folder.destination(path))
     snapshot = _snapshot(model, optimizer, extra, ranks)
-    _write(Path(path), snapshot, ranks)
+    _write(place, snapshot, ranks)
 
 
 def async_save(
@@ -67,17 +91,32 @@ def async_save(
     """`save` that returns once everything is copied to the CPU, and writes in a thread of its own.
 
     Training may go on at once. Wait for the future before the process ends: what the writing raises is raised by its
-    `result()`. A save waits until the one before it is written. The first call is collective beyond `save`: it makes a
-    gloo group.
+    `result()`, and told by the next save, as a warning, where nobody has asked. A save waits until the one before it
+    is written. The first call is collective beyond `save`: it makes a gloo group.
     """
+    _wait_for_writing()
     ranks = Ranks.all()
-    if _WRITING:
-        wait(_WRITING)  # NOTE: whether it is done differs between ranks, and both would write by one group
     if ranks.group is not None:
         ranks = Ranks(_background_group(ranks.group))
+    place = ranks.together(lambda: folder.destination(path))
     snapshot = _snapshot(model, optimizer, extra, ranks)
     snapshot = ranks.together(lambda: _on_cpu(snapshot))
-    return _in_thread(lambda: _write(Path(path), snapshot, ranks))
+    return _in_thread(lambda: _write(place, snapshot, ranks), _Writing(place))
+
+
+def _wait_for_writing() -> None:
+    """Waits for the save in the background, and tells of its failure where nobody has asked."""
+    # NOTE: two saves at a time would write by one group, and those to one path into one directory.
+    wait(_WRITING)
+    while _WRITING:
+        ended = _WRITING.pop()
+        if not ended.was_asked and (error := ended.exception()) is not None:
+            warnings.warn(
+                f"nothing was written under {ended.path} by an async_save: {type(error).__name__}: {error}; ask the "
+                "result() of its future, which raises this",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
 
 def _snapshot(
@@ -120,8 +159,8 @@ def _contribution(
         tensors,
         Manifest(
             model={
-                name: model_state.describe(tensor) | ({initial.SAVED: True} if name in kept else {})
-                for name, tensor in named.items()
+                name: described | ({initial.SAVED: True} if name in kept else {})
+                for name, described in model_state.describe_all(named).items()
             },
             optimizer=None if optimizer is None else optimizer_state.describe(optimizer, named),
             extra=tree,
@@ -154,7 +193,7 @@ def _complete(path: Path, manifest: Manifest) -> None:
 
 def _checksums(where: Path, rank: int) -> dict[str, list[int]]:
     """[bytes, crc32] of the files that this rank wrote."""
-    own = [p for p in where.iterdir() if p.name.startswith(f"__{rank}_") or (rank == 0 and p.name == ".metadata")]
+    own = sorted([*where.glob(f"__{rank}_*"), *(where.glob(store.METADATA) if rank == 0 else ())])
     return {p.name: [p.stat().st_size, checksum(p)] for p in own}
 
 
@@ -211,8 +250,8 @@ def _plain_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _in_thread(work: Callable[[], None]) -> Future[None]:
-    future: Future[None] = Future()
+def _in_thread(work: Callable[[], None], future: _Writing) -> _Writing:
+    """Does `work` in a thread of its own; `future` says how it ended."""
 
     def run() -> None:
         try:

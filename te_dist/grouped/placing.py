@@ -22,6 +22,8 @@ def place_whole(param: Any, whole: Tensor) -> None:
         whole: plain, of the shape of `param`, on its device; kept where `param` keeps what it was quantized from.
     """
     local = local_tensor(param)
+    if not local.numel():
+        return
     if not isinstance(local, QuantizedTensor):
         local.copy_(local_part(whole, param) if isinstance(param, DTensor) else whole)
         return

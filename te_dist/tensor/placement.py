@@ -61,6 +61,13 @@ def local_start(param: DTensor) -> tuple[int, ...]:
     return tuple(start)
 
 
+def has_first_copy(param: DTensor) -> bool:
+    """Whether this rank's part is the first of those that are copies of each other; several meshes have one each."""
+    mesh = param.device_mesh
+    uncut = set(range(mesh.ndim)) - {mesh_dim for mesh_dim, _ in cuts(param.placements)}
+    return all(mesh.get_local_rank(mesh_dim) == 0 for mesh_dim in uncut)
+
+
 def matrix_cuts(param: DTensor) -> tuple[tuple[int, int], ...]:
     """`cuts`, without those between whole members of a group."""
     return tuple(cut for cut in cuts(param.placements) if cut[1] % param.dim() >= _matrix_dim(param))

@@ -1,0 +1,121 @@
+"""Saves of several ranks: they wait for one another on all of them, and fail on all of them alike."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from te_dist import checkpoints
+from te_dist.checkpoints import saving, store
+from te_dist.testing import device
+from tests.checkpoints.forging import Touch, rewrite_metadata
+
+LONG = 0.5  # seconds for which a save in the background lets another one go first, if that does
+
+
+def filled(value: float) -> nn.Module:
+    model = nn.Linear(4, 4, device=device())
+    nn.init.constant_(model.weight, value)
+    nn.init.zeros_(model.bias)
+    return model
+
+
+def first_value(path: Path) -> float:
+    model = filled(-1.0)
+    checkpoints.load(path, model=model)
+    return model.weight[0, 0].item()
+
+
+def in_background() -> bool:
+    return threading.current_thread() is not threading.main_thread()
+
+
+def save_over(rank: int, world: int, path: Path) -> tuple[list[str], float]:
+    """Saves in the background and, to the same path, in the foreground; who wrote in which order, and what is there."""
+    original, wrote, order = store.write, threading.Event(), []
+
+    def write(*args: object) -> None:
+        if in_background():
+            wrote.wait(LONG)
+        original(*args)
+        order.append("background" if in_background() else "foreground")
+        if not in_background():
+            wrote.set()
+
+    store.write = write
+    try:
+        future = checkpoints.async_save(path, model=filled(1.0))
+        checkpoints.save(path, model=filled(2.0))
+        assert future.result() is None
+    finally:
+        store.write = original
+    return order, first_value(path)
+
+
+def test_save_waits_for_the_one_in_the_background(ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(save_over, tmp_path / "step_1") == [(["background", "foreground"], 2.0)] * 2
+    assert [place.name for place in tmp_path.iterdir()] == ["step_1"]
+
+
+def save_after_a_failure(rank: int, world: int, path: Path) -> tuple[list[str], float]:
+    """What is told of a save in the background that failed on one rank, and what the next one wrote."""
+    original = saving._checksums
+
+    def fails(where: Path, rank: int) -> dict[str, list[int]]:
+        if rank == 1 and in_background():
+            raise OSError(5, "Input/output error")
+        return original(where, rank)
+
+    saving._checksums = fails
+    try:
+        checkpoints.async_save(path / "step_1", model=filled(1.0))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            checkpoints.save(path / "step_2", model=filled(2.0))
+    finally:
+        saving._checksums = original
+    return [str(each.message) for each in told if each.category is RuntimeWarning], first_value(path / "step_2")
+
+
+def test_a_failure_that_nobody_asked_for_is_told_on_every_rank(ranks, tmp_path: Path) -> None:
+    first, second = ranks(2).run(save_after_a_failure, tmp_path)
+    assert first == second
+    (message,), value = first
+    assert f"{tmp_path / 'step_1'} by an async_save: CheckpointError: rank 1: OSError: " in message
+    assert value == 2.0
+
+
+def save_refused(rank: int, world: int, path: str) -> str:
+    with pytest.raises(checkpoints.CheckpointError) as error:
+        checkpoints.save(path, model=filled(1.0))
+    return str(error.value)
+
+
+def test_what_is_refused_is_refused_on_every_rank(ranks, tmp_path: Path) -> None:
+    checkpoints.save(tmp_path / "c", model=nn.Linear(4, 4))
+    (tmp_path / "c" / "thesis.tex").touch()
+    for path, said in ((str(tmp_path / "c"), "thesis.tex"), (".", "ends in no name")):
+        first, second = ranks(2).run(save_refused, path)
+        assert first == second
+        assert said in first
+    assert (tmp_path / "c" / "thesis.tex").exists()
+
+
+def load_refused(rank: int, world: int, path: Path) -> str:
+    with pytest.raises(checkpoints.CheckpointError) as error:
+        checkpoints.load(path, model=filled(1.0))
+    return str(error.value)
+
+
+def test_a_pickle_that_runs_code_is_refused_on_every_rank(ranks, tmp_path: Path) -> None:
+    checkpoints.save(tmp_path / "c", model=nn.Linear(4, 4))
+    rewrite_metadata(tmp_path / "c", pickle.dumps(Touch(tmp_path / "marker")))
+    first, second = ranks(2).run(load_refused, tmp_path / "c")
+    assert first == second
+    assert "Path.touch" in first
+    assert not (tmp_path / "marker").exists()
