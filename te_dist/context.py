@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from contextlib import ContextDecorator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -84,7 +85,8 @@ def lasting_autocast() -> Autocast | None:
 
 
 def current_model_init() -> ModelInit:
-    """What the innermost `quantized_model_init` says."""
+    """What the innermost `quantized_model_init` says. Asked by those who make weights, see `_ModelInitScope`."""
+    _current.weights_made = getattr(_current, "weights_made", 0) + 1
     return getattr(_current, "model_init", _PLAIN)
 
 
@@ -102,6 +104,24 @@ class Scope(ContextDecorator):
     def __exit__(self, *exception: Any) -> None:
         outer, _current.outer = _current.outer
         setattr(_current, self._name, outer)
+
+
+class _ModelInitScope(Scope):
+    """Warns where nothing was made inside that it could have quantized."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        _current.outer = (getattr(_current, "weights_made", 0), _current.outer)
+
+    def __exit__(self, *exception: Any) -> None:
+        made, _current.outer = _current.outer
+        super().__exit__(*exception)
+        if exception[0] is None and made == getattr(_current, "weights_made", 0):
+            warnings.warn(
+                "quantized_model_init: no module of te_dist was made inside of the block, and nothing is quantized; "
+                "torch.nn.Linear, and experts of models that others wrote, are exchanged by te_dist.convert",
+                stacklevel=2,
+            )
 
 
 class _AutocastScope(Scope):
@@ -165,10 +185,10 @@ def quantized_model_init(
     Raises:
         ValueError: enabled without a recipe.
     """
-    value = _PLAIN
-    if enabled:
-        value = ModelInit(_given(recipe, "quantized_model_init", enabled), preserve_high_precision_init_val)
-    return Scope("model_init", value, _PLAIN)
+    if not enabled:
+        return Scope("model_init", _PLAIN, _PLAIN)
+    value = ModelInit(_given(recipe, "quantized_model_init", enabled), preserve_high_precision_init_val)
+    return _ModelInitScope("model_init", value, _PLAIN)
 
 
 def _given(recipe: Recipe | None, name: str, enabled: object) -> Recipe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import partial
@@ -18,6 +19,7 @@ from te_dist.nn import Linear
 from te_dist.nn.module import QuantizedModule, weight_of
 from te_dist.nn.moe.foreign import holds_experts, why_no_twin
 from te_dist.nn.moe.stacked import NAMES, StackedExperts
+from te_dist.nn.site import LinearSite
 from te_dist.recipe import Recipe
 from te_dist.tensor.exchanged import note_exchanged
 
@@ -53,13 +55,15 @@ def convert(
     Raises:
         TypeError: `plan` is no mapping, or holds something else than recipes and None.
         ValueError: a pattern fits no module, or none that patterns before it leave; the model is such a module itself,
-            a weight to be quantized is tied to another module (the same parameter, or the same memory) or has hooks,
-            the model is sharded already, or in DistributedDataParallel, features do not fit the recipe, a module has
-            hooks, of whatever kind, a `torch.nn.Linear` has parameters, buffers or modules beside weight and bias, or
-            attributes under names that te_dist uses, or a recipe is meant for a dtype that cannot be quantized or for
+            a weight to be quantized is tied to another module (the same parameter, or one that begins at the same place
+            in memory) or has hooks, the model is sharded already, or in DistributedDataParallel, features do not fit
+            the recipe, a module has hooks, of whatever kind, a `torch.nn.Linear` has parameters, buffers or modules
+            beside weight and bias, or attributes under names that te_dist uses, or a recipe is meant for a dtype that
+            cannot be quantized or for
             experts that compute something else. The model is unchanged then.
     """
     chosen = _choose(model, plan)
+    _warn_of_plain(model, plan)
     init = partial(quantized_model_init, preserve_high_precision_init_val=preserve_high_precision_init_val)
     made = {
         name: _made_of(model.get_submodule(name), name, None if recipe is None else init(recipe=recipe))
@@ -137,6 +141,8 @@ def _check(model: nn.Module, chosen: Mapping[str, Recipe | None]) -> None:
         )
     for name, recipe in chosen.items():
         module = model.get_submodule(name)
+        if any(isinstance(param, DTensor) for param in module.parameters(recurse=False)):
+            raise ValueError(f"{name} is sharded already; convert the model before sharding it")
         added = _additions(module)
         if added:
             raise ValueError(
@@ -144,14 +150,12 @@ def _check(model: nn.Module, chosen: Mapping[str, Recipe | None]) -> None:
                 "be lost; add them after te_dist.convert, or choose patterns that do not fit its name"
             )
         for key, weight in _weights(module).items():
-            if isinstance(weight, DTensor):
-                raise ValueError(f"{name}.{key} is sharded already; convert the model before sharding it")
             if recipe is None:
                 continue
             if len(users[_place(weight)]) > 1:
                 raise ValueError(
-                    f"{name}.{key} is tied, as {users[_place(weight)]}; give it None in the plan, or untie it, to "
-                    "quantize it"
+                    f"{name}.{key} is tied, as {users[_place(weight)]}; leave it out by patterns that do not fit it, "
+                    "as a head mostly is, give it None in the plan, or untie it, to quantize it"
                 )
             if weight._backward_hooks or weight._post_accumulate_grad_hooks:
                 raise ValueError(
@@ -165,6 +169,24 @@ def _place(param: Tensor) -> tuple[bool, int]:
     is_plain = type(param) is nn.Parameter and param.layout is torch.strided
     address = param.data_ptr() if is_plain else 0  # of those on meta, and of empty ones, 0 too
     return address != 0, address or id(param)
+
+
+def _warn_of_plain(model: nn.Module, plan: Mapping[str, Recipe | None]) -> None:
+    """Where patterns with a recipe fit modules of te_dist that were made plain, which are none to be exchanged."""
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedModule)
+        and not module.exchanged
+        and any(isinstance(site, LinearSite) and not site.made_quantized for site in module.children())
+        and next((recipe for pattern, recipe in plan.items() if fnmatchcase(name, pattern)), None) is not None
+    ]
+    if names:
+        warnings.warn(
+            f"te_dist.convert leaves modules of te_dist as they are: {names[:8]}{' ...' if names[8:] else ''} were "
+            "made with plain weights, which are quantized in each pass; make them inside of quantized_model_init",
+            stacklevel=3,
+        )
 
 
 def _is_exchanged(module: nn.Module) -> bool:

@@ -23,31 +23,25 @@ def check(problems: Sequence[str], where: object) -> None:
     if problems:
         raise CheckpointError(
             f"cannot load {where}: {listed(problems)}, wanted the same, since the model has one tensor for them; build "
-            "the model that was saved, make them alike before saving, or load without optimizer= where it is its state"
+            "the model that was saved, or make them alike before saving"
         )
 
 
-def tied(named: Mapping[str, Tensor]) -> list[list[str]]:
-    """Names of the same tensor, where it has several."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in named.items():
-        names.setdefault(id(tensor), []).append(name)
-    return [each for each in names.values() if len(each) > 1]
-
-
-def of_ties(keys: Mapping[str, Sequence[Key]], packing: Packing, read: Read) -> Iterator[str]:
+def of_ties(
+    keys: Mapping[str, Sequence[Key]], packing: Packing, read: Read, *, dtype: torch.dtype | None
+) -> Iterator[str]:
     """What is wrong with tensors that fill the same one.
 
     Args:
-        keys: by name of the model, keys of what is saved of it; of the names of one tensor after each other.
+        keys: by name of the model, keys of what is saved of it; of the names of one tensor.
         packing: how names of the checkpoint differ from those of the model.
+        dtype: in which their values are compared; None compares their bytes.
     """
     (first, own), *others = keys.items()
+    values = [packing.read(first, key, read) for key in own] if others else []
     for name, its in others:
-        pairs = zip(own, its, strict=False)
-        if len(own) != len(its) or not all(
-            is_same(packing.read(first, a, read), packing.read(name, b, read)) for a, b in pairs
-        ):
+        pairs = zip(values, (packing.read(name, key, read) for key in its), strict=False)
+        if len(own) != len(its) or not all(is_same(*pair, dtype=dtype) for pair in pairs):
             yield f"{first} and {name} hold different values"
 
 
@@ -70,11 +64,16 @@ def of_steps(
     found = read_all(list(numbers))
     for key, (of_state, first, name) in numbers.items():
         if not is_same(found[f"optimizer.state.{first}.{of_state}"], found[key]):
-            yield f"{of_state} of {first} and {name} in the saved optimizer differ"
+            yield f"{of_state} of {first} and {name} in the saved optimizer differ (optimizer= may be left out)"
 
 
-def is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two plain tensors have the same bytes."""
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
+def is_same(one: Tensor, other: Tensor, *, dtype: torch.dtype | None = None) -> bool:
+    """Whether two plain tensors have the same bytes, or in a dtype the same values."""
+    if one.shape != other.shape:
+        return False
+    if dtype is not None:
+        one, other = one.to(dtype), other.to(dtype)
+        return bool(((one == other) | (one.isnan() & other.isnan())).all())
+    if one.dtype != other.dtype:
         return False
     return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (one, other)))

@@ -61,6 +61,11 @@ def fill(tensor: Tensor, whole: Tensor) -> None:
     place_whole(tensor, whole.to(tensor.device, torch.float32 if is_wide else whole.dtype))
 
 
+def dtype_of(tensor: Tensor) -> torch.dtype:
+    """In which values are told apart that `fill` puts into a tensor."""
+    return torch.float32 if isinstance(local_tensor(tensor), QuantizedTensor) else tensor.dtype
+
+
 def _same_bytes(saved: dict[str, Any], wanted: dict[str, Any]) -> bool:
     """Whether saved bytes can be taken as they are; the nominal dtype of quantized values is no matter of bytes."""
     if "format" in saved or "format" in wanted:

@@ -9,6 +9,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -110,10 +111,12 @@ def high_precision_state_dict(
     kept = _kept(model, ranks)
     entries = ranks.together(lambda: list(_entries(model, optimizer, dtype, None, kept)))
     _check_alike(model, entries, ranks, "give a whole state")
+    named = _values(
+        model, model_state.named_tensors(model, to_load=False)
+    )  # on every rank: FSDP1 gathers what it gives
     wholes = {entry.key: _whole(entry, ranks) for entry in entries}
     if ranks.rank:
         return {}
-    named = _values(model, model_state.named_tensors(model))
     first = _first_names(named)
     return {name: wholes[first[id(tensor)]] for name, tensor in named.items()}
 
@@ -121,7 +124,7 @@ def high_precision_state_dict(
 def _check_alike(model: nn.Module, entries: list[_Entry], ranks: Ranks, what: str) -> None:
     if ranks.differ([entry.key for entry in entries]):
         raise CheckpointError(f"cannot {what}: ranks hold different parameters; every rank must have them all")
-    replicas.check(model_state.named_tensors(model), ranks)
+    replicas.check(model_state.named_tensors(model, to_load=False), ranks)
 
 
 @torch.no_grad()
@@ -149,15 +152,19 @@ def import_safetensors(model: nn.Module, directory: str | os.PathLike[str]) -> N
         for name, tensor in named.items():
             conversion.fill(tensor, packing.read(name, ("", ""), read))
 
-    ties = [[name for name in names if name in named] for names in agreement.tied(named)]
-    of_ties = (agreement.of_ties(dict.fromkeys(names, [("", "")]), packing, read) for names in ties)
-    ranks.together(lambda: agreement.check([problem for found in of_ties for problem in found], where))
+    problems = (
+        agreement.of_ties(
+            dict.fromkeys((first, name), [("", "")]), packing, read, dtype=conversion.dtype_of(named[first])
+        )
+        for name, first in model_state.ties(named).items()
+    )
+    ranks.together(lambda: agreement.check(list(chain.from_iterable(problems)), where))
     ranks.together(fill)
 
 
 def _kept(model: nn.Module, ranks: Ranks) -> set[str]:
     """Names of weights that are given as the values they were quantized from. Collective."""
-    return initial.known_everywhere(ranks.together(lambda: model_state.named_tensors(model)), ranks)
+    return initial.known_everywhere(ranks.together(lambda: model_state.named_tensors(model, to_load=False)), ranks)
 
 
 def _entries(
@@ -174,7 +181,7 @@ def _entries(
             f"dtype: got {dtype}, wanted one of {model_state.dtype_names(model_state.HIGH_PRECISION)}, since codes of "
             "others would have no scales; export_safetensors(convention=...) writes quantized weights with theirs"
         )
-    named = _untied(_values(model, model_state.named_tensors(model)))
+    named = _untied(_values(model, model_state.named_tensors(model, to_load=False)))
     model_state.check_quantized(named)
     model_state.check_settled(named)
     if convention is not None and not any(isinstance(local_tensor(t), QuantizedTensor) for t in named.values()):

@@ -138,6 +138,8 @@ def resolve(path: Path) -> Path:
 def latest(directory: str | os.PathLike[str]) -> Path | None:
     """The checkpoint of a run directory that has the highest step (`step_000100`), None where there is none.
 
+    Warns where there are others under other names.
+
     Raises:
         CheckpointError: the directory is a checkpoint itself.
     """
@@ -146,6 +148,14 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
         raise CheckpointError(
             f"cannot look for checkpoints in {directory}: got a checkpoint, wanted the run directory that holds it; "
             f"pass {Path(directory).parent}, or load this one"
+        )
+    others = [] if found or not Path(directory).is_dir() else sorted(filter(is_complete, Path(directory).iterdir()))
+    if others:
+        warnings.warn(
+            f"no checkpoint in {directory} is named step_<number>, got {listed([other.name for other in others])}: "
+            "none of them is taken for the latest; load one by its name, or name them so",
+            RuntimeWarning,
+            stacklevel=2,
         )
     return found
 

@@ -51,15 +51,19 @@ class _Plan:
 
     def check_alike(self) -> None:
         """Raises CheckpointError where what several saved tensors have to be read into one of differs."""
-        saved, reader = self.manifest.model, store.WholeReader(self.where)
-        problems = [
-            problem
-            for names in agreement.tied(self.named)
-            if len({saved[name].get("tied", name) for name in names}) > 1
-            for problem in agreement.of_ties({name: self._keys(name) for name in names}, self.packing, reader.read)
-        ]
+        reader, problems = store.WholeReader(self.where), []
+        for name, first in model_state.ties(self.named).items():
+            if self._source(name) != self._source(first):
+                keys = {each: self._keys(each) for each in (first, name)}
+                is_coded = len(keys[first]) > 1  # read field by field
+                dtype = None if is_coded else conversion.dtype_of(self.named[first])
+                problems += agreement.of_ties(keys, self.packing, reader.read, dtype=dtype)
         params = self.states and self.manifest.optimizer and self.manifest.optimizer["params"] or {}
         agreement.check([*problems, *agreement.of_steps(self.packing, params, reader.read_all)], self.where)
+
+    def _source(self, name: str) -> list[str]:
+        """Saved names of what a tensor is read from; of those that were tied the first."""
+        return [self.manifest.ties.get(each, each) for each in self.packing.sources_of(name)]
 
     def _keys(self, name: str) -> list[Key]:
         """Of what a tensor is read from."""

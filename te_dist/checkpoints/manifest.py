@@ -27,6 +27,7 @@ class Manifest:
         model: by name, `model_state.describe` of the tensor.
         optimizer: `optimizer_state.describe` of the optimizer; None where none was saved.
         extra: the tree handed over by the user, tensors replaced by references.
+        ties: by name of a tensor that has another one before it, that one.
         files: by name, [bytes, crc32].
         versions: of torch and te_dist.
         world_size: number of processes that wrote it.
@@ -35,6 +36,7 @@ class Manifest:
     model: dict[str, dict[str, Any]]
     optimizer: dict[str, Any] | None
     extra: Any
+    ties: dict[str, str] = field(default_factory=dict)
     files: dict[str, list[int]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     world_size: int = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
@@ -16,6 +17,7 @@ from te_dist.checkpoints.errors import CheckpointError, listed
 from te_dist.checkpoints.part import Part
 from te_dist.formats import Format, Region
 from te_dist.grouped import GroupedStorage, GroupedTensor, first_member
+from te_dist.kernels.tape import PLAIN
 from te_dist.scaling.delayed import DelayedScalingState
 from te_dist.tensor import QuantizedStorage, QuantizedTensor
 from te_dist.tensor.placement import local_tensor
@@ -23,8 +25,11 @@ from te_dist.tensor.placement import local_tensor
 HIGH_PRECISION = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+def named_tensors(model: nn.Module, *, to_load: bool = True) -> dict[str, Tensor]:
     """Parameters and persistent buffers, the objects themselves, by the names the author of the model gave them.
+
+    Args:
+        to_load: whether they are to be filled, at once or from what is saved now; otherwise copies of them will do.
 
     Raises:
         CheckpointError: `model` is no module, one keeps state that is neither, in which a load would be lost, two have
@@ -38,13 +43,14 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     state = model.state_dict(keep_vars=True)
     named = {given_name(name): value for name, value in state.items()}
     if len(named) != len(state):
-        twice = [name for name in state if given_name(name) != name and given_name(name) in state]
+        count = Counter(map(given_name, state))
+        twice = [name for name in state if count[given_name(name)] > 1]
         raise CheckpointError(f"names that are those of others, but for wrappers: {listed(twice)}; rename one of each")
     places = {_memory(tensor) for tensor in chain(model.parameters(), model.buffers())}
     other = [
         f"{name} ({type(value).__name__})"
         for name, value in named.items()
-        if not isinstance(value, Tensor) or _memory(value) not in places
+        if not isinstance(value, Tensor) or (to_load and local_tensor(value).numel() and _memory(value) not in places)
     ]
     if other:
         raise CheckpointError(
@@ -58,23 +64,39 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _memory(tensor: Tensor) -> Any:
-    """Equal for tensors in one memory; that of a quantized tensor, or of one without memory, is itself."""
+    """Equal for tensors in one memory; of those whose memory nobody knows, the tensor itself."""
+    held = _held(tensor)
+    return id(tensor) if held is None else (held.device, held.untyped_storage().data_ptr())
+
+
+def _held(tensor: Tensor) -> Tensor | None:
+    """What this rank has of a tensor, of a quantized one its first field; None where that has no memory known to us."""
     local = local_tensor(tensor)
-    if isinstance(local, QuantizedTensor) or local.is_meta or local.layout != torch.strided or not local.numel():
+    if isinstance(local, QuantizedTensor):
+        local = next(iter(local.storage.buffers.values()), local)
+    is_plain = type(local) in PLAIN and not local.is_meta and local.layout == torch.strided
+    return local if is_plain and local.numel() else None
+
+
+def ties(named: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names of tensors, or of the same elements of one memory, that have others before them: the first one of each."""
+    first: dict[Any, str] = {}
+    return {
+        name: found for name, tensor in named.items() if (found := first.setdefault(_elements(tensor), name)) != name
+    }
+
+
+def _elements(tensor: Tensor) -> Any:
+    """Equal for tensors that are filled together."""
+    held = _held(tensor)
+    if held is None:
         return id(tensor)
-    return local.device, local.untyped_storage().data_ptr()
+    return _memory(tensor), held.storage_offset(), held.shape, held.stride(), tensor.shape
 
 
 def _is_here(tensor: Tensor) -> bool:
     """Whether this rank belongs to the mesh of the tensor."""
     return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
-
-
-def describe_all(named: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """`describe` of every tensor, and under other names than its first which that is, as `tied`."""
-    first = {id(tensor): name for name, tensor in reversed(named.items())}
-    ties = {name: {} if first[id(tensor)] == name else {"tied": first[id(tensor)]} for name, tensor in named.items()}
-    return {name: describe(tensor) | ties[name] for name, tensor in named.items()}
 
 
 def describe(tensor: Tensor) -> dict[str, Any]:
@@ -121,7 +143,8 @@ def dtype_problems(name: str, dtype: torch.dtype, tensor: Tensor) -> list[str]:
     """
     is_quantized = isinstance(local_tensor(tensor), QuantizedTensor)
     takes_values = is_quantized or tensor.dtype.is_floating_point
-    if (takes_values and dtype in HIGH_PRECISION) or (dtype == tensor.dtype and not is_quantized):
+    widens = tensor.dtype.is_complex and dtype.is_floating_point and torch.can_cast(dtype, tensor.dtype)
+    if (takes_values and dtype in HIGH_PRECISION) or (dtype == tensor.dtype and not is_quantized) or widens:
         return []
     wanted = f"one of {dtype_names(HIGH_PRECISION)}" if takes_values else dtype_names([tensor.dtype])
     return [f"{name} has dtype {str(dtype)[6:]}, wanted {wanted}"]

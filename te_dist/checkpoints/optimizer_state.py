@@ -27,6 +27,9 @@ from te_dist.tensor.placement import local_tensor
 MASTER = "master_param"  # high-precision values of a parameter, as te_dist.optim keeps them
 _NO_HYPERPARAMETERS = ("params", "param_names")  # of a group: those that each rank, and each model, has
 
+# Their steps interpolate between moments and gradients, which have to be of one type.
+_OF_ONE_TYPE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
+
 Named = dict[str, Tensor]
 
 
@@ -228,8 +231,8 @@ def _conversion_mismatches(optimizer: Optimizer, name: str, param: Tensor, manif
 
 
 def _goes_by_type(optimizer: Optimizer, param: Tensor, described: dict[str, Any], saved: dict[str, Any]) -> bool:
-    """Whether state of an optimizer that says nothing of types has that of the parameter, which is another one here."""
-    if hasattr(optimizer, "check_state") or isinstance(local_tensor(param), QuantizedTensor):
+    """Whether an optimizer takes state of the type of its parameter alone, which is not the one that was saved."""
+    if not isinstance(optimizer, _OF_ONE_TYPE) or isinstance(local_tensor(param), QuantizedTensor):
         return False
     own = [each for each in saved.values() if each.get("shape") == list(param.shape)]
     return any(each["dtype"] == described["dtype"] != str(param.dtype)[6:] for each in own)

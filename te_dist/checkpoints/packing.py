@@ -89,6 +89,12 @@ class Packing:
             return {stem: list(named[stem].shape[1:])}
         return {name: list(named[name].shape)} if name in named else {}
 
+    def sources_of(self, name: str) -> list[str]:
+        """The saved names of what a tensor of the model is read from."""
+        if name in self._place_of:
+            return [self._place_of[name][0]]
+        return self.separate.get(name, [name])
+
     def adapted(self, manifest: Manifest) -> Manifest:
         """The manifest that the checkpoint would have, had it been saved from a model of these names."""
         model = _renamed(manifest.model, self, _of_one, _of_all)

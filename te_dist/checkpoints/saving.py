@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,8 @@ def save(
     Raises:
         CheckpointError: nothing was written under `path`; on every rank alike.
     """
-    _wait_for_writing()
     ranks = Ranks.all()
+    _wait_for_writing(ranks)
     place = ranks.together(lambda: folder.destination(path))
     snapshot = _snapshot(model, optimizer, extra, ranks)
     _write(place, snapshot, ranks)
@@ -94,8 +95,8 @@ def async_save(
     `result()`, and told by the next save, as a warning, where nobody has asked. A save waits until the one before it
     is written. The first call is collective beyond `save`: it makes a gloo group.
     """
-    _wait_for_writing()
     ranks = Ranks.all()
+    _wait_for_writing(ranks)
     if ranks.group is not None:
         ranks = Ranks(_background_group(ranks.group))
     place = ranks.together(lambda: folder.destination(path))
@@ -104,19 +105,24 @@ def async_save(
     return _in_thread(lambda: _write(place, snapshot, ranks), _Writing(place))
 
 
-def _wait_for_writing() -> None:
-    """Waits for the save in the background, and tells of its failure where nobody has asked."""
+def _wait_for_writing(ranks: Ranks) -> None:
+    """Waits for the save in the background, and tells of its failure where nobody has asked. Collective."""
     # NOTE: two saves at a time would write by one group, and those to one path into one directory.
     wait(_WRITING)
     while _WRITING:
-        ended = _WRITING.pop()
-        if not ended.was_asked and (error := ended.exception()) is not None:
-            warnings.warn(
-                f"nothing was written under {ended.path} by an async_save: {type(error).__name__}: {error}; ask the "
-                "result() of its future, which raises this",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        # NOTE: where a warning is an error, one rank may raise it alone.
+        ranks.together(functools.partial(_tell, _WRITING.pop()))
+
+
+def _tell(ended: _Writing) -> None:
+    """Warns of the failure of a save, where nobody on this rank has asked."""
+    if not ended.was_asked and (error := ended.exception()) is not None:
+        warnings.warn(
+            f"nothing was written under {ended.path} by an async_save: {type(error).__name__}: {error}; ask the "
+            "result() of its future, which raises this",
+            RuntimeWarning,
+            stacklevel=5,
+        )
 
 
 def _snapshot(
@@ -159,11 +165,12 @@ def _contribution(
         tensors,
         Manifest(
             model={
-                name: described | ({initial.SAVED: True} if name in kept else {})
-                for name, described in model_state.describe_all(named).items()
+                name: model_state.describe(tensor) | ({initial.SAVED: True} if name in kept else {})
+                for name, tensor in named.items()
             },
             optimizer=None if optimizer is None else optimizer_state.describe(optimizer, named),
             extra=tree,
+            ties=model_state.ties(named),
         ),
     )
 
@@ -199,17 +206,18 @@ def _checksums(where: Path, rank: int) -> dict[str, list[int]]:
 
 def _merged(manifest: Manifest, ranks: Ranks) -> Manifest:
     """The manifest of all ranks, which hold different parameters under pipeline parallelism. Collective."""
-    own = (manifest.model, manifest.optimizer)
-    model, optimizer = own
+    own = (manifest.model, manifest.optimizer, manifest.ties)
+    model, optimizer, ties = own
     if ranks.differ(own):
         all_of = ranks.gather(own)
-        model = _union([theirs for theirs, _ in all_of], "the model")
-        optimizers = [theirs for _, theirs in all_of if theirs is not None]
+        model = _union([theirs for theirs, _, _ in all_of], "the model")
+        optimizers = [theirs for _, theirs, _ in all_of if theirs is not None]
+        ties = dict(chain.from_iterable(theirs.items() for _, _, theirs in all_of))
         _check_groups(optimizers)
         if optimizers:
             optimizer = optimizers[0] | {"params": _union([o["params"] for o in optimizers], "the optimizer")}
     (first, *_) = ranks.gather(manifest.extra if ranks.rank == 0 else None)
-    return Manifest(model, optimizer, first, versions=versions(), world_size=ranks.size)
+    return Manifest(model, optimizer, first, ties, versions=versions(), world_size=ranks.size)
 
 
 def _check_groups(optimizers: list[dict[str, Any]]) -> None:

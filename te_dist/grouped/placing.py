@@ -22,10 +22,9 @@ def place_whole(param: Any, whole: Tensor) -> None:
         whole: plain, of the shape of `param`, on its device; kept where `param` keeps what it was quantized from.
     """
     local = local_tensor(param)
-    if not local.numel():
-        return
     if not isinstance(local, QuantizedTensor):
-        local.copy_(local_part(whole, param) if isinstance(param, DTensor) else whole)
+        if local.numel():  # where there is nothing, the shape may be another
+            local.copy_(local_part(whole, param) if isinstance(param, DTensor) else whole)
         return
     initial = whole.to("cpu", copy=True) if local.keep_initial else None
     local.storage.copy_(quantized_part(whole, param, initial=initial))

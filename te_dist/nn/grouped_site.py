@@ -24,7 +24,6 @@ from te_dist.nn.grouped_products import Around, Given, differentiable, grouped_l
 from te_dist.nn.grouped_weights import OneBuffer
 from te_dist.nn.plan import MAX_SHARED, Plan, plan_by
 from te_dist.nn.site import Answers, LinearSite, answers_of, check_features, check_reduced, described, quantizer_of
-from te_dist.nn.traced import check_not_exported
 from te_dist.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from te_dist.recipe import Recipe
 from te_dist.scaling.history import DelayedScalingRequest
@@ -118,8 +117,6 @@ class GroupedSite(LinearSite):
     def _outside_of_graphs(
         self, x: Tensor, weights: Sequence[Tensor], *, given: Given, **around: Unpack[Around]
     ) -> Tensor | tuple[Tensor, Tensor]:
-        if current_autocast().recipe is not None:
-            check_not_exported(self.name or "GroupedLinear", current_autocast().recipe)
         out = self._eager(x, weights, given=given, **around)
         lost_recipes.outside_of_graph(self.graph_place, differentiable(out), trains=self.training)
         return out

@@ -54,8 +54,9 @@ def check_not_exported(label: str, recipe: object) -> None:
     if torch.compiler.is_exporting():
         raise NotImplementedError(
             f"{label}: got {recipe} in torch.export, wanted what a graph holds, which state in Python is not (delayed "
-            "scaling, tensor parallelism, main gradients, experts that quantize); export it by Float8CurrentScaling, "
-            "MXFP8BlockScaling or another recipe without histories, mixtures of experts outside of autocast"
+            "scaling, tensor parallelism, main gradients, experts with quantized weights); export it by "
+            "Float8CurrentScaling, MXFP8BlockScaling or another recipe without histories, and mixtures of experts with "
+            "plain weights"
         )
 
 

@@ -171,6 +171,7 @@ def test_prune_removes_a_link_and_not_what_it_points_to(tmp_path: Path) -> None:
 def test_latest_finds_no_checkpoint_that_was_hidden(tmp_path: Path) -> None:
     save(tmp_path / "step_7")
     (tmp_path / "step_7").rename(tmp_path / ".step_7")
-    assert checkpoints.latest(tmp_path) is None
+    with pytest.warns(RuntimeWarning, match=r"is named step_<number>, got \.step_7"):
+        assert checkpoints.latest(tmp_path) is None
     save(tmp_path / "step_5")
     assert checkpoints.latest(tmp_path) == tmp_path / "step_5"

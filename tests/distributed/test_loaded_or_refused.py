@@ -71,12 +71,33 @@ def hooked() -> nn.Module:
 
 @pytest.mark.parametrize("make", [lambda: Counting(a=torch.zeros(2)), lambda: Casting(a=torch.zeros(2)), hooked])
 def test_state_that_would_not_be_loaded_is_refused(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    model = make()
+    checkpoints.export_safetensors(model, tmp_path / "weights")
+    want, found = model.state_dict(), load_file(tmp_path / "weights" / "model.safetensors")
+    assert found.keys() == want.keys()
+    for name, value in want.items():
+        assert_bitwise(found[name], value, name)
     for call in (
-        lambda model: checkpoints.save(tmp_path / "a", model=model),
-        lambda model: checkpoints.export_safetensors(model, tmp_path / "b"),
+        lambda: checkpoints.save(tmp_path / "a", model=model),
+        lambda: checkpoints.import_safetensors(model, tmp_path / "weights"),
     ):
         with pytest.raises(CheckpointError, match="no parameter or buffer: .*; what `get_extra_state`"):
-            call(make())
+            call()
+
+
+def test_state_without_elements_is_no_loss(tmp_path: Path) -> None:
+    class Empty(Held):
+        def get_extra_state(self) -> Tensor:
+            return torch.empty(0, dtype=torch.uint8)
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    store(Empty(a=torch.ones(2)), tmp_path)
+    for reads in READS.values():
+        model = Empty(a=torch.zeros(2))
+        reads(model, tmp_path)
+        assert_bitwise(model.a, torch.ones(2), "a")
 
 
 def test_views_of_parameters_are_filled(tmp_path: Path) -> None:
@@ -101,7 +122,7 @@ def test_names_that_differ_by_a_wrapper_alone_are_refused(tmp_path: Path) -> Non
     model = nn.Module()
     model.add_module("a", nn.Linear(2, 2))
     model.a.add_module("_orig_mod", nn.Linear(2, 2))
-    with pytest.raises(CheckpointError, match=r"but for wrappers: a\._orig_mod\.weight"):
+    with pytest.raises(CheckpointError, match=r"but for wrappers: a\.weight; a\.bias; a\._orig_mod\.weight"):
         checkpoints.save(tmp_path / "a", model=model)
 
 
@@ -138,6 +159,18 @@ def test_moments_of_another_type_than_the_optimizer_makes_are_refused(kind: Any,
         checkpoints.load(tmp_path / "a", model=narrow, optimizer=kind(narrow.parameters()))
     checkpoints.load(tmp_path / "a", model=narrow)
     assert_bitwise(narrow.weight, model.weight.bfloat16(), "weight")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
+def test_moments_of_another_type_are_read_where_the_optimizer_takes_them(kind: Any, tmp_path: Path) -> None:
+    model, narrow = nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()
+    optimizer, own = (kind(each.parameters(), lr=1e-2, momentum=0.9) for each in (model, narrow))
+    stepped(optimizer, list(model.parameters()), 1)
+    checkpoints.save(tmp_path / "a", model=model, optimizer=optimizer)
+    checkpoints.load(tmp_path / "a", model=narrow, optimizer=own)
+    for key, value in optimizer.state[model.weight].items():
+        assert_bitwise(own.state[narrow.weight][key], value, key)
+    stepped(own, list(narrow.parameters()), 1)
 
 
 # -- several that fill one ---------------------------------------------------------------------------------------------
@@ -184,6 +217,63 @@ def test_equal_values_under_tied_names_are_read(reads: str, saved: bool, wanted:
         or wanted
     )
     assert float((tied.b.weight.detach() - 1.0).abs().max()) > 0.5
+
+
+class InOneMemory(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(2, 2, bias=False)
+        self.b = nn.Linear(2, 2, bias=False)
+        self.b.weight = nn.Parameter(self.a.weight.data)
+
+
+class Apart(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32, add: float = 0.0) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(2, 2, bias=False) for _ in range(2))
+        with torch.no_grad():
+            self.b.weight.copy_(self.a.weight.bfloat16())
+            self.a.weight.copy_(self.b.weight)
+            self.b.weight += add
+        self.b.to(dtype)
+
+
+@pytest.mark.parametrize("reads", READS)
+def test_parameters_in_one_memory_take_the_same_values_alone(reads: str, tmp_path: Path) -> None:
+    store(Apart(add=1.0), tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"a\.weight and b\.weight hold different values"):
+        READS[reads](InOneMemory(), tmp_path / "other")
+    saved, model = InOneMemory(), InOneMemory()
+    store(saved, tmp_path / "same")
+    READS[reads](model, tmp_path / "same")
+    assert_bitwise(model.b.weight, saved.a.weight, "weight")
+
+
+@pytest.mark.parametrize("reads", READS)
+def test_equal_values_of_other_types_are_read_under_tied_names(reads: str, tmp_path: Path) -> None:
+    saved, model = Apart(torch.bfloat16), InOneMemory()
+    store(saved, tmp_path)
+    READS[reads](model, tmp_path)
+    assert_bitwise(model.a.weight, saved.a.weight, "weight")
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_experts_that_modules_share_are_packed(quantized: bool, tmp_path: Path) -> None:
+    def shared(*, single: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Module()
+        with te.quantized_model_init(enabled=quantized, recipe=Float8BlockScaling()):
+            model.a = te.GroupedLinear(4, SIZE, SIZE, bias=False, single_grouped_weight=single)
+        model.b = model.a
+        return model
+
+    saved, model = shared(single=False), shared(single=True)
+    checkpoints.save(tmp_path / "a", model=saved)
+    with torch.no_grad():
+        model.a.weight.zero_()
+    checkpoints.load(tmp_path / "a", model=model)
+    for i in range(4):
+        assert torch.equal(model.b.weight[i].detach(), saved.a.get_parameter(f"weight{i}").detach())
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, optim.FusedAdam])
@@ -342,6 +432,24 @@ def read_into_nothing(rank: int, world: int, path: Path) -> None:
 
 def test_ranks_without_a_part_read_none(ranks, tmp_path: Path) -> None:
     ranks(4).run(read_into_nothing, tmp_path)
+
+
+def some_of_the_ties(rank: int, world: int, path: Path) -> None:
+    """Each rank has other names of a tensor that the first one has tied."""
+    torch.manual_seed(0)
+    model = Pair(tied=True).to(device())
+    if rank:
+        del model.a
+    checkpoints.save(path, model=model)
+    want = model.b.weight.detach().clone()
+    with torch.no_grad():
+        model.b.weight.zero_()
+    checkpoints.load(path, model=model) if rank else checkpoints.load(path, model=model)
+    assert_bitwise(model.b.weight, want, "weight")
+
+
+def test_ranks_may_know_some_names_of_a_tie(ranks, tmp_path: Path) -> None:
+    ranks(2).run(some_of_the_ties, tmp_path / "a")
 
 
 def fails_on_one(rank: int, world: int, path: Path, reads: str) -> str:

@@ -45,8 +45,10 @@ def test_an_exported_map_computes_the_same(kind: str, recipe: Recipe | None) -> 
     assert_bitwise(program.module()(x), model(x), kind)
 
 
-def test_a_plain_mixture_is_exported() -> None:
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), MXFP8BlockScaling(), None], ids=str)
+def test_a_mixture_of_plain_weights_is_exported(recipe: Recipe | None) -> None:
     model, x = Evaluated("mixture", None), torch.randn(ROWS, WIDTH)
+    model.recipe = recipe
     assert_bitwise(torch.export.export(model, (x,)).module()(x), model(x), "mixture")
 
 

@@ -21,6 +21,34 @@ def layer_and_pass(made: te.recipe.Recipe, grouped: bool) -> tuple[torch.nn.Modu
     return layer, functools.partial(layer, x, [128]) if grouped else functools.partial(layer, x)
 
 
+def test_a_block_in_which_nothing_is_quantized_warns() -> None:
+    recipe = te.recipe.Float8BlockScaling()
+    told = pytest.warns(UserWarning, match="no module of te_dist was made.*te_dist.convert")
+    with told, te.quantized_model_init(recipe=recipe):
+        model = torch.nn.Sequential(torch.nn.Linear(128, 128))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with te.quantized_model_init(recipe=recipe):
+            te.Linear(128, 128)
+        with te.quantized_model_init(recipe=recipe):
+            te.convert(model, {"*": recipe})
+        with te.quantized_model_init(enabled=False):
+            pass
+        with pytest.raises(KeyError), te.quantized_model_init(recipe=recipe):
+            raise KeyError
+
+
+def test_plain_modules_that_convert_leaves_are_told_of() -> None:
+    recipe = te.recipe.Float8BlockScaling()
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(128, 128) for name in "ab"} | {"c": te.Linear(128, 128)})
+    with pytest.warns(UserWarning, match=r"as they are: \['c'\] were made with plain weights"):
+        te.convert(model, {"a": None, "*": recipe})
+    model["d"] = torch.nn.Linear(128, 128)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        te.convert(model, {"d": recipe})
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 def test_training_quantized_weights_outside_of_autocast_warns_once(monkeypatch, grouped: bool) -> None:
     monkeypatch.setattr(forgotten, "_has_warned", False)

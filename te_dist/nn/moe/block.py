@@ -23,6 +23,8 @@ from te_dist.nn.moe.routing import Routing
 from te_dist.nn.moe.tokens import TokenDispatcher
 from te_dist.nn.options import LinearOptions, read, spells_out
 from te_dist.nn.traced import check_not_exported
+from te_dist.tensor import QuantizedTensor
+from te_dist.tensor.placement import local_tensor
 from te_dist.tensor.tally import tally_on
 from te_dist.tensor_parallel.styles import sum_gradients
 
@@ -173,8 +175,8 @@ class MoE(nn.Module):
         "router, shared experts and what surrounds a mixture are compiled"
     )
     def _outside_of_graphs(self, x: Tensor, routed: Routed, **kept: Any) -> Tensor:
-        if current_autocast().recipe is not None:
-            check_not_exported("MoE", current_autocast().recipe)
+        if any(isinstance(local_tensor(weight), QuantizedTensor) for weight in self.experts.parameters()):
+            check_not_exported("MoE with quantized weights", current_autocast().recipe)
         return self._mix(x, routed, **kept)
 
 

@@ -119,3 +119,22 @@ def test_a_pickle_that_runs_code_is_refused_on_every_rank(ranks, tmp_path: Path)
     assert first == second
     assert "Path.touch" in first
     assert not (tmp_path / "marker").exists()
+
+
+def told_as_an_error(rank: int, world: int, path: Path) -> str:
+    """One rank alone has asked how a save ended, and warnings are errors on all."""
+    path.mkdir(exist_ok=True)
+    (path / "notes").write_text("kept")
+    future = checkpoints.async_save(path, model=filled(1.0))
+    if rank == 0:
+        assert isinstance(future.exception(), checkpoints.CheckpointError)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(checkpoints.CheckpointError) as caught:
+            checkpoints.save(path.parent / "next", model=filled(2.0))
+    return str(caught.value)
+
+
+def test_a_warning_that_is_an_error_is_raised_on_all_ranks(ranks, tmp_path: Path) -> None:
+    for message in ranks(2).run(told_as_an_error, tmp_path / "taken"):
+        assert "nothing was written under" in message
