@@ -111,9 +111,8 @@ def high_precision_state_dict(
     kept = _kept(model, ranks)
     entries = ranks.together(lambda: list(_entries(model, optimizer, dtype, None, kept)))
     _check_alike(model, entries, ranks, "give a whole state")
-    named = _values(
-        model, model_state.named_tensors(model, to_load=False)
-    )  # on every rank: FSDP1 gathers what it gives
+    # NOTE: on every rank, since FSDP1 gathers what it gives.
+    named = _values(model, model_state.named_tensors(model, to_load=False))
     wholes = {entry.key: _whole(entry, ranks) for entry in entries}
     if ranks.rank:
         return {}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +52,26 @@ class _Plan:
 
     def check_alike(self) -> None:
         """Raises CheckpointError where what several saved tensors have to be read into one of differs."""
-        reader, problems = store.WholeReader(self.where), []
+        problems: list[str] = []
         for name, first in model_state.ties(self.named).items():
             if self._source(name) != self._source(first):
                 keys = {each: self._keys(each) for each in (first, name)}
                 is_coded = len(keys[first]) > 1  # read field by field
                 dtype = None if is_coded else conversion.dtype_of(self.named[first])
-                problems += agreement.of_ties(keys, self.packing, reader.read, dtype=dtype)
-        params = self.states and self.manifest.optimizer and self.manifest.optimizer["params"] or {}
-        agreement.check([*problems, *agreement.of_steps(self.packing, params, reader.read_all)], self.where)
+                problems += agreement.of_ties(keys, self.packing, self._read, dtype=dtype)
+        if self.states and self.manifest.optimizer is not None:
+            problems += agreement.of_steps(self.packing, self.manifest.optimizer["params"], self._read_all)
+        agreement.check(problems, self.where)
+
+    @cached_property
+    def _reader(self) -> store.WholeReader:
+        return store.WholeReader(self.where)
+
+    def _read(self, key: str, index: int | None) -> Tensor:
+        return self._reader.read(key, index)
+
+    def _read_all(self, keys: Sequence[str]) -> dict[str, Tensor]:
+        return self._reader.read_all(keys) if keys else {}
 
     def _source(self, name: str) -> list[str]:
         """Saved names of what a tensor is read from; of those that were tied the first."""

@@ -150,8 +150,6 @@ class WholeReader(_Reader):
         return found
 
     def _fill(self, targets: Tree) -> None:
-        if not targets:
-            return
         with _translated(f"reading {listed(list(targets))} of {self.path} failed", Ranks(None)):
             dcp_load(targets, storage_reader=self, no_dist=True)
 

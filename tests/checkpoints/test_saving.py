@@ -14,24 +14,9 @@ from torch import nn
 
 from te_dist import checkpoints
 from te_dist.checkpoints import saving, store
+from tests.checkpoints.small import filled, first_value, in_background
 
 LONG = 0.5  # seconds for which a save in the background lets another one go first, if that does
-
-
-def filled(value: float) -> nn.Linear:
-    model = nn.Linear(4, 4)
-    nn.init.constant_(model.weight, value)
-    return model
-
-
-def first_value(path: Path) -> float:
-    model = filled(-1.0)
-    checkpoints.load(path, model=model)
-    return model.weight[0, 0].item()
-
-
-def in_background() -> bool:
-    return threading.current_thread() is not threading.main_thread()
 
 
 def late(monkeypatch: pytest.MonkeyPatch) -> list[str]:

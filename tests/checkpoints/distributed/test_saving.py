@@ -14,25 +14,9 @@ from te_dist import checkpoints
 from te_dist.checkpoints import saving, store
 from te_dist.testing import device
 from tests.checkpoints.forging import Touch, rewrite_metadata
+from tests.checkpoints.small import filled, first_value, in_background
 
 LONG = 0.5  # seconds for which a save in the background lets another one go first, if that does
-
-
-def filled(value: float) -> nn.Module:
-    model = nn.Linear(4, 4, device=device())
-    nn.init.constant_(model.weight, value)
-    nn.init.zeros_(model.bias)
-    return model
-
-
-def first_value(path: Path) -> float:
-    model = filled(-1.0)
-    checkpoints.load(path, model=model)
-    return model.weight[0, 0].item()
-
-
-def in_background() -> bool:
-    return threading.current_thread() is not threading.main_thread()
 
 
 def save_over(rank: int, world: int, path: Path) -> tuple[list[str], float]:
@@ -49,12 +33,12 @@ def save_over(rank: int, world: int, path: Path) -> tuple[list[str], float]:
 
     store.write = write
     try:
-        future = checkpoints.async_save(path, model=filled(1.0))
-        checkpoints.save(path, model=filled(2.0))
+        future = checkpoints.async_save(path, model=filled(1.0, device()))
+        checkpoints.save(path, model=filled(2.0, device()))
         assert future.result() is None
     finally:
         store.write = original
-    return order, first_value(path)
+    return order, first_value(path, device())
 
 
 def test_save_waits_for_the_one_in_the_background(ranks, tmp_path: Path) -> None:
@@ -73,13 +57,15 @@ def save_after_a_failure(rank: int, world: int, path: Path) -> tuple[list[str], 
 
     saving._checksums = fails
     try:
-        checkpoints.async_save(path / "step_1", model=filled(1.0))
+        checkpoints.async_save(path / "step_1", model=filled(1.0, device()))
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            checkpoints.save(path / "step_2", model=filled(2.0))
+            checkpoints.save(path / "step_2", model=filled(2.0, device()))
     finally:
         saving._checksums = original
-    return [str(each.message) for each in told if each.category is RuntimeWarning], first_value(path / "step_2")
+    return [str(each.message) for each in told if each.category is RuntimeWarning], first_value(
+        path / "step_2", device()
+    )
 
 
 def test_a_failure_that_nobody_asked_for_is_told_on_every_rank(ranks, tmp_path: Path) -> None:
@@ -92,7 +78,7 @@ def test_a_failure_that_nobody_asked_for_is_told_on_every_rank(ranks, tmp_path: 
 
 def save_refused(rank: int, world: int, path: str) -> str:
     with pytest.raises(checkpoints.CheckpointError) as error:
-        checkpoints.save(path, model=filled(1.0))
+        checkpoints.save(path, model=filled(1.0, device()))
     return str(error.value)
 
 
@@ -108,7 +94,7 @@ def test_what_is_refused_is_refused_on_every_rank(ranks, tmp_path: Path) -> None
 
 def load_refused(rank: int, world: int, path: Path) -> str:
     with pytest.raises(checkpoints.CheckpointError) as error:
-        checkpoints.load(path, model=filled(1.0))
+        checkpoints.load(path, model=filled(1.0, device()))
     return str(error.value)
 
 
@@ -125,13 +111,13 @@ def told_as_an_error(rank: int, world: int, path: Path) -> str:
     """One rank alone has asked how a save ended, and warnings are errors on all."""
     path.mkdir(exist_ok=True)
     (path / "notes").write_text("kept")
-    future = checkpoints.async_save(path, model=filled(1.0))
+    future = checkpoints.async_save(path, model=filled(1.0, device()))
     if rank == 0:
         assert isinstance(future.exception(), checkpoints.CheckpointError)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(checkpoints.CheckpointError) as caught:
-            checkpoints.save(path.parent / "next", model=filled(2.0))
+            checkpoints.save(path.parent / "next", model=filled(2.0, device()))
     return str(caught.value)
 
 
