@@ -118,7 +118,7 @@ class _ModelInitScope(Scope):
         super().__exit__(*exception)
         if exception[0] is None and made == getattr(_current, "weights_made", 0):
             warnings.warn(
-                "quantized_model_init: no module of te_dist was made inside of the block, and nothing is quantized; "
+                "quantized_model_init: te_dist made no weights inside of the block, and so quantized none; "
                 "torch.nn.Linear, and experts of models that others wrote, are exchanged by te_dist.convert",
                 stacklevel=2,
             )

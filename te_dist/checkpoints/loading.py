@@ -73,9 +73,9 @@ class _Plan:
     def _read_all(self, keys: Sequence[str]) -> dict[str, Tensor]:
         return self._reader.read_all(keys) if keys else {}
 
-    def _source(self, name: str) -> list[str]:
-        """Saved names of what a tensor is read from; of those that were tied the first."""
-        return [self.manifest.ties.get(each, each) for each in self.packing.sources_of(name)]
+    def _source(self, name: str) -> list[tuple[str, int | None]]:
+        """What a tensor is read from, see `Packing.sources_of`; of names that were tied the first."""
+        return [(self.manifest.ties.get(each, each), index) for each, index in self.packing.sources_of(name)]
 
     def _keys(self, name: str) -> list[Key]:
         """Of what a tensor is read from."""

@@ -17,7 +17,6 @@ from te_dist.checkpoints.errors import CheckpointError, listed
 from te_dist.checkpoints.part import Part
 from te_dist.formats import Format, Region
 from te_dist.grouped import GroupedStorage, GroupedTensor, first_member
-from te_dist.kernels.tape import PLAIN
 from te_dist.scaling.delayed import DelayedScalingState
 from te_dist.tensor import QuantizedStorage, QuantizedTensor
 from te_dist.tensor.placement import local_tensor
@@ -74,7 +73,8 @@ def _held(tensor: Tensor) -> Tensor | None:
     local = local_tensor(tensor)
     if isinstance(local, QuantizedTensor):
         local = next(iter(local.storage.buffers.values()), local)
-    is_plain = type(local) in PLAIN and not local.is_meta and local.layout == torch.strided
+    has_memory = type(local) is Tensor or issubclass(type(local), nn.Parameter)  # others hold theirs in parts
+    is_plain = has_memory and not local.is_meta and local.layout == torch.strided
     return local if is_plain and local.numel() else None
 
 

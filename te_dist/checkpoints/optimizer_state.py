@@ -28,7 +28,11 @@ MASTER = "master_param"  # high-precision values of a parameter, as te_dist.opti
 _NO_HYPERPARAMETERS = ("params", "param_names")  # of a group: those that each rank, and each model, has
 
 # Their steps interpolate between moments and gradients, which have to be of one type.
-_OF_ONE_TYPE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
+_OF_ONE_TYPE = tuple(
+    getattr(torch.optim, name)
+    for name in ("Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam")
+    if hasattr(torch.optim, name)  # not all of them are in every torch
+)
 
 Named = dict[str, Tensor]
 

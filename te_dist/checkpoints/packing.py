@@ -89,11 +89,11 @@ class Packing:
             return {stem: list(named[stem].shape[1:])}
         return {name: list(named[name].shape)} if name in named else {}
 
-    def sources_of(self, name: str) -> list[str]:
-        """The saved names of what a tensor of the model is read from."""
+    def sources_of(self, name: str) -> list[tuple[str, int | None]]:
+        """The saved names of what a tensor of the model is read from, and which member of each, None for the whole."""
         if name in self._place_of:
-            return [self._place_of[name][0]]
-        return self.separate.get(name, [name])
+            return [self._place_of[name]]
+        return [(each, None) for each in self.separate.get(name, [name])]
 
     def adapted(self, manifest: Manifest) -> Manifest:
         """The manifest that the checkpoint would have, had it been saved from a model of these names."""

@@ -109,20 +109,21 @@ def _wait_for_writing(ranks: Ranks) -> None:
     """Waits for the save in the background, and tells of its failure where nobody has asked. Collective."""
     # NOTE: two saves at a time would write by one group, and those to one path into one directory.
     wait(_WRITING)
+    # NOTE: where a warning is an error, one rank may raise it alone.
+    ranks.together(_tell_of_failure)
+
+
+def _tell_of_failure() -> None:
+    """Warns where a save has failed that nobody on this rank has asked about."""
     while _WRITING:
-        # NOTE: where a warning is an error, one rank may raise it alone.
-        ranks.together(functools.partial(_tell, _WRITING.pop()))
-
-
-def _tell(ended: _Writing) -> None:
-    """Warns of the failure of a save, where nobody on this rank has asked."""
-    if not ended.was_asked and (error := ended.exception()) is not None:
-        warnings.warn(
-            f"nothing was written under {ended.path} by an async_save: {type(error).__name__}: {error}; ask the "
-            "result() of its future, which raises this",
-            RuntimeWarning,
-            stacklevel=5,
-        )
+        ended = _WRITING.pop()
+        if not ended.was_asked and (error := ended.exception()) is not None:
+            warnings.warn(
+                f"nothing was written under {ended.path} by an async_save: {type(error).__name__}: {error}; ask the "
+                "result() of its future, which raises this",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
 
 def _snapshot(

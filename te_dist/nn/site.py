@@ -296,7 +296,8 @@ class LinearSite(nn.Module):
 
     def _with_histories(self, current: Pass, x: Tensor, weight: Tensor) -> Plan:
         """The plan of a pass that uses, and in training moves, the histories of this map."""
-        traced.check_not_exported(self.name or "Linear", current.state.recipe)
+        kind = "GroupedLinear" if self.num_groups > 1 else "Linear"
+        traced.check_not_exported(self.name or kind, current.state.recipe)
         scaling = self._histories(current.requests, weight.device)
         records = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         is_repeated = _torch_private.in_backward()
