@@ -59,8 +59,7 @@ def convert(
             in memory) or has hooks, the model is sharded already, or in DistributedDataParallel, features do not fit
             the recipe, a module has hooks, of whatever kind, a `torch.nn.Linear` has parameters, buffers or modules
             beside weight and bias, or attributes under names that te_dist uses, or a recipe is meant for a dtype that
-            cannot be quantized or for
-            experts that compute something else. The model is unchanged then.
+            cannot be quantized or for experts that compute something else. The model is unchanged then.
     """
     chosen = _choose(model, plan)
     _warn_of_plain(model, plan)

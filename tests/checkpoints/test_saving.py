@@ -14,23 +14,12 @@ from torch import nn
 
 from te_dist import checkpoints
 from te_dist.checkpoints import saving, store
-from tests.checkpoints.small import filled, first_value, in_background
-
-LONG = 0.5  # seconds for which a save in the background lets another one go first, if that does
+from tests.checkpoints.small import filled, first_value, late_write
 
 
 def late(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Has saves in the background wait for one in the foreground, for a while; who wrote in which order."""
-    original, wrote, order = store.write, threading.Event(), []
-
-    def write(*args: object) -> None:
-        if in_background():
-            wrote.wait(LONG)
-        original(*args)
-        order.append("background" if in_background() else "foreground")
-        if not in_background():
-            wrote.set()
-
+    write, order = late_write()
     monkeypatch.setattr(store, "write", write)
     return order
 

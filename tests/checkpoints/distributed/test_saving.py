@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
 import warnings
 from pathlib import Path
 
@@ -14,23 +13,12 @@ from te_dist import checkpoints
 from te_dist.checkpoints import saving, store
 from te_dist.testing import device
 from tests.checkpoints.forging import Touch, rewrite_metadata
-from tests.checkpoints.small import filled, first_value, in_background
-
-LONG = 0.5  # seconds for which a save in the background lets another one go first, if that does
+from tests.checkpoints.small import filled, first_value, in_background, late_write
 
 
 def save_over(rank: int, world: int, path: Path) -> tuple[list[str], float]:
     """Saves in the background and, to the same path, in the foreground; who wrote in which order, and what is there."""
-    original, wrote, order = store.write, threading.Event(), []
-
-    def write(*args: object) -> None:
-        if in_background():
-            wrote.wait(LONG)
-        original(*args)
-        order.append("background" if in_background() else "foreground")
-        if not in_background():
-            wrote.set()
-
+    original, (write, order) = store.write, late_write()
     store.write = write
     try:
         future = checkpoints.async_save(path, model=filled(1.0, device()))
