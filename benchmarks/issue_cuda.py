@@ -6,9 +6,12 @@ The GPU is idle when a call begins, and small enough work to be done by the next
 rounds that walk over all lines; torch's bf16 Linear is a line among them. Wanted: less than 250 us for a Linear of 512
 in FP8 blocks, 400 us for a GroupedLinear with one weight, 15 us for an op, whatever the number of groups.
 
-Forward runs in one thread and backward in another, which is woken for it: on a virtual machine whose idle processors
-are given to others, that alone takes tens of microseconds, or hundreds. So beside the time of the clock there is what
-the processors spent on all threads of this process.
+Torch runs backward in a thread of its own, on another processor, whose caches know nothing of what forward read: to
+spare that takes a quarter to a third off, torch's Linear as well. So some lines come by one thread too, as
+`set_multithreading_enabled(False)` has it, and beside the time of the clock there is what processors spent on all
+threads of this process. Hosts that others share take up to twice as long from one minute to the next.
+
+    python -m benchmarks.issue_cuda --only "torch's" "Linear, block" "GroupedLinear"
 
 What is recorded serves inputs of the same number of rows, and only what comes again is recorded. Experts over ranks get
 another number in every step unless they have a capacity, and texts of their own lengths give another in every batch. So
@@ -19,7 +22,7 @@ layer, which finds everything out itself, and of several, which record for one a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import cycle, product
@@ -274,10 +277,23 @@ def round_of(call: Callable[[], object]) -> Round:
     return Round(sorted(times), median(spent))
 
 
-def rows() -> Iterator[Row]:
-    """All lines."""
-    calls = [*linears(), *grouped_linears(), *gradients_of_torch(), *grouped_linears_of_other_rows()]
+def in_one_thread(lines: Iterable[tuple[str, Callable[[], object]]]) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Every line, and behind it the same with backward in the thread that calls it."""
+    for what, call in lines:
+
+        def alone(call: Callable[[], object] = call) -> None:
+            with torch.autograd.set_multithreading_enabled(False):
+                call()
+
+        yield what, call
+        yield f"{what}, one thread", alone
+
+
+def rows(only: Sequence[str]) -> Iterator[Row]:
+    """All lines, or those with one of these texts in their names."""
+    calls = [*in_one_thread([*linears(), *grouped_linears(), *gradients_of_torch()]), *grouped_linears_of_other_rows()]
     calls += [*layers_of_other_rows(), *bare_ops(), *bare_ops_of_other_rows()]
+    calls = [line for line in calls if not only or any(part in line[0] for part in only)]
     rounds = [[round_of(call) for _, call in calls] for _ in range(ROUNDS)]
     for (what, _), *found in zip(calls, *rounds, strict=True):
         best, *_, worst = medians = sorted(median(each.times) for each in found)
@@ -301,9 +317,9 @@ REPORT = Report(
 )
 
 
-def main(out: Path | None = None) -> None:
-    """Prints the table; writes it as Markdown and JSON into `out`."""
-    REPORT.publish(rows(), out)
+def main(out: Path | None = None, only: tuple[str, ...] = ()) -> None:
+    """Prints the table, of lines with one of `only` in their names; writes it as Markdown and JSON into `out`."""
+    REPORT.publish(rows(only), out)
 
 
 if __name__ == "__main__":
