@@ -36,6 +36,7 @@ _HELP = """\
 te-dist kernels build    compiles CUDA kernels into the cache, ahead of their first use; needs no GPU
 te-dist kernels list     says what the cache holds
 te-dist plan FILE.toml   says what a job stores and sends, beside bf16; starts nothing
+A job itself is started by torchrun: torchrun --standalone --nproc-per-node 8 -m te_dist.launch.train FILE.toml
 With --help each says more."""
 Element = Literal["BFloat16", "Float16", "Float32"]
 
