@@ -55,6 +55,7 @@ __all__ = [
     "current_cuda_stream",
     "disabled_torch_function",
     "gather_end_to_end",
+    "gathered_units",
     "given_name",
     "in_backward",
     "in_ddp_forward",
@@ -307,10 +308,7 @@ def ranks_of_unit(unit: nn.Module) -> set[int]:
 
 def all_managed() -> Iterator[tuple[nn.Module, str]]:
     """Where every parameter is that FSDP2 has sharded in this process: its module, and its name there."""
-    for unit in list(_composable_state._module_state_mapping):
-        if isinstance(unit, FSDPModule):
-            for group in _parameter_groups(unit):
-                yield from map(_place, group.fsdp_params)
+    return (_place(param) for _, group in _units() for param in group.fsdp_params)
 
 
 def prefetched_units(unit: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -431,16 +429,17 @@ def gathered_place(tensor: Tensor) -> tuple[nn.Module, str, int] | None:
 
 def waits_for_backward(params: Sequence[Tensor]) -> bool:
     """Whether FSDP2, outside of a backward pass, still waits for the end of one, which was to give these gradients."""
-    if in_backward():
-        return False
-    wanted = {id(param) for param in params}
-    return any(
-        id(param.sharded_param) in wanted
-        for unit in list(_composable_state._module_state_mapping)
-        if isinstance(unit, FSDPModule) and unit._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
-        for group in _parameter_groups(unit)
-        for param in group.fsdp_params
-    )
+    ends = (found for found in _units() if found[0]._get_fsdp_state()._state_ctx.post_backward_final_callback_queued)
+    return not in_backward() and any(_has(group, params) for _, group in ends)
+
+
+def gathered_units(params: Sequence[Tensor]) -> list[FSDPModule]:
+    """Units of FSDP2 that are gathered, outside of a backward pass, with one of these shards among their parameters."""
+    return [] if in_backward() else [unit for unit, group in _units() if group.is_unsharded and _has(group, params)]
+
+
+def _has(group: Any, params: Sequence[Tensor]) -> bool:
+    return not {id(param) for param in params}.isdisjoint(id(param.sharded_param) for param in group.fsdp_params)
 
 
 def _gathered(tensor: Tensor) -> Any:
@@ -452,12 +451,10 @@ def _gathered(tensor: Tensor) -> Any:
 
 def _gathered_params() -> Iterator[tuple[Any, tuple[Any, Any]]]:
     """What FSDP2 keeps of each parameter; what it gathered it as, and the local part of that; None where it has not."""
-    for unit in list(_composable_state._module_state_mapping):
-        if isinstance(unit, FSDPModule):
-            for group in _parameter_groups(unit):
-                for param in group.fsdp_params:
-                    whole = getattr(param, "_unsharded_param", None)
-                    yield param, (whole, getattr(whole, "_local_tensor", whole))
+    for _, group in _units():
+        for param in group.fsdp_params:
+            whole = getattr(param, "_unsharded_param", None)
+            yield param, (whole, getattr(whole, "_local_tensor", whole))
 
 
 def gather_end_to_end(unit: nn.Module, kind: type[Tensor]) -> None:
@@ -470,6 +467,12 @@ def gather_end_to_end(unit: nn.Module, kind: type[Tensor]) -> None:
         for param in group.fsdp_params:
             if param.fsdp_placement.dim != 0 and isinstance(param._sharded_local_tensor, kind):
                 param.padded_sharded_param_size = _EndToEnd(param.padded_sharded_param_size)
+
+
+def _units() -> Iterator[tuple[FSDPModule, Any]]:
+    """Every unit of FSDP2 in this process, with each group of its parameters."""
+    units = (unit for unit in list(_composable_state._module_state_mapping) if isinstance(unit, FSDPModule))
+    return ((unit, group) for unit in units for group in _parameter_groups(unit))
 
 
 def _parameter_groups(unit: nn.Module) -> list[Any]:

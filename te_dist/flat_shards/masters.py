@@ -45,7 +45,8 @@ def quantize_master_weights(
         model_weights: quantized tensors, whole on every rank: matrices, or groups of equal ones. The same, in the same
             order, on all ranks.
         master_weights: of each, the values of this rank's range: contiguous, fp32, bf16 or fp16, quantized as they are;
-            None or empty where it has none.
+            None or empty where it has none. Kept, as are shards, until a call for these weights comes with others: pass
+            the same tensors in every step, not copies made for it.
         start_offsets: of each, where the range starts in the flattened weight; None where there is no master.
         group: whose ranks' ranges cover every weight; None is the default group.
         fsdp_shard_model_weights: where the codes go instead: of each weight a flat uint8 tensor (one for each plane) of
@@ -54,10 +55,10 @@ def quantize_master_weights(
         manual_post_all_gather_processing: the caller calls `post_all_gather_processing`; there is no other way.
 
     Raises:
-        ValueError: alike on all ranks, before anything is written. A weight is not quantized, or a part of one; a range
-            is cut inside a byte or inside values that are transformed together; ranges leave out or share values;
-            tensors do not fit each other; ranges are not those of the first call. Where a CUDA graph is captured, on
-            this rank alone.
+        ValueError: alike on all ranks, before anything is written. A weight is not quantized, or a part of one, or
+            lacks a direction that `update_usage` freed and no other gives; a range is cut inside a byte or inside
+            values that are transformed together; ranges leave out or share values; tensors do not fit each other;
+            ranges are not those of the first call. Where a CUDA graph is captured, on this rank alone.
     """
     arguments = (model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
     weights, ranges, problem = _checked(*arguments)

@@ -94,7 +94,7 @@ class Plan:
         self._partitions = [
             partitions(weight, of) for weight, of in zip(weights, zip(*ranges, strict=True), strict=True)
         ]
-        self._bound: tuple[list[int], _Bound] | None = None
+        self._bound: tuple[list[tuple[int, torch.dtype]], _Bound] | None = None
 
     def run(self, weights: Sequence[QuantizedStorage], masters: Sequence[Tensor | None], shards: Shards) -> None:
         """Quantizes. Collective."""
@@ -104,7 +104,7 @@ class Plan:
             targets = [planes_given(shard) for shard in shards]
         tensors = [*(m for m in masters if m is not None), *(plane for planes in targets for plane in planes)]
         tensors += [weight.buffers[each.name] for weight in weights for each in _scale_fields(weight.format)]
-        places = [tensor.data_ptr() for tensor in tensors]
+        places = [(tensor.data_ptr(), tensor.dtype) for tensor in tensors]
         if self._bound is None or self._bound[0] != places:
             own: list[Own] = []
             for each in zip(weights, self.ranges, self._partitions, masters, targets, strict=True):

@@ -180,7 +180,7 @@ def whole_storage(weight: Any) -> QuantizedStorage:
     """The storage of a weight that is whole on this rank.
 
     Raises:
-        ValueError: it is not quantized, or this is a part of it, or its bytes have no order of values.
+        ValueError: it is not quantized, or this is a part of it, or lacks a part, or its bytes have no order of values.
     """
     local = local_tensor(weight)
     if not isinstance(local, QuantizedTensor):
@@ -196,6 +196,14 @@ def whole_storage(weight: Any) -> QuantizedStorage:
     sealed = [each.name for each in storage.format.canonical.fields if each.sealed]
     if sealed:
         raise ValueError(f"{sealed} lie in an order private to a kernel; quantize to a format without such fields")
+    raw = _RAW.get(storage)
+    held = storage.buffers if raw is None else {**storage.buffers, **raw.waiting}
+    freed = [each.name for each in storage.format.canonical.fields if each.name not in held]
+    if freed:
+        raise ValueError(
+            f"{freed} are not there, which update_usage freed and nothing else gives; keep both directions of weights "
+            "that are trained, or quantize the values into them anew"
+        )
     return storage
 
 

@@ -150,6 +150,7 @@ def _unit(module: nn.Module, names: dict[nn.Module, str], *, inside: bool) -> Un
     inner = tuple(_unit(each, names, inside=is_unit) for each in _inner_units(module))
     name = names[module]
     managed = _torch_private.managed_parameters(module, inside=inside) if is_unit else []
+    managed = [each for each in managed if each.module in names]  # those wrapped together may lie outside
     parameters = [_footprint(each, dotted(names[each.module], each.name), inside=inside) for each in managed]
     taken = {each.name for unit in inner for found in unit.flat() for each in found.parameters}
     taken |= {each.name for each in parameters}
@@ -165,7 +166,7 @@ def _unit(module: nn.Module, names: dict[nn.Module, str], *, inside: bool) -> Un
         is_kept=any(each.is_kept for each in managed),
         is_left_in_backward=any(each.is_left_in_backward for each in managed),
         is_offloaded=any(each.is_offloaded for each in managed),
-        ahead=(tuple(names[each] for each in forward), tuple(names[each] for each in backward)),
+        ahead=tuple(tuple(names[each] for each in units if each in names) for units in (forward, backward)),
     )
 
 

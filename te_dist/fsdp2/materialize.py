@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from te_dist._torch_private import given_name
 from te_dist.fsdp2.check import warn_of_others
 from te_dist.grouped import place_whole
+
+_MANY_INTEGERS = (torch.int16, torch.int32, torch.int64)  # types that nobody needs every value of
 
 
 @torch.no_grad()
@@ -37,31 +40,37 @@ def materialize(
     Args:
         model: on meta or anywhere, sharded or not; every parameter is initialized anew, one that modules share by the
             first of them.
-        device: where parameters go.
+        device: where parameters go. Buffers that have values keep them, unless a rule says otherwise.
         seed: any integer; equal seeds give equal models.
         initialize: rule of the library that the model is from, such as `_init_weights` of a Hugging Face model; fills
             the parameters and buffers of one module, not those of its children. What `te_dist.convert` has exchanged is
             handed to it as the module that was there before.
 
     Raises:
-        ValueError: a module has parameters or buffers and no way to initialize them, or `initialize` left parameters
-            without values.
+        ValueError: a module has parameters, or buffers on meta, and no way to initialize them, or its way left some of
+            them without values.
     """
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()  # what a pass left gathered is no parameter
     warn_of_others(model, stacklevel=4)  # where this is called, past torch's decorator
-    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-        _allocate(model, device)
+    blank = {id(buffer) for buffer in model.buffers() if buffer.is_meta}
+    if blank or any(param.is_meta for param in model.parameters()):
+        blank = _allocate(model, device)
     done: set[int] = set()
     for prefix, module in model.named_modules():
         own = {n: p for n, p in module.named_parameters(recurse=False) if id(p) not in done}
         done |= {id(p) for p in own.values()}
-        if own or any(True for _ in module.buffers(recurse=False)):
-            if initialize is None or _has_rule_of_its_own(module):
-                _initialize(module, given_name(prefix), own, seed)
-            else:
+        empty = {n: b for n, b in module.named_buffers(recurse=False) if id(b) in blank}
+        blank -= {id(buffer) for buffer in empty.values()}  # what modules share the first of them fills
+        for buffer in empty.values():
+            _blank_out(buffer)
+        if initialize is not None and not _has_rule_of_its_own(module):
+            if own or any(True for _ in module.buffers(recurse=False)):
                 _initialize_by(initialize, module, given_name(prefix), own, seed)
+        elif own or empty or hasattr(module, "reset_parameters") and any(True for _ in module.buffers(recurse=False)):
+            _initialize(module, given_name(prefix), own, seed)
+        _check_filled(module, given_name(prefix), {n: module._buffers[n] for n in empty})
 
 
 def _has_rule_of_its_own(module: nn.Module) -> bool:
@@ -69,27 +78,43 @@ def _has_rule_of_its_own(module: nn.Module) -> bool:
     return hasattr(module, "init_parameter") and not getattr(module, "exchanged", ())
 
 
-def _allocate(model: nn.Module, device: torch.device | str) -> None:
-    """`to_empty`, which makes a tensor for each place; what modules share they share afterwards."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+def _allocate(model: nn.Module, device: torch.device | str) -> set[int]:
+    """`to_empty`, which makes a tensor for each place; what modules share they share afterwards.
+
+    Returns:
+        ids of the buffers that have no values, since they were on meta. Others keep theirs.
+    """
+    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    values: dict[int, Tensor] = {}
     for module in model.modules():
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(id(param), []).append((module, name))
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    places.setdefault(id(tensor), []).append((held, name))
+        values |= {id(buffer): buffer for buffer in module.buffers(recurse=False) if not buffer.is_meta}
+    buffers = {id(buffer) for buffer in model.buffers()}
     model.to_empty(device=device)
-    for (module, name), *others in places.values():
+    blank = set()
+    for key, ((held, name), *others) in places.items():
         for other, its_name in others:
-            if getattr(other, its_name) is not getattr(module, name):
-                other.register_parameter(its_name, getattr(module, name))
+            other[its_name] = held[name]
+        if key in values:
+            held[name].copy_(values[key])
+        elif key in buffers:
+            blank.add(id(held[name]))
+    return blank
 
 
 def _initialize(module: nn.Module, prefix: str, own: dict[str, nn.Parameter], seed: int) -> None:
-    if hasattr(module, "init_parameter"):
+    fills_parameters = hasattr(module, "init_parameter")
+    if fills_parameters:
         for name, param in own.items():
             whole = _whole(param)
             with _seeded(seed, f"{prefix}.{name}", whole.device):
                 module.init_parameter(name, whole)
+            _check_filled(module, prefix, {name: whole})
             place_whole(param, whole)
-    if hasattr(module, "init_parameter") and not any(True for _ in module.buffers(recurse=False)):
+    if fills_parameters and not any(True for _ in module.buffers(recurse=False)):
         return
     if not hasattr(module, "reset_parameters"):
         raise ValueError(
@@ -101,7 +126,9 @@ def _initialize(module: nn.Module, prefix: str, own: dict[str, nn.Parameter], se
     every = dict(module.named_parameters(recurse=False))  # with what an earlier module has initialized
     with _whole_in_place(module, every) as wholes, _seeded(seed, prefix, _device(module)):
         module.reset_parameters()
-    _place(wholes, own)
+    if not fills_parameters:
+        _check_filled(module, prefix, {name: wholes[name] for name in own})
+        _place(wholes, own)
 
 
 def _initialize_by(
@@ -110,16 +137,34 @@ def _initialize_by(
     (known,) = getattr(module, "exchanged", ()) or (module,)
     every = dict(module.named_parameters(recurse=False))
     with _whole_in_place(known, every) as wholes, _seeded(seed, prefix, _device(module)):
-        for whole in wholes.values():
-            whole.fill_(math.nan if whole.is_floating_point() else 0)
         initialize(known)
-    left = [name for name in own if wholes[name].isnan().any()]
+    _check_filled(known, prefix, {name: wholes[name] for name in own})
+    _place(wholes, own)
+
+
+def _blank_out(tensor: Tensor) -> None:
+    """Fills with what no rule does: NaN, or the smallest of many integers; zeros where every value may be meant."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(math.nan)
+    elif tensor.dtype in _MANY_INTEGERS:
+        tensor.fill_(torch.iinfo(tensor.dtype).min)
+    else:
+        tensor.zero_()
+
+
+def _check_filled(module: nn.Module, prefix: str, tensors: dict[str, Tensor]) -> None:
+    """Raises where values of `_blank_out` are left."""
+    left = [
+        name
+        for name, tensor in tensors.items()
+        if (tensor == torch.iinfo(tensor.dtype).min if tensor.dtype in _MANY_INTEGERS else tensor.isnan()).any()
+    ]
     if left:
         raise ValueError(
-            f"{prefix or 'the root module'} ({type(known).__name__}): initialize left {left} without values; have it "
-            "fill these, or give the module a reset_parameters() and call materialize without initialize"
+            f"{prefix or 'the root module'} ({type(module).__name__}): its rule of initialization left {left} without "
+            "values; have reset_parameters(), init_parameter or initialize= fill these as well, whatever __init__ has "
+            "put into them: on the meta device that was no value"
         )
-    _place(wholes, own)
 
 
 def _place(wholes: dict[str, Tensor], own: dict[str, nn.Parameter]) -> None:
@@ -132,7 +177,9 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def _whole(param: nn.Parameter) -> Tensor:
-    return torch.empty(param.shape, dtype=param.dtype, device=param.device)
+    whole = torch.empty(param.shape, dtype=param.dtype, device=param.device)
+    _blank_out(whole)
+    return whole
 
 
 @contextmanager

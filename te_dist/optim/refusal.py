@@ -5,7 +5,9 @@ quantized tensors. But an update is smaller than the distance between two codes,
 away, at every step and without a word. And an optimizer that was made before weights were exchanged for quantized ones,
 for shards or for those of a state dict, holds weights that no module has any more; one that was made while FSDP2 had
 gathered weights holds those, and what is trained are their shards. Where a backward pass ended by an exception, FSDP2
-waits for its end, and gives no gradient to any shard.
+waits for its end, and gives no gradient to any shard. Units that an evaluation left gathered behind backward, or a pass
+that ended by an exception, are no reason to refuse: they are freed, since later passes would go on with what was there
+before the step.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ def install() -> None:
 
 
 def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raises RuntimeError where `optimizer` would update codes, weights that are nobody's, or what is gathered."""
+    """Raises RuntimeError where `optimizer` would update codes, weights that are nobody's, or what is gathered.
+
+    Else frees what FSDP2 has gathered of the shards that are updated.
+    """
     params = [(index, param) for index, group in enumerate(optimizer.param_groups) for param in group["params"]]
     every = [param for _, param in params]
     _refuse_exchanged(optimizer, every)
@@ -39,6 +44,13 @@ def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if idle:
         _refuse_gathered(optimizer, _maybe_gathered(idle, every))
         _refuse_unfinished(optimizer, idle)
+    _refuse_codes(optimizer, params)
+    for unit in _torch_private.gathered_units([p for p in every if p.grad is not None and isinstance(p, DTensor)]):
+        unit.reshard()
+
+
+def _refuse_codes(optimizer: torch.optim.Optimizer, params: list[tuple[int, Tensor]]) -> None:
+    """Of parameters, by group, that have a gradient and no master."""
     if getattr(optimizer, "writes_quantized_parameters", False):
         return
     for index, param in params:

@@ -165,7 +165,8 @@ class QuantizedStorage:
         """Creates the directions asked for (True), frees those not wanted (False), leaves the others (None).
 
         Raises:
-            RuntimeError: a direction is asked for that is neither present nor a relayout of what is.
+            RuntimeError: a direction is asked for that is neither present nor a relayout of what is; or this is a
+                shard, which would lack what ranks gather.
         """
         wanted = {Direction.ROWWISE: rowwise_usage, Direction.COLUMNWISE: columnwise_usage}
         for direction, usage in wanted.items():
@@ -174,6 +175,12 @@ class QuantizedStorage:
         kept = {f.name for d in self.directions if wanted[d] is not False for f in self.format[d].fields}
         if not kept:
             raise RuntimeError("update_usage would leave no direction at all; keep rowwise or columnwise")
+        freed = [f.name for f in self.format.canonical.fields if f.name in self.buffers and f.name not in kept]
+        if self.cut is not None and freed:
+            raise RuntimeError(
+                f"update_usage would free {freed} of a shard, which FSDP2 gathers from every rank in each pass; keep "
+                "both directions of weights that are sharded"
+            )
         self.buffers = {name: b for name, b in self.buffers.items() if name in kept}
 
     def derive(self, direction: Direction, out: Mapping[str, Tensor] | None = None) -> None:

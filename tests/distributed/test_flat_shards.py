@@ -388,6 +388,42 @@ def other_list(rank: int, world: int) -> None:
     assert_same(weight, whole, "new on one rank")
 
 
+def freed(rank: int, world: int, ranks: tuple[int, ...]) -> str:
+    """Some ranks evaluated, and have freed what that reads not."""
+    weight, whole = blank(FORMATS["mxfp8_1d"], (64, 96)), random_matrix(64, 96, 0)
+    master = whole.view(-1).chunk(world)[rank]
+    quantize_master_weights([weight], [master], [rank * master.numel()], None)
+    gather_raw(weight, [(0, 3072), (3072, 3072)])
+    post_all_gather_processing([weight])
+    if rank in ranks:
+        weight.update_usage(columnwise_usage=False)
+    with pytest.raises(ValueError) as error:
+        quantize_master_weights([weight], [master], [rank * master.numel()], None)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("on", [(0,), (0, 1)])
+def test_a_weight_that_lacks_a_direction_is_refused_on_every_rank(on: tuple[int, ...]) -> None:
+    check_refused_alike(pool(2).run(freed, on), "update_usage freed")
+
+
+def by_types(rank: int, world: int) -> None:
+    """Masters of two types in one place of memory, one after the other."""
+    weight, memory = blank(FORMATS["float8_block_2d"], (64, 96)), torch.zeros(3072)
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = random_matrix(64, 96, 1).to(dtype)
+        master = memory.view(dtype)[:3072]
+        master.copy_(whole.view(-1).chunk(world)[rank])
+        quantize_master_weights([weight], [master], [rank * 3072], None)
+        gather_raw(weight, [(0, 3072), (3072, 3072)])
+        post_all_gather_processing([weight])
+        assert_same(weight, whole, str(dtype))
+
+
+def test_memory_of_masters_may_hold_another_type() -> None:
+    pool(2).run(by_types)
+
+
 def test_weights_may_be_new_on_one_rank() -> None:
     pool(2).run(other_list)
 

@@ -20,6 +20,7 @@ from te_dist import fsdp2, optim, recipe
 from te_dist.formats import Region
 from te_dist.nn import Linear, products
 from te_dist.tensor import QuantizedTensor
+from te_dist.tensor.placement import local_tensor
 from te_dist.tensor.traffic import Traffic
 from te_dist.testing import StorageTracker, assert_bitwise, mesh, pool
 from tests.distributed.probe import FORMATS, SOME, Layer, assert_directions, assert_seen, fits, random_matrix
@@ -392,3 +393,43 @@ def shard_by_name(rank: int, world: int) -> str:
 def test_cuts_are_checked_over_the_dimensions_that_are_named() -> None:
     first, *others = pool(4).run(shard_by_name)
     assert all(other == first for other in others)
+
+
+def free_a_direction(rank: int, world: int) -> None:
+    """Of a shard, and of a weight that is to be sharded."""
+    over = mesh((world,), ("dp",))
+    made_by = recipe.MXFP8BlockScaling()
+    with te.quantized_model_init(recipe=made_by):
+        model = te.Linear(64, 64, bias=False)
+    fsdp2.fully_shard(model, mesh=over)
+    for usage in ({"columnwise_usage": False}, {"rowwise_usage": False}):
+        with pytest.raises(RuntimeError, match="of a shard, which FSDP2 gathers"):
+            local_tensor(model.weight).update_usage(**usage)
+    with te.autocast(recipe=made_by):
+        model(torch.ones(32, 64)).sum().backward()
+    with te.quantized_model_init(recipe=made_by):
+        model = te.Linear(64, 64, bias=False)
+    model.weight.update_usage(columnwise_usage=False)
+    with pytest.raises(ValueError, match=r"weight: \['col_data', .*freed by update_usage"):
+        fsdp2.fully_shard(model, mesh=over)
+
+
+def test_shards_keep_both_directions() -> None:
+    pool(2).run(free_a_direction)
+
+
+def footprints_of_parts(rank: int, world: int) -> None:
+    over = mesh((world,), ("dp",))
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    fsdp2.fully_shard([model[0], model[1]], mesh=over)
+    fsdp2.fully_shard(model[2], mesh=over)
+    fsdp2.fully_shard(model, mesh=over)
+    model[2].set_modules_to_backward_prefetch([model[0]])
+    for part, names in ((model[0], {"weight", "bias"}), (model[2], {"weight", "bias"})):
+        found = fsdp2.footprints(part)
+        assert {each.name for each in found.parameters} == names
+        assert found.ahead == ((), ())
+
+
+def test_a_part_of_a_model_has_a_footprint() -> None:
+    pool(2).run(footprints_of_parts)

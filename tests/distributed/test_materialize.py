@@ -299,5 +299,83 @@ def test_a_library_initializes_by_its_own_rule_what_is_converted_too() -> None:
 def test_what_a_rule_leaves_without_values_is_named() -> None:
     with torch.device("meta"):
         model = Foreign()
-    with pytest.raises(ValueError, match=r"experts \(Experts\): initialize left \['gate_up_proj', 'down_proj'\]"):
+    with pytest.raises(ValueError, match=r"experts \(Experts\).* left \['gate_up_proj', 'down_proj'\]"):
         fsdp2.materialize(model, device="cpu", seed=0, initialize=lambda m: isinstance(m, Experts) or Foreign.rule(m))
+
+
+class Half(nn.Module):
+    """One of whose parameters its constructor fills alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(16, 16))
+        self.gain = nn.Parameter(torch.ones(16))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+
+
+class Counting(te.Linear):
+    """With buffers, of which `reset_parameters` fills some."""
+
+    filled = ("total", "calls")
+
+    def __init__(self) -> None:
+        super().__init__(32, 32)
+        self.register_buffer("total", torch.zeros(8))
+        self.register_buffer("calls", torch.zeros(8, dtype=torch.int64))
+
+    def reset_parameters(self) -> None:
+        for name in self.filled:
+            getattr(self, name).zero_()
+
+
+@pytest.mark.parametrize("missing", ["total", "calls"])
+def test_a_buffer_without_values_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counting, "filled", tuple({"total", "calls"} - {missing}))
+    with torch.device("meta"):
+        model = nn.Sequential(Counting())
+    with pytest.raises(ValueError, match=rf"0 \(Counting\).* left \['{missing}'\] without values"):
+        fsdp2.materialize(model, device="cpu", seed=0)
+    with pytest.raises(ValueError, match=r"1 \(Rotary\).* left \['inv_freq'\] without values"):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(8, 8), Rotary())
+        fsdp2.materialize(model, device="cpu", seed=0, initialize=Foreign.rule)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_parameter_that_only_its_constructor_fills_is_named(device: str) -> None:
+    with torch.device(device):
+        model = nn.Sequential(Half())
+    with pytest.raises(ValueError, match=r"0 \(Half\).* left \['gain'\] without values"):
+        fsdp2.materialize(model, device="cpu", seed=0)
+
+
+def test_what_resets_buffers_leaves_weights_as_they_were_filled() -> None:
+    with torch.device("meta"):
+        ours, plain = nn.Sequential(Counting()), nn.Sequential(te.Linear(32, 32))
+    for model in (ours, plain):
+        fsdp2.materialize(model, device="cpu", seed=0)
+    assert_bitwise(ours[0].weight, plain[0].weight, "weight")
+    assert not ours[0].total.any() and not ours[0].calls.any()
+
+
+def test_buffers_that_have_values_keep_them() -> None:
+    rotary = Rotary()
+    with torch.device("meta"):
+        linear = nn.Linear(8, 8)
+    model = nn.Sequential(linear, rotary)
+    fsdp2.materialize(model, device="cpu", seed=0)
+    assert_bitwise(rotary.inv_freq, Rotary.compute(), "inv_freq")
+
+
+def test_buffers_that_modules_share_they_share_afterwards() -> None:
+    with torch.device("meta"):
+        one, other = Rotary(), Rotary()
+    other.inv_freq = one.inv_freq
+    one.reset_parameters = lambda: one.inv_freq.copy_(Rotary.compute())
+    model = nn.Sequential(one, other)
+    fsdp2.materialize(model, device="cpu", seed=0)
+    assert model[0].inv_freq is model[1].inv_freq
+    assert_bitwise(model[1].inv_freq, Rotary.compute(), "inv_freq")

@@ -131,18 +131,23 @@ def test_what_is_sent_is_what_buffers_hold() -> None:
 
 
 def write_while_gathered(rank: int, world: int) -> None:
-    """A gathered weight stays what it was, as a plain one does, whoever writes the shard; its next gather sees that."""
+    """A gathered weight stays what it was, as a plain one does, whoever writes the shard; its next gather sees that.
+
+    A step frees what was gathered.
+    """
     for name in FORMATS:
         layer = sharded(name, 96, world)
         optimizers = [optim.FusedAdam([layer.weight], lr=0.5), optim.MasterWeights([layer.weight], torch.optim.SGD)]
-        for write in (*(each.step for each in optimizers), partial(double, layer), partial(settle_double, layer)):
+        steps = [each.step for each in optimizers]
+        for write in (*steps, partial(double, layer), partial(settle_double, layer)):
             layer(random_matrix(4, COLS, rank).requires_grad_()).sum().backward()
             shard = layer.weight
             layer.unshard()
             before = layer.weight.dequantize()
             write()
-            assert_bitwise(layer.weight.dequantize(), before, f"{name}, gathered")
-            layer.reshard()
+            if write not in steps:
+                assert_bitwise(layer.weight.dequantize(), before, f"{name}, gathered")
+                layer.reshard()
             assert layer.weight is shard
             layer.unshard()
             assert not torch.equal(layer.weight.dequantize(), before)

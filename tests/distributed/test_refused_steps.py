@@ -18,6 +18,7 @@ from te_dist.recipe import Float8BlockScaling
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 from te_dist.tensor_parallel import ColumnParallel
+from te_dist.testing import assert_bitwise
 from tests.distributed.probe import random_matrix
 
 SIZE = 128
@@ -92,6 +93,32 @@ def step_with_what_is_gathered(rank: int, world: int, make: Make) -> None:
 @pytest.mark.parametrize("make", [optim.FusedAdam, torch.optim.SGD])
 def test_an_optimizer_of_what_an_evaluation_left_gathered_refuses_to_step(ranks, make: Make) -> None:
     ranks(2).run(step_with_what_is_gathered, make)
+
+
+def step_behind_an_evaluation(rank: int, world: int, make: Make, quantized: bool) -> None:
+    """Which lies between backward and the step, and leaves the root gathered."""
+    outs = []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        model = layers(quantized=quantized).to(testing.device())
+        shard(model, world)
+        optimizer = make(model.parameters(), lr=0.1)
+        for _ in range(2):
+            backward(model)
+            if looks:
+                evaluate(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad(), te.autocast(recipe=RECIPE):
+            outs.append(model(torch.arange(8, device=testing.device())))
+    assert_bitwise(*outs, "what a pass after the steps gives")
+
+
+@pytest.mark.parametrize(("make", "quantized"), [(optim.FusedAdam, True), (torch.optim.SGD, False)])
+def test_passes_behind_a_step_see_it_also_where_an_evaluation_left_weights_gathered(
+    ranks, make: Make, quantized: bool
+) -> None:
+    ranks(2).run(step_behind_an_evaluation, make, quantized)
 
 
 def step_with_gathered_weights(rank: int, world: int) -> None:
