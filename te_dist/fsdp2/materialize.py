@@ -70,7 +70,8 @@ def materialize(
                 _initialize_by(initialize, module, given_name(prefix), own, seed)
         elif own or empty or hasattr(module, "reset_parameters") and any(True for _ in module.buffers(recurse=False)):
             _initialize(module, given_name(prefix), own, seed)
-        _check_filled(module, given_name(prefix), {n: module._buffers[n] for n in empty})
+        left = {n: b for n, b in module.named_buffers(recurse=False) if n in empty}
+        _check_filled(module, given_name(prefix), left)
 
 
 def _has_rule_of_its_own(module: nn.Module) -> bool:
