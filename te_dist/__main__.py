@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,12 +94,14 @@ def _compile(work: list[tuple[Spec, str]], cache: KernelCache) -> list[Compiled]
 def list_kernels() -> None:
     """Lists the compiled CUDA kernels in the cache."""
     cache = _cache()
+    if cache.folder.exists() and not cache.folder.is_dir():
+        _end(f"{env.KERNEL_CACHE.name}: got {cache.folder}, a file; wanted a folder; name another one", _USAGE)
     table = Table("architecture", "kernels", "stale", "damaged", "KiB", title=str(cache.folder))
     by_arch: dict[str, list[tuple[Path, Compiled | None]]] = {}
     for file, kernel in cache.entries():
         by_arch.setdefault(file.parent.name, []).append((file, kernel))
     for arch, files in by_arch.items():
-        size = sum(file.stat().st_size for file, _ in files) // 1024
+        size = sum(_size(file) for file, _ in files) // 1024
         damaged = sum(kernel is None for _, kernel in files)
         stale = sum(kernel is not None and _is_stale(file) for file, kernel in files)
         table.add_row(arch, *map(str, (len(files) - stale - damaged, stale, damaged, size)))
@@ -107,6 +109,14 @@ def list_kernels() -> None:
     version = compiler.version()
     wanted = f"NVRTC {version}" if version else "any NVRTC, as none is installed"
     Console(soft_wrap=True).print(f"used: kernels of the installed sources by {wanted}; others are stale")
+
+
+def _size(file: Path) -> int:
+    """Bytes of an entry; of a broken link, or of one that is removed meanwhile, none."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
 
 
 def _is_stale(file: Path) -> bool:
@@ -143,7 +153,7 @@ def plan(arguments: Sequence[str]) -> None:
     usage = "te-dist plan CONFIG.toml"
     options, rest = tyro.cli(PlanOptions, prog=usage, args=list(arguments), return_unknown_args=True)
     try:
-        found = plan_job(rest, options.world_size)
+        found = plan_job(rest, options.world_size, watch=_watched)
         if not 0 <= options.rank < len(found.ranks):
             _end(f"--rank: got {options.rank}, wanted one of {len(found.ranks)} ranks; change it", _USAGE)
         if options.json:
@@ -153,6 +163,14 @@ def plan(arguments: Sequence[str]) -> None:
             show(found, options.rank, console if console.is_terminal else Console(width=_WIDE))
     except JobError as error:
         _end(str(error), _FAILURE)
+
+
+def _watched(ranks: Sequence[int], recipe: str) -> Iterable[int]:
+    """Shows on a terminal how many ranks are planned."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return ranks
+    return track(ranks, f"planning ranks in {recipe}", console=console, transient=True)
 
 
 COMMANDS: dict[str, dict[str, Callable[..., None]]] = {"kernels": {"build": build, "list": list_kernels}}

@@ -75,6 +75,7 @@ RESTARTS = Variable(
     "TORCHELASTIC_RESTART_COUNT", _integer, "0", "How often a node has started its processes again; torchrun sets it."
 )
 MAX_RESTARTS = Variable("TORCHELASTIC_MAX_RESTARTS", _integer, "0", "How often it may; torchrun sets it.")
+LAUNCH = Variable("TORCHELASTIC_RUN_ID", str, "none", "Name of a launch (--rdzv-id); torchrun sets it.")
 OWN_STORES = Variable(
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
     _flag,

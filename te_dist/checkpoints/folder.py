@@ -8,6 +8,7 @@ two renames, the old one is found under that name. Only what a manifest of ours 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -63,6 +64,19 @@ def begin(path: Path) -> Path:
         shutil.rmtree(where)
     where.mkdir(parents=True)
     return where
+
+
+def discard(path: Path) -> None:
+    """Removes what a failed save to `path` has written, as far as that can be. A checkpoint that is there stays."""
+    shutil.rmtree(temporary(path), ignore_errors=True)
+
+
+def free_bytes(path: Path) -> float:
+    """Of the file system on which `path` lies; infinity where nobody can tell."""
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return math.inf
 
 
 def publish(path: Path) -> None:

@@ -51,6 +51,7 @@ class _Writing(Future[None]):
         return super().result()
 
 
+LITTLE = 2**30  # bytes free after a save has failed, below which that may be why
 _WRITING: list[_Writing] = []  # the latest save in the background
 
 
@@ -181,10 +182,19 @@ def _write(path: Path, snapshot: _Snapshot, ranks: Ranks) -> None:
     manifest = _merged(snapshot.manifest, ranks)
     where = folder.temporary(path)
     ranks.together(lambda: folder.begin(path) if is_first else None)
-    store.write(where, snapshot.tensors, ranks)
-    own = ranks.together(lambda: _checksums(where, ranks.rank))
-    manifest.files = {name: entry for files in ranks.gather(own) for name, entry in files.items()}
-    ranks.together(lambda: _complete(path, manifest) if is_first else None)
+    try:
+        store.write(where, snapshot.tensors, ranks)
+        own = ranks.together(lambda: _checksums(where, ranks.rank))
+        manifest.files = {name: entry for files in ranks.gather(own) for name, entry in files.items()}
+        ranks.together(lambda: _complete(path, manifest) if is_first else None)
+    except CheckpointError as error:  # every rank has failed, so that none writes any more
+        free = min(ranks.gather(folder.free_bytes(where)))
+        folder.discard(path)  # on every rank: it may be one on the disk of each host
+        if free >= LITTLE:
+            raise
+        raise CheckpointError(
+            f"{error}; {free / 2**20:.1f} MiB are free where {path} would lie: make room there, or save elsewhere"
+        ) from error
 
 
 def _complete(path: Path, manifest: Manifest) -> None:

@@ -82,7 +82,8 @@ class TrainingOrder:
 def validation_batches(windows: Windows, limit: int, share: Share) -> list[Tensor]:
     """A rank's part of up to `limit` windows spread evenly over the held-out text.
 
-    Every rank gets as many batches, all full: a forward pass of sharded parameters is a collective.
+    Every rank gets as many batches, all full: a forward pass of sharded parameters is a collective. A remainder
+    that does not fill a micro batch on every rank is left out.
     """
     at_once = share.size * share.micro_batch
     rounds = min(limit, windows.count) // at_once

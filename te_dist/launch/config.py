@@ -19,6 +19,7 @@ RecipeName = Literal[
 ]
 BYTE_ALPHABET = 256  # a byte-level vocabulary holds every byte, so any text can be encoded
 SPECIAL_TOKENS = 1  # end of text
+SMALLEST = 2.0**-126  # normal number above 0 of fp32
 
 
 def _at_least(section: str, config: object, minimum: float, *names: str) -> None:
@@ -106,6 +107,7 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         _at_least("model.experts", self, 0, "count", "shared_ffn", "aux_loss_coefficient", "bias_update_rate")
         _at_least("model.experts", self, 0, "capacity_factor")
+        _finite("model.experts", self, "aux_loss_coefficient", "bias_update_rate")
         _at_least("model.experts", self, 1, "top_k", "ffn")
         _finite("model.experts", self, "capacity_factor", "scaling_factor")
         require(
@@ -152,6 +154,7 @@ class ModelConfig:
         _at_least("model", self, 1, "hidden", "ffn", "layers", "heads", "kv_heads", "rope_base")
         _at_least("model", self, BYTE_ALPHABET + SPECIAL_TOKENS, "vocab_size")
         _at_least("model", self, 0.0, "norm_epsilon", "head_width")
+        _finite("model", self, "rope_base", "norm_epsilon")
         require(
             self.head_width > 0 or self.hidden % (2 * self.heads) == 0,
             "model.hidden",
@@ -246,7 +249,9 @@ class OptimizerConfig:
     """Upper limit of the gradient's norm over all parameters."""
 
     def __post_init__(self) -> None:
-        _at_least("optimizer", self, 0, "warmup_steps", "weight_decay", "learning_rate", "epsilon")
+        _at_least("optimizer", self, 0, "warmup_steps", "weight_decay", "learning_rate")
+        _at_least("optimizer", self, SMALLEST, "epsilon")  # 0 / 0 where a gradient has always been 0
+        _finite("optimizer", self, "learning_rate", "epsilon", "weight_decay")
         _fraction("optimizer", self, "beta1", "beta2")
         require(
             self.clip_norm > 0.0,

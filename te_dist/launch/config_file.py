@@ -44,7 +44,7 @@ def load(arguments: Sequence[str]) -> Config:
 def read(path: Path) -> Config:
     """The configuration in a TOML file."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(
             f"configuration {path}",

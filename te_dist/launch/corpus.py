@@ -7,7 +7,10 @@ import importlib
 import importlib.metadata
 import json
 import shutil
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +18,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from te_dist.checkpoints.folder import sync
 from te_dist.launch import text
 from te_dist.launch.config import Config
-from te_dist.launch.errors import JobError, unwritable
+from te_dist.launch.errors import JobError
 from te_dist.launch.text import Source, Split
 from te_dist.launch.world import World
 
@@ -26,6 +30,10 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|end of text|>"
 FILES_AT_ONCE = 64  # encoded together, in as many threads as there are cores
+LAYOUT = "-2"  # of the folder, after the digest: what lies there under another name is not looked at
+DRAFT = ".draft"
+ABANDONED = 24 * 3600.0  # seconds after which a draft that nobody writes to belongs to no job
+DTYPES = ("uint16", "uint32")
 
 
 @dataclass(frozen=True)
@@ -58,42 +66,84 @@ def prepare(world: World, config: Config) -> Corpus:
 def _build(config: Config) -> Path:
     """Writes the corpus beside its final place and renames it: what stands there is complete."""
     split = text.split(config.data)
-    digest = _digest(split, config.model.vocab_size)
-    folder = Path(config.run_dir, "text", digest)
+    folder = Path(config.run_dir, "text", _digest(split, config.model.vocab_size) + LAYOUT)
     if folder.exists():
         return folder
-    draft = folder.with_name(digest + ".draft")
-    shutil.rmtree(draft, ignore_errors=True)
     try:
-        draft.mkdir(parents=True)
-        tokenizer = _train(split.training, config.model.vocab_size)
-        tokenizer.save(str(draft / "tokenizer.json"))
-        dtype = np.dtype(np.uint16 if config.model.vocab_size <= np.iinfo(np.uint16).max + 1 else np.uint32)
-        counts = np.zeros(config.model.vocab_size, np.int64)
-        _write(draft / "training.bin", _encode(tokenizer, split.training), dtype, counts)
-        _write(draft / "validation.bin", _encode(tokenizer, split.validation), dtype, np.zeros_like(counts))
-        np.save(draft / "counts.npy", counts)
-        record = {"dtype": dtype.name, "validation": [str(source.path) for source in split.validation]}
-        (draft / "corpus.json").write_text(json.dumps(record, indent=2))
-        draft.rename(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(folder.parent)
+        # NOTE: of this job alone, another one may build the same beside it.
+        with tempfile.TemporaryDirectory(DRAFT, folder.name, folder.parent, ignore_cleanup_errors=True) as own:
+            draft = Path(own, folder.name)  # with the mode of any folder, not that of a temporary one
+            draft.mkdir()
+            _fill(draft, split, config.model.vocab_size)
+            _publish(draft, folder)
     except OSError as error:
-        raise unwritable(config.run_dir, error) from error
+        raise JobError(
+            f"run directory {config.run_dir}",
+            got=error,
+            wanted="a directory to write in, with room for the tokenized text",
+            remedy="change run_dir, or make room there",
+        ) from error
     return folder
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Removes drafts of jobs that were killed."""
+    for draft in parent.glob("*" + DRAFT):
+        with suppress(OSError):  # it ends or is removed meanwhile
+            written = max(path.stat().st_mtime for path in (draft, *draft.rglob("*")))
+            if time.time() - written > ABANDONED:
+                shutil.rmtree(draft, ignore_errors=True)
+
+
+def _fill(draft: Path, split: Split, vocab_size: int) -> None:
+    tokenizer = _train(split.training, vocab_size)
+    # NOTE: `tokenizer.save` raises plain Exceptions.
+    (draft / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    dtype = np.dtype(np.uint16 if vocab_size <= np.iinfo(np.uint16).max + 1 else np.uint32)
+    counts, held_out = np.zeros((2, vocab_size), np.int64)
+    _write(draft / "training.bin", _encode(tokenizer, split.training), dtype, counts)
+    _write(draft / "validation.bin", _encode(tokenizer, split.validation), dtype, held_out)
+    np.save(draft / "counts.npy", counts)
+    record = {
+        "dtype": dtype.name,
+        "tokens": {"training": int(counts.sum()), "validation": int(held_out.sum())},
+        "validation": [str(source.path) for source in split.validation],
+    }
+    (draft / "corpus.json").write_text(json.dumps(record, indent=2))
+
+
+def _publish(draft: Path, folder: Path) -> None:
+    for path in (*draft.iterdir(), draft):
+        sync(path)
+    try:
+        draft.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # otherwise another job was faster, by which it is complete
+            raise
+    sync(folder.parent)
 
 
 def _open(folder: Path) -> Corpus:
     try:
-        dtype = json.loads((folder / "corpus.json").read_text())["dtype"]
+        record = json.loads((folder / "corpus.json").read_text())
+        dtype, sizes = record["dtype"], record["tokens"]
+        if dtype not in DTYPES:
+            raise ValueError(f"corpus.json with dtype {dtype!r}")
         training, validation = (np.memmap(folder / f"{name}.bin", dtype, "r") for name in ("training", "validation"))
         counts = np.load(folder / "counts.npy")
-    except (OSError, ValueError, KeyError) as error:
+        found = {"training": training.size, "validation": validation.size}
+        if sizes != found or counts.ndim != 1 or counts.sum() != training.size:
+            raise ValueError(f"files of {found} tokens, where corpus.json says {sizes} and counts.npy {counts.sum()}")
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise JobError(
             f"tokenized text {folder}",
-            got=error,
+            got=f"{type(error).__name__}: {error}",
             wanted="what rank 0 wrote there",
             remedy="let run_dir be a directory that all nodes share; if it is, delete that folder",
         ) from error
-    return Corpus(folder.name, training, validation, counts)
+    return Corpus(folder.name.removesuffix(LAYOUT), training, validation, counts)
 
 
 def _digest(split: Split, vocab_size: int) -> str:
@@ -115,6 +165,7 @@ def _train(sources: Sequence[Source], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(map(text.read, sources), trainer)
+    tokenizer.encode_special_tokens = True  # as any text, where a file holds END_OF_TEXT
     return tokenizer
 
 

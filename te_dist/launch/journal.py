@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class Journal:
     def __init__(self, folder: Path, steps: int, *, writes: bool) -> None:
         self.folder = folder
         self._writes = writes
+        self._latest = ""  # line of the metrics
         self._console = Console(quiet=not writes)
         self._bar = Progress(
             BarColumn(),
@@ -59,27 +61,41 @@ class Journal:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / CONFIG).write_text(config)
-            kept = [record for record in self._records() if record["step"] <= step]
-            (self.folder / METRICS).write_text("".join(json.dumps(record) + "\n" for record in kept))
+            self._drop_after(step)
         except OSError as error:
             raise unwritable(self.folder, error) from error
         self._bar.update(self._task, completed=step)
+
+    def _drop_after(self, step: int) -> None:
+        """Rewrites the metrics, if anything is to be dropped: what a kill meanwhile leaves is the file as it was."""
+        path = self.folder / METRICS
+        lines = self._lines()
+        kept = [line for line in lines if (record := _parsed(line)) is not None and record["step"] <= step]
+        if kept != lines:
+            draft = path.with_name(METRICS + ".draft")
+            draft.write_text("".join(kept))
+            os.replace(draft, path)
+        self._latest = kept[-1] if kept else ""
 
     def note(self, text: str) -> None:
         """Prints a line."""
         self._console.print(text, highlight=False)
 
     def record(self, step: int, **values: Any) -> None:
-        """Appends a line to the metrics.
+        """Appends a line to the metrics, unless it is the latest one already: that of a run that had ended.
 
         Raises:
             JobError: it cannot be written.
         """
         if not self._writes:
             return
+        line = json.dumps({"step": step, **values}) + "\n"
+        if line == self._latest:
+            return
+        self._latest = line
         try:
             with (self.folder / METRICS).open("a") as out:
-                out.write(json.dumps({"step": step, **values}) + "\n")
+                out.write(line)
         except OSError as error:
             raise unwritable(self.folder, error) from error
 
@@ -125,8 +141,20 @@ class Journal:
         self._console.print(table)
 
     def _records(self) -> Iterator[dict[str, Any]]:
+        yield from (record for record in map(_parsed, self._lines()) if record is not None)
+
+    def _lines(self) -> list[str]:
         path = self.folder / METRICS
-        if path.exists():
-            with path.open() as lines:
-                # A line without an end is what a run left that was killed while it wrote.
-                yield from (json.loads(line) for line in lines if line.endswith("\n"))
+        if not path.exists():
+            return []
+        with path.open(errors="replace") as lines:
+            return list(lines)
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    """The record of a line; None for one that is damaged, or without an end, as a killed run leaves its latest."""
+    try:
+        record = json.loads(line) if line.endswith("\n") else None
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None

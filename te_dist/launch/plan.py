@@ -6,7 +6,7 @@ this process alone is there. Everything else is `fsdp2.footprints`, and the opti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -92,8 +92,17 @@ class JobPlan:
     plain: tuple[RankPlan, ...]
 
 
+def _unwatched(ranks: Sequence[int], _: str) -> Iterable[int]:
+    return ranks
+
+
 def plan_job(
-    arguments: Sequence[str], world_size: int = 0, *, ranks: Sequence[int] = (), plain: bool = True
+    arguments: Sequence[str],
+    world_size: int = 0,
+    *,
+    ranks: Sequence[int] = (),
+    plain: bool = True,
+    watch: Callable[[Sequence[int], str], Iterable[int]] = _unwatched,
 ) -> JobPlan:
     """The plan of a job.
 
@@ -102,10 +111,18 @@ def plan_job(
         world_size: ranks; 0 for as many as the configuration's mesh has.
         ranks: which of them to plan; all where none is named.
         plain: whether to plan the same job in bf16 as well.
+        watch: shows how far it is: gets ranks and in which recipe they are planned, yields them one by one.
 
     Raises:
         JobError: the configuration cannot be read or does not fit the ranks.
     """
+    require(
+        world_size >= 0,
+        "--world-size",
+        got=str(world_size),
+        wanted="a number of ranks, or 0 for as many as the mesh has",
+        remedy="correct it",
+    )
     config = config_file.load(arguments)
     dp, tp = config.mesh.dp, config.mesh.tp
     require(
@@ -117,10 +134,13 @@ def plan_job(
     )
     world_size = world_size or int(dp) * tp
     found = layout.plan(config, world_size)
-    own = _plan_ranks(config, found, world_size, ranks=ranks)
+    ranks = ranks or range(world_size)
+    own = _plan_ranks(config, found, watch(ranks, config.recipe), world_size=world_size)
     if not plain:
         return JobPlan(config.recipe, found, own, ())
-    beside = own if config.recipe == PLAIN else _plan_ranks(_in_bf16(config), found, world_size, ranks=ranks)
+    beside = own
+    if config.recipe != PLAIN:
+        beside = _plan_ranks(_in_bf16(config), found, watch(ranks, PLAIN), world_size=world_size)
     return JobPlan(config.recipe, found, own, beside)
 
 
@@ -134,9 +154,9 @@ def format_name(format: Format | None, dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.") if format is None else catalog.name_of(format)
 
 
-def _plan_ranks(config: Config, layout: Layout, world_size: int, *, ranks: Sequence[int]) -> tuple[RankPlan, ...]:
+def _plan_ranks(config: Config, layout: Layout, ranks: Iterable[int], *, world_size: int) -> tuple[RankPlan, ...]:
     try:
-        return tuple(_plan_rank(config, layout, world_size, rank) for rank in ranks or range(world_size))
+        return tuple(_plan_rank(config, layout, world_size, rank) for rank in ranks)
     except ValueError as error:
         raise JobError(
             f"recipe {config.recipe}",

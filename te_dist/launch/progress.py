@@ -28,6 +28,7 @@ class Progress:
         text: digest of the corpus they were taken from.
         recipe: by which they were trained; "" where a checkpoint does not say.
         began: checkpoint of another directory that the run began with; "" where there is none.
+        named: the same as the configuration named it; it may be a link that points elsewhere since.
     """
 
     step: int
@@ -35,11 +36,15 @@ class Progress:
     text: str
     recipe: str = ""
     began: str = ""
+    named: str = ""
 
     def of_run(self, config: Config, path: Path) -> Progress:
         """The same as that of a run of this configuration, which goes on from a checkpoint."""
         is_own = path.resolve().parent == folder(config).resolve()
-        return replace(self, recipe=config.recipe, began=self.began if is_own else str(path.resolve()))
+        if is_own:
+            return replace(self, recipe=config.recipe)
+        named = str(Path(config.checkpoint.resume))
+        return replace(self, recipe=config.recipe, began=str(path.resolve()), named=named)
 
 
 def folder(config: Config) -> Path:
@@ -47,16 +52,20 @@ def folder(config: Config) -> Path:
     return Path(config.run_dir, "checkpoints")
 
 
-def choose(config: Config) -> Path | None:
+def choose(config: Config, *, goes_on: bool = False) -> Path | None:
     """The checkpoint the run starts from, None for a new run.
 
-    A run that begins with a named one goes on from its own newest when the same job is started again.
+    A run that begins with a named one goes on from its own newest when the same job is started again, also where the
+    named one is no longer there.
+
+    Args:
+        goes_on: whether this is a later attempt of the launch that began the run, which made what is there.
 
     Raises:
         JobError: a named checkpoint does not exist, or a run would mix its checkpoints with those of another.
     """
     resume, newest = config.checkpoint.resume, checkpoints.latest(folder(config))
-    if resume == "auto":
+    if resume == "auto" or (goes_on and newest is not None):
         return newest
     if resume == "none":
         require(
@@ -67,24 +76,24 @@ def choose(config: Config) -> Path | None:
             remedy='set another run_dir, or resume = "auto" to go on',
         )
         return None
+    named = Path(resume)
+    if newest is not None and _began_with(newest, named):
+        return newest
     require(
-        Path(resume).is_dir(),
+        named.is_dir(),
         "checkpoint.resume",
         got=f"{resume!r}, which is no directory",
         wanted='"auto", "none" or a checkpoint',
         remedy=f"the newest one of the run directory is {newest}" if newest else "check the path",
     )
-    named = Path(resume)
-    if newest is None or newest.resolve() == named.resolve():
-        return named
     require(
-        _saved(newest).get("began") == str(named.resolve()),
+        newest is None or newest.resolve() == named.resolve(),
         "checkpoint.resume",
         got=f"{resume!r} while there is {newest}",
         wanted="the newest one of the run directory, or a run directory without checkpoints",
         remedy='set another run_dir, or resume = "auto" to go on from the newest',
     )
-    return newest
+    return named
 
 
 def save(config: Config, progress: Progress, model: nn.Module, *, optimizer: torch.optim.Optimizer) -> Path:
@@ -133,6 +142,12 @@ def load(path: Path, config: Config, text: str, *, model: nn.Module, optimizer: 
 def saved_recipe(path: Path) -> str:
     """By which a checkpoint's run was trained; "" where it does not say, or cannot be read, as `load` tells."""
     return _saved(path).get("recipe", "")
+
+
+def _began_with(newest: Path, named: Path) -> bool:
+    """Whether the run of a checkpoint began with a named one: by the place that had then, or by its name."""
+    saved = _saved(newest)
+    return saved.get("began") == str(named.resolve()) or saved.get("named") == str(named)
 
 
 def _saved(path: Path) -> dict[str, Any]:

@@ -6,23 +6,34 @@ import fnmatch
 import glob
 import hashlib
 import math
+import os
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from te_dist.launch.config import DataConfig
 from te_dist.launch.errors import JobError, require
 
+STDLIB = "{stdlib}"
 WILDCARDS = "*?["
+HASH_DIGITS = 64  # of SHA-256
 
 
 @dataclass(frozen=True)
 class Source:
-    """A text file and the hash of its bytes."""
+    """A text file.
+
+    Attributes:
+        digest: hash of the text with line feeds for all ends of lines, and where it has others, that of the bytes.
+    """
 
     path: Path
     digest: str
+
+    @property
+    def text(self) -> str:
+        """Equal for files that differ in the ends of their lines alone."""
+        return self.digest[:HASH_DIGITS]
 
 
 @dataclass(frozen=True)
@@ -37,12 +48,13 @@ def split(config: DataConfig) -> Split:
     """Finds the files and holds some out.
 
     The order of hashes is as good as a shuffled one and the same on every machine; a file that appears twice under
-    different names counts once and so never lies on both sides.
+    different names, or with other ends of lines, counts once and so never lies on both sides.
 
     Raises:
         JobError: a file that is missing, empty or not UTF-8, a glob without a match, too few files to hold one out.
     """
-    sources = sorted({source.digest: source for source in map(_inspect, find(config))}.values(), key=lambda s: s.digest)
+    found = sorted(map(_inspect, find(config)), key=lambda source: source.digest, reverse=True)
+    sources = list({source.text: source for source in found}.values())[::-1]
     held_out = math.ceil(config.validation_fraction * len(sources))
     require(
         0 < held_out < len(sources),
@@ -55,14 +67,30 @@ def split(config: DataConfig) -> Split:
 
 
 def find(config: DataConfig) -> list[Path]:
-    """The files named by the configuration, each once. A glob skips empty files; a name must hold text."""
-    excluded = [_expand(pattern) for pattern in config.exclude]
-    found: dict[Path, None] = {}
+    """The files named by the configuration, each once. A glob skips empty files; a name must hold text.
+
+    Raises:
+        JobError: an entry that finds no text, or excludes no file.
+    """
+    patterns = {entry: _patterns(entry) for entry in config.exclude}
+    in_use: set[str] = set()
+    found: dict[str, Path] = {}
     for entry in config.files:
-        pattern = _expand(entry)
-        for path in _matches(pattern, entry):
-            if not any(fnmatch.fnmatch(str(path), pattern) for pattern in excluded):
-                found[path] = None
+        for path in _matches(entry):
+            place = os.path.abspath(path)
+            by = [name for name, own in patterns.items() if any(fnmatch.fnmatch(place, each) for each in own)]
+            in_use.update(by)
+            if not by and path.stat().st_size:
+                found.setdefault(place, path)
+    for entry in config.exclude:
+        # NOTE: what the standard library consists of depends on the interpreter, and the default names some of it.
+        require(
+            entry in in_use or entry.startswith(STDLIB),
+            f"data.exclude entry {entry!r}",
+            got="none of the files of data.files",
+            wanted="a path or a pattern of paths that fits one",
+            remedy="correct it (of a directory write all files, DIR/*; links are not followed), or take it out",
+        )
     require(
         len(found) > 0,
         "data.files",
@@ -70,32 +98,42 @@ def find(config: DataConfig) -> list[Path]:
         wanted="text",
         remedy="name other files or shorten data.exclude",
     )
-    return list(found)
+    return list(found.values())
 
 
 def read(source: Source) -> str:
-    """The text of a file."""
-    return source.path.read_text(encoding="utf-8")
+    """The text of a file, ends of lines as they are."""
+    return source.path.read_bytes().decode("utf-8")
 
 
-def _expand(pattern: str) -> str:
-    return pattern.replace("{stdlib}", sysconfig.get_path("stdlib"))
+def _path(entry: str) -> str:
+    return entry.replace(STDLIB, sysconfig.get_path("stdlib"))
 
 
-def _matches(pattern: str, entry: str) -> Iterator[Path]:
-    if any(wildcard in pattern for wildcard in WILDCARDS):
-        paths = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
-        texts = [path for path in paths if path.is_file() and path.stat().st_size]
+def _glob(entry: str) -> str:
+    return entry.replace(STDLIB, glob.escape(sysconfig.get_path("stdlib")))
+
+
+def _patterns(entry: str) -> list[str]:
+    """What the absolute path of a file is compared with: the entry as a path, as a pattern, and from any place on."""
+    whole = os.path.normpath(os.path.join(glob.escape(os.getcwd()), _glob(entry)))
+    return [glob.escape(os.path.abspath(_path(entry))), whole, *([entry] if entry.startswith("*") else [])]
+
+
+def _matches(entry: str) -> list[Path]:
+    """The files of an entry, of a glob also those that are empty."""
+    path = Path(_path(entry))
+    if any(wildcard in entry for wildcard in WILDCARDS) and not path.is_file():
+        paths = [Path(name) for name in sorted(glob.glob(_glob(entry), recursive=True))]
+        files = [path for path in paths if path.is_file()]
         require(
-            len(texts) > 0,
+            any(path.stat().st_size for path in files),
             f"data.files entry {entry!r}",
             got=f"{len(paths)} matches and no text in them",
             wanted="a glob that finds text files",
             remedy="check the pattern; relative ones start at the working directory",
         )
-        yield from texts
-        return
-    path = Path(pattern)
+        return files
     require(
         path.is_file(),
         f"data.files entry {entry!r}",
@@ -106,7 +144,7 @@ def _matches(pattern: str, entry: str) -> Iterator[Path]:
     require(
         path.stat().st_size > 0, f"data.files entry {entry!r}", got="an empty file", wanted="text", remedy="take it out"
     )
-    yield path
+    return [path]
 
 
 def _inspect(path: Path) -> Source:
@@ -117,4 +155,6 @@ def _inspect(path: Path) -> Source:
         raise JobError(
             f"text file {path}", got=error, wanted="readable UTF-8", remedy="convert it or name it in data.exclude"
         ) from error
-    return Source(path, hashlib.sha256(content).hexdigest())
+    plain = content.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    hashes = [hashlib.sha256(each).hexdigest() for each in dict.fromkeys((plain, content))]
+    return Source(path, "+".join(hashes))

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from te_dist import env
 from te_dist.checkpoints import CheckpointError
 from te_dist.launch import config_file, corpus, layout, measure, progress
+from te_dist.launch.claim import Claim, claimed
 from te_dist.launch.config import Config
 from te_dist.launch.errors import JobError, require
 from te_dist.launch.journal import PICTURE, Journal
@@ -66,25 +67,34 @@ def run(world: World, config: Config) -> None:
     world.agree(_check_extra)
     plan = world.agree(lambda: layout.plan(config, world.size))
     device = world.agree(lambda: choose_device(config.device))
-    # One rank looks: on a shared file system the others may still see an older state.
-    start = world.share(lambda: str(progress.choose(config) or ""))
-    text = corpus.prepare(world, config)
-    open_process_group(world, device, config.timeout_seconds)
-    folder = Path(config.run_dir)
-    with Journal(folder, config.train.steps, writes=world.rank == 0) as journal:
-        trainer = world.agree(lambda: Trainer(config, plan, world, device=device, corpus=text))
-        if start:
-            journal.note(trainer.restore(Path(start)))
-        if trainer.progress.step >= config.train.steps:
-            journal.note(
-                f"no steps are left of {config.train.steps}, the model is evaluated alone; raise train.steps, or train "
-                "another one in another run_dir"
-            )
-        world.agree(lambda: journal.start(trainer.progress.step, config_file.dump(config)))
-        trainer.run(journal)
+    with claimed(world, config) as claim:
+        # One rank looks: on a shared file system the others may still see an older state.
+        start = world.share(lambda: _choose(config, claim))
+        text = corpus.prepare(world, config)
+        open_process_group(world, device, config.timeout_seconds)
+        with Journal(Path(config.run_dir), config.train.steps, writes=world.rank == 0) as journal:
+            if claim.warning:
+                journal.note(claim.warning)
+            trainer = world.agree(lambda: Trainer(config, plan, world, device=device, corpus=text))
+            if start:
+                journal.note(trainer.restore(Path(start)))
+            if trainer.progress.step >= config.train.steps:
+                journal.note(
+                    f"no steps are left of {config.train.steps}, the model is evaluated alone; raise train.steps, or "
+                    "train another one in another run_dir"
+                )
+            world.agree(lambda: journal.start(trainer.progress.step, config_file.dump(config)))
+            trainer.run(journal)
     _report(journal, trainer)
-    journal.note(f"{time.perf_counter() - started:.0f} s; the loss is drawn in {folder / PICTURE}")
+    journal.note(f"{time.perf_counter() - started:.0f} s; the loss is drawn in {journal.folder / PICTURE}")
     dist.destroy_process_group()
+
+
+def _choose(config: Config, claim: Claim) -> str:
+    """The path of the checkpoint to start from, "" for none; what later attempts of this launch may go on with."""
+    start = progress.choose(config, goes_on=claim.goes_on)
+    claim.begin()
+    return str(start or "")
 
 
 def _check_extra() -> None:

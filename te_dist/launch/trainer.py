@@ -21,6 +21,7 @@ from te_dist.launch.batches import Share, TrainingOrder, Windows, validation_bat
 from te_dist.launch.config import Config
 from te_dist.launch.corpus import Corpus
 from te_dist.launch.errors import JobError, require
+from te_dist.launch.finite import not_finite
 from te_dist.launch.journal import Journal
 from te_dist.launch.layout import Layout
 from te_dist.launch.model import Decoder, next_token_loss
@@ -68,37 +69,46 @@ class Trainer:
     Attributes:
         progress: how far the run has come.
         unigram: loss of the unigram model on the held-out sequences that are evaluated, in nats.
-        validation_loss: of the latest evaluation on the same sequences; NaN before one.
+        validation_loss: of the latest evaluation on the same sequences; None before one.
         gathered_bytes: what all-gathers of weights deliver to this rank in one step; None before the first step.
         mixtures: the parts of the model that have experts.
+        weights: this rank's parts of the parameters by name, in every state of the model those which are updated.
     """
 
     progress: Progress
     unigram: float
-    validation_loss: float
+    validation_loss: float | None
     gathered_bytes: int | None
     mixtures: list[MoE]
+    weights: dict[str, Tensor]
 
     def __init__(self, config: Config, layout: Layout, world: World, *, device: torch.device, corpus: Corpus) -> None:
         self.config = config
         self.layout = layout
         self.world = world
         self.device = device
+        self.share = Share(world.rank // layout.tp, layout.dp, config.train.micro_batch)
+        # Before any collective: one rank alone may fail to read the text.
+        unigram = world.agree(lambda: self._cut(corpus))
         mesh = parallelize.make_mesh(layout, device, config.timeout_seconds)
-        self.share = Share(mesh["dp"].get_local_rank(), layout.dp, config.train.micro_batch)
-        length = config.data.sequence_length
-        self.order = TrainingOrder(Windows(corpus.training, length, "training"), config.seed)
-        held_out = Windows(corpus.validation, length, "held-out")
-        self.held_out = validation_batches(held_out, config.evaluation.sequences, self.share)
-        self.unigram = self._mean(torch.tensor(unigram_loss(corpus.counts, self.held_out), device=device))
+        self.unigram = self._mean(torch.tensor(unigram, device=device))
         self.model = self._build(mesh)
+        self.weights = dict(self.model.named_parameters())
         self.mixtures = [module for module in self.model.modules() if isinstance(module, MoE)]
         scale_aux_losses(self.model, 1 / layout.accumulate)
         self.optimizer = parallelize.build_optimizer(self.model, config.optimizer)
         self.precision = parallelize.Precision(config)
         self.progress = Progress(step=0, position=0, text=corpus.digest, recipe=config.recipe)
-        self.validation_loss = math.nan
+        self.validation_loss = None
         self.gathered_bytes = None
+
+    def _cut(self, corpus: Corpus) -> float:
+        """Cuts the text into sequences; the unigram model's loss on this rank's part of those held out."""
+        length = self.config.data.sequence_length
+        self.order = TrainingOrder(Windows(corpus.training, length, "training"), self.config.seed)
+        held_out = Windows(corpus.validation, length, "held-out")
+        self.held_out = validation_batches(held_out, self.config.evaluation.sequences, self.share)
+        return unigram_loss(corpus.counts, self.held_out)
 
     def _build(self, mesh: DeviceMesh) -> Decoder:
         experts = parallelize.make_expert_mesh(self.layout, self.device, self.config.timeout_seconds)
@@ -128,7 +138,7 @@ class Trainer:
         """Trains up to the last step. A run that came that far before is evaluated only.
 
         Raises:
-            JobError: on every rank, once the loss or the gradient's norm is no longer finite.
+            JobError: on every rank, once a loss, the gradient's norm or a weight to be saved is no longer finite.
         """
         config, steps = self.config, self.config.train.steps
         meter = Meter()
@@ -146,7 +156,7 @@ class Trainer:
                 self._save(journal)
             if saves or evaluates:
                 meter.reset()
-        if math.isnan(self.validation_loss):
+        if self.validation_loss is None:
             self._evaluate(journal)
 
     def _step(self) -> tuple[Tensor, Tensor]:
@@ -193,22 +203,15 @@ class Trainer:
 
     def _look(self, meter: Meter, journal: Journal) -> None:
         """Brings the loss to the host: the one place where a run waits for the device."""
-        step, config = self.progress.step, self.config
+        config = self.config
         assert meter.loss is not None
         loss = self._mean(meter.loss / meter.steps)
         norm = self._mean(meter.gradient_norm)
         for name, value in (("loss", loss), ("gradient norm", norm)):
-            require(
-                math.isfinite(value),
-                f"{name} at step {step}",
-                got=value,
-                wanted="a finite number",
-                remedy="lower optimizer.learning_rate or raise optimizer.warmup_steps; the newest checkpoint is "
-                f"{checkpoints.latest(progress.folder(config))}",
-            )
+            self._require_finite(math.isfinite(value), name, got=value, wanted="a finite number")
         tokens = meter.steps * config.train.batch * config.data.sequence_length
         journal.training(
-            step,
+            self.progress.step,
             loss=loss,
             gradient_norm=norm,
             learning_rate=self.optimizer.param_groups[0]["lr"],
@@ -217,6 +220,17 @@ class Trainer:
             **self._dropped(tokens),
         )
         meter.reset()
+
+    def _require_finite(self, is_finite: bool, what: str, *, got: object, wanted: str) -> None:
+        newest = None if is_finite else checkpoints.latest(progress.folder(self.config))
+        require(
+            is_finite,
+            f"{what} at step {self.progress.step}",
+            got=got,
+            wanted=wanted,
+            remedy="lower optimizer.learning_rate or raise optimizer.warmup_steps; "
+            + (f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"),
+        )
 
     def _dropped(self, tokens: int) -> dict[str, float]:
         """What part of the choices of `tokens` found no slot at their experts; nothing where all find one."""
@@ -233,11 +247,21 @@ class Trainer:
         self.model.eval()
         losses = [self._loss(batch) for batch in self.held_out]
         self.model.train()
-        self.validation_loss = self._mean(torch.stack(losses).mean())
-        journal.record(self.progress.step, validation_loss=self.validation_loss, unigram_loss=self.unigram)
-        journal.note(f"step {self.progress.step}  validation loss {self.validation_loss:.4f}")
+        loss = self._mean(torch.stack(losses).mean())
+        self._require_finite(math.isfinite(loss), "validation loss", got=loss, wanted="a finite number")
+        self.validation_loss = loss
+        journal.record(self.progress.step, validation_loss=loss, unigram_loss=self.unigram)
+        journal.note(f"step {self.progress.step}  validation loss {loss:.4f}")
 
     def _save(self, journal: Journal) -> None:
+        # The losses so far are those of the weights before the latest step.
+        found = not_finite(self.weights, self.optimizer)
+        self._require_finite(
+            found is None,
+            f"weight {found}",
+            got="values that are not finite, which are not saved",
+            wanted="finite numbers",
+        )
         progress.save(self.config, self.progress, self.model, optimizer=self.optimizer)
         if self.world.rank == 0:
             checkpoints.prune(progress.folder(self.config), self.config.checkpoint.keep)

@@ -55,9 +55,17 @@ class World:
         """Meets the ranks that `torchrun` started; without `torchrun` this process is all there is.
 
         Raises:
-            JobError: words of an earlier attempt could not be told from those of this one, on every rank alike.
+            JobError: another launcher started several processes, or words of an earlier attempt could not be told from
+                those of this one; on every rank alike.
         """
         if not dist.is_torchelastic_launched():
+            require(
+                env.WORLD_SIZE.get() == 1,
+                env.WORLD_SIZE.name,
+                got=f"{env.WORLD_SIZE.get()} in the environment of a process that torchrun did not start",
+                wanted="processes that torchrun starts, or a single one",
+                remedy="start the job by torchrun, as launch/README.md shows, or unset it to train with one process",
+            )
             return cls(HashStore(), rank=0, size=1)
         has_own_store = env.OWN_STORES.get()
         require(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import warnings
 from collections.abc import Callable
@@ -106,6 +107,38 @@ def test_who_asked_too_early_was_told_nothing(tmp_path: Path, monkeypatch: pytes
         wait([future])
     with pytest.warns(RuntimeWarning, match="step_1 by an async_save"):
         checkpoints.save(tmp_path / "step_2", model=filled(2.0))
+
+
+# -- failures of the disk ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", [save_now, save_later])
+@pytest.mark.parametrize(("free", "said"), [(3 * 2**20, True), (2**40, False)])
+def test_a_failed_save_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[Path, nn.Module], None], free: int, said: bool
+) -> None:
+    path = tmp_path / "step_1"
+    checkpoints.save(path, model=filled(1.0))
+    usage = shutil.disk_usage(tmp_path)._replace(free=free)
+    with monkeypatch.context() as patches:
+        patches.setattr(saving.Manifest, "write", no_space)
+        patches.setattr(shutil, "disk_usage", lambda _: usage)
+        for place in (path, tmp_path / "step_2"):
+            with pytest.raises(checkpoints.CheckpointError, match="No space left on device") as caught:
+                call(place, filled(2.0))
+            remedy = f"; 3.0 MiB are free where {place} would lie: make room there, or save elsewhere"
+            assert str(caught.value).endswith(remedy) == said and ("free" in str(caught.value)) == said
+    assert [place.name for place in tmp_path.iterdir()] == ["step_1"]
+    assert first_value(path) == 1.0
+
+
+def test_a_save_that_is_refused_removes_nothing(tmp_path: Path) -> None:
+    for name in ("step_1", ".step_1.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes").touch()
+    with pytest.raises(checkpoints.CheckpointError, match="is no checkpoint"):
+        checkpoints.save(tmp_path / "step_1", model=filled(1.0))
+    assert len(list(tmp_path.glob("*step_1*/notes"))) == 2 and (tmp_path / ".step_1.tmp" / "notes").exists()
 
 
 # -- where it is written -------------------------------------------------------------------------------------------

@@ -100,6 +100,28 @@ def test_without_a_home_the_message_names_the_variable(run, monkeypatch):
     assert "TE_DIST_KERNEL_CACHE='~nobody-has-this-name/kernels': no home" in printed and status == 2
 
 
+def test_entries_that_lead_nowhere_or_vanish_are_listed(run, monkeypatch, tmp_path):
+    run("kernels", "build")
+    (tmp_path / "cache" / "sm_90a" / "away.cubin").symlink_to("nowhere")
+    original = KernelCache.entries
+
+    def vanish(cache: KernelCache) -> object:
+        found = original(cache)
+        next(file for file, kernel in found if kernel).unlink()
+        return found
+
+    assert "sm_90a │ 3 │ 0 │ 1 │ 14" in run("kernels", "list")[0]
+    monkeypatch.setattr(KernelCache, "entries", vanish)
+    printed, status = run("kernels", "list")
+    assert "sm_90a │ 3 │ 0 │ 1 │ 9" in printed and status == 0
+
+
+def test_a_cache_that_is_a_file_is_named(run, tmp_path):
+    (tmp_path / "cache").write_text("in the way")
+    printed, status = run("kernels", "list")
+    assert f"TE_DIST_KERNEL_CACHE: got {tmp_path / 'cache'}, a file; wanted a folder" in printed and status == 2
+
+
 def test_an_empty_cache_is_listed(run, tmp_path):
     printed, status = run("kernels", "list")
     assert "architecture" in printed and status == 0

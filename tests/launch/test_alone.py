@@ -13,7 +13,11 @@ import torch.distributed as dist
 
 import te_dist
 from te_dist import checkpoints
-from te_dist.launch import config_file, train
+from te_dist.launch import config_file, parallelize, train
+from te_dist.launch.claim import LOCK, claimed
+from te_dist.launch.config import Config
+from te_dist.launch.journal import METRICS
+from te_dist.launch.world import World
 
 pytestmark = [
     pytest.mark.usefixtures("own_process"),
@@ -257,3 +261,84 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "--train.steps" in text
     assert config_file.USAGE.splitlines()[0] in text.replace("\n", " ")
+
+
+# The update of a step comes after its loss: the checkpoint of that step is the first to have its weights.
+@pytest.mark.parametrize("recipe", ["bf16", "float8_block", "nvfp4"])
+def test_weights_that_are_not_finite_are_not_saved(
+    recipe: str, tiny_job: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tiny_job(recipe)
+    run(job, "--train.steps", "2")
+    overflows = ("--optimizer.learning-rate", "1e38", "--optimizer.weight-decay", "1e5", "--checkpoint.every", "1")
+    line = reason(job, capsys, *overflows)
+    assert "te_dist, rank 0: weight " in line and " at step 3: got values that are not finite" in line
+    assert line.endswith(f"the newest checkpoint is {job.run_dir / 'checkpoints' / 'step_00000002'}")
+    assert [path.name for path in (job.run_dir / "checkpoints").iterdir()] == ["step_00000002"]
+
+
+def test_a_validation_loss_that_is_not_finite_ends_the_job(
+    tiny_job: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tiny_job()
+    line = reason(job, capsys, "--optimizer.learning-rate", "1e38", "--evaluation.every", "1")
+    assert "validation loss at step 1: got nan" in line and line.endswith("there is no checkpoint yet")
+
+
+def test_two_runs_do_not_share_a_run_directory(tiny_job: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    job = tiny_job()
+    with claimed(World(dist.HashStore(), 0, 1), Config(run_dir=str(job.run_dir))):
+        line = reason(job, capsys)
+    assert f"run directory {job.run_dir}: got one that another run writes in" in line
+    assert [path.name for path in job.run_dir.iterdir()] == [LOCK]
+    run(job)
+
+
+def test_a_finished_job_that_is_started_again_records_no_evaluation_twice(tiny_job: Callable) -> None:
+    job = tiny_job()
+    run(job)
+    before = (job.run_dir / METRICS).read_text()
+    run(job)
+    assert (job.run_dir / METRICS).read_text() == before
+
+
+def test_a_run_goes_on_when_the_checkpoint_it_began_with_is_gone(
+    tiny_job: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, job = tiny_job(), tiny_job()
+    run(first, "--train.steps", "2")
+    folder, link = first.run_dir / "checkpoints", first.run_dir / "good"
+    link.symlink_to(folder / "step_00000002")
+    for number, name in enumerate((str(folder / "step_00000002"), str(link))):
+        own = ("--run-dir", str(job.run_dir.with_name(f"run_{number}")), "--checkpoint.resume", name)
+        run(job, "--train.steps", "3", *own)
+    (folder / "step_00000002").rename(folder / "step_00000009")
+    for number, name in enumerate((str(folder / "step_00000002"), str(link))):
+        own = ("--run-dir", str(job.run_dir.with_name(f"run_{number}")), "--checkpoint.resume", name)
+        capsys.readouterr()
+        run(job, *own)
+        assert "step_00000003" in "".join(capsys.readouterr().out.split())
+    link.unlink()
+    link.symlink_to(folder / "step_00000009")
+    run(job, *own, "--train.steps", "5")
+
+
+def test_a_run_that_is_not_to_resume_goes_on_when_its_launcher_starts_it_again(
+    tiny_job: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, anew = tiny_job(), ("--checkpoint.resume", "none")
+    run(job, *anew, "--train.steps", "2")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    run(job, *anew)
+    assert "step_00000002" in "".join(capsys.readouterr().out.split())
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert 'got "none" while there is' in reason(job, capsys, *anew)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert 'got "none" while there is' in reason(job, capsys, *anew)
+
+
+def test_text_that_one_rank_cannot_read_is_found_before_any_collective(
+    tiny_job: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallelize, "make_mesh", None)
+    assert "at least dp x train.micro_batch = 2" in reason(tiny_job(), capsys, "--evaluation.sequences", "1")

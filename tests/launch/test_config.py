@@ -45,6 +45,14 @@ def test_command_line_wins_over_file_and_file_over_defaults(tmp_path: Path) -> N
         ("optimizer = {beta1 = 1.0}", ("optimizer.beta1", "1.0", "a fraction")),
         ("model = {experts = {capacity_factor = inf}}", ("model.experts.capacity_factor", "inf", "a finite number")),
         ("model = {experts = {scaling_factor = nan}}", ("model.experts.scaling_factor", "nan", "a finite number")),
+        ("model = {rope_base = inf}", ("model.rope_base", "inf", "a finite number")),
+        ("model = {norm_epsilon = inf}", ("model.norm_epsilon", "inf", "a finite number")),
+        ("optimizer = {learning_rate = inf}", ("optimizer.learning_rate", "inf", "a finite number")),
+        ("optimizer = {weight_decay = inf}", ("optimizer.weight_decay", "inf", "a finite number")),
+        ("optimizer = {epsilon = inf}", ("optimizer.epsilon", "inf", "a finite number")),
+        ("optimizer = {epsilon = 0}", ("optimizer.epsilon", "0", "at least 1.17")),
+        ("optimizer = {epsilon = 1e-50}", ("optimizer.epsilon", "1e-50", "at least 1.17")),
+        ("model = {experts = {bias_update_rate = inf}}", ("model.experts.bias_update_rate", "inf", "a finite number")),
         ("seed = 9223372036854775808", ("seed", "9223372036854775808", "less than 2^63")),
         ("recipe = ?", ("configuration", "line 1", "valid TOML")),
     ],
@@ -98,3 +106,7 @@ def test_layouts_that_do_not_fit_the_ranks_are_refused(config: Config, words: tu
     with pytest.raises(JobError) as caught:
         layout.plan(config, 4)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_no_clipping_is_a_clip_norm_without_end(tmp_path: Path) -> None:
+    assert config_file.load([written(tmp_path, "optimizer = {clip_norm = inf}")]).optimizer.clip_norm == float("inf")

@@ -114,7 +114,7 @@ def test_blocks_that_are_gathered_together_take_the_same_steps(unbroken, tiny_jo
 
 def test_a_loss_that_is_not_finite_ends_all_ranks_with_one_message(tiny_job: Callable, two_ranks) -> None:
     job = tiny_job()
-    code, output = two_ranks(*job.command("--optimizer.learning-rate", "inf"))
+    code, output = two_ranks(*job.command("--optimizer.learning-rate", "1e38"))
     assert code != 0
     said = messages(output)
     assert len(said) == 2, output

@@ -125,6 +125,24 @@ def test_json_holds_every_figure(run) -> None:
     assert found["ranks"][0]["step"]["sum"] < found["bf16"][0]["step"]["sum"]
 
 
+@pytest.mark.parametrize("terminal", ["0", "1"])
+def test_a_terminal_shows_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: str
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", terminal)
+    monkeypatch.setattr(sys, "argv", ["te-dist", "plan", str(CONFIGS / "quickstart.toml"), "--json", *SMALL])
+    command.main()
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["recipe"] == "float8_block"
+    assert [f"planning ranks in {name}" in printed.err for name in ("float8_block", "bf16")] == [terminal == "1"] * 2
+
+
+def test_a_configuration_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    config = CONFIGS / "quickstart.toml"
+    (tmp_path / "marked.toml").write_text(config.read_text(), encoding="utf-8-sig")
+    assert config_file.read(tmp_path / "marked.toml") == config_file.read(config)
+
+
 def test_who_reads_may_have_seen_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -157,6 +175,7 @@ def test_a_job_whose_rows_travel_quantized_is_planned_beside_one_in_bf16() -> No
         (["quickstart.toml", "--rank", "2", *SMALL], "--rank: got 2, wanted one of 2 ranks"),
         (["moe.toml", "--model.experts.ffn", "72"], "in_features=72 does not fit Float8BlockScaling"),
         (["none.toml"], "configuration"),
+        (["quickstart.toml", "--world-size", "-1"], "--world-size: got -1; wanted a number of ranks"),
     ],
 )
 def test_what_cannot_be_planned_is_named(run, options: list[str], words: str) -> None:

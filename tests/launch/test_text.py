@@ -1,7 +1,12 @@
 """Text: which files are read, which are held out, what becomes of them."""
 
+import glob
+import io
+import json
+import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +25,21 @@ from te_dist.launch.world import World
 def data(*files: object, **options: object) -> DataConfig:
     """A configuration of these files."""
     return DataConfig(files=tuple(map(str, files)), **{"exclude": (), "validation_fraction": 0.2, **options})
+
+
+def job(text_folder: Path, run_dir: Path) -> Config:
+    """A configuration of a small vocabulary of the text in a folder."""
+    return Config(run_dir=str(run_dir), model=ModelConfig(vocab_size=400), data=data(text_folder / "*.txt"))
+
+
+def alone() -> World:
+    """One rank."""
+    return World(dist.HashStore(), 0, 1)
+
+
+def folder_of(tokens: corpus.Corpus, run_dir: Path) -> Path:
+    """Where a corpus lies."""
+    return run_dir / "text" / (tokens.digest + corpus.LAYOUT)
 
 
 def digests(sources: tuple[text.Source, ...]) -> list[str]:
@@ -76,7 +96,7 @@ def test_text_that_cannot_be_used_is_told_by_name(tmp_path: Path, entry: str, wo
 def test_corpus_decodes_to_the_files_and_counts_its_tokens(text_folder: Path, tmp_path: Path) -> None:
     config = Config(run_dir=str(tmp_path), model=ModelConfig(vocab_size=400), data=data(text_folder / "*.txt"))
     tokens = corpus.prepare(World(dist.HashStore(), 0, 1), config)
-    tokenizer = Tokenizer.from_file(str(tmp_path / "text" / tokens.digest / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(folder_of(tokens, tmp_path) / "tokenizer.json"))
     end = tokenizer.token_to_id(corpus.END_OF_TEXT)
     split = text.split(config.data)
     for stream, sources in ((tokens.training, split.training), (tokens.validation, split.validation)):
@@ -91,11 +111,199 @@ def test_equal_text_is_tokenized_once(text_folder: Path, tmp_path: Path) -> None
     config = Config(run_dir=str(tmp_path), model=ModelConfig(vocab_size=400), data=data(text_folder / "*.txt"))
     world = World(dist.HashStore(), 0, 1)
     first = corpus.prepare(world, config)
-    built = (tmp_path / "text" / first.digest / "training.bin").stat().st_mtime_ns
+    built = (folder_of(first, tmp_path) / "training.bin").stat().st_mtime_ns
     assert corpus.prepare(world, config).digest == first.digest
-    assert (tmp_path / "text" / first.digest / "training.bin").stat().st_mtime_ns == built
+    assert (folder_of(first, tmp_path) / "training.bin").stat().st_mtime_ns == built
     other = Config(run_dir=str(tmp_path), model=ModelConfig(vocab_size=401), data=config.data)
     assert corpus.prepare(world, other).digest != first.digest
+
+
+# -- ends of lines, and the end of a text in a text ----------------------------------------------------------------
+
+
+def test_copies_with_other_ends_of_lines_never_lie_on_both_sides(tmp_path: Path) -> None:
+    for index in range(8):
+        for ending in ("\n", "\r\n", "\r"):
+            lines = [f"{index}.{line}" for line in range(9)]
+            (tmp_path / f"{index}{len(ending)}{ord(ending[-1])}.txt").write_bytes(ending.join(lines).encode())
+    mixed = text.split(data(tmp_path / "*.txt"))
+    plain, windows = (text.split(data(tmp_path / pattern)) for pattern in ("*110.txt", "*210.txt"))
+    assert digests(mixed.training) == digests(plain.training)
+    assert digests(mixed.validation) == digests(plain.validation)
+    assert [source.text for source in windows.validation] == digests(plain.validation)
+    assert not set(digests(windows.training)) & set(digests(plain.training))
+
+
+def test_ends_of_lines_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "1.txt").write_bytes(b"one\r\ntwo\rthree\n")
+    (source,) = map(text.Source, [tmp_path / "1.txt"], [""])
+    assert text.read(source) == "one\r\ntwo\rthree\n"
+
+
+def test_the_end_token_is_that_of_a_file_alone(text_folder: Path, tmp_path: Path) -> None:
+    for path in text_folder.iterdir():
+        (tmp_path / path.name).write_text(f"{corpus.END_OF_TEXT}{path.read_text()}{corpus.END_OF_TEXT} and more")
+    tokens = corpus.prepare(alone(), job(tmp_path, tmp_path))
+    tokenizer = Tokenizer.from_file(str(folder_of(tokens, tmp_path) / "tokenizer.json"))
+    end = tokenizer.token_to_id(corpus.END_OF_TEXT)
+    assert (tokens.training == end).sum() == 8 and (tokens.validation == end).sum() == 2
+    first, *_ = np.split(tokens.validation, np.flatnonzero(tokens.validation == end))
+    assert tokenizer.decode(first.tolist()).startswith(corpus.END_OF_TEXT)
+
+
+# -- files left out, and names with wildcards ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "./text/1.txt",
+        "text/../text/1.txt",
+        "text//1.txt",
+        "{here}/text/1.txt",
+        "{here}/text/[1].txt",
+        "*/1.txt",
+        "*1.txt",
+    ],
+)
+@pytest.mark.parametrize("files", ["text/*.txt", "{here}/text/*.txt", "./text/*.txt"])
+def test_a_file_is_left_out_however_it_is_spelled(
+    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: str, files: str
+) -> None:
+    here = tmp_path / "a[b]"
+    here.mkdir()
+    (here / "text").symlink_to(text_folder)
+    monkeypatch.chdir(here)
+    pattern = glob.escape(str(here))
+    excluded = entry.replace("{here}", pattern if "[" in entry else str(here))
+    found = text.find(data(files.replace("{here}", pattern), exclude=(excluded,)))
+    assert sorted(path.name for path in found) == [f"{index}.txt" for index in range(10) if index != 1]
+
+
+@pytest.mark.parametrize("entry", ["absent.txt", "0.txt", "*.md", "{folder}", "{folder}/absent*"])
+def test_an_exclusion_of_no_file_is_refused(text_folder: Path, entry: str) -> None:
+    entry = entry.replace("{folder}", str(text_folder))
+    with pytest.raises(JobError, match="none of the files of data.files; wanted .*; remedy: ") as caught:
+        text.find(data(text_folder / "*.txt", exclude=(f"{text_folder}/1.txt", entry)))
+    assert f"data.exclude entry {entry!r}" in str(caught.value)
+
+
+def test_the_default_exclusions_fit_any_files(text_folder: Path) -> None:
+    assert len(text.find(data(text_folder / "*.txt", exclude=DataConfig().exclude))) == 10
+
+
+def test_a_pattern_that_begins_with_a_star_fits_in_any_directory(text_folder: Path) -> None:
+    assert len(text.find(data(text_folder / "*.txt", exclude=("*/1.txt",)))) == 9
+
+
+def test_an_empty_file_may_be_excluded(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "full.txt").write_text("full")
+    found = text.find(data(tmp_path / "*.txt", exclude=(f"{tmp_path}/e*",)))
+    assert [path.name for path in found] == ["full.txt"]
+
+
+def test_a_file_whose_name_has_wildcards_is_found_and_excluded(tmp_path: Path) -> None:
+    for name in ("g[1].txt", "g1.txt"):
+        (tmp_path / name).write_text(name)
+    assert [path.name for path in text.find(data(tmp_path / "g[1].txt"))] == ["g[1].txt"]
+    assert [path.name for path in text.find(data(tmp_path / "*", exclude=(f"{tmp_path}/g[[]1].txt",)))] == ["g1.txt"]
+
+
+def test_a_standard_library_whose_path_has_wildcards_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "p[3]").mkdir()
+    for name in ("os.py", "test.py"):
+        (tmp_path / "p[3]" / name).write_text(name)
+    monkeypatch.setattr(text.sysconfig, "get_path", lambda _: str(tmp_path / "p[3]"))
+    assert [path.name for path in text.find(data("{stdlib}/*.py", exclude=("{stdlib}/t*",)))] == ["os.py"]
+
+
+# -- what lies in the run directory --------------------------------------------------------------------------------
+
+
+def truncate(folder: Path, name: str) -> None:
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: len(content) // 4 * 2])
+
+
+def rewrite(folder: Path, **changes: object) -> None:
+    record = json.loads((folder / "corpus.json").read_text())
+    (folder / "corpus.json").write_text(json.dumps(record | changes))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: truncate(folder, "training.bin"),
+        lambda folder: truncate(folder, "validation.bin"),
+        lambda folder: truncate(folder, "counts.npy"),
+        lambda folder: (folder / "counts.npy").write_bytes(b""),
+        lambda folder: np.save(folder / "counts.npy", np.ones(400, np.int64)),
+        lambda folder: (folder / "corpus.json").write_text("[]"),
+        lambda folder: (folder / "corpus.json").write_text("3"),
+        lambda folder: (folder / "corpus.json").write_bytes(b"\xff"),
+        lambda folder: rewrite(folder, dtype=[1]),
+        lambda folder: rewrite(folder, dtype="float64"),
+        lambda folder: rewrite(folder, tokens=7),
+        lambda folder: (folder / "validation.bin").unlink(),
+    ],
+)
+def test_damaged_tokens_are_refused(text_folder: Path, tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    folder = folder_of(corpus.prepare(alone(), job(text_folder, tmp_path)), tmp_path)
+    damage(folder)
+    with pytest.raises(JobError, match="wanted what rank 0 wrote there; remedy: .* delete that folder"):
+        corpus.prepare(alone(), job(text_folder, tmp_path))
+    shutil.rmtree(folder)
+    assert corpus.prepare(alone(), job(text_folder, tmp_path)).counts.sum()
+
+
+def test_who_builds_what_another_job_is_building_harms_neither(
+    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, digests = corpus._publish, []
+
+    def late(draft: Path, folder: Path) -> None:
+        monkeypatch.setattr(corpus, "_publish", original)
+        digests.append(corpus.prepare(alone(), job(text_folder, tmp_path)).digest)  # a second job, from start to end
+        original(draft, folder)
+
+    monkeypatch.setattr(corpus, "_publish", late)
+    tokens = corpus.prepare(alone(), job(text_folder, tmp_path))
+    assert [tokens.digest] == digests
+    assert list((tmp_path / "text").iterdir()) == [folder_of(tokens, tmp_path)]
+
+
+def test_drafts_of_killed_jobs_are_removed_and_others_are_not(text_folder: Path, tmp_path: Path) -> None:
+    for name, age in (("old.draft", 2 * corpus.ABANDONED), ("young.draft", corpus.ABANDONED / 2)):
+        (tmp_path / "text" / name).mkdir(parents=True)
+        (tmp_path / "text" / name / "training.bin").touch()
+        for path in (tmp_path / "text" / name / "training.bin", tmp_path / "text" / name):
+            os.utime(path, (tmp_path.stat().st_mtime - age,) * 2)
+    tokens = corpus.prepare(alone(), job(text_folder, tmp_path))
+    assert {path.name for path in (tmp_path / "text").iterdir()} == {"young.draft", tokens.digest + corpus.LAYOUT}
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "training.bin"])
+def test_a_full_disk_is_named_and_leaves_no_draft(
+    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    original = io.open
+
+    def full(file: object, *args: object, **kwargs: object) -> object:
+        return original("/dev/full" if str(file).endswith(name) else file, *args, **kwargs)
+
+    monkeypatch.setattr(io, "open", full)
+    with pytest.raises(
+        JobError, match="No space left on device; wanted .*; remedy: change run_dir, or make room there"
+    ):
+        corpus.prepare(alone(), job(text_folder, tmp_path))
+    assert list((tmp_path / "text").iterdir()) == []
+
+
+def test_tokens_can_be_read_by_whoever_reads_new_folders(text_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    folder = folder_of(corpus.prepare(alone(), job(text_folder, tmp_path)), tmp_path)
+    assert folder.stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_unigram_loss_is_the_smoothed_cross_entropy() -> None:

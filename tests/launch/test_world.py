@@ -79,3 +79,12 @@ def test_nodes_that_start_processes_again_need_a_store_for_each_attempt(monkeypa
         monkeypatch.setenv(name, value)
     with pytest.raises(JobError, match=r"torchrun --max-restarts: got 1 on 2 nodes, all attempts of which share"):
         World.meet()
+
+
+def test_processes_that_torchrun_did_not_start_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(JobError, match=r"WORLD_SIZE: got 2 .* remedy: start the job by torchrun"):
+        World.meet()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert World.meet().size == 1

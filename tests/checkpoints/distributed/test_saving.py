@@ -62,6 +62,7 @@ def test_a_failure_that_nobody_asked_for_is_told_on_every_rank(ranks, tmp_path: 
     (message,), value = first
     assert f"{tmp_path / 'step_1'} by an async_save: CheckpointError: rank 1: OSError: " in message
     assert value == 2.0
+    assert [place.name for place in tmp_path.iterdir()] == ["step_2"]
 
 
 def save_refused(rank: int, world: int, path: str) -> str:
