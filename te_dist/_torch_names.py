@@ -159,11 +159,12 @@ ATTRIBUTES = (
     Private(
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
         "which parameters are gathered together, over which ranks and in which dtype: what a plan of bytes is made of; "
-        "and whether they are gathered at this moment",
+        "and whether they are gathered at this moment, and an end to that",
         members=(
             "fsdp_params",
             "mesh_info",
-            "is_unsharded",
+            "is_sharded",
+            "_to_sharded",
             "unshard_in_backward",
             "_reshard_after_forward",
             "reshard_after_backward",

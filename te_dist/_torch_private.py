@@ -54,8 +54,8 @@ __all__ = [
     "copy_each",
     "current_cuda_stream",
     "disabled_torch_function",
+    "free_gathered",
     "gather_end_to_end",
-    "gathered_units",
     "given_name",
     "in_backward",
     "in_ddp_forward",
@@ -433,9 +433,10 @@ def waits_for_backward(params: Sequence[Tensor]) -> bool:
     return not in_backward() and any(_has(group, params) for _, group in ends)
 
 
-def gathered_units(params: Sequence[Tensor]) -> list[FSDPModule]:
-    """Units of FSDP2 that are gathered, outside of a backward pass, with one of these shards among their parameters."""
-    return [] if in_backward() else [unit for unit, group in _units() if group.is_unsharded and _has(group, params)]
+def free_gathered(params: Sequence[Tensor]) -> None:
+    """Frees, outside of a backward pass, what FSDP2 gathered of units with one of these shards among their own."""
+    for group in [g for _, g in _units() if not (in_backward() or g.is_sharded) and _has(g, params)]:
+        group._to_sharded()  # `reshard` leaves alone what a forward pass had gathered that raised
 
 
 def _has(group: Any, params: Sequence[Tensor]) -> bool:
@@ -444,9 +445,8 @@ def _has(group: Any, params: Sequence[Tensor]) -> bool:
 
 def _gathered(tensor: Tensor) -> Any:
     """What FSDP2 keeps of the parameter that it gathered as `tensor`, or as a DTensor with this local part; or None."""
-    same = [found for found in (tensor, tensor._base) if found is not None]
-    found = (param for param, whole in _gathered_params() if any(found is each for found in same for each in whole))
-    return next(found, None)
+    same = {id(found) for found in (tensor, tensor._base) if found is not None}
+    return next((param for param, whole in _gathered_params() if not same.isdisjoint(map(id, whole))), None)
 
 
 def _gathered_params() -> Iterator[tuple[Any, tuple[Any, Any]]]:

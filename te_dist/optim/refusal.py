@@ -45,8 +45,7 @@ def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         _refuse_gathered(optimizer, _maybe_gathered(idle, every))
         _refuse_unfinished(optimizer, idle)
     _refuse_codes(optimizer, params)
-    for unit in _torch_private.gathered_units([p for p in every if p.grad is not None and isinstance(p, DTensor)]):
-        unit.reshard()
+    _torch_private.free_gathered([p for p in every if p.grad is not None and isinstance(p, DTensor)])
 
 
 def _refuse_codes(optimizer: torch.optim.Optimizer, params: list[tuple[int, Tensor]]) -> None:

@@ -95,18 +95,37 @@ def test_an_optimizer_of_what_an_evaluation_left_gathered_refuses_to_step(ranks,
     ranks(2).run(step_with_what_is_gathered, make)
 
 
-def step_behind_an_evaluation(rank: int, world: int, make: Make, quantized: bool) -> None:
-    """Which lies between backward and the step, and leaves the root gathered."""
+class Failing(nn.Module):
+    """The identity, or an exception."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise ArithmeticError
+        return x
+
+
+def fail_forward(model: nn.Module) -> None:
+    """All that came before the exception stays gathered."""
+    model[-1].fails = True
+    with pytest.raises(ArithmeticError):
+        backward(model)
+    model[-1].fails = False
+
+
+def step_behind(rank: int, world: int, look: Callable[[nn.Module], None], make: Make, quantized: bool) -> None:
+    """Behind another pass, which lies between backward and the step and leaves weights gathered."""
     outs = []
     for looks in (False, True):
         torch.manual_seed(0)
-        model = layers(quantized=quantized).to(testing.device())
+        model = layers(quantized=quantized).append(Failing()).to(testing.device())
         shard(model, world)
-        optimizer = make(model.parameters(), lr=0.1)
+        optimizer = make(model.parameters(), lr=1e-3)
         for _ in range(2):
             backward(model)
             if looks:
-                evaluate(model)
+                look(model)
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad(), te.autocast(recipe=RECIPE):
@@ -115,10 +134,11 @@ def step_behind_an_evaluation(rank: int, world: int, make: Make, quantized: bool
 
 
 @pytest.mark.parametrize(("make", "quantized"), [(optim.FusedAdam, True), (torch.optim.SGD, False)])
-def test_passes_behind_a_step_see_it_also_where_an_evaluation_left_weights_gathered(
-    ranks, make: Make, quantized: bool
+@pytest.mark.parametrize("look", [evaluate, fail_forward])
+def test_passes_behind_a_step_see_it_also_where_weights_were_gathered(
+    ranks, look: Callable[[nn.Module], None], make: Make, quantized: bool
 ) -> None:
-    ranks(2).run(step_behind_an_evaluation, make, quantized)
+    ranks(2).run(step_behind, look, make, quantized)
 
 
 def step_with_gathered_weights(rank: int, world: int) -> None:
