@@ -5,9 +5,8 @@ quantized tensors. But an update is smaller than the distance between two codes,
 away, at every step and without a word. And an optimizer that was made before weights were exchanged for quantized ones,
 for shards or for those of a state dict, holds weights that no module has any more; one that was made while FSDP2 had
 gathered weights holds those, and what is trained are their shards. Where a backward pass ended by an exception, FSDP2
-waits for its end, and gives no gradient to any shard. Units that an evaluation left gathered behind backward, or a pass
-that ended by an exception, are no reason to refuse: they are freed, since later passes would go on with what was there
-before the step.
+waits for its end, and gives no gradient to any shard. What an evaluation behind backward left gathered is no reason to
+refuse: it is freed, since later passes would go on with the weights of before the step.
 """
 
 from __future__ import annotations
