@@ -157,7 +157,8 @@ def _unit(module: nn.Module, names: dict[nn.Module, str], *, inside: bool) -> Un
     parameters += [_unmanaged(n, p) for n, p in module.named_parameters(prefix=name) if n not in taken]
     if not is_unit:
         return Unit(name, tuple(parameters), inner)
-    forward, backward = _torch_private.prefetched_units(module)
+    ahead = _torch_private.prefetched_units(module)
+    forward, backward = (tuple(names[each] for each in units if each in names) for units in ahead)
     return Unit(
         name,
         tuple(parameters),
@@ -166,7 +167,7 @@ def _unit(module: nn.Module, names: dict[nn.Module, str], *, inside: bool) -> Un
         is_kept=any(each.is_kept for each in managed),
         is_left_in_backward=any(each.is_left_in_backward for each in managed),
         is_offloaded=any(each.is_offloaded for each in managed),
-        ahead=tuple(tuple(names[each] for each in units if each in names) for units in (forward, backward)),
+        ahead=(forward, backward),
     )
 
 

@@ -163,8 +163,8 @@ def _check_filled(module: nn.Module, prefix: str, tensors: dict[str, Tensor]) ->
     if left:
         raise ValueError(
             f"{prefix or 'the root module'} ({type(module).__name__}): its rule of initialization left {left} without "
-            "values; have reset_parameters(), init_parameter or initialize= fill these as well, whatever __init__ has "
-            "put into them: on the meta device that was no value"
+            "values; have reset_parameters(), init_parameter or initialize= fill these as well, also what __init__ has "
+            "put into them: parameters are filled anew, and on the meta device nothing has values"
         )
 
 
