@@ -240,9 +240,10 @@ def _storages(named: dict[str, Tensor]) -> Iterable[tuple[str, QuantizedStorage]
 
 def _misplaced(tensor: Tensor, storage: QuantizedStorage) -> list[str]:
     """What is wrong with a shard: fields that are not there, or a region other than the mesh says."""
-    missing = [f.name for f in storage.format.canonical.fields if f.name not in storage.buffers]
-    if missing:
-        return [f"has no {', '.join(missing)}, got {list(storage.buffers)}; call update_usage(rowwise_usage=True)"]
+    if storage.missing:
+        return [
+            f"has no {', '.join(storage.missing)}, got {list(storage.buffers)}; call update_usage(rowwise_usage=True)"
+        ]
     wanted = whole_region(tensor)
     if isinstance(tensor, DTensor) and all(storage.shape):
         (chunk,) = tensor.__create_chunk_list__()

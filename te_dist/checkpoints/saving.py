@@ -51,7 +51,7 @@ class _Writing(Future[None]):
         return super().result()
 
 
-LITTLE = 2**30  # bytes free after a save has failed, below which that may be why
+_LITTLE = 2**30  # bytes free after a save has failed, below which that may be why
 _WRITING: list[_Writing] = []  # the latest save in the background
 
 
@@ -190,7 +190,7 @@ def _write(path: Path, snapshot: _Snapshot, ranks: Ranks) -> None:
     except CheckpointError as error:  # every rank has failed, so that none writes any more
         free = min(ranks.gather(folder.free_bytes(where)))
         folder.discard(path)  # on every rank: it may be one on the disk of each host
-        if free >= LITTLE:
+        if free >= _LITTLE:
             raise
         raise CheckpointError(
             f"{error}; {free / 2**20:.1f} MiB are free where {path} would lie: make room there, or save elsewhere"

@@ -197,8 +197,7 @@ def whole_storage(weight: Any) -> QuantizedStorage:
     if sealed:
         raise ValueError(f"{sealed} lie in an order private to a kernel; quantize to a format without such fields")
     raw = _RAW.get(storage)
-    held = storage.buffers if raw is None else {**storage.buffers, **raw.waiting}
-    freed = [each.name for each in storage.format.canonical.fields if each.name not in held]
+    freed = [name for name in storage.missing if raw is None or name not in raw.waiting]
     if freed:
         raise ValueError(
             f"{freed} are not there, which update_usage freed and nothing else gives; keep both directions of weights "

@@ -273,11 +273,10 @@ def _sharded_dim(name: str, param: Any, placement: Any) -> int:
 def _check_cuts(name: str, param: Any, shards: Shards, dim: int) -> None:
     local, num_shards = local_tensor(param), shards.count
     alignment = local.format.alignment(0)
-    freed = [each.name for each in local.format.canonical.fields if each.name not in local.storage.buffers]
-    if freed:
+    if local.storage.missing:
         raise ValueError(
-            f"{name}: {freed} were freed by update_usage, and are gathered in each pass; shard a weight that has both "
-            "directions"
+            f"{name}: {local.storage.missing} were freed by update_usage, and are gathered in each pass; shard a "
+            "weight that has both directions"
         )
     if isinstance(local, GroupedParameter):
         if dim and local.shape[dim] % num_shards:

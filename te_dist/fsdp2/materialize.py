@@ -61,14 +61,15 @@ def materialize(
     for prefix, module in model.named_modules():
         own = {n: p for n, p in module.named_parameters(recurse=False) if id(p) not in done}
         done |= {id(p) for p in own.values()}
-        empty = {n: b for n, b in module.named_buffers(recurse=False) if id(b) in blank}
+        buffers = dict(module.named_buffers(recurse=False))
+        empty = {name: buffer for name, buffer in buffers.items() if id(buffer) in blank}
         blank -= {id(buffer) for buffer in empty.values()}  # what modules share the first of them fills
         for buffer in empty.values():
             _blank_out(buffer)
         if initialize is not None and not _has_rule_of_its_own(module):
-            if own or any(True for _ in module.buffers(recurse=False)):
+            if own or buffers:
                 _initialize_by(initialize, module, given_name(prefix), own, seed)
-        elif own or empty or hasattr(module, "reset_parameters") and any(True for _ in module.buffers(recurse=False)):
+        elif own or empty or (buffers and hasattr(module, "reset_parameters")):
             _initialize(module, given_name(prefix), own, seed)
         left = {n: b for n, b in module.named_buffers(recurse=False) if n in empty}
         _check_filled(module, given_name(prefix), left)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from te_dist.checkpoints.folder import sync
 from te_dist.launch import text
 from te_dist.launch.config import Config
-from te_dist.launch.errors import JobError
+from te_dist.launch.errors import JobError, unwritable
 from te_dist.launch.text import Source, Split
 from te_dist.launch.world import World
 
@@ -79,12 +79,7 @@ def _build(config: Config) -> Path:
             _fill(draft, split, config.model.vocab_size)
             _publish(draft, folder)
     except OSError as error:
-        raise JobError(
-            f"run directory {config.run_dir}",
-            got=error,
-            wanted="a directory to write in, with room for the tokenized text",
-            remedy="change run_dir, or make room there",
-        ) from error
+        raise unwritable(config.run_dir, error) from error
     return folder
 
 

@@ -15,7 +15,12 @@ class JobError(Exception):
 
 def unwritable(run_dir: object, error: OSError) -> JobError:
     """What to raise where the run directory cannot be written."""
-    return JobError(f"run directory {run_dir}", got=error, wanted="a directory to write in", remedy="change run_dir")
+    return JobError(
+        f"run directory {run_dir}",
+        got=error,
+        wanted="a directory to write in, with room",
+        remedy="change run_dir, or make room there",
+    )
 
 
 def require(condition: bool, what: str, *, got: object, wanted: str, remedy: str) -> None:

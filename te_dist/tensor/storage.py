@@ -155,6 +155,11 @@ class QuantizedStorage:
         """Whether all fields of `direction`, which the format declares, are present."""
         return all(map(self.buffers.__contains__, self.format[direction].names))
 
+    @property
+    def missing(self) -> list[str]:
+        """Names of canonical fields that are not there, as `update_usage` frees them."""
+        return [f.name for f in self.format.canonical.fields if f.name not in self.buffers]
+
     def stored(self, direction: Direction) -> tuple[Tensor, ...]:
         """The stored tensors of `direction`, in the order of its fields."""
         return tuple(map(self.buffers.__getitem__, self.format[direction].names))

@@ -299,7 +299,7 @@ def test_a_library_initializes_by_its_own_rule_what_is_converted_too() -> None:
 def test_what_a_rule_leaves_without_values_is_named() -> None:
     with torch.device("meta"):
         model = Foreign()
-    with pytest.raises(ValueError, match=r"experts \(Experts\).* left \['gate_up_proj', 'down_proj'\]"):
+    with pytest.raises(ValueError, match=r"experts \(Experts\): its rule .* left \['gate_up_proj', 'down_proj'\]"):
         fsdp2.materialize(model, device="cpu", seed=0, initialize=lambda m: isinstance(m, Experts) or Foreign.rule(m))
 
 
