@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -79,7 +80,7 @@ def _tiles_task(x: Input, place: tuple[Pair, Pair, Pair], strips: Pair, whole: s
     return Task(x, partial(of_tiles, whole=whole), (load,), (x.element_size(),), blocks, values)
 
 
-def tile_amax(x: Tensor, source: str, beside: Sequence[Tensor], *rest: object) -> None:
+def tile_amax(x: Tensor, source: str, beside: Sequence[Tensor], *rest: Any) -> None:
     """See te_dist.ops.tile_amax."""
     phase, tile, out = rest
     if out.numel():

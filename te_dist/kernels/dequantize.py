@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from te_dist.formats.region import Pair
@@ -74,7 +76,7 @@ def dequantize_mxfp8(data: Tensor, scale: Tensor, grain: Pair, phase: Pair, fp8:
     _decode((CODES[fp8], "PowerScales"), data, scale, (grain, phase), out)
 
 
-def dequantize_nvfp4(data: Tensor, scale: Tensor, amax: Tensor, packed_dim: int, *rest: object) -> None:
+def dequantize_nvfp4(data: Tensor, scale: Tensor, amax: Tensor, packed_dim: int, *rest: Any) -> None:
     """See te_dist.ops.dequantize_nvfp4."""
     phase, e4m3_max, out = rest
     if out.numel() == 0:

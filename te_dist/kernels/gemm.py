@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -240,7 +240,7 @@ def output(out: Tensor, bias: Tensor | None, row_factor: Tensor | None) -> tuple
     return out_map, *places, bias_type, out.shape[1], has_map
 
 
-def gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, b_tile: Pair, *rest: object) -> None:
+def gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, b_tile: Pair, *rest: Any) -> None:
     """See te_dist.ops.gemm_float8_block."""
     fp8, bias, accumulate, out = rest
     (rows, depth), cols = a.shape, b.shape[0]

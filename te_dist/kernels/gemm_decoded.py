@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ def width_of(rows: int, cols: int, scaled_sums: bool) -> int:
     return WIDTHS[1] if few or scaled_sums else WIDTHS[0]
 
 
-def gemm_decoded(*arguments: object) -> None:
+def gemm_decoded(*arguments: Any) -> None:
     """See te_dist.ops.gemm_decoded."""
     a, b, (summed, shift, bias, accumulate, out) = arguments[:7], arguments[7:14], arguments[14:]
     if out.numel() == 0:

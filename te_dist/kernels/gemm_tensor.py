@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ def _workspace(given: Tensor | None) -> tuple[int, int]:
     return given.data_ptr(), given.numel()
 
 
-def gemm_float8_tensor(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: object) -> None:
+def gemm_float8_tensor(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: Any) -> None:
     """See te_dist.ops.gemm_float8_tensor."""
     fp8, bias, fast, accumulate, workspace, out = rest
     (rows, depth), cols = a.shape, b.shape[0]
@@ -95,7 +96,7 @@ def gemm_float8_tensor(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *
     issue(Launch(product, device, _ONE_BLOCK, _LAYOUT, values))
 
 
-def gemm_half(a: Tensor, b: Tensor, summed_dims: tuple[int, int], *rest: object) -> None:
+def gemm_half(a: Tensor, b: Tensor, summed_dims: tuple[int, int], *rest: Any) -> None:
     """See te_dist.ops.gemm_half."""
     accumulate, workspace, out = rest
     depth = a.shape[summed_dims[0]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from te_dist.kernels import gemm, gemm_staged
@@ -28,7 +30,7 @@ def sums_decoded(kinds: tuple[str, str], turned: tuple[bool, bool], height: int)
     return gemm_staged.staged("DepthGroups", _SUMS, kinds, turned, height)
 
 
-def grouped_gemm_decoded(*arguments: object) -> None:
+def grouped_gemm_decoded(*arguments: Any) -> None:
     """See te_dist.ops.grouped_gemm_decoded."""
     table, bias, row_factor, accumulate, out = arguments[2 * _OF_OPERAND :]
     (rows, cols), groups = out.shape, table.shape[1] - 1
@@ -48,7 +50,7 @@ def grouped_gemm_decoded(*arguments: object) -> None:
     launch_everywhere(spec, 1, (*values, steps, b_summed, *tiles), out)
 
 
-def grouped_wgrad_decoded(*arguments: object) -> None:
+def grouped_wgrad_decoded(*arguments: Any) -> None:
     """See te_dist.ops.grouped_wgrad_decoded."""
     table, accumulate, out = arguments[2 * _OF_OPERAND :]
     (all_rows, cols), groups = out.shape, table.shape[1] - 1

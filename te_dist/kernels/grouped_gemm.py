@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,7 +133,7 @@ def sums_float8_block(codes: tuple[str, str], out: str, shape: Tiling, *, adds: 
     return gemm.spec_of("DepthGroups", _SUMS, codes, gemm.Variant(out, False, shape, adds))
 
 
-def grouped_gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: object) -> None:
+def grouped_gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: Any) -> None:
     """See te_dist.ops.grouped_gemm_float8_block."""
     table, summed_dim, b_tile, fp8, bias, row_factor, accumulate, out = rest
     (rows, cols), groups, depth_tiles = out.shape, table.shape[1] - 1, -(-a.shape[1] // DEPTH)
@@ -153,7 +154,7 @@ def grouped_gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Te
     launch_everywhere(spec, shape.cluster, (*gemm.common(maps, out, bias, row_factor), *tiles), out)
 
 
-def grouped_wgrad_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: object) -> None:
+def grouped_wgrad_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: Any) -> None:
     """See te_dist.ops.grouped_wgrad_float8_block."""
     table, fp8, accumulate, out = rest
     rows, cols, groups = a.shape[0], b.shape[0], table.shape[1] - 1

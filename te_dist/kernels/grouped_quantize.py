@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -53,7 +54,7 @@ def grouped_amax(x: Tensor, source: str, beside: Sequence[Tensor], table: Tensor
     start(Task(matrix, amaxes, (matrix.load_bytes(),), (matrix.element_size(),), blocks, values), overlaps=True)
 
 
-def grouped_direction_amax(x: Tensor, source: str, beside: Sequence[Tensor], table: Tensor, *rest: object) -> None:
+def grouped_direction_amax(x: Tensor, source: str, beside: Sequence[Tensor], table: Tensor, *rest: Any) -> None:
     """See te_dist.ops.grouped_direction_amax."""
     hadamard, row_amax, col_amax = rest
     outputs = [out for out in (row_amax, col_amax) if out is not None and out.numel()]
@@ -75,7 +76,7 @@ def _blocks(x: Input, table: Tensor, lanes: Lanes = SQUARE) -> int:
     return tiles_at_most(rows, table.shape[1] - 1) * (PANEL[0] // high) * -(-cols // wide)
 
 
-def _float8(x: Input, table: Tensor, shares: tuple[str, str], *rest: object) -> Task:
+def _float8(x: Input, table: Tensor, shares: tuple[str, str], *rest: Any) -> Task:
     """`rest`: type, codes of both directions, values of the parameters behind the panels."""
     fp8, row_data, col_data, values = rest
     x = x.in_pairs()
@@ -98,7 +99,7 @@ def _row_scale(tile: Pair, scale: Tensor | None) -> Tensor | None:
 
 
 def grouped_quantize_float8_block(
-    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: Any
 ) -> None:
     """See te_dist.ops.grouped_quantize_float8_block."""
     table, fp8, pow2, eps, row_tile, row_data, row_scale, col_tile, col_data, col_scale, noop = rest
@@ -129,7 +130,7 @@ def _cast(x: Input, table: Tensor, fp8: str, rule: tuple[int | float, ...], outp
 
 
 def grouped_quantize_float8_tensor(
-    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: Any
 ) -> None:
     """See te_dist.ops.grouped_quantize_float8_tensor."""
     scale, table, fp8, amax, *outputs, noop = rest
@@ -138,7 +139,7 @@ def grouped_quantize_float8_tensor(
 
 
 def grouped_quantize_float8_current(
-    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: Any
 ) -> None:
     """See te_dist.ops.grouped_quantize_float8_current."""
     amax, table, fp8, pow2, eps, *outputs, noop = rest
@@ -147,7 +148,7 @@ def grouped_quantize_float8_current(
 
 
 def grouped_quantize_mxfp8(
-    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: Any
 ) -> None:
     """See te_dist.ops.grouped_quantize_mxfp8."""
     table, fp8, row_tile, row_data, row_scale, col_tile, col_data, col_scale, noop = rest
@@ -169,7 +170,7 @@ def grouped_quantize_mxfp8(
 
 
 def grouped_quantize_nvfp4(
-    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: Any
 ) -> None:
     """See te_dist.ops.grouped_quantize_nvfp4."""
     table, e4m3_max, four_over_six, hadamard, *planes, rng_state, noop = rest

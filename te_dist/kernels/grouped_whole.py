@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -157,7 +157,7 @@ def whole(
     return Spec("grouped_gemm.cuh", f"GroupedGemm<{walk}, {a}, {b}, {rest}>", layout, **launched)
 
 
-def grouped_gemm_half(a: Tensor, b: Tensor, table: Tensor, summed_dim: int, *rest: object) -> None:
+def grouped_gemm_half(a: Tensor, b: Tensor, table: Tensor, summed_dim: int, *rest: Any) -> None:
     """See te_dist.ops.grouped_gemm_half."""
     element = ELEMENTS[a.dtype]
     operands = Operand(element), Operand(element, turned=summed_dim == 0)
@@ -170,14 +170,14 @@ def grouped_wgrad_half(a: Tensor, b: Tensor, table: Tensor, accumulate: bool, ou
     _sums((operand, operand), (a, b), (None, None), table, accumulate, out)
 
 
-def grouped_gemm_float8_tensor(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: object) -> None:
+def grouped_gemm_float8_tensor(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: Any) -> None:
     """See te_dist.ops.grouped_gemm_float8_tensor."""
     table, fp8, fast, *rest = rest
     operands = Operand(CODES[fp8[0]]), Operand(CODES[fp8[1]])
     _products(operands, (a, b), (a_scale, b_scale), table, *rest, in_parts=not fast)
 
 
-def grouped_wgrad_float8_tensor(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: object) -> None:
+def grouped_wgrad_float8_tensor(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: Any) -> None:
     """See te_dist.ops.grouped_wgrad_float8_tensor."""
     table, fp8, accumulate, out = rest
     operands = Operand(CODES[fp8[0]]), Operand(CODES[fp8[1]])
@@ -188,7 +188,7 @@ def _products(
     operands: tuple[Operand, Operand],
     matrices: tuple[Tensor, Tensor],
     scales: tuple,
-    *rest: object,
+    *rest: Any,
     in_parts: bool = False,
 ) -> None:
     table, bias, row_factor, accumulate, out = rest
@@ -213,7 +213,7 @@ def _sums(
     operands: tuple[Operand, Operand],
     matrices: tuple[Tensor, Tensor],
     scales: tuple,
-    *rest: object,
+    *rest: Any,
     in_parts: bool = False,
 ) -> None:
     table, accumulate, out = rest

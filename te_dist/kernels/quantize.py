@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -77,7 +78,7 @@ def float8(
     return Spec("quantize_float8.cuh", f"QuantizeFloat8<{constants}>", layout(source, fields))
 
 
-def _float8(x: Input, phase: Pair, shares: tuple[str, str], *rest: object) -> Task:
+def _float8(x: Input, phase: Pair, shares: tuple[str, str], *rest: Any) -> Task:
     fp8, row_data, col_data, values = rest
     x = x.in_pairs(phase[1])
     rows, cols = x.shape
@@ -108,7 +109,7 @@ def float8_tensor_task(x: Input, scale: Tensor, fp8: str, amax: Tensor | None, *
 
 
 def quantize_float8_tensor(
-    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: Any
 ) -> None:
     """See te_dist.ops.quantize_float8_tensor."""
     start(float8_tensor_task(read(x, source, beside, sums, row_sums), *rest))
@@ -123,7 +124,7 @@ def float8_current_task(
 
 
 def quantize_float8_current(
-    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: Any
 ) -> None:
     """See te_dist.ops.quantize_float8_current."""
     fp8, pow2, eps, amax, workspace, *outputs, noop = rest
@@ -149,7 +150,7 @@ def float8_block_task(
 
 
 def quantize_float8_block(
-    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: Any
 ) -> None:
     """See te_dist.ops.quantize_float8_block."""
     start(float8_block_task(read(x, source, beside, sums, row_sums), *rest))
@@ -190,7 +191,7 @@ def mxfp8_task(x: Input, phase: Pair, fp8: str, *rest: Pair | Tensor | None) -> 
 
 
 def quantize_mxfp8(
-    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: Any
 ) -> None:
     """See te_dist.ops.quantize_mxfp8."""
     start(mxfp8_task(read(x, source, beside, sums, row_sums), *rest))
@@ -258,7 +259,7 @@ def direction_amaxes(source: Source, widths: Widths, *, transforms: str, panels:
     return Spec("direction_amax.cuh", f"DirectionAmax<{constants}>", layout(source, fields))
 
 
-def direction_amax(x: Tensor, source: str, beside: Sequence[Tensor], *rest: object) -> None:
+def direction_amax(x: Tensor, source: str, beside: Sequence[Tensor], *rest: Any) -> None:
     """See te_dist.ops.direction_amax."""
     hadamard, row_amax, col_amax = rest
     matrix = read(x, source, beside)
@@ -328,7 +329,7 @@ def nvfp4_task(
 
 
 def quantize_nvfp4(
-    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+    x: Tensor, source: str, beside: Sequence[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: Any
 ) -> None:
     """See te_dist.ops.quantize_nvfp4."""
     start(nvfp4_task(read(x, source, beside, sums, row_sums), *rest))

@@ -70,7 +70,7 @@ def _refuse_on_cpu(name: str) -> Callable[..., None]:
 
 
 def _rehearsed(name: str, cuda: Callable[..., None]) -> Callable[..., None]:
-    def fake(*args: object) -> None:
+    def fake(*args: Any) -> None:
         """Outputs are arguments: there is nothing to make up. See [Note: Kernels ahead of time]."""
         if is_recording():
             return cuda(*args)

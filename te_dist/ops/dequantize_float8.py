@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ def dequantize_float8(data: Tensor, scale: Tensor, *, tile: Pair, phase: Pair, f
     torch.ops.te_dist.dequantize_float8(data, scale, tile, phase, fp8, out)
 
 
-def _cpu(*args: object) -> None:
+def _cpu(*args: Any) -> None:
     _C.dequantize_float8(*args, torch.get_num_threads())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ def dequantize_nvfp4(data: Tensor, scale: Tensor, amax: Tensor, *, out: Tensor, 
     torch.ops.te_dist.dequantize_nvfp4(data, scale, amax, packed_dim, phase, e4m3_max, out)
 
 
-def _cpu(data: Tensor, scale: Tensor, amax: Tensor, packed_dim: int, *rest: object) -> None:
+def _cpu(data: Tensor, scale: Tensor, amax: Tensor, packed_dim: int, *rest: Any) -> None:
     phase, e4m3_max, out = rest
     grain = (1, TILE) if packed_dim == 1 else (TILE, 1)
     _C.dequantize_nvfp4(data, scale, amax, (packed_dim, e4m3_max), grain, phase, out, torch.get_num_threads())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -34,7 +36,7 @@ def direction_amax(
     torch.ops.te_dist.direction_amax(*flat_source(unsummed(x))[:3], hadamard, row_amax, col_amax)
 
 
-def _cpu(x: Tensor, source: str, beside: list[Tensor], *rest: object) -> None:
+def _cpu(x: Tensor, source: str, beside: list[Tensor], *rest: Any) -> None:
     hadamard, row_amax, col_amax = rest
     read = (x, source, beside)
     for out, mask in ((row_amax, None), (col_amax, hadamard)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,7 @@ def grouped_direction_amax(
     torch.ops.te_dist.grouped_direction_amax(*flat_source(unsummed(x))[:3], table, hadamard, row_amax, col_amax)
 
 
-def _cpu(x: Tensor, source: str, beside: list[Tensor], table: Tensor, *rest: object) -> None:
+def _cpu(x: Tensor, source: str, beside: list[Tensor], table: Tensor, *rest: Any) -> None:
     hadamard, row_amax, col_amax = rest
     matrix, found = matrix_of(x, source, beside), torch.empty(1)
     for out, mask in ((row_amax, None), (col_amax, hadamard)):

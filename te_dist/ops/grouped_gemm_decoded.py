@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -121,7 +121,7 @@ def factor_of(group: int, *sides: tuple) -> float:
     return product
 
 
-def _cpu(*arguments: object) -> None:
+def _cpu(*arguments: Any) -> None:
     a, b, (table, *rest) = arguments[:5], arguments[5:10], arguments[10:]
     left, right = values(*a[:3]), values(*b[:3])
     matrices = in_groups(right, table.shape[1] - 1, 1 if is_turned(b[0]) else 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ def values(codes: Tensor, scale: Tensor, tile: Pair, fp8: str) -> Tensor:
     return out
 
 
-def _cpu(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, table: Tensor, *rest: object) -> None:
+def _cpu(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, table: Tensor, *rest: Any) -> None:
     summed_dim, b_tile, fp8, *rest = rest
     left = values(a, a_scale, (1, TILE), fp8[0])
     matrices, scales = (in_groups(tensor, table.shape[1] - 1) for tensor in (b, b_scale))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ def values(codes: Tensor, fp8: str) -> Tensor:
     return out
 
 
-def _cpu(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, table: Tensor, *rest: object) -> None:
+def _cpu(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, table: Tensor, *rest: Any) -> None:
     fp8, _, *rest = rest
     groups = table.shape[1] - 1
     left, matrices, scales = values(a, fp8[0]), in_groups(b, groups), (a_scale * b_scale).expand(groups)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ def grouped_gemm_half(a: Tensor, b: Tensor, *, out: Tensor, **product: Unpack[Gr
     torch.ops.te_dist.grouped_gemm_half(a, b, end.table, summed_dim, *end[1:])
 
 
-def _cpu(a: Tensor, b: Tensor, table: Tensor, summed_dim: int, *rest: object) -> None:
+def _cpu(a: Tensor, b: Tensor, table: Tensor, summed_dim: int, *rest: Any) -> None:
     matrices = in_groups(b, table.shape[1] - 1)
 
     def product_of(group: int, rows: slice) -> Tensor:

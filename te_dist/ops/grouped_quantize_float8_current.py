@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ def grouped_quantize_float8_current(  # noqa: PLR0913  (an op's signature is its
 
 
 def _cpu(
-    x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+    x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: Any
 ) -> None:
     amax, table, fp8, pow2, eps, *outputs, noop = rest
     if is_set(noop):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ def _check_scale(side: str, planes: GroupedMxFp8Planes, grid: Pair) -> None:
 
 
 def _cpu(
-    x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+    x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: Any
 ) -> None:
     table, fp8, row_tile, row_data, row_scale, col_tile, col_data, col_scale, noop = rest
     if is_set(noop):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -132,7 +132,7 @@ def _check_scales(side: str, planes: GroupedNvFp4Planes, grid: Pair, table: Tens
 
 
 def _cpu(
-    x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+    x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: Any
 ) -> None:
     table, e4m3_max, four_over_six, hadamard, *planes, rng_state, noop = rest
     if is_set(noop):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -47,7 +49,7 @@ def grouped_wgrad_decoded(a: Coded, b: Coded, *, table: Tensor, out: Tensor, acc
     torch.ops.te_dist.grouped_wgrad_decoded(*flat(a), *flat(b), table, accumulate, out)
 
 
-def _cpu(*arguments: object) -> None:
+def _cpu(*arguments: Any) -> None:
     a, b, (table, accumulate, out) = arguments[:5], arguments[5:10], arguments[10:]
     left, right = values(*a[:3]), values(*b[:3])
 

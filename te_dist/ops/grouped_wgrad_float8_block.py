@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ def grouped_wgrad_float8_block(
     torch.ops.te_dist.grouped_wgrad_float8_block(a, a_scale, b, b_scale, table, fp8, accumulate, out)
 
 
-def _cpu(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, table: Tensor, *rest: object) -> None:
+def _cpu(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, table: Tensor, *rest: Any) -> None:
     fp8, accumulate, out = rest
     left, right = values(a, a_scale, (1, TILE), fp8[0]), values(b, b_scale, (1, TILE), fp8[1])
     write_sums(lambda _, its: left[:, its] @ right[:, its].t(), table[1] * TILE, accumulate, out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ def grouped_wgrad_float8_tensor(
     torch.ops.te_dist.grouped_wgrad_float8_tensor(a, a_scale, b, b_scale, table, fp8, accumulate, out)
 
 
-def _cpu(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, table: Tensor, *rest: object) -> None:
+def _cpu(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, table: Tensor, *rest: Any) -> None:
     fp8, accumulate, out = rest
     left, right, scales = values(a, fp8[0]), values(b, fp8[1]), (a_scale * b_scale).expand(table.shape[1] - 1)
     write_sums(lambda g, its: left[:, its] @ right[:, its].t() * scales[g], table[1] * TILE, accumulate, out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ def scale_of(amax: Tensor, fp8: str, pow2: bool, eps: float) -> Tensor:
 
 
 def _cpu(
-    x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+    x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: Any
 ) -> None:
     fp8, pow2, eps, amax, _, *outputs, noop = rest
     if is_set(noop):

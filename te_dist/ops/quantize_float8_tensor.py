@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ def cast(read: tuple[Tensor, str, list[Tensor]], scale: Tensor, fp8: str, *outpu
 
 
 def _cpu(
-    x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+    x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: Any
 ) -> None:
     scale, fp8, amax, *outputs, noop = rest
     if is_set(noop):

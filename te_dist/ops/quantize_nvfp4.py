@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -110,7 +110,7 @@ def _check_tensor_amax(planes: NvFp4Planes, side: str, shapes: tuple[Pair, ...])
 
 
 def _cpu(
-    x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: object
+    x: Tensor, source: str, beside: list[Tensor], sums: Tensor | None, row_sums: Tensor | None, *rest: Any
 ) -> None:
     phase, e4m3_max, four_over_six, hadamard, *planes, rng_state, noop = rest
     if is_set(noop):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ def tile_amax(x: Tensor | Source, *, phase: Pair, tile: Pair, out: Tensor) -> No
     torch.ops.te_dist.tile_amax(*flat_source(x)[:3], phase, tile, out)
 
 
-def _cpu(x: Tensor, source: str, beside: list[Tensor], *rest: object) -> None:
+def _cpu(x: Tensor, source: str, beside: list[Tensor], *rest: Any) -> None:
     _C.tile_amax((x, source, beside), *rest, torch.get_num_threads())
 
 
