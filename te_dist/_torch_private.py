@@ -115,7 +115,7 @@ def in_ddp_forward() -> bool:
 
 def process_group(name: str) -> dist.ProcessGroup:
     """The group that functional collectives know by `name`."""
-    return distributed_c10d._resolve_process_group(name)
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def is_executed(node: Any) -> bool:
@@ -166,7 +166,7 @@ def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply(*args)`. Arguments are not searched for what ended transforms of torch.func left behind."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -224,7 +224,7 @@ def reshards_between_passes(unit: nn.Module, *, inside: bool = False) -> bool:
     Args:
         inside: whether another unit is known to be around it, so that it will not be the root.
     """
-    state = unit._get_fsdp_state()
+    state = _state(unit)
     if state._is_root is None and state._auto_reshard_after_forward and not inside:
         return False  # gathered by hand before any forward: it may turn out to be the root, which keeps them
     return all(g._reshard_after_forward and g.reshard_after_backward for g in _parameter_groups(unit))
@@ -268,8 +268,7 @@ def managed_parameters(unit: nn.Module, *, inside: bool = False) -> list[Managed
     Args:
         inside: whether another unit is known to be around it, so that it will not be the root.
     """
-    found = []
-    state = unit._get_fsdp_state()
+    found, state = [], _state(unit)
     is_root = state._is_root or (state._is_root is None and not inside)
     for number, group in enumerate(_parameter_groups(unit)):
         mesh = group.mesh_info
@@ -298,7 +297,7 @@ def managed_parameters(unit: nn.Module, *, inside: bool = False) -> list[Managed
 
 def modules_of_unit(unit: nn.Module) -> tuple[nn.Module, ...]:
     """Those that were wrapped by FSDP2 as one, with this one among them."""
-    return tuple(unit._get_fsdp_state()._modules)
+    return tuple(_state(unit)._modules)
 
 
 def ranks_of_unit(unit: nn.Module) -> set[int]:
@@ -313,15 +312,14 @@ def all_managed() -> Iterator[tuple[nn.Module, str]]:
 
 def prefetched_units(unit: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """Units that were named to be gathered ahead when `unit` runs in forward, and in backward."""
-    state = unit._get_fsdp_state()
-    ahead = (state._states_to_forward_prefetch, state._states_to_backward_prefetch)
-    forward, backward = ([each._modules[0] for each in states] for states in ahead)
-    return forward, backward
+    state = _state(unit)
+    forward, backward = state._states_to_forward_prefetch, state._states_to_backward_prefetch
+    return [each._modules[0] for each in forward], [each._modules[0] for each in backward]
 
 
 def is_first_of_unit(unit: nn.Module) -> bool:
     """Whether it is the only one, or the first, of the modules that were wrapped together."""
-    return unit._get_fsdp_state()._modules[0] is unit
+    return _state(unit)._modules[0] is unit
 
 
 @contextmanager
@@ -335,7 +333,7 @@ def watched_collectives(
         reduced: of each reduction of gradients, takes the same with the bytes that are reduced and scattered, and
             those that are reduced over replicas then.
     """
-    home = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    home: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
     gather, reduce, arguments = home.foreach_all_gather, home.foreach_reduce, inspect.signature(home.foreach_reduce)
 
     def foreach_all_gather(params: list[Any], group: dist.ProcessGroup, *rest: Any, **named: Any) -> Any:
@@ -357,9 +355,7 @@ def watched_collectives(
         ]
         over_replicas = replicas is not None and replicas.size() > 1 and given["all_reduce_grads"]
         result = reduce(params, grads, *rest, **named)
-        assert result[0].nbytes == sum(share for _, share in shares), (
-            "FSDP2 reduces other bytes than those of gradients"
-        )
+        assert result[0].nbytes == sum(share for _, share in shares), "FSDP2 reduces other bytes than gradients have"
         for place, share in shares:
             reduced(*place, share if num_shards > 1 else 0, share // num_shards if over_replicas else 0)
         return result
@@ -376,7 +372,7 @@ def pretended_ranks(world_size: int, rank: int) -> Iterator[None]:
     """A process group of `world_size` ranks of which there is this one alone: collectives return and move nothing."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # makes the backend known
     hook = sys.excepthook  # torch puts the rank before every line of an exception, once for each group it makes
-    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)  # type: ignore
     try:
         yield
     finally:
@@ -429,7 +425,7 @@ def gathered_place(tensor: Tensor) -> tuple[nn.Module, str, int] | None:
 
 def waits_for_backward(params: Sequence[Tensor]) -> bool:
     """Whether FSDP2, outside of a backward pass, still waits for the end of one, which was to give these gradients."""
-    ends = (found for found in _units() if found[0]._get_fsdp_state()._state_ctx.post_backward_final_callback_queued)
+    ends = (found for found in _units() if _state(found[0])._state_ctx.post_backward_final_callback_queued)
     return not in_backward() and any(_has(group, params) for _, group in ends)
 
 
@@ -475,8 +471,12 @@ def _units() -> Iterator[tuple[FSDPModule, Any]]:
     return ((unit, group) for unit in units for group in _parameter_groups(unit))
 
 
-def _parameter_groups(unit: nn.Module) -> list[Any]:
-    state = unit._get_fsdp_state()
+def _state(unit: Any) -> Any:
+    return unit._get_fsdp_state()
+
+
+def _parameter_groups(unit: Any) -> list[Any]:
+    state = _state(unit)
     groups = getattr(state, "_fsdp_param_groups", None)  # several from torch 2.12 on
     if groups is None:
         groups = [state._fsdp_param_group]

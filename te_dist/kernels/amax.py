@@ -95,7 +95,7 @@ def zero(out: Tensor) -> None:
 
 def _tile_amax(x: Input, phase: Pair, tile: Pair, out: Tensor) -> None:
     if _is_whole(tile):
-        place = (x.shape, phase_in(tile, phase), tuple(tile))
+        place = (x.shape, phase_in(tile, phase), (tile[0], tile[1]))
         strips = _strips(*place)
         # Few blocks of whole tiles leave the GPU idle, which costs more than raising, but where a tile is a column.
         if strips[1] >= _FEW_BLOCKS or tile[1] == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -96,14 +97,16 @@ def access_bytes(limit: int, *positions: int) -> int:
 
 def phase_in(tile: Pair, phase: Pair) -> Pair:
     """Offset inside a tile; it means nothing where a tile is the entire dimension."""
-    return tuple(p % t if t != WHOLE else 0 for p, t in zip(phase, tile, strict=True))
+    row, col = (p % t if t != WHOLE else 0 for p, t in zip(phase, tile, strict=True))
+    return row, col
 
 
-def extents_of(tile: Pair, shape: Pair) -> Pair:
+def extents_of(tile: Pair, shape: Sequence[int]) -> Pair:
     """Extents of a tile, those of the matrix where it is the entire dimension; never 0."""
-    return tuple(max(1, t if t != WHOLE else s) for t, s in zip(tile, shape, strict=True))
+    rows, cols = (max(1, t if t != WHOLE else s) for t, s in zip(tile, shape, strict=True))
+    return rows, cols
 
 
-def blocks_for(shape: Pair, block: Pair, phase: Pair = (0, 0)) -> int:
+def blocks_for(shape: Sequence[int], block: Pair, phase: Pair = (0, 0)) -> int:
     """Number of blocks that cover a matrix whose first element lies `phase` inside the first block."""
     return math.prod(-(-(p + s) // b) for s, b, p in zip(shape, block, phase, strict=True))

@@ -105,7 +105,7 @@ def source(kind: str, *, turned: bool = False) -> str:
 
 
 @once
-def staged(walk: str, layout: Layout, kinds: tuple[str, str], turned: tuple[bool, bool], height: int) -> Spec:
+def staged(walk: str, layout: Layout, kinds: tuple[str, ...], turned: tuple[bool, ...], height: int) -> Spec:
     """Spec of products whose tiles are those of `walk`."""
     half = "Float16" if kinds == ("e2m1", "e2m1") else "BFloat16"
     sources = [source(kind, turned=turns) for kind, turns in zip(kinds, turned, strict=True)]
@@ -119,7 +119,7 @@ def staged(walk: str, layout: Layout, kinds: tuple[str, str], turned: tuple[bool
     return Spec("gemm_staged.cuh", template, layout, shared_bytes=-(-shared // 1024) * 1024, arch="sm_90a")
 
 
-def one_product(kinds: tuple[str, str], turned: tuple[bool, bool], height: int) -> Spec:
+def one_product(kinds: tuple[str, ...], turned: tuple[bool, ...], height: int) -> Spec:
     """Spec of one product."""
     return staged("OneProduct", _ONE, kinds, turned, height)
 

@@ -19,13 +19,13 @@ _OF_OPERAND = 5  # arguments
 
 
 @once
-def rows_decoded(kinds: tuple[str, str], turned: tuple[bool, bool], height: int) -> Spec:
+def rows_decoded(kinds: tuple[str, ...], turned: tuple[bool, ...], height: int) -> Spec:
     """Spec of products of rows in groups."""
     return gemm_staged.staged("RowGroups", _ROWS, kinds, turned, height)
 
 
 @once
-def sums_decoded(kinds: tuple[str, str], turned: tuple[bool, bool], height: int) -> Spec:
+def sums_decoded(kinds: tuple[str, ...], turned: tuple[bool, ...], height: int) -> Spec:
     """Spec of products that sum over the rows of groups."""
     return gemm_staged.staged("DepthGroups", _SUMS, kinds, turned, height)
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_dist.formats.region import Pair
 from te_dist.kernels import gemm
 from te_dist.kernels.arguments import CODES, ELEMENTS, INTEGERS, access_bytes, matrix_map, pointer
 from te_dist.kernels.gemm import DEPTH, Extents, Kind, Rates, Tiling
@@ -174,7 +173,7 @@ def grouped_wgrad_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: T
     launch_everywhere(spec, shape.cluster, (*gemm.common(maps, out, None, None), *tiles), out)
 
 
-def _codes(fp8: Pair) -> tuple[str, str]:
+def _codes(fp8: tuple[str, str]) -> tuple[str, str]:
     return CODES[fp8[0]], CODES[fp8[1]]
 
 

@@ -76,7 +76,7 @@ def _blocks(x: Input, table: Tensor, lanes: Lanes = SQUARE) -> int:
     return tiles_at_most(rows, table.shape[1] - 1) * (PANEL[0] // high) * -(-cols // wide)
 
 
-def _float8(x: Input, table: Tensor, shares: tuple[str, str], *rest: Any) -> Task:
+def _float8(x: Input, table: Tensor, shares: tuple[str, ...], *rest: Any) -> Task:
     """`rest`: type, codes of both directions, values of the parameters behind the panels."""
     fp8, row_data, col_data, values = rest
     x = x.in_pairs()

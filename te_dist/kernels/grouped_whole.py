@@ -130,7 +130,7 @@ class Operand(NamedTuple):
 
 @once
 def whole(
-    operands: tuple[Operand, Operand],
+    operands: tuple[Operand, ...],
     out: str,
     shape: Split,
     *,
@@ -172,9 +172,9 @@ def grouped_wgrad_half(a: Tensor, b: Tensor, table: Tensor, accumulate: bool, ou
 
 def grouped_gemm_float8_tensor(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: Any) -> None:
     """See te_dist.ops.grouped_gemm_float8_tensor."""
-    table, fp8, fast, *rest = rest
+    table, fp8, fast, *others = rest
     operands = Operand(CODES[fp8[0]]), Operand(CODES[fp8[1]])
-    _products(operands, (a, b), (a_scale, b_scale), table, *rest, in_parts=not fast)
+    _products(operands, (a, b), (a_scale, b_scale), table, *others, in_parts=not fast)
 
 
 def grouped_wgrad_float8_tensor(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: Any) -> None:

@@ -177,7 +177,8 @@ def _in_order(x: Tensor, name: str, beside: Sequence[Tensor], row_sums: Tensor |
         source = rms_norm(element, ELEMENTS[gamma.dtype], "true" if name == "zero_centered_rms_norm" else "false")
         positions.append(_as_columns(gamma, size))
     values = (x.data_ptr(), *(tensor.data_ptr() for tensor in beside))
-    return Input(x, source, tuple(x.shape), values, access_bytes(_WIDTH, *positions))
+    rows, cols = x.shape
+    return Input(x, source, (rows, cols), values, access_bytes(_WIDTH, *positions))
 
 
 def _swiglu(x: Tensor, name: str, beside: Sequence[Tensor], row_sums: Tensor | None) -> Input:

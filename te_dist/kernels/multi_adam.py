@@ -35,7 +35,7 @@ MOMENT_BLOCK = 128  # values of a row that share a scale
 
 
 @once
-def compact(types: tuple[str, str, str, str, str], widths: Widths) -> Spec:
+def compact(types: tuple[str, ...], widths: Widths) -> Spec:
     """Spec of Adam whose state is kept in fewer bytes; `types`: of the gradient, of what is updated and how it is kept,
     of the moments, and of a copy or Nothing."""
     wide = "true" if widths[0] == _WIDE else "false"
@@ -139,7 +139,7 @@ class AdamLaunches:
             return Work(kernel, (wide,), (_NARROW,), reading_blocks(value), (*own, value.numel(), pointer(copy)))
         assert copy is None
         _, cols, _, phase = task.values[:4]
-        widths = (_width(addresses, cols, phase), *task.widths[1:])
+        widths = (_width(addresses, int(cols), int(phase)), *task.widths[1:])
         kernel = partial(task.kernel, source)
         return Work(kernel, widths, (_NARROW, *task.narrowest[1:]), task.blocks, (*own, *task.values))
 

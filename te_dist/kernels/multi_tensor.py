@@ -82,7 +82,7 @@ class Launches:
 
     def __init__(self, works: Sequence[Work], noop: Tensor) -> None:
         self._noop = noop
-        self._parameters: list[tuple[Spec, int, tuple[int, int, int, int]]] = []
+        self._parameters: list[tuple[Spec, int, tuple[int, int, int]]] = []
         parts, position = [], 0
         for each, chosen in kinds(works).items():
             ends = np.fromiter(accumulate(work.blocks for work in chosen), np.int64, len(chosen))

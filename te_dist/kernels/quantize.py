@@ -68,7 +68,7 @@ def float8(
     widths: Widths,
     *,
     code: str,
-    shares: tuple[str, str],
+    shares: tuple[str, ...],
     panels: Panels = ONE_MATRIX,
     lanes: Lanes = SQUARE,
 ) -> Spec:
@@ -78,7 +78,7 @@ def float8(
     return Spec("quantize_float8.cuh", f"QuantizeFloat8<{constants}>", layout(source, fields))
 
 
-def _float8(x: Input, phase: Pair, shares: tuple[str, str], *rest: Any) -> Task:
+def _float8(x: Input, phase: Pair, shares: tuple[str, ...], *rest: Any) -> Task:
     fp8, row_data, col_data, values = rest
     x = x.in_pairs(phase[1])
     rows, cols = x.shape
@@ -136,9 +136,7 @@ def quantize_float8_current(
     start(task, overlaps=parts is not None)
 
 
-def float8_block_task(
-    x: Input, phase: Pair, fp8: str, pow2: bool, eps: float, *rest: Pair | Tensor | None
-) -> Task | None:
+def float8_block_task(x: Input, phase: Pair, fp8: str, pow2: bool, eps: float, *rest: Any) -> Task | None:
     """What quantize_float8_block launches; `rest`: tile, amax, data and scale of both directions, and noop."""
     row_tile, row_amax, row_data, row_scale, col_tile, col_amax, col_data, col_scale, noop = rest
     if is_idle(x, row_data, col_data):
@@ -162,7 +160,7 @@ def mxfp8(
     widths: Widths,
     *,
     code: str,
-    shares: tuple[str, str],
+    shares: tuple[str, ...],
     panels: Panels = ONE_MATRIX,
     lanes: Lanes = SQUARE,
 ) -> Spec:
@@ -172,7 +170,7 @@ def mxfp8(
     return Spec("quantize_mxfp8.cuh", f"QuantizeMxFp8<{constants}>", layout(source, fields))
 
 
-def mxfp8_task(x: Input, phase: Pair, fp8: str, *rest: Pair | Tensor | None) -> Task | None:
+def mxfp8_task(x: Input, phase: Pair, fp8: str, *rest: Any) -> Task | None:
     """What quantize_mxfp8 launches."""
     row_tile, row_amax, row_data, row_scale, col_tile, col_amax, col_data, col_scale, noop = rest
     if is_idle(x, row_data, col_data):
@@ -202,7 +200,7 @@ def is_of_halves(source: Source) -> bool:
     return source is plain("BFloat16") or source is plain("Float16")
 
 
-def float8_lanes(source: Source, shares: tuple[str, str]) -> Lanes:
+def float8_lanes(source: Source, shares: tuple[str, ...]) -> Lanes:
     """More of a column is written at a time from a tall panel; tiles are those of square ones."""
     return TALL if shares == (ABSENT, TENSOR) and is_of_halves(source) else SQUARE
 
@@ -231,8 +229,8 @@ def nvfp4(
     source: Source,
     widths: Widths,
     *,
-    rule: tuple[str, str, str, str],
-    shares: tuple[str, str],
+    rule: tuple[str, ...],
+    shares: tuple[str, ...],
     panels: Panels = ONE_MATRIX,
 ) -> Spec:
     """Spec of an NVFP4 quantizer.
@@ -295,7 +293,7 @@ def line_store_bytes(scale: Tensor | None, *, dim: int) -> int:
 
 
 def nvfp4_task(
-    x: Input, phase: Pair, e4m3_max: int, four_over_six: str, hadamard: int | None, *rest: Pair | Tensor | None
+    x: Input, phase: Pair, e4m3_max: int, four_over_six: str, hadamard: int | None, *rest: Any
 ) -> Task | None:
     """What quantize_nvfp4 launches."""
     *planes, rng_state, noop = rest

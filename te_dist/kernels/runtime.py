@@ -67,12 +67,13 @@ class Launch(NamedTuple):
 @cache
 def arch_of(device: int) -> str:
     """The architecture that kernels for a device are compiled for."""
-    capability = tuple(_C.cuda.compute_capability(device))
+    major, minor = _C.cuda.compute_capability(device)
+    capability = major, minor
     if capability in MEASURED:
         return MEASURED[capability]
     if capability not in UNMEASURED:
         raise RuntimeError(
-            f"CUDA device {device} has compute capability {capability[0]}.{capability[1]}; te_dist has kernels for "
+            f"CUDA device {device} has compute capability {major}.{minor}; te_dist has kernels for "
             f"{', '.join(ARCHES)}; keep tensors on the CPU"
         )
     if not env.UNMEASURED_KERNELS.get():
@@ -161,7 +162,7 @@ def prepare(specs: Iterable[Spec], device: int) -> None:
             kernel.load(device)
 
 
-def launch(spec: Spec, on: Tensor, grid: tuple[int, int], values: tuple[int | float, ...]) -> None:
+def launch(spec: Spec, on: Tensor, grid: tuple[int, int], values: Sequence[Any]) -> None:
     """Launches on the current stream of the device of `on`. `values`: one for each field of the spec's layout.
 
     Not a host synchronization, not an allocation on the device; outputs must be there.

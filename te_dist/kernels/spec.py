@@ -131,13 +131,13 @@ def once(make: Callable[P, Spec]) -> Callable[P, Spec]:
     """For what makes specs: of one template there is one object, whichever arguments were left to their defaults."""
     made: dict[str, Spec] = {}
 
-    @cache
     @wraps(make)
     def of(*args: P.args, **kwargs: P.kwargs) -> Spec:
         spec = make(*args, **kwargs)
         return made.setdefault(spec.template, spec)
 
-    return of
+    cached: Any = cache(of)
+    return cached
 
 
 @cache

@@ -29,7 +29,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -172,9 +172,10 @@ def communicate(collective: Callable[..., None], *tensors: Tensor) -> None:
 class _Slot(NamedTuple):
     """A tensor, by its place among those of a tape."""
 
-    index: int
+    number: int
 
 
+@final
 class _Allocation(NamedTuple):
     """A contiguous tensor."""
 
@@ -212,6 +213,7 @@ class _Call(NamedTuple):
                 slots[slot] = tensor
 
 
+@final
 class _View(NamedTuple):
     """A call of an op in `_VIEWS`, which autocast has nothing to do with."""
 
@@ -228,6 +230,7 @@ class _Launched(NamedTuple):
     addresses: list[tuple[int, int, int]]
 
 
+@final
 class _Launches:
     """Launches without a call between them, issued together."""
 
@@ -285,7 +288,7 @@ class _Tape:
 def _filled(value: Any, slots: list[Any]) -> Any:
     """`value` with tensors in the place of slots."""
     if type(value) is _Slot:
-        return slots[value.index]
+        return slots[value.number]
     return [_filled(item, slots) for item in value] if type(value) is list else value
 
 
@@ -347,10 +350,10 @@ class _Recorder(QuickDispatchMode):
         addresses = []
         for place in launch.layout.addresses:
             value = launch.values[place]
-            address = value if isinstance(value, int) else getattr(value, "address", None)
+            address = value if isinstance(value, int) else getattr(value, "address", -1)
             if address == 0:
                 continue
-            held = [(slot, start) for slot, (start, end) in self._ranges.items() if start <= (address or 0) < end]
+            held = [(slot, start) for slot, (start, end) in self._ranges.items() if start <= address < end]
             if len(held) != 1:
                 self._is_blank = True
                 return
@@ -452,7 +455,7 @@ def _as_view(call: _Call) -> _Call | _View:
     if call.op not in _VIEWS.values() or call.kwargs or _slots_in(call.args[1:]) or len(call.outputs) != 1:
         return call
     source, *rest = call.args
-    return _View(call.op, source.index, tuple(rest), call.outputs[0])
+    return _View(call.op, source.number, tuple(rest), call.outputs[0])
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:
@@ -464,5 +467,5 @@ def _range(tensor: Tensor) -> tuple[int, int]:
 def _slots_in(value: Any) -> list[int]:
     """All slots of a nested list."""
     if type(value) is _Slot:
-        return [value.index]
+        return [value.number]
     return [slot for item in value for slot in _slots_in(item)] if type(value) is list else []

@@ -225,12 +225,15 @@ def staged_products() -> Iterator[Spec]:
     of_grads = [(grad, turned), (turned_grad, turned)]
     operands = [(mx, mx), (mx, turned), (turned, turned), (nv, nv), (mx, nv), (nv, turned), *of_grads]
     for sides, height in product(operands, gemm_staged.HEIGHTS):
-        kinds, turns = zip(*sides, strict=True)
-        yield gemm_staged.one_product(kinds, turns, height)
+        yield gemm_staged.one_product(*_kinds_and_turns(sides), height)
     for sides, height in product(((mx, mx), (mx, turned), (nv, nv), of_grads[0]), gemm_staged.HEIGHTS):
-        yield grouped_decoded.rows_decoded(*zip(*sides, strict=True), height)
+        yield grouped_decoded.rows_decoded(*_kinds_and_turns(sides), height)
     for sides, height in product(((turned, turned), (nv, nv), of_grads[1]), gemm_staged.HEIGHTS):
-        yield grouped_decoded.sums_decoded(*zip(*sides, strict=True), height)
+        yield grouped_decoded.sums_decoded(*_kinds_and_turns(sides), height)
+
+
+def _kinds_and_turns(sides: tuple[tuple[str, bool], ...]) -> tuple[tuple[str, ...], tuple[bool, ...]]:
+    return tuple(kind for kind, _ in sides), tuple(turned for _, turned in sides)
 
 
 def dequantizers(element: str) -> Iterator[Spec]:
@@ -300,7 +303,7 @@ def movers() -> Iterator[Spec]:
     yield from (movement.transform(width) for width in (8, 2))
     for bits, load, narrow in ((4, 8, 1), (8, 16, 1), (16, 16, 2), (32, 16, 4)):
         yield from (movement.turn(bits, widths) for widths in ((load, 16), (narrow, narrow)))
-    yield from (movement.turn(8, widths, squares=True) for widths in (*product((16, 8), repeat=2), (1, 1)))
+    yield from (movement.turn(8, widths, squares=True) for widths in (*product((16, 8), (16, 8)), (1, 1)))
     yield from (movement.copies(width) for width in (16, 4, 1))
     yield from map(movement.sums_of_halves, _BYTES)
     yield from map(histories.advance, ("true", "false"))

@@ -163,7 +163,8 @@ def shard_model(config: Config, mesh: DeviceMesh, *, expert_mesh: DeviceMesh | N
         if expert_mesh is not None:
             style = expert_style(config, mesh)
             parallelize_module(block, expert_mesh["ep"], {"feed_forward": style})
-            fsdp2.fully_shard(block.feed_forward.experts, mesh=expert_mesh["edp"], recompute=recomputes)
+            experts = block.get_submodule("feed_forward.experts")
+            fsdp2.fully_shard(experts, mesh=expert_mesh["edp"], recompute=recomputes)
     blocks, size = list(model.blocks), config.mesh.unit_blocks
     for first in range(0, len(blocks), size):
         fsdp2.fully_shard(blocks[first : first + size], mesh=mesh["dp"], recompute=recomputes)
@@ -217,7 +218,7 @@ def _part(tokens: Tensor, mesh: DeviceMesh) -> Tensor:
     return tokens.chunk(mesh.size(), dim=SEQUENCE.dim)[mesh.get_local_rank()]
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> optim.FusedAdam:
     """Adam over fp32 masters; matrices decay, the embedding and the norms do not."""
     decays = {True: [], False: []}
     for name, parameter in model.named_parameters():

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from te_dist import catalog, fsdp2
 from te_dist._torch_private import pretended_ranks
@@ -23,6 +22,7 @@ from te_dist.launch.config import Config
 from te_dist.launch.errors import JobError, require
 from te_dist.launch.layout import Layout
 from te_dist.nn import LinearSite
+from te_dist.optim import FusedAdam
 from te_dist.tensor.placement import local_tensor
 
 PLAIN = "bf16"
@@ -190,12 +190,12 @@ def _check_sizes(model: nn.Module, config: Config) -> None:
     """
     precision = parallelize.RECIPES[config.recipe]
     target = target_of(torch.device("meta" if config.device == "cuda" else "cpu"))
-    for module in model.modules() if precision is not None else ():
-        if isinstance(module, LinearSite):
+    for module in model.modules():
+        if precision is not None and isinstance(module, LinearSite):
             module.check(precision, target)
 
 
-def _optimizer_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[int, int]]:
+def _optimizer_bytes(model: nn.Module, optimizer: FusedAdam) -> dict[str, tuple[int, int]]:
     """By parameter, bytes of its master and of its moments."""
     found = {}
     for name, param in model.named_parameters():

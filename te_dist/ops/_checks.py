@@ -124,14 +124,14 @@ def check_packed(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], shape
         raise ValueError(f"{name}: got strides {tensor.stride()}, wanted it contiguous; call .contiguous()")
 
 
-def check_plane(name: str, tensor: Tensor, dtype: torch.dtype, shape: Pair) -> None:
+def check_plane(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
     """A strided 2-D view in logical (row, col) order."""
     if tensor.dtype is not dtype or tensor.shape != shape:
         check_dtype(name, tensor, (dtype,))
         check_shape(name, tensor, shape)
 
 
-def check_output(name: str, tensor: Tensor, dtype: torch.dtype, shape: Pair) -> None:
+def check_output(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
     """A contiguous matrix of exactly this dtype and shape."""
     if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_contiguous():
         check_matrix(name, tensor, (dtype,))
@@ -139,7 +139,7 @@ def check_output(name: str, tensor: Tensor, dtype: torch.dtype, shape: Pair) -> 
 
 
 def check_rows(
-    name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], shape: Pair, *, at_least: bool = False
+    name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], shape: Sequence[int], *, at_least: bool = False
 ) -> None:
     """A matrix of `shape` with contiguous rows; or of more rows and columns than that, where that is allowed."""
     check_dtype(name, tensor, dtypes)

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from te_dist.ops._checks import check_dtype
+from te_dist.ops.source import Source
 
 DTYPES = (torch.int32, torch.float32)
 
 
-def check_noop(noop: Tensor | None, x: Tensor) -> None:
+def check_noop(noop: Tensor | None, x: Tensor | Source) -> None:
     """None, or one element beside `x`."""
     if noop is None:
         return

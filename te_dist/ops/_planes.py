@@ -105,5 +105,5 @@ TENSOR_OUTPUTS = ("row_data", "row_scale", "col_data", "col_scale")  # in the or
 
 def flat(planes: Planes, side: str) -> tuple[Pair, Tensor | None, Tensor | None, Tensor | None]:
     """(tile, amax, data, scale) of one direction, in the order of the schemas."""
-    tile, *tensors = map(planes.get, KEYS[side])
-    return tile or (1, 1), *tensors
+    tile, amax, data, scale = map(planes.get, KEYS[side])
+    return tile or (1, 1), amax, data, scale

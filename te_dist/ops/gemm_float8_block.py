@@ -56,7 +56,7 @@ def gemm_float8_block(
         ValueError: a type, shape or address that does not fit.
         NotImplementedError: on another device than CUDA.
     """
-    b_tile, fp8, bias, accumulate = (product[name] for name in ("b_tile", "fp8", "bias", "accumulate"))
+    b_tile, fp8, bias, accumulate = product["b_tile"], product["fp8"], product["bias"], product["accumulate"]
     check_choice("b_tile", b_tile, ((1, TILE), (TILE, TILE)))
     check_types(fp8)
     (rows, depth), (cols, _) = extents("a", a), extents("b", b)

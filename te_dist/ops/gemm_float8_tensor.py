@@ -52,9 +52,8 @@ def gemm_float8_tensor(
         RuntimeError: cuBLASLt is not there, or multiplies no such matrices on this GPU.
         NotImplementedError: on another device than CUDA.
     """
-    fp8, bias, fast, accumulate, workspace = (
-        product[name] for name in ("fp8", "bias", "fast", "accumulate", "workspace")
-    )
+    fp8, bias, workspace = product["fp8"], product["bias"], product["workspace"]
+    fast, accumulate = product["fast"], product["accumulate"]
     check_choice("fp8", fp8, _PAIRS)
     (rows, depth), (cols, _) = extents("a", a), extents("b", b)
     check_rows("a", a, (torch.uint8,), (rows, depth))

@@ -38,10 +38,10 @@ def grouped_direction_amax(
         ValueError: a type or shape that does not fit.
     """
     check_groups(unsummed(x), table)
-    found = {name: out for name, out in (("row_amax", row_amax), ("col_amax", col_amax)) if out is not None}
-    for name, out in found.items():
-        check_per_group(name, out, table)
-    if len({out.shape for out in found.values()}) > 1:
+    for name, out in (("row_amax", row_amax), ("col_amax", col_amax)):
+        if out is not None:
+            check_per_group(name, out, table)
+    if row_amax is not None and col_amax is not None and row_amax.shape != col_amax.shape:
         raise ValueError(f"col_amax: got {col_amax.shape[0]} elements beside {row_amax.shape[0]}; give both as many")
     torch.ops.te_dist.grouped_direction_amax(*flat_source(unsummed(x))[:3], table, hadamard, row_amax, col_amax)
 

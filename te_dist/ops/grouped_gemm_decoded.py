@@ -23,14 +23,17 @@ from te_dist.ops.quantize_nvfp4 import E4M3_MAX
 _E2M1_MAX = 6
 
 
-class GroupedDecodedProduct(TypedDict, total=False):
+class _OfGroups(TypedDict):
+    table: Tensor
+
+
+class GroupedDecodedProduct(_OfGroups, total=False):
     """table: int32 (4, G + 1), see `group_table`.  bias: (G, N) fp32, bf16 or fp16, contiguous, or None.
 
     row_factor: f32 (T,), or None, which a row of the output, bias included, is multiplied by before rounding.
     accumulate: add to what `out` holds, in fp32.
     """
 
-    table: Tensor
     bias: Tensor | None
     row_factor: Tensor | None
     accumulate: bool
@@ -94,9 +97,10 @@ def check_depth(depth: int) -> None:
         raise ValueError(f"a: got {depth} values to sum over, wanted a multiple of {STEP}; pad with zero codes")
 
 
-def flat(operand: Coded) -> tuple[Tensor, str, Tensor, Tensor | None, float]:
+def flat(operand: Coded) -> tuple[Tensor, str, Tensor | None, Tensor | None, float]:
     """An operand in the order of the schema."""
-    return operand.codes, operand.kind, operand.scale, operand.factor, operand.constant
+    codes, kind, scale, _, _, factor, constant = operand
+    return codes, kind, scale, factor, constant
 
 
 def values(codes: Tensor, kind: str, scale: Tensor) -> Tensor:
@@ -105,8 +109,8 @@ def values(codes: Tensor, kind: str, scale: Tensor) -> Tensor:
     if kind == "e2m1":
         out = torch.empty(codes.shape[0], 2 * codes.shape[1])
         amax = torch.full((1, 1), float(_E2M1_MAX * E4M3_MAX[0]))
-        layout = dict(packed_dim=1, phase=(0, 0), e4m3_max=E4M3_MAX[0])
-        dequantize_nvfp4(codes.contiguous(), scale, amax, out=out, **layout)
+        codes = codes.contiguous()
+        dequantize_nvfp4(codes, scale, amax, packed_dim=1, phase=(0, 0), e4m3_max=E4M3_MAX[0], out=out)
     else:
         out = torch.empty(codes.shape)
         dequantize_mxfp8(codes, scale, grain=grain, phase=(0, 0), fp8=kind, out=out)

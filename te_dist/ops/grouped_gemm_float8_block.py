@@ -113,7 +113,7 @@ def values(codes: Tensor, scale: Tensor, tile: Pair, fp8: str) -> Tensor:
 
 
 def _cpu(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, table: Tensor, *rest: Any) -> None:
-    summed_dim, b_tile, fp8, *rest = rest
+    summed_dim, b_tile, fp8, *others = rest
     left = values(a, a_scale, (1, TILE), fp8[0])
     matrices, scales = (in_groups(tensor, table.shape[1] - 1) for tensor in (b, b_scale))
 
@@ -122,7 +122,7 @@ def _cpu(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, table: Tensor, 
         # In the order of a transposed matrix, whose sums have the same bits.
         return left[rows] @ (matrix if summed_dim == 1 else matrix.t().contiguous()).t()
 
-    write_rows(product_of, Rows(table, *rest))
+    write_rows(product_of, Rows(table, *others))
 
 
 register(

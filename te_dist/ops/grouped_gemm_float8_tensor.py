@@ -81,10 +81,10 @@ def values(codes: Tensor, fp8: str) -> Tensor:
 
 
 def _cpu(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, table: Tensor, *rest: Any) -> None:
-    fp8, _, *rest = rest
+    fp8, _, *others = rest
     groups = table.shape[1] - 1
     left, matrices, scales = values(a, fp8[0]), in_groups(b, groups), (a_scale * b_scale).expand(groups)
-    write_rows(lambda g, rows: left[rows] @ values(matrices[g], fp8[1]).t() * scales[g], Rows(table, *rest))
+    write_rows(lambda g, rows: left[rows] @ values(matrices[g], fp8[1]).t() * scales[g], Rows(table, *others))
 
 
 register(

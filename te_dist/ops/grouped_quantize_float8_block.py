@@ -87,14 +87,15 @@ def _check_direction(side: str, planes: GroupedFloat8BlockPlanes, x: Tensor | So
         return
     if scale is None:
         raise ValueError(f"{side}_scale: got None beside {side}_data; a direction is written with its scales")
-    check_choice(f"{side}_tile", tuple(tile or ()), (RUNS[side], SQUARE))
+    tile = tuple(tile or ())
+    check_choice(f"{side}_tile", tile, (RUNS[side], SQUARE))
     (rows, cols), across = x.shape, -(-x.shape[1] // TILE)
     if side == "row":
         check_output("row_data", data, torch.uint8, (rows, cols))
     else:
         check_padded("col_data", data, cols, tiles=tiles, per_tile=TILE)
-    grid = (tiles, across if tuple(tile) == SQUARE else cols)
-    if tuple(tile) == RUNS["row"]:
+    grid = (tiles, across if tile == SQUARE else cols)
+    if tile == RUNS["row"]:
         grid = (across, rows)
     check_rows(f"{side}_scale", scale, (torch.float32,), grid, at_least=True)
 
@@ -105,7 +106,7 @@ def _cpu(
     table, fp8, pow2, eps, row_tile, row_data, row_scale, col_tile, col_data, col_scale, noop = rest
     if is_set(noop):
         return
-    matrix, rule = matrix_of(x, source, beside), dict(phase=(0, 0), fp8=fp8, pow2=pow2, eps=eps)
+    matrix, rule = matrix_of(x, source, beside), dict[str, Any](phase=(0, 0), fp8=fp8, pow2=pow2, eps=eps)
     cols, across = matrix.shape[1], -(-matrix.shape[1] // TILE)
     for _, group in groups_of(table, len(matrix)):
         if row_data is not None:

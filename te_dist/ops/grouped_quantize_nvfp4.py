@@ -123,9 +123,9 @@ def _check_rounding(rng_state: Tensor | None, cols: int) -> None:
 
 def _check_scales(side: str, planes: GroupedNvFp4Planes, grid: Pair, table: Tensor) -> None:
     tile, amax, scale = (planes.get(f"{side}_{part}") for part in ("tile", "tensor_amax", "scale"))
-    for name, tensor in (("scale", scale), ("tensor_amax", amax)):
-        if tensor is None:
-            raise ValueError(f"{side}_{name}: got None beside {side}_data; a direction is written with its scales")
+    if scale is None or amax is None:
+        name = "scale" if scale is None else "tensor_amax"
+        raise ValueError(f"{side}_{name}: got None beside {side}_data; a direction is written with its scales")
     check_choice(f"{side}_tile", tuple(tile or ()), (RUNS[side], SQUARE))
     check_rows(f"{side}_scale", scale, (torch.uint8,), grid, at_least=True)
     check_per_group(f"{side}_tensor_amax", amax, table)
@@ -138,7 +138,10 @@ def _cpu(
     if is_set(noop):
         return
     row_tile, row_amax, row_data, row_scale, col_tile, col_amax, col_data, col_scale = planes
-    matrix, rule = matrix_of(x, source, beside), dict(phase=(0, 0), e4m3_max=e4m3_max, four_over_six=four_over_six)
+    matrix, rule = (
+        matrix_of(x, source, beside),
+        dict[str, Any](phase=(0, 0), e4m3_max=e4m3_max, four_over_six=four_over_six),
+    )
     cols, across = matrix.shape[1], -(-matrix.shape[1] // TILE)
     states = rng_state if rng_state is not None and rng_state.dim() == 2 else (rng_state, rng_state)
     for number, group in groups_of(table, len(matrix)):
@@ -147,14 +150,14 @@ def _cpu(
         if row_data is not None:
             amax = row_amax[place_of(number, row_amax), None]
             outputs = dict(row_data=row_data[group.rows], row_scale=row_scale[group.rows, :across])
-            rest = dict(rng_state=row_state, row_tile=row_tile, row_tensor_amax=amax)
-            quantize_nvfp4(matrix[group.rows], **rule, **rest, **outputs)
+            how = dict(rng_state=row_state, row_tile=row_tile, row_tensor_amax=amax)
+            quantize_nvfp4(matrix[group.rows], **rule, **how, **outputs)
         if col_data is not None:
             amax, padded = col_amax[place_of(number, col_amax), None], with_padding(matrix, group)
             codes = col_data.new_empty(cols, padded.shape[0] // 2)
             outputs = dict(col_data=codes, col_scale=col_scale[:cols, group.padded(PER_GROUP_TILE)].t())
-            rest = dict(rng_state=col_state, col_tile=col_tile, col_tensor_amax=amax, col_hadamard=hadamard)
-            quantize_nvfp4(padded, **rule, **rest, **outputs)
+            how = dict(rng_state=col_state, col_tile=col_tile, col_tensor_amax=amax, col_hadamard=hadamard)
+            quantize_nvfp4(padded, **rule, **how, **outputs)
             col_data[:, group.padded(GROUP_TILE // 2)] = codes
     sum_groups(matrix, table, sums)
     sum_rows((x, source, beside), table, row_sums)

@@ -37,7 +37,7 @@ def grouped_wgrad_float8_block(
     Raises:
         ValueError: a type, shape or address that does not fit.
     """
-    table, fp8, accumulate = (product[name] for name in ("table", "fp8", "accumulate"))
+    table, fp8, accumulate = product["table"], product["fp8"], product["accumulate"]
     check_types(fp8)
     (rows, depth), (cols, _), groups = extents("a", a), extents("b", b), check_table(table)
     check_tiles(depth)

@@ -67,7 +67,7 @@ class Adapted:
     place: CompactPlace | None = None
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Value, exp_avg, exp_avg_sq, step, copy."""
         return self.value, self.exp_avg, self.exp_avg_sq, self.step, self.copy
 
@@ -147,10 +147,11 @@ def _pieces(each: Adapted) -> list[Piece]:
     if len(each.readers) < 2:
         return [_piece(each)]
     sizes = [reader.arguments[reader.name == "copy_"].numel() for reader in each.readers]
-    parts = [tensor.view(-1).split(sizes) for tensor in (each.value, each.exp_avg, each.exp_avg_sq)]
+    values, means, squares = (tensor.view(-1).split(sizes) for tensor in (each.value, each.exp_avg, each.exp_avg_sq))
+    parts = zip(values, means, squares, each.readers, strict=True)
     return [
-        _piece(_with_copy(Adapted(*tensors, each.step, readers=(reader,))))
-        for *tensors, reader in zip(*parts, each.readers, strict=True)
+        _piece(_with_copy(Adapted(value, mean, square, each.step, readers=(reader,))))
+        for value, mean, square, reader in parts
     ]
 
 

@@ -30,12 +30,13 @@ def column_sums(sums: Tensor) -> Tensor:
     """The sums of whole columns, f32 (cols,), from those of panels: these are summed by panels until one is left."""
     if sums.shape[0] < 2:  # noqa: PLR2004
         return sums[0] if sums.shape[0] else sums.new_zeros(sums.shape[1])
-    while sums.shape[0] > 1:
+    while True:
         shape = sums_shape(sums)
         whole = torch.empty(shape[0] * shape[1], dtype=torch.float32, device=sums.device)  # no view is handed out
         panel_sums(sums, out=whole.view(shape))
         sums = whole.view(shape)
-    return whole
+        if shape[0] == 1:
+            return whole
 
 
 def find_sums(read: Unsummed, sums: Tensor | None, row_sums: Tensor | None) -> None:

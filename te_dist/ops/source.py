@@ -108,7 +108,7 @@ class SwiGluGradient(Source):
     x: Tensor
     grad: Tensor
     probability: Tensor | None = None
-    row_sums: Tensor | None = None
+    row_sums: Tensor | None = None  # type: ignore[override]
 
     @property
     def name(self) -> str:  # type: ignore[override]
