@@ -23,12 +23,23 @@ from te_dist.nn.site import LinearSite
 from te_dist.recipe import Recipe
 from te_dist.tensor.exchanged import note_exchanged
 
+_IN_PLACE = "these are the modules that it made, by name; the model is changed in place, go on with that"
 _OF_LINEAR = frozenset(vars(nn.Linear(1, 1, device="meta")))  # attributes that every one has
+
+
+class Exchanged(dict[str, QuantizedModule]):
+    """New modules by name. Whoever takes it for the model is told where that is."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"convert: what it returned has no {name!r}: {_IN_PLACE}")
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(f"convert: what it returned is called: {_IN_PLACE}")
 
 
 def convert(
     model: nn.Module, plan: Mapping[str, Recipe | None], *, preserve_high_precision_init_val: bool = False
-) -> dict[str, QuantizedModule]:
+) -> Exchanged:
     """Exchanges modules of `model`, in place, whose names fit a pattern for te_dist's of the same parameters and names.
 
         convert(model, {"model.layers.*": recipe.Float8BlockScaling()})
@@ -75,7 +86,7 @@ def convert(
                 note_exchanged(weight, f"{name}.{key}", "te_dist.convert")
         setattr(model.get_submodule(parent), leaf, module)
     _leave_fast_paths(model)
-    return made
+    return Exchanged(made)
 
 
 def _leave_fast_paths(model: nn.Module) -> None:

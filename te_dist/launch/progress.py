@@ -49,7 +49,12 @@ class Progress:
 
 def folder(config: Config) -> Path:
     """Where a run keeps its checkpoints."""
-    return Path(config.run_dir, "checkpoints")
+    return folder_in(config.run_dir)
+
+
+def folder_in(run_dir: str | Path) -> Path:
+    """Where the checkpoints of a run are."""
+    return Path(run_dir, "checkpoints")
 
 
 def choose(config: Config, *, goes_on: bool = False) -> Path | None:
@@ -141,20 +146,20 @@ def load(path: Path, config: Config, text: str, *, model: nn.Module, optimizer: 
 
 def saved_recipe(path: Path) -> str:
     """By which a checkpoint's run was trained; "" where it does not say, or cannot be read, as `load` tells."""
-    return _saved(path).get("recipe", "")
+    return saved(path).get("recipe", "")
+
+
+def saved(path: Path) -> dict[str, Any]:
+    """The fields of `Progress` as a checkpoint has them; none where it cannot be read or is no run's."""
+    with suppress(CheckpointError, KeyError, TypeError):
+        return dict(Manifest.read(resolve(path)).extra["progress"])
+    return {}
 
 
 def _began_with(newest: Path, named: Path) -> bool:
     """Whether the run of a checkpoint began with a named one: by the place that had then, or by its name."""
-    saved = _saved(newest)
-    return saved.get("began") == str(named.resolve()) or saved.get("named") == str(named)
-
-
-def _saved(path: Path) -> dict[str, Any]:
-    """Progress as a checkpoint has it; nothing where it cannot be read."""
-    with suppress(CheckpointError, KeyError, TypeError):
-        return dict(Manifest.read(resolve(path)).extra["progress"])
-    return {}
+    its = saved(newest)
+    return its.get("began") == str(named.resolve()) or its.get("named") == str(named)
 
 
 def _settings(config: Config) -> dict[str, Any]:

@@ -137,6 +137,9 @@ class LinearSite(nn.Module):
         if cuts > (self.placed is not None) and not weight.is_meta:  # kernels are rehearsed on shards
             raise not_gathered(self.name or "Linear", weight)
 
+    def __repr__(self) -> str:
+        return super().__repr__() if self.scaling is not None else f"{type(self).__name__}()"
+
     @property
     def is_hooked(self) -> bool:
         """Whether something else than this map sees its input, tensor parallelism for instance."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -172,11 +173,21 @@ def test_a_type_that_cannot_be_quantized_is_named_with_its_module(device: str) -
     assert all(type(module) is nn.Linear for module in model)
 
 
+def test_what_is_returned_is_not_taken_for_the_model() -> None:
+    made = te.convert(Model(), {"layers.*": BLOCK})
+    with pytest.raises(AttributeError, match="no 'parameters': .* the model is changed in place"):
+        made.parameters()
+    with pytest.raises(TypeError, match="the model is changed in place"):
+        made(TOKENS)
+    assert copy.deepcopy(made).keys() == pickle.loads(pickle.dumps(made)).keys() == made.keys()
+
+
 def test_modules_show_the_format_of_their_weights() -> None:
     model = Model()
     te.convert(model, {"layers.0.*": BLOCK, "layers.1.up": None})
     assert model.layers[0].up.extra_repr() == "in_features=32, out_features=64, bias=True, format=float8_block_2d"
     assert model.layers[1].up.extra_repr() == "in_features=32, out_features=64, bias=True"
+    assert "(gemm): LinearSite()" in repr(model)
 
 
 def test_a_linear_without_a_parent_is_refused() -> None:
