@@ -237,10 +237,15 @@ class DelayedScalingState(Tallying):
         _ = self.running, self.scaled_max  # not moved only when they are used, which may be in the capture of a graph
         return self
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        """Buffers that are assigned are copied: they may lie apart, in another type, or be those of another module."""
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Buffers that are assigned are copied: they may lie apart, in another type, or be those of another module.
+
+        A state that has none of them, as one of plain weights, leaves them as they are: the next steps make their own.
+        """
+        if not any(key.startswith(prefix) for key in state_dict):
+            return
         before = dict(self._buffers)
-        super()._load_from_state_dict(*args)
+        super()._load_from_state_dict(state_dict, prefix, *args)
         for name, tensor in self._buffers.items():
             if tensor is not None and tensor is not before[name]:
                 values = tensor.detach()

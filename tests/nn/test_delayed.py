@@ -211,6 +211,23 @@ def test_histories_without_a_place_are_not_left_out_in_silence() -> None:
     assert sorted(found.unexpected_keys) == ["0.gemm.scaling.amax_history", "0.gemm.scaling.scale"]
 
 
+def test_a_state_without_histories_leaves_them_as_they_are() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 16))
+    state = copy.deepcopy(model.state_dict())
+    te.convert(model, {"1": RECIPE})
+    te.prepare(model, RECIPE)
+    with te.autocast(recipe=RECIPE):
+        model(torch.ones(16, 16)).sum().backward()
+    before = copy.deepcopy(model[1].gemm.scaling.state_dict())
+    model.load_state_dict(state)
+    for name, value in before.items():
+        assert_bitwise(model[1].gemm.scaling.state_dict()[name], value, name)
+    with pytest.raises(
+        RuntimeError, match=r'Missing key.*"1\.gemm\.scaling\.amax_history"'
+    ):  # half of one is no such state
+        model.load_state_dict(state | {"1.gemm.scaling.scale": before["scale"]})
+
+
 def test_conversions_leave_scales_in_fp32() -> None:
     module = linear()
     train(module, 3.0, 0.3)
