@@ -6,12 +6,15 @@ away, at every step and without a word. And an optimizer that was made before we
 for shards or for those of a state dict, holds weights that no module has any more; one that was made while FSDP2 had
 gathered weights holds those, and what is trained are their shards. Where a backward pass ended by an exception, FSDP2
 waits for its end, and gives no gradient to any shard. What an evaluation behind backward left gathered is no reason to
-refuse: it is freed, since later passes would go on with the weights of before the step.
+refuse: it is freed, since later passes would go on with the weights of before the step. Plain parameters beside shards
+are warned of, once: nothing sums their gradients, unless somebody does it by hand.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -23,6 +26,7 @@ from te_dist import _torch_private
 from te_dist.optim.masters import is_quantized
 from te_dist.tensor.exchanged import exchange_of, is_trained_elsewhere
 
+_stepped: WeakSet[torch.optim.Optimizer] = WeakSet()  # once at least
 _never_gathered = WeakTensorKeyDictionary()  # parameters that were asked: to ask looks through all that FSDP2 manages
 
 
@@ -45,6 +49,9 @@ def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         _refuse_unfinished(optimizer, idle)
     _refuse_codes(optimizer, params)
     _torch_private.free_gathered([p for p in every if p.grad is not None and isinstance(p, DTensor)])
+    if optimizer not in _stepped:
+        _stepped.add(optimizer)
+        _warn_of_forgotten(optimizer, every)
 
 
 def _refuse_codes(optimizer: torch.optim.Optimizer, params: list[tuple[int, Tensor]]) -> None:
@@ -94,6 +101,21 @@ def _refuse_unfinished(optimizer: torch.optim.Optimizer, idle: list[Tensor]) -> 
             "exception, and FSDP2, which waits for its end, gives none to shards from then on. Call zero_grad() and "
             "then reset_iter_state() of the root module (torch 2.13 and later) where the exception is caught, or make "
             "and load the model anew"
+        )
+
+
+def _warn_of_forgotten(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> None:
+    """Where FSDP2 shards some of what is trained over ranks, and others are of no unit, as embeddings around blocks."""
+    shards = {id(param) for param in params if isinstance(param, DTensor) and param.device_mesh.size() > 1}
+    plain = [str(tuple(param.shape)) for param in params if param.grad is not None and not isinstance(param, DTensor)]
+    if not plain or not shards:
+        return
+    if any(id(module._parameters.get(name)) in shards for module, name in _torch_private.all_managed()):
+        warnings.warn(
+            f"{type(optimizer).__name__} trains {len(plain)} parameters that belong to no unit of FSDP2, of shapes "
+            f"{_first(plain)}, beside shards: unless somebody sums their gradients over ranks, these train them apart; "
+            "call fully_shard(model) for the model around its units too, and make the optimizer then",
+            stacklevel=4,
         )
 
 

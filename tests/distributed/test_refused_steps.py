@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -298,3 +299,30 @@ def wrapped_adam(params: Iterable[nn.Parameter], **options: Any) -> torch.optim.
 @pytest.mark.parametrize("make", [optim.FusedAdam, wrapped_adam, torch.optim.Adam])
 def test_a_step_after_a_failed_backward_pass_is_refused(ranks, make: Make) -> None:
     ranks(2).run(step_after_a_failure, make, make is not torch.optim.Adam)
+
+
+def forget_the_root(rank: int, world: int, make: Make, quantized: bool) -> None:
+    """Told at the first step; not of a whole model, of what is frozen, or where one rank has it all."""
+    for units, told in ((slice(1, 3), True), (slice(0, 3), False)):
+        model = layers(quantized=quantized).to(testing.device())
+        for unit in model[units]:
+            fsdp2.fully_shard(unit, mesh=testing.mesh((world,), ("dp",)))
+        optimizer = make(model.parameters(), lr=1e-3)
+        for step in range(2):
+            backward(model)
+            with warnings.catch_warnings(record=True) as messages:
+                warnings.simplefilter("always")
+                optimizer.step()
+            found = [str(each.message) for each in messages if "belong to no unit of FSDP2" in str(each.message)]
+            if told and world > 1 and step == 0:
+                assert len(found) == 1
+                assert f"trains 1 parameters that belong to no unit of FSDP2, of shapes (8, {SIZE})," in found[0]
+                assert messages[0].filename == __file__
+            else:
+                assert not found
+
+
+@BOTH
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_first_step_tells_of_parameters_of_no_unit(ranks, world: int, make: Make, quantized: bool) -> None:
+    ranks(world).run(forget_the_root, make, quantized)
