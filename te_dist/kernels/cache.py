@@ -62,7 +62,11 @@ class KernelCache:
     def get(self, entry: Entry) -> Compiled | None:
         """The kernel, or None where it is missing or damaged."""
         folder = self.folder / entry.arch
-        files = [folder / entry.pattern] if entry.version else sorted(folder.glob(entry.pattern), reverse=True)
+        files = (
+            [folder / entry.pattern]
+            if entry.version
+            else sorted(folder.glob(entry.pattern), key=_version_in, reverse=True)
+        )
         return next((compiled for file in files if (compiled := _read(file)) is not None), None)
 
     def put(self, entry: Entry, compiled: Compiled) -> None:
@@ -91,6 +95,11 @@ class KernelCache:
         return [(file, _read(file)) for file in sorted(self.folder.glob("*/*.cubin"))]
 
 
+def _version_in(file: Path) -> list[int]:
+    """Of the compiler, in the name of an entry's file."""
+    return [int(part) for part in file.stem.rpartition("-")[2].split(".") if part.isdigit()]
+
+
 def _read(file: Path) -> Compiled | None:
     try:
         stored = file.read_bytes()
@@ -98,6 +107,6 @@ def _read(file: Path) -> Compiled | None:
         return None
     head = len(_MAGIC) + _DIGEST_BYTES
     digest, content = stored[len(_MAGIC) : head], stored[head:]
-    if not stored.startswith(_MAGIC) or hashlib.sha256(content).digest() != digest:
+    if not stored.startswith(_MAGIC) or hashlib.sha256(content).digest() != digest or len(content) < _RESOURCES.size:
         return None
     return Compiled(content[_RESOURCES.size :], *_RESOURCES.unpack_from(content))

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import io
 import json
+import math
 import tomllib
 import types
 from collections.abc import Mapping, Sequence
@@ -80,8 +81,14 @@ def build(cls: type, table: Mapping[str, Any], *, prefix: str = "") -> Any:
 
 
 def dump(config: Config) -> str:
-    """The configuration as JSON text, for the record beside the results."""
-    return json.dumps(dataclasses.asdict(config), indent=2)
+    """The configuration as JSON text, for the record beside the results. Infinity, which JSON has not, is "inf"."""
+    return json.dumps(_in_json(dataclasses.asdict(config)), indent=2)
+
+
+def _in_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _in_json(each) for key, each in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _convert(hint: Any, value: Any, key: str) -> Any:
@@ -90,7 +97,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         return build(hint, value, prefix=key + ".")  # type: ignore[arg-type]
     if get_origin(hint) is tuple and isinstance(value, list):
         return tuple(_convert(get_args(hint)[0], item, f"{key}[{index}]") for index, item in enumerate(value))
-    if hint is float and _fits(int, value):
+    if hint is float and (value == str(math.inf) or _fits(int, value)):
         return float(value)
     require(_fits(hint, value), key, got=repr(value), wanted=_describe(hint), remedy=f"correct {key}")
     return value

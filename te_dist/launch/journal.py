@@ -36,7 +36,7 @@ class Journal:
         self._bar = Progress(
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             TimeRemainingColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
@@ -60,26 +60,25 @@ class Journal:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / CONFIG).write_text(config)
+            _replace(self.folder / CONFIG, config)
             self._drop_after(step)
         except OSError as error:
             raise unwritable(self.folder, error) from error
         self._bar.update(self._task, completed=step)
 
     def _drop_after(self, step: int) -> None:
-        """Rewrites the metrics, if anything is to be dropped: what a kill meanwhile leaves is the file as it was."""
+        """Rewrites the metrics, if anything is to be dropped, and says so."""
         path = self.folder / METRICS
         lines = self._lines()
         kept = [line for line in lines if (record := _parsed(line)) is not None and record["step"] <= step]
         if kept != lines:
-            draft = path.with_name(METRICS + ".draft")
-            draft.write_text("".join(kept))
-            os.replace(draft, path)
+            _replace(path, "".join(kept))
+            self.note(f"{len(lines) - len(kept)} lines of {METRICS} are dropped: damaged, or of steps behind {step}")
         self._latest = kept[-1] if kept else ""
 
     def note(self, text: str) -> None:
         """Prints a line."""
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def record(self, step: int, **values: Any) -> None:
         """Appends a line to the metrics, unless it is the latest one already: that of a run that had ended.
@@ -113,7 +112,7 @@ class Journal:
             self.note(f"step {step}  {text}")
 
     def draw(self, unigram: float) -> None:
-        """Draws the losses of `metrics.jsonl` so far, with the unigram model's loss as a line."""
+        """Draws the losses of `metrics.jsonl` so far, with the unigram model's loss as a line; says where it cannot."""
         if not self._writes:
             return
         records = list(self._records())
@@ -129,7 +128,7 @@ class Journal:
         try:
             figure.savefig(self.folder / PICTURE, dpi=120)
         except OSError as error:
-            raise unwritable(self.folder, error) from error
+            self.note(f"no picture of the loss: {error}")
 
     def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
         """Prints a table; all columns but the first are figures."""
@@ -149,6 +148,13 @@ class Journal:
             return []
         with path.open(errors="replace") as lines:
             return list(lines)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file anew: what a kill meanwhile leaves is the file as it was."""
+    draft = path.with_name(path.name + ".draft")
+    draft.write_text(text)
+    os.replace(draft, path)
 
 
 def _parsed(line: str) -> dict[str, Any] | None:

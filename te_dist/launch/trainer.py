@@ -255,16 +255,19 @@ class Trainer:
 
     def _save(self, journal: Journal) -> None:
         # The losses so far are those of the weights before the latest step.
-        found = not_finite(self.weights, self.optimizer)
+        found = not_finite(self.weights, self.optimizer, dict(self.model.named_buffers()))
         self._require_finite(
             found is None,
-            f"weight {found}",
+            f"{'weight' if found in self.weights else 'buffer'} {found}",
             got="values that are not finite, which are not saved",
             wanted="finite numbers",
         )
         progress.save(self.config, self.progress, self.model, optimizer=self.optimizer)
         if self.world.rank == 0:
-            checkpoints.prune(progress.folder(self.config), self.config.checkpoint.keep)
+            try:
+                checkpoints.prune(progress.folder(self.config), self.config.checkpoint.keep)
+            except OSError as error:
+                journal.note(f"old checkpoints are kept: {error}")
         journal.draw(self.unigram)
 
     def _mean(self, value: Tensor) -> float:

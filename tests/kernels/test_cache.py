@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 from pathlib import Path
@@ -47,7 +48,18 @@ def test_without_a_compiler_an_entry_of_any_version_serves(tmp_path):
     assert entries.get(Entry(ENTRY.arch, ENTRY.key, None)) == KERNEL
 
 
-@pytest.mark.parametrize("damage", [b"", b"short", KERNEL.cubin, "cut", "flipped"])
+def test_the_newest_version_serves_first(tmp_path):
+    entries = KernelCache(tmp_path)
+    for minor in (9, 10):
+        made = Compiled(KERNEL.cubin, registers=minor, spilled=0, serialized=False)
+        entries.put(Entry(ENTRY.arch, ENTRY.key, f"12.{minor}.1"), made)
+    assert entries.get(Entry(ENTRY.arch, ENTRY.key, None)).registers == 10
+
+
+EMPTY = cache._MAGIC + hashlib.sha256(b"").digest()  # with the right digest
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", KERNEL.cubin, EMPTY, "cut", "flipped"])
 def test_a_damaged_entry_is_missing_and_is_written_anew(tmp_path, damage):
     entries = KernelCache(tmp_path)
     entries.put(ENTRY, KERNEL)

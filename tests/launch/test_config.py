@@ -1,5 +1,6 @@
 """Configuration: what a file may say, what the command line may change, and how a mistake is told."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,14 @@ def test_layouts_that_do_not_fit_the_ranks_are_refused(config: Config, words: tu
 
 def test_no_clipping_is_a_clip_norm_without_end(tmp_path: Path) -> None:
     assert config_file.load([written(tmp_path, "optimizer = {clip_norm = inf}")]).optimizer.clip_norm == float("inf")
+
+
+def test_what_is_written_down_is_json(tmp_path: Path) -> None:
+    config = config_file.load(["--optimizer.clip-norm", "inf"])
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    table = json.loads(config_file.dump(config), parse_constant=refuse)
+    assert table["optimizer"]["clip_norm"] == "inf"
+    assert config_file.build(Config, table) == config

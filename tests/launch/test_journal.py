@@ -46,8 +46,12 @@ def test_metrics_that_are_kept_stay_as_they_are(tmp_path: Path) -> None:
 
 
 def test_a_kill_while_lines_are_dropped_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def die(*_: object) -> None:
-        raise KeyboardInterrupt
+    replace = os.replace
+
+    def die(draft: Path, target: Path) -> None:
+        if target.name == METRICS:
+            raise KeyboardInterrupt
+        replace(draft, target)
 
     monkeypatch.setattr(os, "replace", die)
     with pytest.raises(KeyboardInterrupt):
@@ -59,3 +63,23 @@ def test_an_equal_line_is_written_once(tmp_path: Path) -> None:
     journal = started(tmp_path, KEPT)
     journal.record(2, loss=2.0)
     assert (tmp_path / METRICS).read_text() == KEPT
+
+
+def test_lines_that_are_dropped_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    started(tmp_path, KEPT, step=0)
+    assert capsys.readouterr().out == f"2 lines of {METRICS} are dropped: damaged, or of steps behind 0\n"
+    started(tmp_path, KEPT)
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["run[seed=1]", "run[/b]", "r" * 200])
+def test_paths_are_told_as_they_are(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Journal(tmp_path, 4, writes=True).note(name)
+    assert capsys.readouterr().out == name + "\n"
+
+
+def test_a_picture_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = started(tmp_path, KEPT)
+    (tmp_path / "loss.png").mkdir()
+    journal.draw(5.0)
+    assert capsys.readouterr().out.startswith("no picture of the loss: ")
