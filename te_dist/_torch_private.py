@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C import _disabled_torch_function_impl as disabled_torch_function
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserved_versions
 from torch.distributed import _composable_state, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
@@ -88,6 +87,7 @@ __all__ = [
 ]
 
 TESTED = ("2.11", "2.13")
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 _MESH_BROADCAST = inspect.unwrap(_collective_utils.mesh_broadcast).__code__
 _STRIDED_SPLIT = inspect.unwrap(_StridedShard._split_tensor).__code__
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch.compile and checkpoint_wrapper put into names

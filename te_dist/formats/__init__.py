@@ -1,6 +1,6 @@
 """Formats as data: which buffers a quantized matrix is stored in, and the geometry that follows."""
 
-from te_dist.formats.field import Direction, Encoding, Field, Format
+from te_dist.formats.field import Direction, Encoding, Field, Format, Numerics
 from te_dist.formats.group import AnyGroup, Group, RaggedGroup, group_of
 from te_dist.formats.region import WHOLE, Partition, Region, Span
 
@@ -12,6 +12,7 @@ __all__ = [
     "Field",
     "Format",
     "Group",
+    "Numerics",
     "Partition",
     "RaggedGroup",
     "Region",

@@ -8,13 +8,14 @@ to two GEMM directions. Every direction is an `Encoding`: an opaque codec and th
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
-from typing import Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from te_dist.formats.region import WHOLE, Pair, Region, hashed_once
 
@@ -115,19 +116,35 @@ def _shapes(field: Field, region: Region) -> tuple[Pair, Pair]:
 
 
 class Numerics(Protocol):
-    """All that is asked of a codec by what knows no numerics: that codecs compare, hash, and say where a matrix may be
-    cut, and how far rounding goes."""
+    """All that is asked of a codec by what tells none apart: see `codecs.Codec`. Formats themselves only compare and
+    hash codecs, and ask where a matrix may be cut."""
+
+    pads_groups: ClassVar[bool]
 
     def __hash__(self) -> int: ...
 
     @property
-    def rounding(self) -> float | None:
-        """Largest distance of a value from what it is rounded to, over the value; None where others have a say."""
-        ...
+    def amax_tiles(self) -> tuple[Pair, ...]: ...
 
-    def alignment(self, dim: int) -> int:
-        """Logical `dim` may be cut at multiples of this only."""
-        ...
+    @property
+    def rounding(self) -> float | None: ...
+
+    @property
+    def pass_key(self) -> object: ...
+
+    def alignment(self, dim: int) -> int: ...
+
+    def check(self, region: Region) -> None: ...
+
+    def amax(self, x: Any, region: Region) -> tuple[Tensor, ...]: ...
+
+    def encode(self, x: Any, region: Region, planes: Any) -> None: ...
+
+    def encode_groups(self, x: Any, table: Tensor, planes: Any) -> None: ...
+
+    def operand(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, *, out: Tensor) -> None: ...
+
+    def decode(self, stored: Sequence[Tensor], fields: Sequence[Field], region: Region, *, out: Tensor) -> None: ...
 
 
 @hashed_once
@@ -184,7 +201,8 @@ class Format:
     @cached_property
     def independent(self) -> tuple[Direction, ...]:
         """The directions, without one that stores the very fields of another."""
-        same = len(self.directions) == 2 and self.rowwise.fields == self.columnwise.fields
+        row, col = self.rowwise, self.columnwise
+        same = row is not None and col is not None and row.fields == col.fields
         return self.directions[:1] if same else self.directions
 
     @cached_property

@@ -23,7 +23,7 @@ def hashed_once(cls: type[_T]) -> type[_T]:
     processes.
     """
     compute = cls.__hash__
-    names = tuple(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+    names: tuple[str, ...] = tuple(cls.__dataclass_fields__)  # type: ignore[attr-defined]
 
     def hash_of(self: _T) -> int:
         found = self.__dict__.get("_hash")

@@ -14,7 +14,7 @@ from te_dist.grouped.grouped_tensor import OPS, GroupedTensor
 from te_dist.grouped.storage import GroupCut, GroupedStorage, empty
 from te_dist.tensor import OPS as OF_MATRICES
 from te_dist.tensor import QuantizedTensor, aten_values, rectangles
-from te_dist.tensor.aten import outline
+from te_dist.tensor.aten import SLICE, outline
 from te_dist.tensor.filling import fill
 from te_dist.tensor.parts import check_writable, is_same_part, note, note_alike
 from te_dist.tensor.quantized_tensor import mode_of
@@ -37,8 +37,8 @@ OPS.adopt(
 @OPS.implements(aten.unbind.int)
 def _unbind(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
     """The members, as views."""
-    tensor, dim = (*args, 0)[:2]
-    _check_members(tensor, "unbind", kwargs.get("dim", dim))
+    tensor: GroupedTensor = args[0]
+    _check_members(tensor, "unbind", kwargs.get("dim", args[1] if len(args) > 1 else 0))
     return list(tensor.members)
 
 
@@ -103,7 +103,7 @@ def _is_blank(tensor: GroupedTensor) -> bool:
 @OPS.implements(aten.slice.Tensor)
 def _slice(func: Any, args: Any, kwargs: Any) -> GroupedTensor:
     """Whole members, or rows or columns of each, with buffers of their own; the whole range is a view."""
-    tensor, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    tensor, dim, start, end, step = (*args, *SLICE[len(args) - 1 :])
     dim = dim % tensor.dim()
     start, end, _ = slice(start, end).indices(tensor.shape[dim])
     if step == 1 and end - start == tensor.shape[dim]:
@@ -126,12 +126,14 @@ def _part(tensor: GroupedTensor, dim: int, start: int, length: int, step: int = 
 @OPS.implements(aten.split.Tensor, aten.split_with_sizes.default)
 def _split(func: Any, args: Any, kwargs: Any) -> list[GroupedTensor]:
     """Parts with buffers of their own; those along members and rows know what they were cut from."""
-    tensor, dim = args[0], kwargs.get("dim", (*args, 0)[2])
+    tensor: GroupedTensor = args[0]
+    dim = kwargs.get("dim", (*args, 0)[2])
     sizes = [each.shape[dim] for each in outline(func, args, kwargs)]
     if (rows := rectangles.taken_apart(tensor)) is not None:
         return rows
     dim = dim % tensor.dim()
-    parts, start = [], 0
+    parts: list[GroupedTensor] = []
+    start = 0
     for length in sizes:
         storage = _part(tensor, dim, start, length)
         storage.cut = _cut_of(tensor, dim) if dim in (MEMBERS, ROWS) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -14,8 +14,6 @@ from te_dist.grouped.storage import GroupedStorage, Values
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.parts import check_writable
 from te_dist.tensor.quantized_tensor import OpTable, check_shape, count_writes, mode_of
-
-Shape = torch.Size | tuple[int, ...]
 
 
 class GroupedTensor(QuantizedTensor):
@@ -31,15 +29,14 @@ class GroupedTensor(QuantizedTensor):
 
     storage: GroupedStorage
 
-    @staticmethod
     def __new__(
         cls,
         storage: GroupedStorage,
-        shape: Shape | None = None,
+        shape: Sequence[int] | None = None,
         *,
         strides: Sequence[int] | None = None,
         requires_grad: bool = False,
-    ) -> GroupedTensor:
+    ) -> Self:
         return torch.Tensor._make_wrapper_subclass(
             cls,
             torch.Size(storage.shape if shape is None else shape),
@@ -52,14 +49,14 @@ class GroupedTensor(QuantizedTensor):
     def __init__(
         self,
         storage: GroupedStorage,
-        shape: Shape | None = None,
+        shape: Sequence[int] | None = None,
         *,
         strides: Sequence[int] | None = None,
         requires_grad: bool = False,
     ) -> None:
-        self.storage = storage
+        self.storage = storage  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def like(self, storage: GroupedStorage, shape: Shape | None = None) -> GroupedTensor:  # type: ignore[override]
+    def like(self, storage: GroupedStorage, shape: Sequence[int] | None = None) -> Self:  # type: ignore[override]
         """Another tensor of this class around `storage`; of this one's strides, where it has its shape."""
         shape = torch.Size(storage.shape if shape is None else shape)
         strides = self.stride() if shape == self.shape and not self.is_contiguous() else None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from te_dist.grouped.storage import GroupedStorage
 
 
-_BUFFERS = QuantizedStorage.buffers  # where a storage keeps them
+_BUFFERS: Any = QuantizedStorage.buffers  # where a storage keeps them
 
 
 class MemberView(QuantizedStorage):
@@ -36,13 +36,13 @@ class MemberView(QuantizedStorage):
         self.owner, self.index = owner, index
 
     @property
-    def buffers(self) -> dict[str, Tensor]:  # type: ignore[override]
+    def buffers(self) -> dict[str, Tensor]:
         """Those of the group as it is now, whose directions may come and go."""
         owner = getattr(self, "owner", None)
         return _BUFFERS.__get__(self) if owner is None else owner.members[self.index].buffers
 
     @buffers.setter
-    def buffers(self, buffers: dict[str, Tensor]) -> None:
+    def buffers(self, buffers: dict[str, Tensor]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Of one without a group."""
         if getattr(self, "owner", None) is not None:
             raise NotImplementedError(

@@ -248,9 +248,10 @@ class GroupedStorage(QuantizedStorage):
         if isinstance(x, Source):
             raise ValueError("a group is quantized from tensors; evaluate the source, or quantize member by member")
         matrices, members = self.split(x), self.members
-        whole = self._as_one_matrix() if amaxes is None and isinstance(x, Tensor) else None
-        if whole is not None:
-            whole.quantize_(x)
+        one = x if amaxes is None and isinstance(x, Tensor) else None
+        whole = None if one is None else self._as_one_matrix()
+        if one is not None and whole is not None:
+            whole.quantize_(one)
             self._refresh_derived()
         elif amaxes is None and self._together_before(matrices):
             pass

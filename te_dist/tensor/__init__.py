@@ -1,6 +1,7 @@
 """Quantized tensors: storages that own bytes, and tensors that stand for their values."""
 
-from te_dist.tensor import aten, aten_values, redistribute  # noqa: F401  (they fill the op table)
+# These fill the op table.
+from te_dist.tensor import aten, aten_values, redistribute  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from te_dist.tensor.cut import Cut
 from te_dist.tensor.grouped_rows import GroupedRows, empty_rows
 from te_dist.tensor.kind import StorageKind

@@ -22,6 +22,8 @@ from te_dist.tensor.storage import QuantizedStorage, empty
 
 aten = torch.ops.aten
 
+SLICE: tuple[Any, ...] = (0, None, None, 1)  # dim, start, end and step that are not given
+
 
 @OPS.implements(aten.detach_.default)
 def _itself(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
@@ -71,7 +73,8 @@ def _expand(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
 @OPS.implements(aten.as_strided.default)
 def _as_strided(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     """The identity only: same size, contiguous strides, no offset."""
-    tensor, size, stride, offset = (*args, None)[:4]
+    tensor, size, stride = args[:3]
+    offset = args[3] if len(args) > 3 else None
     moving = [(s, t) for n, s, t in zip(size, stride, tensor.stride(), strict=False) if n > 1]
     if tuple(size) != tuple(tensor.shape) or any(s != t for s, t in moving) or offset:
         raise NotImplementedError(
@@ -84,14 +87,15 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
 @OPS.implements(aten.clone.default, aten._pin_memory.default)
 def _each_buffer(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     """The same op on every buffer: nothing is shared with the original."""
+    tensor: QuantizedTensor = args[0]
     kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
-    return args[0].like(args[0].storage.map(lambda b: func(b, *args[1:], **kwargs)), args[0].shape)
+    return tensor.like(tensor.storage.map(lambda b: func(b, *args[1:], **kwargs)), tensor.shape)
 
 
 @OPS.implements(aten._to_copy.default)
 def _to_copy(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     """Another device: every buffer moves. Another of float32, bfloat16 and float16: only the nominal dtype changes."""
-    tensor = args[0]
+    tensor: QuantizedTensor = args[0]
     dtype, device = kwargs.get("dtype") or tensor.dtype, kwargs.get("device")
     if dtype not in HIGH_PRECISION:
         raise NotImplementedError(
@@ -159,7 +163,7 @@ def _is_blank(tensor: QuantizedTensor) -> bool:
 @OPS.implements(aten.slice.Tensor)
 def _slice(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     """A part along the first or last dimension, with buffers of its own; the whole range is a view."""
-    tensor, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    tensor, dim, start, end, step = (*args, *SLICE[len(args) - 1 :])
     dim = dim % tensor.dim()
     start, end, _ = slice(start, end).indices(tensor.shape[dim])
     if step == 1 and end - start == tensor.shape[dim]:
@@ -200,12 +204,14 @@ def _part(tensor: QuantizedTensor, dim: int, start: int, length: int, step: int 
 @OPS.implements(aten.split.Tensor, aten.split_with_sizes.default)
 def _split(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
     """Parts with buffers of their own; row parts know what they were cut from."""
-    tensor, dim = args[0], kwargs.get("dim", (*args, 0)[2])
+    tensor: QuantizedTensor = args[0]
+    dim = kwargs.get("dim", (*args, 0)[2])
     sizes = [each.shape[dim] for each in outline(func, args, kwargs)]
     if (columns := rectangles.taken_apart(tensor)) is not None:
         return columns
     dim = dim % tensor.dim()
-    parts, start = [], 0
+    parts: list[QuantizedTensor] = []
+    start = 0
     for length in sizes:
         storage = _part(tensor, dim, start, length)
         storage.cut = Cut(tensor.storage.region, tensor.shape, bool(tensor.storage.cut_dims)) if dim == 0 else None
@@ -246,8 +252,8 @@ def _select(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
 @OPS.implements(aten.unbind.int)
 def _unbind(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
     """The members of a stacked tensor, with buffers of their own."""
-    tensor, dim = (*args, 0)[:2]
-    _check_members(tensor, "unbind", kwargs.get("dim", dim))
+    tensor: QuantizedTensor = args[0]
+    _check_members(tensor, "unbind", kwargs.get("dim", args[1] if len(args) > 1 else 0))
     return [tensor.like(_part(tensor, 0, index, 1), tensor.shape[1:]) for index in range(tensor.shape[0])]
 
 

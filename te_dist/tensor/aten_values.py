@@ -10,6 +10,7 @@ plain tensors only. Products of matrices are in no list: they belong to the modu
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -79,9 +80,9 @@ lerp_.Scalar lerp_.Tensor _foreach_lerp_.List _foreach_lerp_.Scalar _foreach_ler
 """.split()  # noqa: SIM905
 
 
-def overloads(names: list[str]) -> list[Any]:
+def overloads(names: Iterable[str]) -> list[Any]:
     """Overloads of this torch; an op that a version does not have needs no handler there."""
-    found = []
+    found: list[Any] = []
     for name in names:
         packet, overload = name.split(".")
         if overload in getattr(getattr(aten, packet, None), "overloads", list)():
@@ -138,8 +139,9 @@ def written(target: QuantizedTensor) -> Tensor:
     """What an op that changes values of a quantized tensor writes into: a copy of the best values known. Those of the
     master that has them, in fp32; or what was quantized, where that is kept, not narrower; or else decoded ones. Of a
     member, those that its group knows."""
-    writes.decide(target.storage if target.storage.owner is None else target.storage.owner)
-    if target.storage.owner is not None and (best := target.storage.best_values) is not None:
+    member: Any = target.storage
+    writes.decide(target.storage if member.owner is None else member.owner)
+    if member.owner is not None and (best := member.best_values) is not None:
         return best.to(target.device, torch.float32, copy=True)
     if (master := writes.master_of(target.storage)) is not None:
         return master.to(torch.float32, copy=True).view(target.shape)
@@ -229,7 +231,7 @@ def _average(func: Any, args: Any, kwargs: Any) -> Any:
     """Of quantized tensors into plain ones only; into quantized ones, where its steps would be lost, it is refused."""
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     targets = given["self"]
-    for target in targets if isinstance(targets, list | tuple) else [targets]:
+    for target in [targets] if isinstance(targets, Tensor) else targets:
         if isinstance(target, QuantizedTensor):
             raise RuntimeError(
                 f"{func} would move a quantized tensor of shape {tuple(target.shape)} by a fraction of its distance to "

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from te_dist import env
 from te_dist.kernels.tape import communicate
+from te_dist.tensor.untyped import CHECKPOINT
 
 _WRITING = ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_", "allreduce_")  # ops behind these functions
 DROPPED = 0.1  # seconds within which gloo's threads drop the tensors of a collective that has ended
 
 if dist.is_available():
-    SAC_IGNORED_OPS.update(getattr(torch.ops.c10d, name).default for name in _WRITING)
+    CHECKPOINT.SAC_IGNORED_OPS.update(getattr(torch.ops.c10d, name).default for name in _WRITING)
 
 
 def _first_of(*names: str) -> Any:
@@ -34,6 +34,8 @@ def _first_of(*names: str) -> Any:
 # torch 2.13 renames both; the older names warn there.
 _all_gather = _first_of("all_gather_single", "all_gather_into_tensor")
 _reduce_scatter = _first_of("reduce_scatter_single", "reduce_scatter_tensor")
+_all_to_all = _first_of("all_to_all_single")
+_all_reduce = _first_of("all_reduce")
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, *, out: Tensor | None = None) -> Tensor:
@@ -55,19 +57,19 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(world * n, ...): of every rank's `x` (world * n, ...) the part that is this rank's, one after the other."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    communicate(partial(dist.all_to_all_single, group=group), out, x.contiguous())
+    communicate(partial(_all_to_all, group=group), out, x.contiguous())
     return out
 
 
 def maximum_(x: Tensor, group: dist.ProcessGroup | None) -> None:
     """Replaces `x` by its maximum over the ranks of a group, None for the default one."""
-    communicate(partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=group), x)
+    communicate(partial(_all_reduce, op=dist.ReduceOp.MAX, group=group), x)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over ranks of `x`, in a new tensor."""
     out = x.contiguous().clone()
-    dist.all_reduce(out, group=group)
+    _all_reduce(out, group=group)
     return out
 
 

@@ -40,7 +40,7 @@ class _Pieces:
         initial: (as the storage) on the CPU, what all pieces were quantized from; None where one of them does not tell.
     """
 
-    places: list[Any] = field(default_factory=list)
+    places: list[Any] = field(default_factory=list[Any])
     values: Tensor | None = None
     initial: Tensor | None = None
 
@@ -101,7 +101,8 @@ def chunk_to_read(local: Tensor) -> ChunkStorageMetadata | None:
 def to_fill(local: Tensor, name: str) -> tuple[QuantizedStorage, torch.Size]:
     """A storage and the nominal shape of what was said to be read: what is copied into it, or into parts of it, is
     written into the shard. `name`: in the checkpoint."""
-    storage, chunk = storage_of(local), chunk_of_rest(local)
+    storage: QuantizedStorage = storage_of(local)
+    chunk = chunk_of_rest(local)
     if chunk is None:
         return note_filled(storage.map(lambda buffer: buffer), storage, name), local.shape
     blank = empty(storage.format, storage.cut.region, dtype=storage.dtype, device=storage.device)  # type: ignore[union-attr]
@@ -126,17 +127,17 @@ def fill(target: Any, source: Any) -> bool:
             load_values(target, source)
         return loads
     before_writing(whole)
-    has_bytes = given is not None and given.format == whole.format and given.place == own.place
-    if has_bytes and own.place == whole.place:
+    alike = given if given is not None and given.format == whole.format and given.place == own.place else None
+    if alike is not None and own.place == whole.place:
         _PIECES.pop(whole, None)
-        whole.copy_(given)
+        whole.copy_(alike)
     elif not all(whole.shape):
-        _fill_shared(whole, given if has_bytes else None)
+        _fill_shared(whole, alike)
     elif own.place == whole.place:
         _PIECES.pop(whole, None)
         load_values(target, source, into=whole)
     else:
-        _fill_piece(whole, own, _given(target, source, has_bytes=has_bytes))
+        _fill_piece(whole, own, _given(target, source, has_bytes=alike is not None))
     return True
 
 

@@ -15,9 +15,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from te_dist.tensor.storage import QuantizedStorage
+
+_Storage = TypeVar("_Storage", bound=QuantizedStorage)
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ _ORIGINS: weakref.WeakKeyDictionary[QuantizedStorage, _Origin] = weakref.WeakKey
 _BESIDE: weakref.WeakKeyDictionary[QuantizedStorage, list[tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 
 
-def note(part: QuantizedStorage, whole: QuantizedStorage) -> QuantizedStorage:
+def note(part: _Storage, whole: QuantizedStorage) -> _Storage:
     """Remembers what `part` was taken out of, in the end where that is a part too; gives it back."""
     whole = whole if whole.owner is None else whole.owner  # views of members come and go
     first = _ORIGINS.get(whole)
@@ -60,7 +62,7 @@ def taken_from(part: QuantizedStorage) -> QuantizedStorage | None:
     return None if origin is None else origin.whole()
 
 
-def note_filled(part: QuantizedStorage, whole: QuantizedStorage, name: str) -> QuantizedStorage:
+def note_filled(part: _Storage, whole: QuantizedStorage, name: str) -> _Storage:
     """Has what is copied into `part`, or into parts of it, written into `whole`; gives it back. `name`: of what."""
     _ORIGINS[part] = _Origin(weakref.ref(whole), name)
     return part

@@ -10,10 +10,9 @@ rectangle of a matrix and have no scales in common, so that they stay quantized 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
-import torch.distributed.tensor  # noqa: F401  (defines the op below)
 from torch import Tensor
 
 from te_dist._torch_private import disabled_torch_function, is_joining_pieces
@@ -36,8 +35,7 @@ class InPieces(torch.Tensor):
     pieces: list[QuantizedTensor]
     along: int
 
-    @staticmethod
-    def __new__(cls, pieces: Sequence[QuantizedTensor], along: int) -> InPieces:
+    def __new__(cls, pieces: Sequence[QuantizedTensor], along: int) -> Self:
         first = pieces[0]
         shape = list(first.shape)
         shape[along] = sum(piece.shape[along] for piece in pieces)
@@ -57,7 +55,7 @@ class InPieces(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return OPS.call(func, args, kwargs or {})
 
-    __torch_function__ = disabled_torch_function
+    __torch_function__: Any = disabled_torch_function
 
 
 def joined(tensors: Sequence[Any], dim: int) -> InPieces | None:

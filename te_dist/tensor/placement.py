@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from te_dist.formats import Partition, Region, Span
+from te_dist.tensor.untyped import TENSOR
 
 
 def local_tensor(param: Any) -> Any:
     """What this rank holds of a parameter, without an autograd edge."""
-    return param._local_tensor if isinstance(param, DTensor) else param
+    return param._local_tensor if isinstance(param, DTensor) else param  # pyright: ignore[reportPrivateUsage]
 
 
 def cuts(placements: Sequence[Placement]) -> tuple[tuple[int, int], ...]:
@@ -25,9 +26,11 @@ def cuts(placements: Sequence[Placement]) -> tuple[tuple[int, int], ...]:
 
     FSDP2 cuts what tensor parallelism left on a rank, and marks this by a strided placement: plain ones come first.
     """
-    sharded = [(i, p) for i, p in enumerate(placements) if hasattr(p, "dim")]
-    plain = [(i, p.dim) for i, p in sharded if type(p) is Shard]
-    return tuple(plain + [(i, p.dim) for i, p in sharded if type(p) is not Shard])
+    found: list[tuple[int, Any, bool]] = [
+        (i, getattr(p, "dim", None), type(p) is Shard) for i, p in enumerate(placements)
+    ]
+    plain = [(i, dim) for i, dim, is_plain in found if is_plain]
+    return tuple(plain + [(i, dim) for i, dim, is_plain in found if dim is not None and not is_plain])
 
 
 def local_part(whole: Tensor, like: DTensor) -> Tensor:
@@ -133,5 +136,5 @@ def is_same_part(tensor: Tensor, param: Tensor, *, whole: torch.Size, own: torch
 def _ranks_beside(mesh: DeviceMesh, mesh_dim: int) -> tuple[int, ...]:
     """Ranks of the line along a mesh dimension that goes through this one; the first line where the mesh has it not."""
     place = mesh.get_coordinate() or [0] * mesh.ndim
-    ranks: list[int] = mesh.mesh[tuple(slice(None) if dim == mesh_dim else at for dim, at in enumerate(place))].tolist()
-    return tuple(ranks)
+    line = mesh.mesh[tuple(slice(None) if dim == mesh_dim else at for dim, at in enumerate(place))]
+    return tuple(TENSOR.tolist(line))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 from uuid import uuid4
 
 import torch
@@ -19,6 +19,7 @@ from te_dist.tensor import filling, writes
 from te_dist.tensor import storage as storages
 from te_dist.tensor.parts import check_writable
 from te_dist.tensor.storage import QuantizedStorage
+from te_dist.tensor.untyped import TENSOR
 
 
 class _Torch(threading.local):
@@ -81,14 +82,13 @@ class QuantizedTensor(torch.Tensor):
     storage: QuantizedStorage
     keep_initial: bool = False
 
-    @staticmethod
     def __new__(
         cls,
         storage: QuantizedStorage,
-        shape: torch.Size | tuple[int, ...] | None = None,
+        shape: Sequence[int] | None = None,
         *,
         requires_grad: bool = False,
-    ) -> QuantizedTensor:
+    ) -> Self:
         return torch.Tensor._make_wrapper_subclass(
             cls,
             storage.shape if shape is None else shape,
@@ -100,13 +100,13 @@ class QuantizedTensor(torch.Tensor):
     def __init__(
         self,
         storage: QuantizedStorage,
-        shape: torch.Size | tuple[int, ...] | None = None,
+        shape: Sequence[int] | None = None,
         *,
         requires_grad: bool = False,
     ) -> None:
         self.storage = storage
 
-    def like(self, storage: QuantizedStorage, shape: torch.Size | tuple[int, ...] | None = None) -> QuantizedTensor:
+    def like(self, storage: QuantizedStorage, shape: Sequence[int] | None = None) -> Self:
         """Another tensor of this class around `storage`."""
         with mode_of(self):
             return type(self)(storage, shape)
@@ -125,16 +125,16 @@ class QuantizedTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with _TORCH:
-            return super().__reduce_ex__(protocol)
+            return TENSOR.__reduce_ex__(self, protocol)
 
     def __deepcopy__(self, memo: Any) -> Any:
         with _TORCH:
-            return super().__deepcopy__(memo)
+            return TENSOR.__deepcopy__(self, memo)
 
     @property
     def data(self) -> QuantizedTensor:  # type: ignore[override]
         """A view without autograd history. Assigning takes over another quantized tensor, or quantizes values."""
-        return torch.Tensor.data.__get__(self)
+        return TENSOR.data.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -145,8 +145,8 @@ class QuantizedTensor(torch.Tensor):
                     "group of them; use copy_, which quantizes its values"
                 )
             before = self.storage
-            torch.Tensor.data.__set__(self, value)
-            self.storage = value.storage
+            TENSOR.data.__set__(self, value)
+            self.storage = value.storage  # pyright: ignore[reportIncompatibleMethodOverride]
             writes.put_back(self.storage, writes.noted_master(before), before.mastered)
         elif value.shape == self.shape:
             with torch.inference_mode(False), torch.no_grad():
@@ -173,7 +173,7 @@ class QuantizedTensor(torch.Tensor):
         Its gradient is that of the values which this tensor stands for, as of any op on them.
         """
         if torch.is_grad_enabled() and self.requires_grad:
-            return _Values.apply(self, dtype, direction)
+            return _VALUES.apply(self, dtype, direction)
         return self.decoded(dtype, direction)
 
     def decoded(self, dtype: torch.dtype | None = None, direction: Direction | None = None) -> Tensor:
@@ -201,12 +201,12 @@ class QuantizedTensor(torch.Tensor):
     def share_memory_(self) -> QuantizedTensor:
         """Moves the buffers of a tensor on the CPU into memory that processes share, as torch has it."""
         for buffer in self.storage.buffers.values():
-            buffer.share_memory_()
+            TENSOR.share_memory_(buffer)
         return self
 
     def is_shared(self) -> bool:
         """Whether processes may share the buffers: those on a GPU always."""
-        return all(buffer.is_shared() for buffer in self.storage.buffers.values())
+        return all(TENSOR.is_shared(buffer) for buffer in self.storage.buffers.values())
 
     def quantize_(self, x: Tensor) -> QuantizedTensor:
         """Quantizes `x`, of the same shape, into the buffers of this tensor.
@@ -260,7 +260,7 @@ class QuantizedTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return OPS.call(func, args, kwargs or {})
 
-    __torch_function__ = disabled_torch_function
+    __torch_function__: Any = disabled_torch_function
 
 
 class OpTable:
@@ -324,5 +324,8 @@ class _Values(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(tensor.storage.dequantize(dtype, direction), tensor.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad.to(ctx.dtype), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0].to(ctx.dtype), None, None
+
+
+_VALUES: Any = _Values

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,8 +23,10 @@ from te_dist.tensor.cut import Cut
 from te_dist.tensor.parts import note, taken_from
 from te_dist.tensor.quantized_tensor import QuantizedTensor
 from te_dist.tensor.storage import QuantizedStorage
+from te_dist.tensor.untyped import TENSOR
 
 ROWS, COLS = 0, 1
+_T = TypeVar("_T", bound=QuantizedTensor)
 _SECOND = 1  # nominal dimension along which parts are taken out: columns of a matrix, rows of a group
 _IN_PARTS: weakref.WeakKeyDictionary[QuantizedStorage, int] = weakref.WeakKeyDictionary()  # how many
 
@@ -60,7 +62,7 @@ def of_all(own: QuantizedStorage, numbers: Sequence[int], group: ProcessGroup) -
             it.
     """
     mine = torch.tensor([[*numbers, own.unsettled is not None]], device=own.device)
-    everyones: Any = collectives.all_gather(mine, group).tolist()
+    everyones: list[list[int]] = TENSOR.tolist(collectives.all_gather(mine, group))
     unsettled = [rank for rank, (*_, is_unsettled) in enumerate(everyones) if is_unsettled]
     if unsettled:
         raise RuntimeError(
@@ -119,7 +121,7 @@ def _spans(whole: QuantizedStorage) -> list[tuple[int, int]]:
     return [(number * length, length) for number in range(_IN_PARTS[whole])]
 
 
-def taken_apart(tensor: Any) -> list[QuantizedTensor] | None:
+def taken_apart(tensor: _T) -> list[_T] | None:
     """The parts that were gathered as `tensor`; None where it is something else."""
     whole = tensor.storage
     if whole not in _IN_PARTS:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor  # noqa: F401  (defines the ops below)
+import torch.distributed.tensor  # noqa: F401  # pyright: ignore[reportUnusedImport]  (defines an op below)
 from torch import Tensor
 from torch.nn import functional
 

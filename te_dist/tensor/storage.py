@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from te_dist import codecs
-from te_dist.codecs import Amax, Codec
-from te_dist.formats import Direction, Field, Format, Region, geometry
+from te_dist.codecs import Amax
+from te_dist.formats import Direction, Field, Format, Numerics, Region, geometry
 from te_dist.ops._checks import HIGH_PRECISION
 from te_dist.ops.evaluate import values
 from te_dist.ops.source import Source
@@ -22,7 +22,7 @@ from te_dist.tensor import writes
 from te_dist.tensor.cut import Cut
 from te_dist.tensor.relayout import relaid
 
-Amaxes = Mapping[Codec, Amax]
+Amaxes = Mapping[Numerics, Amax]
 How = Literal["decode", "operand"]
 _NO_DIMS: frozenset[int] = frozenset()
 
@@ -76,11 +76,11 @@ class QuantizedStorage:
         cut: Cut | None = None,
     ) -> None:
         self.format = format
-        self.buffers = buffers
+        self.buffers: dict[str, Tensor] = buffers
         self.region = region
         self.dtype = dtype
         self.cut = cut
-        self.cut_dims = _NO_DIMS
+        self.cut_dims: frozenset[int] = _NO_DIMS
         self.unsettled: Tensor | None = None
         self.initial: Tensor | None = None
         self.mastered = self.latest_mastered = 0
@@ -313,7 +313,8 @@ class QuantizedStorage:
         canonical = [f.name for f in self.format.canonical.fields]
         names = canonical if all(name in self.buffers for name in canonical) else list(self.buffers)
         tensors = [self.buffers[name] for name in names]
-        shell = self.holding(dict.fromkeys(names))
+        nothing: dict[str, Any] = dict.fromkeys(names)
+        shell = self.holding(nothing)
         self.buffers = {}
         return tensors, shell
 
@@ -352,7 +353,7 @@ class QuantizedStorage:
 
     def _refresh(self, direction: Direction) -> None:
         if direction is Direction.COLUMNWISE and self.format.columnwise_is_derivable:
-            row, col = self.format.rowwise.fields, self.format.columnwise.fields
+            row, col = self.format[Direction.ROWWISE].fields, self.format[direction].fields
             self.derive(direction, {d.name: self.buffers[d.name] for s, d in zip(row, col, strict=True) if s != d})
 
     def narrow(self, dim: int, start: int, length: int) -> QuantizedStorage:
@@ -361,7 +362,7 @@ class QuantizedStorage:
         fields = self.format.sufficient(self.buffers)
         buffers = {f.name: geometry.narrow(f, self.buffers[f.name], self.region, part) for f in fields}
         narrowed = QuantizedStorage(self.format, buffers, part, dtype=self.dtype)
-        narrowed.cut_dims = self.cut_dims | ({dim} if part != self.region else set())
+        narrowed.cut_dims = self.cut_dims | ({dim} if part != self.region else _NO_DIMS)
         if self.initial is not None:
             narrowed.initial = self.initial.narrow(dim, start, length).clone()
         return narrowed
@@ -472,7 +473,7 @@ def quantize(
     return storage
 
 
-def find_amaxes(x: Tensor | Source, format: Format, region: Region) -> dict[Codec, Amax]:
+def find_amaxes(x: Tensor | Source, format: Format, region: Region) -> dict[Numerics, Amax]:
     """By codec of `format`, the largest magnitudes of `x` that fix its scales."""
     matrix = as_matrix(x, region.shape)
     # NOTE: ranks lay out what they agree on in this order; that of a set differs between processes.

@@ -22,8 +22,8 @@ class Tallying(nn.Module):
     def clear_tally(self) -> None:
         """Forgets what the running step has collected."""
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # pyright: ignore[reportUnknownMemberType]
         if any(prefix + name in state_dict for name in self._buffers):
             self.clear_tally()
 

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from te_dist.tensor.untyped import TENSOR
+
 if TYPE_CHECKING:
     from te_dist.tensor.storage import QuantizedStorage
 
@@ -118,7 +120,7 @@ def exchange(storage: QuantizedStorage, master: Tensor, other: Tensor) -> None:
 
 def are_near(values: Tensor, others: Tensor) -> bool:
     """Whether they differ by no more than rounding can account for, in any format. Waits for the device."""
-    return bool((values - others).norm() <= _ROUNDING * others.norm())
+    return bool(TENSOR.norm(values - others) <= _ROUNDING * TENSOR.norm(others))
 
 
 def decide(storage: QuantizedStorage) -> None:
@@ -132,7 +134,8 @@ def decide(storage: QuantizedStorage) -> None:
     if storage.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
     found = [storage.format[direction].codec.rounding for direction in storage.directions]
-    rounding = None if None in found else max(found)
+    known = [each for each in found if each is not None]
+    rounding = max(known) if len(known) == len(found) else None
     if _is_rounded(storage.dequantize(torch.float32).view(master.shape), master, rounding):
         storage.note_master()
         note_master(storage, master)
