@@ -215,7 +215,8 @@ def _masters(optimizer: Optimizer, named: Named) -> Named:
 
 def _by_convention(name: str, tensor: Tensor, convention: Convention) -> Iterator[_Entry]:
     storage, whole = local_tensor(tensor).storage, model_state.whole_region(tensor)
-    if not convention.accepts(storage.format.rowwise):
+    rowwise = storage.format.rowwise
+    if rowwise is None or not convention.accepts(rowwise):
         raise CheckpointError(
             f"{name} is {model_state.format_name(model_state.describe(tensor))}, wanted the format of the convention; "
             "save a checkpoint with masters, load it into a model of that format, and export this"
@@ -227,7 +228,7 @@ def _by_convention(name: str, tensor: Tensor, convention: Convention) -> Iterato
             "export it in high precision"
         )
     for index in range(tensor.shape[0]) if is_group else [None]:
-        for field in storage.format.rowwise.fields:
+        for field in rowwise.fields:
             part = Part.of_field if index is None else functools.partial(_member, tensor, index)
             key = name + ("" if index is None else str(index)) + convention.suffixes[field.name]
             dtype = convention.dtypes.get(field.name) or field.dtype

@@ -212,8 +212,9 @@ def _describe(value: Any, what: str, param: Tensor) -> dict[str, Any]:
 def _initialize(optimizer: Optimizer, param: Tensor, saved: dict[str, Any]) -> None:
     """Makes state whose places only the optimizer knows: of another shape than the parameter."""
     others = [each["shape"] for each in saved.values() if each.get("shape") and each["shape"] != list(param.shape)]
-    if others and not optimizer.state.get(param) and hasattr(optimizer, "initialize_state"):
-        optimizer.initialize_state(param)
+    initialize = getattr(optimizer, "initialize_state", None)
+    if others and not optimizer.state.get(param) and initialize is not None:
+        initialize(param)
 
 
 def _conversion_mismatches(optimizer: Optimizer, name: str, param: Tensor, manifest: Manifest) -> list[str]:

@@ -169,6 +169,7 @@ class Stack(Part):
         return [ChunkStorageMetadata(offsets=torch.Size(o), sizes=held.shape) for o, held in self.parts.items()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
         return self.parts[tuple(index.offset)]
 
 
@@ -213,7 +214,7 @@ def _of_one(described: dict[str, Any]) -> dict[str, Any]:
 
 def _of_all(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What is said of all members together; what is said of one where they are not alike, which nothing matches."""
-    known = {SAVED: True} if all(each.get(SAVED) for each in described) else {}
+    known: dict[str, Any] = {SAVED: True} if all(each.get(SAVED) for each in described) else {}
     described = [{key: value for key, value in each.items() if key != SAVED} for each in described]
     first, count = described[0] | known, len(described)
     if any(each != described[0] for each in described):

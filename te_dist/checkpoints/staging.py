@@ -16,7 +16,10 @@ class Stager(AsyncStager):
     Training may go on once `async_save` has returned.
     """
 
-    should_synchronize_after_execute = False  # torch's name; `stage` returns copies, not a promise of them
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """No: `stage` returns copies, not a promise of them."""
+        return False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """All of it, tensors in CPU memory of their own."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from te_dist.formats import Encoding, Field, Region, geometry
+from te_dist.formats import Field, Region, geometry
 from te_dist.formats.region import Pair
 from te_dist.ops import tile_amax
 from te_dist.ops.source import Source, unsummed
@@ -27,10 +27,20 @@ _ROUNDING = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}  # see `Codec.rounding`
 Amax = tuple[Tensor, ...]  # one fp32 grid per entry of `Codec.amax_tiles`
 
 
+class KnownEncoding(Protocol):
+    """An `Encoding` as it is read where the type of its codec is known: by it, and by what is entered for it."""
+
+    @property
+    def codec(self) -> Any: ...
+
+    @property
+    def fields(self) -> tuple[Field, ...]: ...
+
+
 class Plane(NamedTuple):
     """One direction to be written: its encoding, its stored tensors, and the amax to use where it is already known."""
 
-    encoding: Encoding
+    encoding: KnownEncoding
     stored: tuple[Tensor, ...]
     amax: Amax | None = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from te_dist.codecs.base import logical_view
 from te_dist.codecs.high_precision import HighPrecision
@@ -23,7 +23,7 @@ def coded(operand: Operand) -> Coded:
     if isinstance(codec, HighPrecision):
         return Coded(operand.matrix(), str(codec.dtype).removeprefix("torch."))
     kind, constant = ("e2m1", 1 / (_E2M1_MAX * codec.e4m3_max)) if isinstance(codec, NvFp4) else (codec.fp8, 1.0)
-    parts: dict[str, object] = {}
+    parts: dict[str, Any] = {}
     for field, tensor in zip(encoding.fields[1:], stored[1:], strict=True):
         view, grain, phase = logical_view(field, tensor, region), field.grain, region.phase(field.grain)
         if summed == 0:

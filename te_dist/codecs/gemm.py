@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from te_dist import ops
-from te_dist.codecs.base import Codec
+from te_dist.codecs.base import Codec, KnownEncoding
 from te_dist.codecs.block import LARGEST_TILE, Block
 from te_dist.codecs.decoded import coded
 from te_dist.codecs.high_precision import HighPrecision
 from te_dist.codecs.mxfp8 import MxFp8
 from te_dist.codecs.nvfp4 import NvFp4
 from te_dist.codecs.tensorwise import Tensorwise
-from te_dist.formats import Encoding, Region
+from te_dist.formats import Region
+from te_dist.formats.field import Numerics
 from te_dist.formats.region import Pair
 from te_dist.kernels.gemm import fits_map
 from te_dist.kernels.gemm_tensor import SCALE_ALIGNMENT
@@ -41,7 +42,7 @@ class Operand(NamedTuple):
         sums_over: logical dimension (0: rows, 1: columns) that the product sums over.
     """
 
-    encoding: Encoding
+    encoding: KnownEncoding
     stored: tuple[Tensor, ...]
     region: Region
     sums_over: int
@@ -97,7 +98,7 @@ class Entry(NamedTuple):
 QUANTIZED = (Block, MxFp8, NvFp4, Tensorwise)
 _RUN, _SQUARE = (1, LARGEST_TILE[1]), LARGEST_TILE
 READS_ANY_ORDER = ("cpu",)  # types of devices whose functions read either direction of equal values alike
-_TABLE: dict[tuple[type[Codec], type[Codec], str], Entry] = {}  # by codecs and target, see `target_of`
+_TABLE: dict[tuple[type[Numerics], type[Numerics], str], Entry] = {}  # by codecs and target, see `target_of`
 
 
 def multiply(
@@ -139,7 +140,7 @@ def multiply(
     return out
 
 
-def find(a: Codec, b: Codec, target: str) -> Entry:
+def find(a: Numerics, b: Numerics, target: str) -> Entry:
     """What multiplies encodings of `a` and `b` on a target, see `target_of`; raises as `multiply` does."""
     entry = _TABLE.get((type(a), type(b), target))
     if entry is None:
@@ -152,7 +153,7 @@ def find(a: Codec, b: Codec, target: str) -> Entry:
     return entry
 
 
-def check_transforms(a: Codec, b: Codec) -> None:
+def check_transforms(a: Numerics, b: Numerics) -> None:
     """Raises ValueError where the operands of a product are not transformed alike."""
     transforms = _transform(a), _transform(b)
     if transforms[0] != transforms[1]:
@@ -175,12 +176,13 @@ def implements(pairs: Iterable[tuple[type[Codec], type[Codec]]], *targets: str, 
     return register
 
 
-def _transform(codec: Codec) -> int | None:
+def _transform(codec: Numerics) -> int | None:
     """The sign mask of the Hadamard transform that a product has to undo; None for no transform."""
     return codec.hadamard if isinstance(codec, NvFp4) else None
 
 
-_ALL = frozenset(product((*QUANTIZED, HighPrecision), repeat=2))
+_EVERY = (*QUANTIZED, HighPrecision)
+_ALL = frozenset(product(_EVERY, _EVERY))
 _BLOCK, _TENSORWISE, _HIGH_PRECISION = (Block, Block), (Tensorwise, Tensorwise), (HighPrecision, HighPrecision)
 
 
@@ -221,7 +223,7 @@ def _tile_of(operand: Operand) -> tuple[Pair, Pair]:
     """Tile of a block codec, and where in one the operand begins, both as (kept, summed)."""
     tile = operand.encoding.codec.tile
     phase = operand.region.phase(tile)
-    return (tile, phase) if operand.sums_over == 1 else (tile[::-1], phase[::-1])
+    return (tile, phase) if operand.sums_over == 1 else (tile[::-1], (phase[1], phase[0]))
 
 
 @implements([_TENSORWISE], *ARCHES, multiple=16)
@@ -234,14 +236,14 @@ def _by_cublaslt(a: Operand, b: Operand, result: Result) -> None:
     fp8 = a.encoding.codec.fp8, b.encoding.codec.fp8
     if fp8 == ("e5m2", "e5m2"):
         return _by_decoding(a, b, result)  # cuBLASLt multiplies e4m3 with either, e5m2 with e4m3 only
-    fuses_bias = bias is not None and out.dtype != torch.float32
+    fused = bias.to(out.dtype) if bias is not None and out.dtype != torch.float32 else None
     is_direct = fits_map(out)
     target = out if is_direct else torch.empty_like(out)
     ops.gemm_float8_tensor(
         *_readable(*a.stored),
         *_readable(*b.stored),
         fp8=fp8,
-        bias=bias.to(out.dtype) if fuses_bias else None,
+        bias=fused,
         fast=a.sums_over == b.sums_over == 1,
         accumulate=accumulate and is_direct,
         workspace=None,  # with which products were not faster
@@ -249,7 +251,7 @@ def _by_cublaslt(a: Operand, b: Operand, result: Result) -> None:
     )
     if not is_direct:
         (out.add_ if accumulate else out.copy_)(target)
-    if bias is not None and not fuses_bias:
+    if bias is not None and fused is None:
         out.add_(bias)
 
 

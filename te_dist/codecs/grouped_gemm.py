@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from te_dist import ops
-from te_dist.codecs.base import Codec
+from te_dist.codecs.base import Codec, KnownEncoding
 from te_dist.codecs.block import Block
 from te_dist.codecs.decoded import coded
 from te_dist.codecs.gemm import Operand, check_transforms
@@ -33,6 +33,7 @@ from te_dist.codecs.mxfp8 import MxFp8
 from te_dist.codecs.nvfp4 import NvFp4
 from te_dist.codecs.tensorwise import Tensorwise
 from te_dist.formats import Encoding, Field, Region
+from te_dist.formats.field import Numerics
 from te_dist.formats.region import Pair
 from te_dist.kernels.gemm_staged import STEP
 from te_dist.kernels.grouped_gemm import is_turned_sooner
@@ -53,7 +54,7 @@ class Rows(NamedTuple):
         sums_over: 1 for products of rows, 0 for sums over the rows of groups.
     """
 
-    encoding: Encoding
+    encoding: KnownEncoding
     stored: tuple[Tensor, ...]
     region: Region
     sums_over: int
@@ -69,7 +70,7 @@ class Members(NamedTuple):
         sums_over: dimension (0: N, 1: K) that the product sums over; codes lie along it, but see `reads_as_they_lie`.
     """
 
-    encoding: Encoding
+    encoding: KnownEncoding
     stored: tuple[Tensor, ...]
     region: Region
     sums_over: int
@@ -118,7 +119,7 @@ class Entry(NamedTuple):
 
 
 _TARGETS = "cpu", "sm_90a"
-_TABLE: dict[tuple[type[Codec], type[Codec], str], Entry] = {}  # by codecs and target, see `target_of`
+_TABLE: dict[tuple[type[Numerics], type[Numerics], str], Entry] = {}  # by codecs and target, see `target_of`
 
 
 def multiply_rows(a: Rows, b: Members, result: Result) -> Tensor:
@@ -158,18 +159,18 @@ def as_given(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False)
 
 
-def find(a: Encoding, b: Encoding, target: str) -> Entry:
+def find(a: KnownEncoding, b: KnownEncoding, target: str) -> Entry:
     """What multiplies rows of `a` with members of `b` on a target, see `target_of`; raises as `multiply_rows` does."""
     return _find(a.codec, b.codec, target, sums=False)
 
 
-def find_sums(a: Encoding, b: Encoding, target: str) -> Entry:
+def find_sums(a: KnownEncoding, b: KnownEncoding, target: str) -> Entry:
     """What sums products of `a` and `b` over rows; raises as `multiply_sums` does."""
     return _find(a.codec, b.codec, target, sums=True)
 
 
 @lru_cache(maxsize=1024)
-def _find(a: Codec, b: Codec, target: str, *, sums: bool) -> Entry:
+def _find(a: Numerics, b: Numerics, target: str, *, sums: bool) -> Entry:
     """`sums`: whether both are rows in groups, not the first alone."""
     entry = _TABLE.get((type(a), type(b), target))
     if entry is None or (sums and entry.sums is None):
@@ -234,8 +235,10 @@ def _codes(b: Members) -> Tensor:
 
 def _block_rows(a: Rows, b: Members, result: Result) -> None:
     tile = b.encoding.codec.tile
+    data, scale = a.stored
     ops.grouped_gemm_float8_block(
-        *a.stored,
+        data,
+        scale,
         _stacked(b.stored[0]),
         _stacked(b.stored[1]),
         table=result.table,
@@ -305,11 +308,11 @@ def _coded(rows: Rows) -> Coded:
 
 
 @lru_cache(maxsize=1024)
-def _without_amax(encoding: Encoding) -> Encoding:
+def _without_amax(encoding: KnownEncoding) -> Encoding:
     return Encoding(encoding.codec, encoding.fields[:2])
 
 
-def _factor(encoding: Encoding, stored: tuple[Tensor, ...]) -> Tensor | None:
+def _factor(encoding: KnownEncoding, stored: tuple[Tensor, ...]) -> Tensor | None:
     """(G, 1), or (1, 1), of what has an amax."""
     return stored[2].reshape(-1, 1) if len(encoding.fields) > 2 else None
 
@@ -323,7 +326,7 @@ def _coded_members(b: Members) -> Coded:
     )
     grain = encoding.fields[1].grain
     known = coded(Operand(_without_amax(encoding), (stored[0][0], stored[1][0]), region, summed))
-    tile = grain if summed == 1 else grain[::-1]
+    tile = grain if summed == 1 else (grain[1], grain[0])
     return Coded(codes, known.kind, scale, tile, factor=_factor(encoding, stored), constant=known.constant)
 
 
@@ -339,7 +342,7 @@ def _plain_rows(a: Rows, b: Members, result: Result) -> None:
     table, bias, accumulate, out = result
     left, right = a.stored[0], b.stored[0]
     if left.dtype == right.dtype and left.dtype in HALVES:
-        rest = dict(summed_dim=b.sums_over, bias=bias, row_factor=None, accumulate=accumulate)
+        rest: dict[str, Any] = dict(summed_dim=b.sums_over, bias=bias, row_factor=None, accumulate=accumulate)
         return ops.grouped_gemm_half(left, _stacked(right), table=table, **rest, out=out)
     dtype = torch.promote_types(left.dtype, right.dtype)
     for group, rows in _groups(table):
@@ -386,6 +389,6 @@ def _groups(table: Tensor) -> list[tuple[int, slice]]:
 _DECODED = (MxFp8, NvFp4)
 implements([(Block, Block)], Entry(_block_rows, _block_sums, 16))
 implements([(Tensorwise, Tensorwise)], Entry(_whole_rows, _whole_sums, 16))
-implements(product(_DECODED, repeat=2), Entry(_decoded_rows, _decoded_sums, STEP))
+implements(product(_DECODED, _DECODED), Entry(_decoded_rows, _decoded_sums, STEP))
 implements([(HighPrecision, HighPrecision)], Entry(_plain_rows, _plain_sums, 1))
 implements([(HighPrecision, kind) for kind in (Block, Tensorwise, *_DECODED)], Entry(_valued_rows, None, 1))

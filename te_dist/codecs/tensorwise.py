@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ class Tensorwise(OfFloat8, Codec):
         ops.dequantize_float8(data, stored[1], tile=(WHOLE, WHOLE), phase=(0, 0), fp8=self.fp8, out=out)
 
 
-def _outputs(planes: Sequence[Plane]) -> dict[str, Tensor]:
+def _outputs(planes: Sequence[Plane]) -> dict[str, Any]:
     """Data and scale of each plane, as the quantize ops take them."""
     outputs = {}
     for plane in planes:

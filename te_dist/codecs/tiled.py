@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from te_dist.codecs.base import Codec, Plane, logical_view
-from te_dist.formats import WHOLE, Encoding, Region
+from te_dist.codecs.base import Codec, KnownEncoding, Plane, logical_view
+from te_dist.formats import WHOLE, Region
 from te_dist.formats.region import Pair
 
 # By side of the quantize ops, the keywords of a direction.
@@ -30,7 +30,7 @@ class TiledCodec(Codec):
         return replace(self, tile=self.tile[::-1])
 
     @cached_property
-    def pass_key(self) -> object:
+    def pass_key(self) -> object:  # type: ignore[override]
         return replace(self, tile=(0, 0))
 
 
@@ -58,7 +58,7 @@ def group_arguments(planes: Sequence[Plane]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1024)
-def side(encoding: Encoding) -> str:
+def side(encoding: KnownEncoding) -> str:
     """The side of the quantize ops: "col" where the data is transposed or a scale covers a run of rows, else "row"."""
     data, scale = encoding.fields[:2]
     runs_along_rows = scale.grain[0] not in (1, WHOLE) and scale.grain[1] == 1

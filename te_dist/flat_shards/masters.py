@@ -74,6 +74,7 @@ def quantize_master_weights(
         if not weights:
             return
         plan = _PLANS[weights[0]] = Plan(weights, [each.ranges for each in reports], group)
+    assert plan is not None
     plan.run(weights, master_weights, fsdp_shard_model_weights)
 
 

@@ -130,7 +130,9 @@ class _Bound:
         for each, (part, _, _), scales in zip(own, parts, views, strict=True):
             self._hand_out(each, part, scales)
         noop = torch.zeros(1, dtype=torch.int32, device=device)
-        self._parts = PartsQuantization(parts, (group or dist.group.WORLD,), noop=noop) if parts else None
+        over = group or dist.group.WORLD
+        assert over is not None
+        self._parts = PartsQuantization(parts, (over,), noop=noop) if parts else None
         readers = self._parts.readers if self._parts else []
         self._readers = Batch([[reader] for reader in readers if reader is not None], noop)
 

@@ -247,10 +247,11 @@ def _raw_of(storage: QuantizedStorage) -> _Raw:
     raw = _RAW.setdefault(storage, _Raw())
     for declared in turned_fields(storage.format) if storage.members else ():
         plane, region = raw.turned.get(declared.name), storage.members[0].region
-        if raw.waiting and plane is None:
-            like = raw.waiting[declared.name]
-            plane = geometry.empty(in_order(declared), region, device=like.device, leading=tuple(like.shape[:-2]))
-        elif not raw.waiting and (plane is None or raw.num_writes != storage.num_writes):
+        if raw.waiting:
+            if plane is None:
+                like = raw.waiting[declared.name]
+                plane = geometry.empty(in_order(declared), region, device=like.device, leading=tuple(like.shape[:-2]))
+        elif plane is None or raw.num_writes != storage.num_writes:
             buffer = storage.buffers[declared.name]
             plane = geometry.relayout(declared, in_order(declared), buffer, region, plane)
         raw.turned[declared.name] = plane

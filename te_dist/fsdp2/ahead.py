@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,8 @@ from te_dist.tensor import Cut, QuantizedStorage, empty, find_amaxes
 from te_dist.tensor.placement import local_tensor
 
 
-class Shards(NamedTuple):
+@dataclass(frozen=True)
+class Shards:
     """How many parts FSDP2 cuts a parameter into, and which of them this rank gets."""
 
     count: int
@@ -70,8 +72,9 @@ def kernels_of(
         for each in module.modules():
             if each in wrapped:
                 continue
-            if hasattr(each, "rehearse"):
-                each.rehearse(dtype)
+            rehearse = getattr(each, "rehearse", None)
+            if rehearse is not None:
+                rehearse(dtype)
             for param in each.parameters(recurse=False):
                 local = local_tensor(param)
                 if isinstance(local, GroupedParameter):

@@ -81,7 +81,7 @@ def warn_of_fewer_ranks(model: nn.Module, *, stacklevel: int) -> None:
 
     `stacklevel`: as of `warnings.warn`, counted from here.
     """
-    names = {module: name for name, module in model.named_modules()}
+    names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
     ranks = {name: _torch_private.ranks_of_unit(unit) for unit, name in names.items() if isinstance(unit, FSDPModule)}
     found: dict[tuple[int, int], list[str]] = {}
     for name, param in parameters_between_steps(model, names):

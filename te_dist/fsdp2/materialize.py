@@ -108,17 +108,18 @@ def _allocate(model: nn.Module, device: torch.device | str) -> set[int]:
 
 
 def _initialize(module: nn.Module, prefix: str, own: dict[str, nn.Parameter], seed: int) -> None:
-    fills_parameters = hasattr(module, "init_parameter")
-    if fills_parameters:
+    init_parameter = getattr(module, "init_parameter", None)
+    if init_parameter is not None:
         for name, param in own.items():
             whole = _whole(param)
             with _seeded(seed, f"{prefix}.{name}", whole.device):
-                module.init_parameter(name, whole)
+                init_parameter(name, whole)
             _check_filled(module, prefix, {name: whole})
             place_whole(param, whole)
-    if fills_parameters and not any(True for _ in module.buffers(recurse=False)):
+    if init_parameter is not None and not any(True for _ in module.buffers(recurse=False)):
         return
-    if not hasattr(module, "reset_parameters"):
+    reset_parameters = getattr(module, "reset_parameters", None)
+    if reset_parameters is None:
         raise ValueError(
             f"{prefix or 'the root module'} ({type(module).__name__}) has {sorted(own) or 'buffers'} and neither "
             "init_parameter nor reset_parameters; pass initialize=, the rule of the library that it is from "
@@ -127,8 +128,8 @@ def _initialize(module: nn.Module, prefix: str, own: dict[str, nn.Parameter], se
         )
     every = dict(module.named_parameters(recurse=False))  # with what an earlier module has initialized
     with _whole_in_place(module, every) as wholes, _seeded(seed, prefix, _device(module)):
-        module.reset_parameters()
-    if not fills_parameters:
+        reset_parameters()
+    if init_parameter is None:
         _check_filled(module, prefix, {name: wholes[name] for name in own})
         _place(wholes, own)
 

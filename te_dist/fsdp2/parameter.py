@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from te_dist import _torch_private
 from te_dist.formats import Partition
-from te_dist.fsdp2.plan import KEPT, RECOMPUTED, RESHARDED, GatherPlan, GatherPolicy, Phase, plan_gather
+from te_dist.fsdp2.plan import (
+    KEPT,
+    RECOMPUTED,
+    RESHARDED,
+    GatherPlan,
+    GatherPolicy,
+    Phase,
+    leading_and_region,
+    plan_gather,
+)
 from te_dist.fsdp2.unsharded import read_here, unsharded
 from te_dist.grouped import GroupCut, GroupedStorage, GroupedTensor
 from te_dist.scaling.agreement import settle_parts
@@ -152,7 +162,7 @@ class ShardedParameter(QuantizedTensor):
     wrap: Wrap | None = None
     _planned: _Planned | None = None  # for the latest mesh
 
-    def like(self, storage: QuantizedStorage, shape: Any = None) -> ShardedParameter:
+    def like(self, storage: QuantizedStorage, shape: Sequence[int] | None = None) -> Self:
         out = super().like(storage, shape)
         out.keep_initial = self.keep_initial
         if storage.cut is not None:  # put together again, it is no part of that unit
@@ -185,7 +195,7 @@ class ShardedParameter(QuantizedTensor):
                 "ranks of one mesh dimension cannot settle its scales: call fsdp2.settle(model) after writing them"
             )
         if storage.unsettled is not None:
-            parts = Partition.of([getattr(part, "region", part) for part in plan.parts])
+            parts = Partition.of([leading_and_region(part)[1] for part in plan.parts])
             settle_parts([(storage, read_here(storage.unsettled), parts)], [mesh.get_group()])
         gathered = Gathered(plans, phase, storage, storage.buffers, self._cut.shape, mesh)
         if num_ranks > 1:  # on one rank FSDP2 takes what the shard holds at the end

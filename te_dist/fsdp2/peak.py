@@ -21,7 +21,7 @@ import torch
 from te_dist.fsdp2.footprint import Buffers, Footprint, Unit
 from te_dist.fsdp2.plan import Phase
 
-_FREES_BEFORE_COPYING = torch.__version__ >= (2, 15)
+_FREES_BEFORE_COPYING = torch.__version__ >= "2.15"
 
 
 @dataclass(frozen=True)

@@ -155,4 +155,4 @@ def version_of(tensor: Tensor) -> int:
 def _bytes(tensor: Tensor, extent: Extent) -> Tensor:
     """1-D uint8 view of the bytes of `extent` in the storage of `tensor`."""
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return empty.set_(tensor.untyped_storage(), extent.start, (len(extent),))
+    return empty.set_(tensor.untyped_storage(), extent.start, (len(extent),), (1,))

@@ -68,7 +68,7 @@ def clip_grad_norm_(
     for same in _alike([local_tensor(grad) for grad in grads]):
         own = coefficient.to(same[0].device)
         if foreach is not False:
-            torch._foreach_mul_(same, own)
+            torch._foreach_mul_(same, own)  # pyright: ignore[reportPrivateImportUsage]
         else:
             for grad in same:
                 grad.mul_(own)
@@ -93,10 +93,10 @@ def _total_norm(parameters: Sequence[Tensor], order: float, foreach: bool | None
     return _joined(found, order, zero)
 
 
-def _norms(grads: Sequence[Tensor], order: float, dtype: torch.dtype, foreach: bool | None) -> Sequence[Tensor]:
+def _norms(grads: list[Tensor], order: float, dtype: torch.dtype, foreach: bool | None) -> Sequence[Tensor]:
     """Of each. In `dtype`: 16-bit norms of shards would not add up to the norm of the whole."""
     if foreach is not False:
-        return torch._foreach_norm(grads, order, dtype)
+        return torch._foreach_norm(grads, order, dtype)  # pyright: ignore[reportPrivateImportUsage]
     return [torch.linalg.vector_norm(grad, order, dtype=dtype) for grad in grads]
 
 

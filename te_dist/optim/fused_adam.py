@@ -326,12 +326,12 @@ class FusedAdam(torch.optim.Optimizer):
         signals = [None if signal is None else signal.to(device) for signal in signals]
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._captured.append(plan)
-        for each in plan.requantized:
-            before_writing(each.storage)
+        for storage in plan.requantized:
+            before_writing(storage)
         plan.run(grads, rules, [AdamSignals(lr, *signals) for lr in own])
         torch.autograd.graph.increment_version(plan.written)  # kernels write memory, which autograd does not see
-        for each in plan.requantized:
-            each.storage.unsettled = None
+        for storage in plan.requantized:
+            storage.unsettled = None
         for each in plan.mastered:
             if each.param not in left:
                 self._ledger.take_over(each.param, each.state[MASTER])
@@ -347,11 +347,12 @@ class FusedAdam(torch.optim.Optimizer):
         """Of a group: its rule, and lr where that is known on the device only."""
         if self.capturable:
             group["lr"] = _on_device(group["lr"], device)
-        lr = group["lr"]
+        lr, (beta1, beta2) = group["lr"], group["betas"]
         is_on_device = isinstance(lr, Tensor) and lr.device == device and lr.dtype == torch.float32
         rule = AdamRule(
             0.0 if is_on_device else float(lr),
-            *group["betas"],
+            beta1,
+            beta2,
             group["eps"],
             group["weight_decay"],
             self.adam_w_mode,
@@ -388,7 +389,7 @@ class _Plan:
         states: ids of the states of all parameters of the optimizer.
         mastered: of the parameters with masters.
         quantized: of the quantized ones.
-        requantized: of those that are written.
+        requantized: storages of those that are written.
         written: all parameters, and what they hold here.
     """
 
@@ -412,7 +413,7 @@ class _Plan:
         self._places = Places(held)
         self.mastered = [each for each in held if MASTER in each.state]
         self.quantized = [each for each in held if each.storage is not None]
-        self.requantized = [each for each in self.quantized if each.param not in left]
+        self.requantized = [each.storage for each in held if each.storage is not None and each.param not in left]
         self.written = [tensor for each in held for tensor in {each.param, each.local}]
         noop = torch.zeros(1, dtype=torch.int32, device=grads[0].device)
         self._quantizations = []
@@ -436,8 +437,9 @@ class _Plan:
         """Agrees on the scales of some: a step that may be left out may leave them as they are."""
         waiting: dict[Any, list[tuple[QuantizedStorage, Tensor, Partition | None]]] = {}
         for each in self.quantized:
-            if any(each.storage is storage for storage in storages):
-                part = (each.storage, local_tensor(each.state[MASTER]), masters.partition(each.param))
+            own = each.storage
+            if own is not None and any(own is storage for storage in storages):
+                part = (own, local_tensor(each.state[MASTER]), masters.partition(each.param))
                 waiting.setdefault(masters.spread_over(each.param), []).append(part)
         for over, unsettled in waiting.items():
             settle_parts(unsettled, over)
@@ -455,11 +457,11 @@ def _adapted(held: Held, place: CompactPlace | None) -> Adapted:
     """What Adam reads and writes."""
     value = local_tensor(held.state.get(MASTER, held.local))
     copy = None if held.storage is not None or value is held.local else held.local
-    moments = [local_tensor(held.state[name]) for name in MOMENTS]
+    exp_avg, exp_avg_sq = (local_tensor(held.state[name]) for name in MOMENTS)
     for tensor in (value, copy):
         if tensor is not None:
             check_kernels_take(tensor)
-    return Adapted(value.detach(), *moments, held.state["step"], copy, place=place)
+    return Adapted(value.detach(), exp_avg, exp_avg_sq, held.state["step"], copy, place=place)
 
 
 def _unsettled(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[QuantizedStorage]:

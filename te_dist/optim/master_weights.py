@@ -113,6 +113,7 @@ class MasterWeights(torch.optim.Optimizer):
         def evaluate() -> Any:
             if evaluated:
                 return evaluated.pop()
+            assert closure is not None
             with torch.no_grad():
                 self._write_back(updated)
             with torch.enable_grad():
@@ -232,8 +233,9 @@ class MasterWeights(torch.optim.Optimizer):
     # -- masters ------------------------------------------------------------------------------------------------
 
     def _make_master(self, param: Tensor, *, even_frozen: bool = False) -> Tensor:
-        if hasattr(self, "wrapped"):
-            self.wrapped.state.pop(self._masters.get(param), None)
+        known = self._masters.get(param)
+        if known is not None and hasattr(self, "wrapped"):
+            self.wrapped.state.pop(known, None)
         self._without.discard(param)
         master = param
         if _needs_master(param) and not even_frozen and self._is_left_alone(param):
@@ -329,7 +331,9 @@ class MasterWeights(torch.optim.Optimizer):
                 self._hand_in_state(param)
         params = {param for group in self.param_groups for param in group["params"]}
         for stale in self._masters.keys() - params:
-            self._masters.pop(stale), self._states.pop(stale, None), self._without.discard(stale)
+            self._masters.pop(stale)
+            self._states.pop(stale, None)
+            self._without.discard(stale)
             self._ledger.forget(stale)
 
     def _hand_in_state(self, param: Tensor) -> None:

@@ -174,12 +174,12 @@ class Precision:
         by_chance = (
             value.dtype == _BF16 and REMAINDER not in state and (MASTER in state or self._is_rounded(held.param))
         )
-        kept = [state.get(name) for name in ("exp_avg_scale", "exp_avg_sq_scale", REMAINDER)]
-        if all(state[name].dtype == _F32 for name in MOMENTS) and kept[2] is None and not by_chance:
+        scales, remainder = (state.get("exp_avg_scale"), state.get("exp_avg_sq_scale")), state.get(REMAINDER)
+        if all(state[name].dtype == _F32 for name in MOMENTS) and remainder is None and not by_chance:
             return None
-        cols = value.shape[-1] if kept[0] is not None or kept[1] is not None else value.numel()
+        cols = value.shape[-1] if scales[0] is not None or scales[1] is not None else value.numel()
         shape = (value.numel() // cols if cols else 0, cols)
-        return CompactPlace(*kept, by_chance, shape, (self.seed, number, *_noise_place(held.param)))
+        return CompactPlace(*scales, remainder, by_chance, shape, (self.seed, number, *_noise_place(held.param)))
 
     def _is_rounded(self, param: Tensor) -> bool:
         """Whether a parameter that is not quantized is its own master, and rounded by chance."""

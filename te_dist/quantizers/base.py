@@ -298,8 +298,8 @@ class _StraightThrough(torch.autograd.Function):
         return QuantizedTensor(storage, tensor.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.to(ctx.dtype), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].to(ctx.dtype), None, None
 
 
 def region_of(shape: torch.Size | tuple[int, ...]) -> Region:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
 from te_dist import catalog
 from te_dist.codecs import NvFp4
+from te_dist.codecs.base import KnownEncoding
 from te_dist.codecs.nvfp4 import SIGN_MASK
-from te_dist.formats import WHOLE, Format
+from te_dist.formats import WHOLE, Direction, Format
 from te_dist.quantizers.base import AgreeingQuantizer, Fp8Type, Quantizer, declared, fp8_name, with_eps
 
 
@@ -107,7 +108,7 @@ class NVFP4Quantizer(AgreeingQuantizer):
         self.declare(torch.bfloat16)
 
     def declare(self, dtype: torch.dtype) -> Format:
-        over = self.nvfp4_4over6_err_mode.lower() if self.nvfp4_use_4over6 else "none"
+        over = cast(Literal["mae", "mse"], self.nvfp4_4over6_err_mode.lower()) if self.nvfp4_use_4over6 else "none"
         options = NvFp4(
             (WHOLE, WHOLE),  # the catalog knows the tiles
             e4m3_max=self.nvfp4_e4m3_max,
@@ -128,12 +129,16 @@ class NVFP4Quantizer(AgreeingQuantizer):
 def _nvfp4(dims: Literal[1, 2], options: NvFp4, mask: int | None) -> Format:
     """`options` in both directions, the tiles those of the catalog; columnwise transformed by `mask`."""
     plain = catalog.nvfp4(dims)
-    row, col = (replace(options, tile=plain[d].codec.tile) for d in plain.directions)
+    row, col = (_with_tile_of(plain[d], options) for d in plain.directions)
     return catalog.nvfp4(dims, row=row, col=replace(col, hadamard=mask))
+
+
+def _with_tile_of(known: KnownEncoding, options: NvFp4) -> NvFp4:
+    return replace(options, tile=known.codec.tile)
 
 
 @cache
 def _row_scaled(options: NvFp4, mask: int | None) -> Format:
-    rowwise = catalog.nvfp4_row_scaled().rowwise
-    row = replace(options, tile=rowwise.codec.tile, row_scaled=True)
+    rowwise = catalog.nvfp4_row_scaled()[Direction.ROWWISE]
+    row = replace(_with_tile_of(rowwise, options), row_scaled=True)
     return Format(replace(rowwise, codec=row), _nvfp4(1, options, mask).columnwise)

@@ -34,7 +34,9 @@ class IdentityQuantizer(Quantizer):
         if x.dtype != field.dtype:
             return super().encode_groups(x, table, *directions)
         shape = (x.shape[0], x.shape[1])
-        return GroupedRows(format, {field.name: as_matrix(values(x), shape)}, shape, table, x.dtype)
+        matrix = as_matrix(values(x), shape)
+        assert isinstance(matrix, Tensor)
+        return GroupedRows(format, {field.name: matrix}, shape, table, x.dtype)
 
 
 @dataclass(kw_only=True)

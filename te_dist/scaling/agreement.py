@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_dist._torch_private import copy_each
-from te_dist.codecs import Amax, Codec
+from te_dist.codecs import Amax
 from te_dist.formats import WHOLE, Format, Partition, Region, Span
+from te_dist.formats.field import Numerics
 from te_dist.formats.region import Pair
 from te_dist.kernels.tape import communicate
 from te_dist.ops.multi_tensor import Batch, Call, record
@@ -276,7 +277,7 @@ class _Record:
         writes: calls that quantize by them; None where quantizing is more than calls.
     """
 
-    amaxes: dict[Codec, Amax]
+    amaxes: dict[Numerics, Amax]
     finds: list[Call]
     writes: list[Call] | None
 
@@ -287,10 +288,10 @@ class _Record:
         writes = None if shared else record(lambda: storage.quantize_(values, {}))
         if writes is not None:
             return _Record({}, [], writes)
-        amaxes: dict[Codec, Amax] = {}
+        amaxes: dict[Numerics, Amax] = {}
         finds = record(lambda: amaxes.update(find_amaxes(values, storage.format, storage.region)))
         writes = record(lambda: storage.quantize_(values, amaxes)) if finds is not None else None
-        if writes is not None:
+        if finds is not None and writes is not None:
             return _Record(amaxes, finds, writes)
         return _Record(_blank_amaxes(storage, values.device) if shared else {}, [], None)
 
@@ -306,7 +307,7 @@ class _Record:
         self.writes = self.writes and [call.replace(tensors) for call in self.writes]
 
 
-def _blank_amaxes(storage: QuantizedStorage, device: torch.device) -> dict[Codec, Amax]:
+def _blank_amaxes(storage: QuantizedStorage, device: torch.device) -> dict[Numerics, Amax]:
     """Grids such as `find_amaxes` gives."""
     codecs = dict.fromkeys(storage.format[d].codec for d in storage.format.directions)
     shapes = {c: [[len(span) for span in storage.region.blocks(tile)] for tile in c.amax_tiles] for c in codecs}
@@ -329,7 +330,7 @@ def _lay_together(records: Sequence[_Record], device: torch.device) -> Tensor:
                 amaxes[first] = out
             else:
                 same.append((out, first))
-                own.writes = [other for other in own.writes if other is not call]
+                own.writes = [other for other in own.writes or [] if other is not call]
     together = torch.zeros(sum(amax.numel() for amax in amaxes.values()), device=device)
     parts = together.split([amax.numel() for amax in amaxes.values()])
     places = {key: part.view(amax.shape) for (key, amax), part in zip(amaxes.items(), parts, strict=True)}
@@ -391,7 +392,7 @@ def _slots(tile: Pair, region: Region, partition: Partition) -> _Slots:
     num_amaxes, size = len(rows) * len(cols), _num_shared(tile, partition)
     # NOTE: a part's only tile may be another one than that which others share.
     is_whole = own == slot == list(range(size)) and num_amaxes == size
-    return _Slots(num_amaxes, size, *(torch.tensor(each, dtype=torch.long) for each in (own, slot)), is_whole)
+    return _Slots(num_amaxes, size, torch.tensor(own, dtype=torch.long), torch.tensor(slot, dtype=torch.long), is_whole)
 
 
 def _extent(spans: Sequence[Span], block: int) -> Span:

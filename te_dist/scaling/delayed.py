@@ -159,7 +159,8 @@ class DelayedScalingState(Tallying):
         self.clear_tally()
 
     def clear_tally(self) -> None:
-        _recording.pop(self, None), _reached.pop(self, None)
+        _recording.pop(self, None)
+        _reached.pop(self, None)
         self._running.zero_()
 
     @cached_property
@@ -267,6 +268,7 @@ _tapes = Tapes()  # of updates
 @contextmanager
 def step_set_aside() -> Iterator[None]:
     """A block whose passes take no part in a step that is under way: what was recorded before is there behind it."""
+    before: list[tuple[WeakKeyDictionary[DelayedScalingState, Any], dict[DelayedScalingState, Any]]]
     before = [(entries, dict(entries)) for entries in (_recording, _reached)]
     for entries, _ in before:
         entries.clear()
@@ -305,7 +307,7 @@ def _update(states: Sequence[DelayedScalingState], group: dist.ProcessGroup | No
 
 
 def _of_siblings(
-    amaxes: Mapping[DelayedScalingState, Tensor],
+    amaxes: dict[DelayedScalingState, Tensor],
 ) -> tuple[list[Tensor], dict[DelayedScalingState, Tensor]]:
     """What is reduced, in the order of [Note: What ranks reduce], and of it what siblings have that have no amaxes."""
     siblings = sorted({each.siblings for each in amaxes if each.siblings is not None}, key=lambda each: each.number)

@@ -150,7 +150,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _scattered_sum(grad, ctx.group, ctx.cut), None, None, None
 
 
@@ -162,7 +162,7 @@ class _GatherValues(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.gradient == "sum":
             return _scattered_sum(grad, ctx.group, ctx.cut), None, None, None
         own = ctx.cut.extents[dist.get_rank(ctx.group)]
@@ -178,7 +178,7 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.gradients is None:
             return _whole_values(grad, ctx.group, ctx.cut), None, None, None
         return _gathered(grad, ctx.gradients, ctx.group, ctx.cut), None, None, None
@@ -190,8 +190,8 @@ class _AllReduce(torch.autograd.Function):
         return collectives.all_reduce(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
 
 
 class _Replicate(torch.autograd.Function):
@@ -202,7 +202,7 @@ class _Replicate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return collectives.all_reduce(grad, ctx.group), None
 
 

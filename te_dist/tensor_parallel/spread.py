@@ -6,17 +6,21 @@ before any code is written. So it works for whatever quantizer, and none has to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from te_dist.codecs import Amax, Codec
-from te_dist.formats import WHOLE, Direction, Format, Partition, Region, Span
+from te_dist.codecs import Amax
+from te_dist.formats import WHOLE, Direction, Field, Format, Partition, Region, Span
+from te_dist.formats.field import Numerics
+from te_dist.ops.evaluate import values
+from te_dist.ops.source import Source
 from te_dist.scaling.agreement import Entry, agree, shares_scales
 from te_dist.tensor import Amaxes, QuantizedStorage, QuantizedTensor, collectives, empty, find_amaxes
+from te_dist.tensor.storage import How
 
 
 class Writer(Protocol):
@@ -56,7 +60,7 @@ class SpreadStorage(QuantizedStorage):
         self.partition, self.group = partition, group
         self.origin, self.agreed = origin or self, False
 
-    def quantize_(self, x: Tensor, amaxes: Amaxes | None = None) -> None:
+    def quantize_(self, x: Tensor | Source, amaxes: Amaxes | None = None) -> None:
         if amaxes is None:
             shared = shares_scales(self.format, self.partition)
             amaxes = find_amaxes(x, self.format, self.region) if shared else {}
@@ -64,8 +68,11 @@ class SpreadStorage(QuantizedStorage):
         super().quantize_(x, amaxes)
         self.origin.agreed = True
 
-    def blank(self, format: Format) -> SpreadStorage:
-        return SpreadStorage(super().blank(format), self.partition, self.group)
+    def blank(
+        self, format: Format, *, device: torch.device | str | None = None, fields: Iterable[Field] = ()
+    ) -> SpreadStorage:
+        plain = super().blank(format, device=device, fields=fields)
+        return SpreadStorage(plain, self.partition, self.group)
 
     def select(self, *directions: Direction) -> SpreadStorage:
         return SpreadStorage(super().select(*directions), self.partition, self.group, origin=self.origin)
@@ -108,16 +115,20 @@ class RunsStorage(SpreadStorage):
         super().__init__(plain, Partition((whole.rows,), (whole.cols,)), group, origin=origin)
         self.runs = tuple(runs)
 
-    def quantize_(self, x: Tensor, amaxes: Amaxes | None = None) -> None:
-        rows = x.reshape(-1, x.shape[-1]).split([len(run.region.rows) for run in self.runs])
+    def quantize_(self, x: Tensor | Source, amaxes: Amaxes | None = None) -> None:
+        rows = values(x).reshape(-1, x.shape[-1]).split([len(run.region.rows) for run in self.runs])
         found = [find_amaxes(part, self.format, run.region) for part, run in zip(rows, self.runs, strict=True)]
         grids = {codec: self._reduced(codec, [f[codec] for f in found]) for codec in found[0]}
         for part, run in zip(rows, self.runs, strict=True):
             run.quantize_(part, {codec: self._of_run(codec, grid, run.region) for codec, grid in grids.items()})
         self.origin.agreed = True
 
-    def blank(self, format: Format) -> RunsStorage:
-        return RunsStorage([run.blank(format) for run in self.runs], self.region, self.group)
+    def blank(
+        self, format: Format, *, device: torch.device | str | None = None, fields: Iterable[Field] = ()
+    ) -> RunsStorage:
+        fields = tuple(fields)
+        runs = [run.blank(format, device=device, fields=fields) for run in self.runs]
+        return RunsStorage(runs, self.region, self.group)
 
     def select(self, *directions: Direction) -> RunsStorage:
         return RunsStorage([run.select(*directions) for run in self.runs], self.region, self.group, origin=self.origin)
@@ -125,14 +136,14 @@ class RunsStorage(SpreadStorage):
     def cut_into(self, runs: Sequence[Region]) -> list[QuantizedStorage]:
         return list(self.runs)
 
-    def _decoded(self, how: str, dtype: torch.dtype | None, direction: Direction | None) -> Tensor:
+    def _decoded(self, how: How, dtype: torch.dtype | None, direction: Direction | None) -> Tensor:
         return torch.cat([run._decoded(how, dtype, direction) for run in self.runs])
 
-    def _of_run(self, codec: Codec, grids: Amax, run: Region) -> Amax:
+    def _of_run(self, codec: Numerics, grids: Amax, run: Region) -> Amax:
         tiles = zip(grids, codec.amax_tiles, strict=True)
         return tuple(_window(grid, self.region, run, tile).contiguous() for grid, tile in tiles)
 
-    def _reduced(self, codec: Codec, found: Sequence[Amax]) -> Amax:
+    def _reduced(self, codec: Numerics, found: Sequence[Amax]) -> Amax:
         """Grids of the whole matrix with the amaxes of all ranks."""
         grids = []
         for index, tile in enumerate(codec.amax_tiles):

@@ -312,8 +312,15 @@ def _hook(
 
     Both take the site, which in a copy of the module is another one.
     """
-    site.register_forward_pre_hook(lambda site, args: None if is_recording() else before(site, args))
-    site.register_forward_hook(lambda site, args, out: None if is_recording() else behind(site, args, out))
+
+    def ahead(site: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        return None if is_recording() else before(site, args)
+
+    def after(site: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
+        return None if is_recording() else behind(site, args, out)
+
+    site.register_forward_pre_hook(ahead)
+    site.register_forward_hook(after)
 
 
 def _site_of(module: nn.Module, style: str) -> Any:
