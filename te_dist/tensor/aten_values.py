@@ -168,13 +168,13 @@ def write_back(target: QuantizedTensor, values: Tensor, *, begins: bool = False)
 
 
 def warn_of_sum(func: Any, target: Any, *others: Any) -> None:
-    """Before tensors are added into quantized ones without a master: once for each line of code that does."""
+    """Before tensors are added into quantized ones that have nothing else than codes: once for each line of code."""
     if func not in _ADDING or not any(isinstance(other, Tensor) and other.dim() for other in tree_leaves(others)):
         return  # NOTE: a number comes as a tensor without dimensions
     tensors = [each for each in tree_leaves(target) if isinstance(each, QuantizedTensor)]
     for each in tensors:
         writes.decide(each.storage)
-    if any(writes.master_of(each.storage) is None for each in tensors):
+    if any(writes.master_of(each.storage) is None and _kept(each) is None for each in tensors):
         warnings.warn(  # without the shape: texts that differ are printed again
             f"{func} rounds its result to the codes of a quantized tensor: a sum over many steps (an average, an "
             "optimizer of one's own) loses those smaller than the distance of two codes and stands still. Sum in plain "

@@ -12,6 +12,7 @@ Plain values that are copied into a whole tensor come here too, where it keeps w
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -124,6 +125,8 @@ def fill(target: Any, source: Any) -> bool:
         loads = target.keep_initial and given is None
         if loads:
             check_writable(target)
+            if target.storage.initial is not None:
+                _warn_of_decoded(target, source)
             load_values(target, source)
         return loads
     before_writing(whole)
@@ -139,6 +142,20 @@ def fill(target: Any, source: Any) -> bool:
     else:
         _fill_piece(whole, own, _given(target, source, has_bytes=alike is not None))
     return True
+
+
+def _warn_of_decoded(target: Any, source: Tensor) -> None:
+    """Where `target` keeps what it was quantized from, and gets what its codes stand for instead."""
+    values = source.detach().to(target.device, target.dtype)
+    if values.shape != target.shape or not torch.equal(values, target.dequantize()):
+        return
+    if not torch.equal(values, target.storage.initial.to(target.device, target.dtype).view(target.shape)):
+        warnings.warn(  # without the shape: texts that differ are printed again
+            "a weight that keeps what it was quantized from is written with what its codes stand for, which is what "
+            "masters of an optimizer begin with from now on. DistributedDataParallel does so where it wraps: make "
+            "models alike on all ranks and pass init_sync=False",
+            stacklevel=4,
+        )
 
 
 def load_values(target: Any, source: Tensor, *, into: QuantizedStorage | None = None) -> None:

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.optim import swa_utils
 
+import te_dist as te
+from te_dist import recipe
 from te_dist.catalog import FORMATS
 from te_dist.fsdp2 import QuantizedParameter
 from te_dist.tensor import quantize
@@ -228,6 +230,18 @@ def test_sums_into_quantized_tensors_are_warned_of(name: str) -> None:
         average.mul_(0.9).add_(1.0).copy_(weight)
         (average * 1.0).add_(weight, alpha=0.1)
         nn.init.kaiming_uniform_(Holder(name).weight)
+
+
+def test_sums_into_weights_that_keep_their_values_lose_nothing_and_warn_of_nothing() -> None:
+    with te.quantized_model_init(recipe=recipe.NVFP4BlockScaling(), preserve_high_precision_init_val=True):
+        weight = te.Linear(64, 64).weight
+    want = weight.get_high_precision_init_val().clone()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        for _ in range(20):
+            weight.add_(torch.ones(64, 64), alpha=1e-4)
+            want.add_(torch.ones(64, 64), alpha=1e-4)
+    assert_bitwise(weight.get_high_precision_init_val(), want, "sum")
 
 
 @every_format

@@ -135,6 +135,24 @@ def test_what_is_wrapped_already_is_not_converted(ranks: Ranks) -> None:
     ranks(2).run(convert_wrapped)
 
 
+def wrap_what_keeps_values(rank: int, world: int, kept: bool, init_sync: bool) -> None:
+    """Told where masters would begin with other values than those before quantization."""
+    torch.manual_seed(0)
+    made_by = recipe.MXFP8BlockScaling()
+    with te.quantized_model_init(recipe=made_by, preserve_high_precision_init_val=kept):
+        module = te.Linear(WIDTH, WIDTH, device=device())
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always")
+        DistributedDataParallel(module, init_sync=init_sync)
+    found = [each for each in messages if "pass init_sync=False" in str(each.message)]
+    assert len(found) == (kept and init_sync)
+
+
+@pytest.mark.parametrize(("kept", "init_sync"), [(True, True), (True, False), (False, True)])
+def test_data_parallel_tells_of_values_that_it_overwrites(ranks: Ranks, kept: bool, init_sync: bool) -> None:
+    ranks(2).run(wrap_what_keeps_values, kept, init_sync)
+
+
 def test_data_parallel_copies_do_not_overwrite_what_a_step_has_seen(ranks: Ranks) -> None:
     (expected, _), wrapped = ranks(2).run(scales_of_two_passes, False), ranks(2).run(scales_of_two_passes, True)
     for scales in wrapped:
