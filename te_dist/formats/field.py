@@ -96,6 +96,12 @@ class Field:
         """Allocated (outer, inner) extents: `compact_shape` rounded up to `pad`."""
         return _shapes(self, region)[1]
 
+    def shape_of(self, rows: int, cols: int) -> Pair:
+        """`shape` of a matrix that was not cut; its extents may be a compiler's symbols, which no cache has."""
+        row_grain, col_grain = self.grain
+        counts = 1 if row_grain == WHOLE else -(-rows // row_grain), 1 if col_grain == WHOLE else -(-cols // col_grain)
+        return _stored(self, *counts)[1]
+
     def compact_bytes(self, region: Region) -> int:
         """Bytes of the unpadded field: what crosses a wire or goes to disk."""
         return math.prod(self.compact_shape(region)) * self.dtype.itemsize
@@ -110,6 +116,11 @@ class Field:
 def _shapes(field: Field, region: Region) -> tuple[Pair, Pair]:
     """`Field.compact_shape` and `Field.shape`."""
     rows, cols = (len(span) for span in region.blocks(field.grain))
+    return _stored(field, rows, cols)
+
+
+def _stored(field: Field, rows: int, cols: int) -> tuple[Pair, Pair]:
+    """The same, of as many rows and columns of values."""
     outer, inner = (rows, cols) if field.order == "mk" else (cols, rows)
     inner = -(-inner // field.pack)
     return (outer, inner), (-(-outer // field.pad[0]) * field.pad[0], -(-inner // field.pad[1]) * field.pad[1])

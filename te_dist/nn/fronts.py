@@ -15,13 +15,16 @@ runs again in backward does what it did, whatever hooks there are by then.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from te_dist._torch_private import in_backward, is_watched
 from te_dist.ops.source import Source, SwiGlu, SwiGluGradient
+
+if TYPE_CHECKING:
+    from te_dist.nn.site import LinearSite
 
 
 class Front(NamedTuple):
@@ -55,7 +58,7 @@ class Fronts(TypedDict, total=False):
     values: Tensor | None
 
 
-def hands_over(first: nn.Module, second: nn.Module, kind: type[nn.Module]) -> bool:
+def hands_over(first: LinearSite, second: LinearSite, kind: type[LinearSite]) -> bool:
     """Whether a map hands rows to the next, both of them sites of this `kind`. See [Note: Fronts of the map behind].
 
     Asked once in every pass, before the first of them is called.

@@ -46,6 +46,8 @@ class GroupedLinear(QuantizedModule):
         bias_names: of those that hold the biases; none without a bias.
     """
 
+    weight: nn.Parameter  # with `single_grouped_weight`
+
     @spells_out(GroupedLinearOptions)
     def __init__(
         self,
@@ -210,14 +212,14 @@ class GroupedLinear(QuantizedModule):
         """Gives up the gradients of the weights that `delay_wgrad_compute` has left: of a step that is not taken."""
         self._left.discard()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Takes weights and biases of all groups together, or one by one, whichever of the two this module has."""
         errors: list[str] = args[-1]
         for what, names in (("weight", self.weight_names), ("bias", self.bias_names)):
             each = _names(what, self.num_gemms, is_one=False)
             error = take_either(state_dict, prefix, what, names=names, each=each) if names else None
             errors += [error] if error else []
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def rehearse(self, dtype: torch.dtype | None) -> None:
         """See `rehearsal.rehearse`."""
@@ -239,9 +241,7 @@ class GroupedLinear(QuantizedModule):
             weights, self.gemm.one_buffer = apart(weight)
         dim = -1 if self.weight_placement is None else self.weight_placement.dim
         for name, parameter in zip(self.weight_names, weights, strict=True):
-            parameter.tensor_model_parallel = dim >= 0
-            parameter.partition_dim, parameter.partition_stride = dim, 1
-            parameter.skip_backward_post_hook = self.delay_wgrad_compute
+            self._annotate(parameter, dim)
             self.register_parameter(name, parameter)
         if not self.use_bias:
             self.register_parameter("bias", None)
@@ -250,6 +250,12 @@ class GroupedLinear(QuantizedModule):
         biases = [bias] if self.single_grouped_bias else apart(bias)[0]
         for name, parameter in zip(self.bias_names, biases, strict=True):
             self.register_parameter(name, parameter)
+
+    def _annotate(self, parameter: Any, dim: int) -> None:
+        """Tells others what Megatron-LM asks of a parameter of weights. `dim`: which is cut; -1 for none."""
+        parameter.tensor_model_parallel = dim >= 0
+        parameter.partition_dim, parameter.partition_stride = dim, 1
+        parameter.skip_backward_post_hook = self.delay_wgrad_compute
 
     def _values(self, shape: tuple[int, ...], names: Sequence[str], fill: Callable[[Tensor], Any]) -> Tensor:
         """Initial values of all groups, which parameters of these names are going to have."""
@@ -335,7 +341,7 @@ class GroupedLinear(QuantizedModule):
         return table.tensor
 
 
-def _pack_again(module: nn.Module, _: Any) -> None:
+def _pack_again(module: GroupedLinear, _: Any) -> None:
     """Behind `load_state_dict`, which may have assigned other parameters."""
     module.pack()
 

@@ -32,7 +32,7 @@ def take_either(
     one, all_of_them = [prefix + what], [prefix + name for name in each]
     takes_one = tuple(names) == (what,)
     wanted, given = (one, all_of_them) if takes_one else (all_of_them, one)
-    values = [state_dict.get(key) for key in given]
+    values: list[Any] = [state_dict.get(key) for key in given]
     if any(key in state_dict for key in wanted) or not all(isinstance(value, Tensor) for value in values):
         return None
     if not takes_one and values[0].shape[:1] != (len(wanted),):

@@ -228,12 +228,13 @@ class _GroupedLinear(torch.autograd.Function):
         held = tuple(weights) if wants_input and given.cached is None else ()
         around = *behind, *(beside if keeps_x else ())
         ctx.num_held, ctx.num_behind = len(held), len(behind)
-        rows = None if given.hands_to is None else out
+        handed = given.hands_to
+        rows = None if handed is None else out
         save(ctx, given.table, inputs, x if keeps_x else None, rows, *held, *around, inputs=1)
-        if rows is not None:
+        if handed is not None:
             ctx.set_materialize_grads(False)
-            ctx.mark_non_differentiable(rows)
-            return rows, rows[:, : given.hands_to.source(rows, *behind).shape[1]]
+            ctx.mark_non_differentiable(out)
+            return out, out[:, : handed.source(out, *behind).shape[1]]
         return out.detach() if out is given.out else out
 
     @staticmethod
@@ -257,7 +258,7 @@ class _GroupedLinear(torch.autograd.Function):
             if given.hands_to is not None and not any(of_beside):
                 wants_input = wants_input and is_executed(nodes[first - 1])
         if given.dgrad_out is not None and wants[0]:
-            _check_apart(given, grad, x if any(of_weights) else None)
+            _check_apart(given.dgrad_out, given.plan, grad, x if any(of_weights) else None)
         wanted = (wants_input, any(of_weights), any(of_biases))
         of = Backward(grad.contiguous(), inputs, x, beside, as_one(weights), None, wanted, ctx.shape, ctx.dtypes)
         of, of_rest = of._replace(rows=rows, behind=behind), ()
@@ -287,13 +288,13 @@ def _where_wanted(gradients: Sequence[Tensor], wanted: Sequence[bool]) -> list[T
     return [*found, *(None for _ in rest)]
 
 
-def _check_apart(given: Given, grad: Tensor, x: Tensor | None) -> None:
+def _check_apart(dgrad_out: Tensor, plan: Plan, grad: Tensor, x: Tensor | None) -> None:
     """Before `dgrad_out` is written. `x`: the input, where it is read behind that."""
     read = {"the input": x}
-    if isinstance(given.plan.grad_output, IdentityQuantizer):  # else it is quantized by then
+    if isinstance(plan.grad_output, IdentityQuantizer):  # else it is quantized by then
         read["the gradient of the output"] = grad
     for name, tensor in read.items():
-        if tensor is not None and overlap(given.dgrad_out, tensor):
+        if tensor is not None and overlap(dgrad_out, tensor):
             raise ValueError(
                 f"dgrad_out: got memory of {name}, which is read when dgrad_out has been written; pass another buffer"
             )
@@ -332,16 +333,10 @@ def _forward(
         out = _blank((left.region.shape[0], weights[0].shape[-2]), x.dtype, given.table)
     multiply_rows(left, members_of(stack, ROWWISE, left, out=out), Result(given.table, bias, False, out))
     out = given.made_of(out, behind)
-    if not saves:
+    if rows is None or not saves:  # none where the input came quantized, which is saved itself
         return (out,), None
-    buffers, saved = saved_part(rows)
-    return (out, *buffers), saved
-
-
-def saved_part(rows: GroupedRows) -> tuple[tuple[Tensor, ...], StorageKind]:
-    """What backward needs of the input: its buffers, and what these are."""
     part = rows.as_matrix(COLUMNWISE)
-    return tuple(part.buffers.values()), StorageKind.of(part)
+    return (out, *part.buffers.values()), StorageKind.of(part)
 
 
 def _quantized_input(
@@ -378,7 +373,7 @@ def _gradients(
     found, (num_inputs, saved) = taped_backward(of, given)
     of_x, found = found[:num_inputs], found[num_inputs:]
     of_bias, found = (found[0], found[1:]) if of.wants[2] else (None, found)
-    if saved is not None:
+    if saved is not None and given.later is not None:
         rest = of._replace(grad=None, weights=(), read=None)
         reads = (*taken_apart(of.x, *of.beside)[0], *found, given.table)
         alone = given._replace(later=None)  # what is left does not hold what it is left in
@@ -416,18 +411,20 @@ def _read_handed(of: Backward, given: Given, wants_behind: bool) -> tuple[Backwa
 
     It is a step of its own, behind which the rows are not needed.
     """
-    parts = (of.grad, of.rows, *of.behind)
-    key = ("handed", taken_apart(*parts)[1], of.wants, wants_behind, given.kind)
+    parts, kinds = taken_apart(of.grad, of.rows, *of.behind)
+    key = ("handed", kinds, of.wants, wants_behind, given.kind)
     tensors, kind = given.plan.tapes.run(key, (*parts, *given.tensors), lambda: _handed(of, given, wants_behind))
     read = put_together(tensors, kind, given.table)
     return of._replace(grad=None, rows=None, behind=(), read=read), tensors[len(read.tensors) :]
 
 
 def _handed(of: Backward, given: Given, wants_behind: bool) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    source = given.hands_to.gradient(of.grad, of.rows, *of.behind)
+    handed = given.hands_to
+    assert handed is not None and handed.gradient is not None
+    source = handed.gradient(of.grad, of.rows, *of.behind)
     source = source if wants_behind else unsummed(source)
     read = _read(source if any(of.wants[:2]) else values(source), of.wants, given)
-    of_behind = given.hands_to.of_beside(source, *of.behind) if wants_behind else ()
+    of_behind = handed.of_beside(source, *of.behind) if wants_behind else ()
     for gradient in of_behind:
         clear_rest(gradient, given.table)
     return (*read.tensors, *of_behind), read.kind
@@ -457,20 +454,23 @@ def taped_backward(of: Backward, given: Given) -> tuple[tuple[Tensor, ...], Foun
 
 
 def _backward(of: Backward, given: Given) -> tuple[tuple[Tensor, ...], Found]:
-    wants_input, wants_weight, wants_bias = of.wants
-    grads, sums = of.read or _read(given.of_rows(of.grad, of.behind), of.wants, given)
+    wants_input, wants_weight, _ = of.wants
+    read = of.read
+    if read is None:
+        assert of.grad is not None, "there is a gradient, or what became of it"
+        read = _read(given.of_rows(of.grad, of.behind), of.wants, given)
     gradients: list[Tensor] = []
     if wants_input:
-        gradients += _input_gradients(of, grads.as_matrix(ROWWISE), given)
+        gradients += _input_gradients(of, read.along(ROWWISE), given)
     num_inputs = len(gradients)
-    if wants_bias:
-        gradients.append(sums.to(of.dtypes[2]))
+    if read.sums is not None:
+        gradients.append(read.sums.to(of.dtypes[2]))
     if not wants_weight:
         return tuple(gradients), Found(num_inputs, None)
     if given.later is not None:
-        buffers, saved = saved_part(grads)
-        return (*gradients, *buffers), Found(num_inputs, saved)
-    found = _weight_gradient(of, grads.as_matrix(COLUMNWISE), given)
+        part = read.along(COLUMNWISE)
+        return (*gradients, *part.buffers.values()), Found(num_inputs, StorageKind.of(part))
+    found = _weight_gradient(of, read.along(COLUMNWISE), given)
     return (*gradients, *(() if of.main_grad is not None else (found,))), Found(num_inputs, None)
 
 
@@ -482,6 +482,7 @@ def _input_gradients(of: Backward, grads: QuantizedStorage, given: Given) -> Seq
     multiply_rows(left, members_of(stack, COLUMNWISE, left, out=out), Result(given.table, None, False, out))
     if given.front is None or given.front.gradient is None:
         return (out,)
+    assert of.x is not None, "saved where a front finds gradients"
     return given.front.gradients(out, of.x, *of.beside, table=given.table)
 
 
@@ -489,6 +490,7 @@ def _weight_gradient(of: Backward, grads: QuantizedStorage, given: Given) -> Ten
     """(G, N, K), returned or added to `main_grad`."""
     inputs = None if of.inputs is None else of.inputs.storage
     if inputs is None:
+        assert of.x is not None, "the input is saved, quantized or as it is"
         x = of.x.dequantize() if isinstance(of.x, QuantizedTensor) else given.source(of.x, of.beside)
         inputs = given.plan.input.encode_groups(x, given.table, COLUMNWISE).as_matrix(COLUMNWISE)
     out, adds = of.main_grad, of.main_grad is not None and given.adds

@@ -48,6 +48,11 @@ class Gradient(NamedTuple):
         found = None if rows is None else (rows.format, tuple(rows.buffers), rows.shape, rows.dtype)
         return found, self.sums is not None
 
+    def along(self, direction: Direction) -> QuantizedStorage:
+        """What products read along a direction that was wanted, see `GroupedRows.as_matrix`."""
+        assert self.rows is not None, "a gradient is multiplied that nobody wanted quantized"
+        return self.rows.as_matrix(direction)
+
 
 def put_together(tensors: Sequence[Tensor], kind: tuple[Any, ...], table: Tensor) -> Gradient:
     """The gradient of these tensors, of which there may be more, of this kind."""
@@ -73,8 +78,8 @@ def _plain_sums(x: Tensor | Source, table: Tensor) -> Tensor:
     """The sums of the columns of every group, f32 (G, N): its product with ones."""
     ones = torch.ones((x.shape[0], _ONES), dtype=x.dtype, device=x.device)
     out = torch.empty((table.shape[1] - 1, _ONES, x.shape[1]), dtype=torch.float32, device=x.device)
-    operands = (
+    left, right = (
         operand(IdentityQuantizer().encode_groups(side, table, COLUMNWISE).as_matrix(COLUMNWISE), COLUMNWISE)
         for side in (ones, x)
     )
-    return multiply_sums(*operands, SumsResult(table, False, out))[:, 0]
+    return multiply_sums(left, right, SumsResult(table, False, out))[:, 0]

@@ -6,7 +6,7 @@ from ast import literal_eval
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from math import lcm
-from typing import ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ class GroupedSite(LinearSite):
         *,
         given: Given,
         **around: Unpack[Around],
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """(T, N) in the dtype of `x`, see `grouped_products.grouped_linear`; `given.plan` is replaced by the recipe's.
 
         Inside of `autocast` all three products are computed by its recipe; a quantized weight is used in its own
@@ -83,18 +83,16 @@ class GroupedSite(LinearSite):
             check_gathered(weights[0])
             forgotten.warn_of_plain(self)
         if torch.compiler.is_compiling():
-            return self._in_graph(x, weights, given=given, **around)
+            return self._traced(x, weights, given=given, **around)
         return self._eager(x, weights, given=given, **around)
 
-    def _in_graph(
-        self, x: Tensor, weights: Sequence[Tensor], *, given: Given, **around: Unpack[Around]
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def _traced(self, x: Tensor, weights: Sequence[Tensor], *, given: Given, **around: Unpack[Around]) -> Any:
         """As `_eager`, see [Note: Compiled linear maps]."""
         state, trains = current_autocast(), self.training or torch.is_grad_enabled()
         name = state.name
         if not name and trains:
             lost_recipes.refuse_again(self.graph_place)
-        front = grouped_traced.PLAIN if given.front is None else given.front.name
+        front = grouped_traced.PLAIN if given.front is None else str(given.front.name)
         asked = given.epilogue, given.hands_to, given.out, given.dgrad_out, given.later, given.is_first, given.skip
         is_plain = not isinstance(x, QuantizedTensor) and front in grouped_traced.FRONTS
         plan = None
@@ -102,7 +100,7 @@ class GroupedSite(LinearSite):
             place = self.graph_place if state.is_uniform else self.place
             plan = _traced_plan(name, (place, self.graph_place), x.dtype, weights[0].device, trains)
         if plan is None:
-            return self._outside_of_graphs(x, weights, given=given, **around)
+            return self._untraced(x, weights, given=given, **around)
         biases, beside = around.get("biases", ()), around.get("beside", ())
         differentiates = torch.is_grad_enabled()
         saves = differentiates and any([weight.requires_grad for weight in weights])
@@ -114,39 +112,34 @@ class GroupedSite(LinearSite):
         reason="this linear map keeps state in Python: delayed scaling, main or delayed gradients, weights kept over "
         "microbatches, buffers of the caller or a quantized input. Leave these out, or fullgraph=True"
     )
-    def _outside_of_graphs(
-        self, x: Tensor, weights: Sequence[Tensor], *, given: Given, **around: Unpack[Around]
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def _untraced(self, x: Tensor, weights: Sequence[Tensor], *, given: Given, **around: Unpack[Around]) -> Any:
         out = self._eager(x, weights, given=given, **around)
         lost_recipes.outside_of_graph(self.graph_place, differentiable(out), trains=self.training)
         return out
 
-    def _eager(
-        self, x: Tensor, weights: Sequence[Tensor], *, given: Given, **around: Unpack[Around]
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
-        is_one = self.one_buffer is not None and self.one_buffer.holds(weights)
-        if not is_one:
+    def _eager(self, x: Tensor, weights: Sequence[Tensor], *, given: Given, **around: Unpack[Around]) -> Any:
+        one = self.one_buffer
+        if one is None or not one.holds(weights):
+            one = None
             self._check_weights(weights)
-        self._check_gathered(weights, given)
+        self._check_options(weights, given)
         first = weights[0]
         trained = first if first.requires_grad else next((each for each in weights if each.requires_grad), first)
         values = around.get("values")
         plan = self.plan(x if values is None else values, trained)
-        given = given._replace(plan=plan, cached=self.one_buffer.storage if is_one else None)
+        given = given._replace(plan=plan, cached=None if one is None else one.storage)
         if given.hands_to is not None and (plan is None or not plan.reads_gradients_once):
             around = {**around, "behind": ()}
             return self._by_plan(x, weights, given=given._replace(hands_to=None), **around), None
         return self._by_plan(x, weights, given=given, **around)
 
-    def _by_plan(
-        self, x: Tensor, weights: Sequence[Tensor], *, given: Given, **around: Unpack[Around]
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def _by_plan(self, x: Tensor, weights: Sequence[Tensor], *, given: Given, **around: Unpack[Around]) -> Any:
         """By `given.plan`; None outside of `autocast`."""
         first, plan = weights[0], given.plan
         if plan is None:
             return grouped_linear(x, weights, given=self._outside(x, weights, given=given), **around)
         if given.skip is not None:
-            return self._by_flag(x, weights, given=given, **around)
+            return self._by_flag(x, weights, given.skip, given=given, **around)
         is_one = given.cached is not None
         if given.is_first is not None and not isinstance(first, QuantizedTensor):
             given = given._replace(cached=self.kept.by_host(weights, plan.weight, is_first=given.is_first))
@@ -157,7 +150,7 @@ class GroupedSite(LinearSite):
                 raise self._of_another_recipe(first, error) from error
             raise
         if is_one and reads_weights(x, **around):
-            self.one_buffer.guard(differentiable(out), weights, self._label)
+            OneBuffer.guard(differentiable(out), weights, self._label)
         return out
 
     def _of_another_recipe(self, weight: QuantizedTensor, error: NotImplementedError) -> NotImplementedError:
@@ -168,13 +161,13 @@ class GroupedSite(LinearSite):
         )
 
     def _by_flag(
-        self, x: Tensor, weights: Sequence[Tensor], *, given: Given, **around: Unpack[Around]
+        self, x: Tensor, weights: Sequence[Tensor], skip: Tensor, *, given: Given, **around: Unpack[Around]
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As `_eager`, see [Note: Weights kept by a flag]."""
         if isinstance(weights[0], QuantizedTensor) or given.is_first is not None:
             why = "the weights are quantized already" if given.is_first is None else "is_first_microbatch says it too"
             raise ValueError(f"{self._label}: skip_weight_quantization: {why}; leave skip_weight_quantization out")
-        flagged = self.kept.by_flag(weights, given.plan.weight, given.skip)
+        flagged = self.kept.by_flag(weights, given.plan.weight, skip)
         out = grouped_linear(x, weights, given=given._replace(cached=flagged.stack), **around)
         flagged.guard(differentiable(out))
         return out
@@ -219,7 +212,7 @@ class GroupedSite(LinearSite):
             )
         return given._replace(plan=_plain_plan(x.dtype, fuses_wgrad=self.fuses_wgrad), cached=None)
 
-    def _check_gathered(self, weights: Sequence[Tensor], given: Given) -> None:
+    def _check_options(self, weights: Sequence[Tensor], given: Given) -> None:
         """What FSDP2 gathers sees its gradient in backward only, and is written anew without a trace."""
         if given.later is None and given.is_first is None and given.skip is None and not self.fuses_wgrad:
             return
@@ -271,7 +264,8 @@ def _traced_plan(
 @cache
 def _plain_plan(dtype: torch.dtype, *, fuses_wgrad: bool) -> Plan:
     """Of all maps outside of `autocast`."""
-    return Plan(*(IdentityQuantizer(dtype=dtype) for _ in range(3)), fuses_wgrad=fuses_wgrad, tapes=Tapes(MAX_SHARED))
+    inputs, weights, grads = (IdentityQuantizer(dtype=dtype) for _ in range(3))
+    return Plan(inputs, weights, grads, fuses_wgrad=fuses_wgrad, tapes=Tapes(MAX_SHARED))
 
 
 @lru_cache(maxsize=4096)
@@ -291,19 +285,19 @@ def _multiple_of(quantizers: dict[str, Quantizer], target: str) -> int:
     """What the features have to be multiples of; raises where there is no function for one of the products."""
     formats = {kind: quantizer.declare(torch.bfloat16) for kind, quantizer in quantizers.items()}
     multiple = 1
-    for find, a, b, directions in (
+    for find, *kinds, directions in (
         (grouped_gemm.find, "input", "weight", (ROWWISE, ROWWISE)),
         (grouped_gemm.find, "grad_output", "weight", (ROWWISE, COLUMNWISE)),
         (grouped_gemm.find_sums, "grad_output", "input", (COLUMNWISE, COLUMNWISE)),
     ):
-        for kind, direction in zip((a, b), directions, strict=True):
+        for kind, direction in zip(kinds, directions, strict=True):
             if direction not in formats[kind]:
                 raise NotImplementedError(
                     f"{quantizers[kind]} has no {direction.value} direction, which the products of {kind} in groups "
                     "need; choose another quantizer for it"
                 )
-        encodings = [formats[kind][direction] for kind, direction in zip((a, b), directions, strict=True)]
-        multiple = lcm(multiple, find(*encodings, target).multiple)
+        a, b = (formats[kind][direction] for kind, direction in zip(kinds, directions, strict=True))
+        multiple = lcm(multiple, find(a, b, target).multiple)
     return multiple
 
 

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from te_dist.formats import Format, Group, Region
+from te_dist.formats import Direction, Format, Group, Region
 from te_dist.grouped import OPS as OF_GROUPS
 from te_dist.grouped import GroupedStorage, GroupedTensor
 from te_dist.nn import grouped_products as products
@@ -21,6 +20,7 @@ from te_dist.nn import lost_recipes
 from te_dist.nn.group_fronts import SWIGLU, WEIGHTED_SWIGLU
 from te_dist.nn.grouped_products import Given
 from te_dist.nn.grouped_weights import as_one, shape_of
+from te_dist.nn.once import torch_once_differentiable
 from te_dist.nn.plan import Plan
 from te_dist.nn.traced import check_columns
 from te_dist.ops._library import LIBRARY
@@ -122,7 +122,7 @@ class _GroupedLinear(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @torch_once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         table, x, *rest = ctx.saved_tensors
         num_weights, num_biases = ctx.how[3:5]
@@ -180,9 +180,10 @@ def _fake_forward(x: Tensor, weights: list[Tensor], biases: list[Tensor], beside
     if not how.saves_input or given.saves_itself(x):
         _saved[_place(x, table, how)] = None
         return [out]
-    saved = products.saved_part(given.plan.input.encode_groups(source, table, *products.BOTH))
-    _saved[_place(x, table, how)] = saved[1]
-    return [out, *saved[0]]
+    rows = given.plan.input.encode_groups(source, table, *products.BOTH)
+    part = rows.as_matrix(Direction.COLUMNWISE)
+    _saved[_place(x, table, how)] = StorageKind.of(part)
+    return [out, *part.buffers.values()]
 
 
 def _backward(grad: Tensor, x: Tensor, inputs: list[Tensor], beside: list[Tensor], *rest: Any) -> list[Tensor]:

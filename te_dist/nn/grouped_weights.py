@@ -21,7 +21,7 @@ from te_dist.kernels.tape import PLAIN
 from te_dist.nn.members import at_once
 from te_dist.nn.products import main_grad_of
 from te_dist.quantizers import IdentityQuantizer, Quantizer
-from te_dist.tensor import QuantizedTensor
+from te_dist.tensor import QuantizedStorage, QuantizedTensor
 
 
 def shape_of(weights: Sequence[Tensor]) -> tuple[int, int, int]:
@@ -39,6 +39,7 @@ def members_of(stack: GroupedStorage, direction: Direction, rows: Rows, *, out: 
         RuntimeError: the direction is neither present nor a relayout of the one that is.
     """
     sums_over = 1 if direction is Direction.ROWWISE else 0
+    read: QuantizedStorage = stack
     if not stack.has(direction):
         if not stack.format.columnwise_is_derivable:
             raise stack.absent(direction)
@@ -46,8 +47,8 @@ def members_of(stack: GroupedStorage, direction: Direction, rows: Rows, *, out: 
             members = Members(stack.format[present], stack.stored(present), stack.region, sums_over)
             if reads_as_they_lie(rows, members, out):
                 return members
-        stack = stack.with_derived(direction)
-    return Members(stack.format[direction], stack.stored(direction), stack.region, sums_over)
+        read = stack.with_derived(direction)
+    return Members(read.format[direction], read.stored(direction), read.region, sums_over)
 
 
 def stacked(weights: Sequence[Tensor], quantizer: Quantizer, *directions: Direction) -> GroupedStorage:
@@ -151,9 +152,9 @@ def _check_versions(weights: Sequence[Tensor], versions: list[int], label: str, 
         )
 
 
-def _joined(weights: Sequence[QuantizedTensor], *directions: Direction) -> GroupedStorage:
+def _joined(weights: Sequence[Any], *directions: Direction) -> GroupedStorage:
     """Quantized matrices in one buffer for each field: what is needed for `directions`, by a copy."""
-    storages = [weight.storage for weight in weights]
+    storages: list[QuantizedStorage] = [weight.storage for weight in weights]
     first = storages[0]
     names = [field.name for field in first.fields]
     wanted = {name for direction in directions for name in first.format[direction].names}
@@ -250,7 +251,7 @@ class MainGrads(NamedTuple):
     def finish(self) -> None:
         """Writes what does not lie in one piece."""
         if self.parts:
-            write = torch._foreach_add_ if self.adds else torch._foreach_copy_
+            write = torch._foreach_add_ if self.adds else torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
             write(list(self.parts.values()), [self.whole[number] for number in self.parts])
 
 

@@ -25,8 +25,9 @@ def at_once(whole: Tensor, format: Format) -> dict[str, Tensor] | None:
     the codecs does more than that.
     """
     num_groups, *extents = whole.shape
-    planes = [as_rows(format[direction]) for direction in format.independent]
-    if whole.numel() == 0 or any(plane is None or extents[plane[2]] % TILE for plane in planes):
+    known = [as_rows(format[direction]) for direction in format.independent]
+    planes = [plane for plane in known if plane is not None and extents[plane[2]] % TILE == 0]
+    if whole.numel() == 0 or len(planes) < len(known):
         return None
     buffers: dict[str, Tensor] = {}
     for encoding, along, is_turned in planes:

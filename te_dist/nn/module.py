@@ -16,6 +16,7 @@ from te_dist.context import current_model_init
 from te_dist.formats import Format, Group, Region
 from te_dist.fsdp2.loading import ASSIGNS, quantize_assigned
 from te_dist.fsdp2.parameter import GroupedParameter, QuantizedParameter, ShardedParameter
+from te_dist.grouped import GroupedStorage
 from te_dist.grouped import storage as groups
 from te_dist.nn import rehearsal
 from te_dist.nn.options import InitMethod
@@ -97,7 +98,7 @@ class QuantizedModule(nn.Module):
         return ""
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         """As torch does it; what `assign=True` puts in the place of quantized parameters is quantized first, and
         histories that have no place yet are unexpected."""
@@ -113,7 +114,7 @@ class QuantizedModule(nn.Module):
                     "te_dist.prepare(model, recipe) makes it, before a state is loaded",
                     stacklevel=2,
                 )
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
     def _add_linear(self, site: LinearSite, names: tuple[str, str | None], init_method: InitMethod | None) -> None:
         """Registers the parameters of a linear map under `names` (weight, bias)."""
@@ -153,17 +154,20 @@ def weight_of(site: LinearSite, plain: Tensor) -> nn.Parameter:
             f"{site.name or 'weight'}: a weight of {plain.dtype} cannot be quantized; convert the model to float32, "
             "bfloat16 or float16 first"
         )
-    format, kind = site.weight_format(init.recipe, plain), dict(dtype=plain.dtype, device=plain.device)
-    fields, is_group = format.canonical.fields, plain.dim() == 3  # noqa: PLR2004
+    format, kind = site.weight_format(init.recipe, plain), dict[str, Any](dtype=plain.dtype, device=plain.device)
+    fields = format.canonical.fields
     storage: QuantizedStorage
-    if is_group:
+    if plain.dim() == 3:  # noqa: PLR2004
         storage = groups.empty(format, Group.whole(*plain.shape), fields=fields, **kind)
     else:
         storage = storages.empty(format, Region.whole(*plain.shape), fields=fields, **kind)
     if not plain.is_meta:
         storage.quantize_(plain)
         storage.initial = plain.cpu() if init.keeps_initial else None
-    weight = (GroupedParameter if is_group else QuantizedParameter)(storage, plain.shape)
+    if isinstance(storage, GroupedStorage):
+        weight = GroupedParameter(storage, plain.shape)
+    else:
+        weight = QuantizedParameter(storage, plain.shape)
     weight.keep_initial = init.keeps_initial
     return nn.Parameter(weight)
 

@@ -11,6 +11,7 @@ import torch
 from torch.autograd import function
 
 _count = 0
+torch_once_differentiable: Callable[[Callable[..., Any]], Callable[..., Any]] = function.once_differentiable
 
 
 def backward_count() -> int:
@@ -36,7 +37,7 @@ class Waiting:
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """torch's decorator of that name, which takes time only where there is a graph of backward (`create_graph`)."""
-    refusing = function.once_differentiable(backward)
+    refusing = torch_once_differentiable(backward)
 
     @wraps(backward)
     def differentiate(ctx: Any, *grads: Any) -> Any:

@@ -77,7 +77,7 @@ def plan_by(
     """
     is_shared = type(recipe) in UNIFORM
     fits_groups = all(extent % NVFP4_TILE == 0 for extent in features)  # rounded by chance they have whole tiles
-    options = dict(row_multiple=row_multiple, fits_groups=fits_groups, fuses_wgrad=fuses_wgrad)
+    options = dict[str, Any](row_multiple=row_multiple, fits_groups=fits_groups, fuses_wgrad=fuses_wgrad)
     tapes = _shared_tapes(recipe, module_type, *options.values()) if is_shared else Tapes()
     return Plan(**quantizers, **options, tapes=tapes)
 

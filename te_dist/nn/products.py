@@ -102,7 +102,7 @@ class _Linear(torch.autograd.Function):
         main_grad = main_grad_of(ctx.parameter) if wants[1] and plan.fuses_wgrad else None
         of = Backward(grads[-1], inputs, weight, main_grad, wants, ctx.shape, ctx.dtypes, behind, ctx.front)
         if ctx.hands_to:
-            of = _read_handed(of, rows, ctx.hands_to, plan)
+            of = _read_handed(of, rows, grads[-1], ctx.hands_to, plan)
             let_go(ctx)
             del rows
         found = iter(backward(of, plan))
@@ -185,19 +185,23 @@ def put_together(tensors: Sequence[Tensor], kind: tuple[Any, ...]) -> Gradient:
     return Gradient({direction: storages[place] for direction, place in places}, next(left) if has_sums else None)
 
 
-def _read_handed(of: Backward, rows: Tensor, front: str, plan: Plan) -> Backward:
+def _read_handed(of: Backward, rows: Tensor, grad: Tensor, front: str, plan: Plan) -> Backward:
     """What is left to do when the gradient of handed rows is quantized: a step of its own, behind which these go."""
     key = ("handed", of.wants, front)
-    tensors, kind = plan.tapes.run(key, (of.grad, rows, *plan.tensors), lambda: _handed(of, rows, front, plan))
+    tensors, kind = plan.tapes.run(
+        key, (grad, rows, *plan.tensors), lambda: _handed(rows, grad, front=front, wants=of.wants, plan=plan)
+    )
     return of._replace(grad=None, read=put_together(tensors, kind))
 
 
-def _handed(of: Backward, rows: Tensor, front: str, plan: Plan) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    source: Tensor | Source = FRONTS[front].gradient(_matrix(rows), _matrix(of.grad).contiguous())
-    directions = directions_of(of.wants)
+def _handed(
+    rows: Tensor, grad: Tensor, *, front: str, wants: tuple[bool, bool, bool], plan: Plan
+) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+    source: Tensor | Source = FRONTS[front].gradient(_matrix(rows), _matrix(grad).contiguous())
+    directions = directions_of(wants)
     if not directions or (_is_cut(source, plan, directions) and not _is_one_group(source, plan, directions)):
         source = values(source)
-    read = _quantized_grad(source, plan, directions, of.wants[2])
+    read = _quantized_grad(source, plan, directions, wants[2])
     return read.tensors, read.kind
 
 
@@ -231,23 +235,28 @@ def _backward(of: Backward, plan: Plan) -> tuple[Tensor, ...]:
     """The gradients that are wanted, in order."""
     grad, inputs, weight, main_grad, (wants_input, wants_weight, wants_bias), shape, dtypes, behind, front, read = of
     gradients = []
-    grads, sums = read or _quantized_grad(grad, plan, directions_of(of.wants), wants_bias)
+    if read is None:
+        assert grad is not None, "there is a gradient, or what became of it"
+        read = _quantized_grad(grad, plan, directions_of(of.wants), wants_bias)
+    grads, sums = read
     if wants_input:
+        assert weight is not None, "saved where the gradient of the input is wanted"
         weights = _quantized_weight(weight, plan, COLUMNWISE)
         pair = operand(grads[ROWWISE], ROWWISE), operand(weights, COLUMNWISE)
-        if front:
+        if behind is not None:
             matrix = _matrix(behind).contiguous()
             product = multiply(*pair, dtype=dtypes[0])[: matrix.shape[0]]
             gradients.append(_shaped(values(FRONTS[front].gradient(matrix, product)), shape))
         else:
             gradients.append(_product(pair, shape, dtype=dtypes[0]))
     if wants_weight:
+        assert inputs is not None, "saved where the gradient of the weight is wanted"
         pair = operand(grads[COLUMNWISE], COLUMNWISE), operand(inputs.storage, COLUMNWISE)
         if main_grad is None:
             gradients.append(multiply(*pair, dtype=dtypes[1]))
         else:
             multiply(*pair, dtype=torch.float32, out=main_grad, accumulate=True)
-    if wants_bias:
+    if sums is not None:
         gradients.append(sums.to(dtypes[2]))
     return tuple(gradients)
 
@@ -266,6 +275,7 @@ def _quantized_grad(grad: Tensor | Source, plan: Plan, directions: tuple[Directi
     grads = _encoded(grad, quantizer, plan, directions) if directions else {}
     if not wants_sums:
         return Gradient(grads, None)
+    assert isinstance(grad, Tensor), "sources are read in one pass"
     matrix = _matrix(grad.dequantize() if isinstance(grad, QuantizedTensor) else grad).contiguous()
     panels = torch.empty(sums_shape(matrix), dtype=torch.float32, device=matrix.device)
     panel_sums(matrix, out=panels)
@@ -345,7 +355,10 @@ def _encoded(
     """`x`, or what is computed of it, quantized. See [Note: Rows that do not fit]."""
     is_one_group = _is_one_group(x, plan, directions)
     matrix = _contiguous(x) if is_one_group else _fitting(x, plan, directions)
-    source = FRONTS[front].source(matrix.contiguous()) if front else matrix
+    source = matrix
+    if front:
+        assert isinstance(matrix, Tensor), "a source has no front"
+        source = FRONTS[front].source(matrix.contiguous())
     if not is_one_group:
         return dict.fromkeys(directions, quantizer.encode(source, *directions))
     rows = quantizer.encode_groups(source, one_group(matrix.shape[0], matrix.device), *directions)
@@ -394,9 +407,10 @@ def _fitting(x: Tensor | Source, plan: Plan, directions: tuple[Direction, ...]) 
 
     The rows that these make in other products are dropped.
     """
-    matrix = x if isinstance(x, Source) else _matrix(x)
     if not _is_cut(x, plan, directions):
-        return matrix
+        return x if isinstance(x, Source) else _matrix(x)
+    assert isinstance(x, Tensor), "a source fits"
+    matrix = _matrix(x)
     return F.pad(matrix, (0, 0, 0, -matrix.shape[0] % plan.row_multiple))
 
 

@@ -65,6 +65,7 @@ class LinearSite(nn.Module):
     num_groups: int = 1  # scales that delayed scaling keeps of a tensor
 
     scaling: DelayedScalingState | None
+    handed: bool  # whether the latest pass handed its rows to the next map, see `fronts.hands_over`
     placed: Callable[[str, Quantizer], Any] | None = None
     fuses_wgrad: bool = False
     made_quantized: bool = False
@@ -214,6 +215,7 @@ class LinearSite(nn.Module):
         if found is None or found.key != key or (found.state is not state and found.state != state):
             found = self._planned(state, key)
             if isinstance(weight, QuantizedTensor):
+                assert found.plan is not None  # by a recipe
                 made = found.plan.weight.declare(weight.dtype)
                 forgotten.warn_of_another(weight, made, recipe=state.recipe, site=self)
         if not is_repeated:
@@ -285,14 +287,16 @@ class LinearSite(nn.Module):
                 f"{self.name or 'Linear'}: an input of {dtype} cannot be quantized; convert it to float32, bfloat16 or "
                 "float16 first"
             )
-        answers = self.prepare(state.recipe, device)
+        recipe = state.recipe
+        assert recipe is not None, "outside of autocast there is nothing to plan"
+        answers = self.prepare(recipe, device)
         requests = _requests(answers)
         quantizers = {kind: None if kind in requests else answer for kind, answer in answers.items()}
         if placed is not None:
             quantizers |= {kind: placed(kind, found) for kind, found in quantizers.items() if found is not None}
-        multiple = self.row_multiple(state.recipe, dtype, target_of(device))
-        options = dict(features=features, row_multiple=multiple, fuses_wgrad=fuses)
-        plan = plan_by(state.recipe, self.module_type, quantizers, **options)
+        multiple = self.row_multiple(recipe, dtype, target_of(device))
+        options = dict[str, Any](features=features, row_multiple=multiple, fuses_wgrad=fuses)
+        plan = plan_by(recipe, self.module_type, quantizers, **options)
         # Quantizers of parts that ranks hold know their ranks.
         tapes = plan.tapes if placed is None else Tapes()
         return Pass(state, key, replace(plan, scaled_by=state.amax_reduction_group, tapes=tapes), requests, {})
@@ -312,8 +316,8 @@ class LinearSite(nn.Module):
         moves = records and not is_repeated
         known, scale, running = current.moving.get((records, moves)), scaling.scale, scaling.running
         addresses = scale.data_ptr(), running.data_ptr()
-        same = known is not None and known.scale is scale and known.running is running
-        if not same or known.addresses != addresses:
+        if known is None or known.scale is not scale or known.running is not running or known.addresses != addresses:
+            assert current.plan is not None  # by a recipe
             plan = self._moving(current.plan, scaling, records=records)
             # NOTE: that of a pass that runs again as well, which selective checkpointing wants to call no other ops.
             for its in {moves, False}:
@@ -426,7 +430,8 @@ def _row_multiple(recipe: Recipe, name: str, dtype: torch.dtype, target: str) ->
     multiples = [quantizer.multiple(0, dtype) for quantizer in pair]
     formats = [quantizer.declare(dtype) for quantizer in pair]
     if all(COLUMNWISE in format for format in formats):
-        multiples.append(gemm.find(*(format[COLUMNWISE].codec for format in formats), target).multiple)
+        a, b = (format[COLUMNWISE].codec for format in formats)
+        multiples.append(gemm.find(a, b, target).multiple)
     return lcm(*multiples)
 
 
@@ -477,15 +482,15 @@ def _gemm_multiple(quantizers: Mapping[str, Quantizer], target: str) -> int:
     """What the features have to be multiples of for the three products; raises where there is no function for one."""
     formats = {kind: quantizer.declare(torch.bfloat16) for kind, quantizer in quantizers.items()}
     multiple = 1
-    for a, b, directions in (
+    for *kinds, directions in (
         ("input", "weight", (ROWWISE, ROWWISE)),
         ("grad_output", "weight", (ROWWISE, COLUMNWISE)),
         ("grad_output", "input", (COLUMNWISE, COLUMNWISE)),
     ):
-        pair = [(formats[kind], direction) for kind, direction in zip((a, b), directions, strict=True)]
+        pair = [(formats[kind], direction) for kind, direction in zip(kinds, directions, strict=True)]
         if all(direction in format for format, direction in pair):
-            entry = gemm.find(*(format[direction].codec for format, direction in pair), target)
-            multiple = lcm(multiple, entry.multiple)
+            a, b = (format[direction].codec for format, direction in pair)
+            multiple = lcm(multiple, gemm.find(a, b, target).multiple)
     return multiple
 
 

@@ -5,24 +5,27 @@ A graph holds `te_dist::linear_forward` and `te_dist::linear_backward`, which do
 the bits are the same. Their tensors are plain: a quantized weight is handed over as its buffers, what is saved of the
 input comes back as buffers. How to compute is said by name: the text of a plan, or of a format, stands in the graph as
 a constant, and this module knows the object behind it. A plan is found while a graph is traced, and the graph is
-guarded by the recipe it was found for. State that lives in Python (histories of delayed scaling, the process groups of
-tensor parallelism, main gradients) is not in a graph: such maps stay outside of it.
+guarded by the recipe it was found for. The number of rows may be a symbol: a graph serves all numbers, or, where
+products take multiples, those that fit or all others. State that lives in Python (histories of delayed scaling, the
+process groups of tensor parallelism, main gradients) is not in a graph: such maps stay outside of it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from te_dist.formats import Direction, Format, Region
 from te_dist.nn import lost_recipes
+from te_dist.nn.once import torch_once_differentiable
 from te_dist.nn.plan import Plan
 from te_dist.nn.products import Backward, backward, forward, quantized_input, saved_part
 from te_dist.ops._library import LIBRARY
+from te_dist.ops.group_table import TILE
 from te_dist.tensor import OPS, QuantizedStorage, QuantizedTensor, StorageKind
 
 PLAIN = ""  # kind of a plain weight
@@ -79,7 +82,7 @@ class _Linear(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @torch_once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *buffers, weight, behind = ctx.saved_tensors
         wants = ctx.needs_input_grad[:3]
@@ -110,14 +113,38 @@ def _forward(x: Tensor, weight: list[Tensor], bias: Tensor | None, plan: str, *r
 
 def _fake_forward(x: Tensor, weight: list[Tensor], bias: Tensor | None, plan: str, *rest: Any) -> list[Tensor]:
     kind, saves_input, _, front = rest
-    shape = tuple(int(extent) for extent in x.shape)
-    out = x.new_empty((*shape[:-1], _weight(weight, kind).shape[0]))
+    out = x.new_empty((*x.shape[:-1], _weight(weight, kind).shape[0]))
     if not saves_input:
         return [out]
-    inputs = quantized_input(x.new_empty(shape), _plans[plan], BOTH, front=front)
-    buffers, saved = saved_part(inputs[Direction.COLUMNWISE])
-    _saved[plan, front, torch.Size(shape), x.dtype] = saved
+    *leading, cols = x.shape
+    rows = math.prod(leading)
+    if not isinstance(rows, int):
+        return [out, *_saved_of_any(x, rows, plan, front)]
+    shape = torch.Size((*leading, int(cols)))
+    buffers, saved = _saved_of(x, shape, plan, front)
+    _saved[plan, front, shape, x.dtype] = saved
     return [out, *buffers]
+
+
+def _saved_of(x: Tensor, shape: Sequence[int], plan: str, front: str) -> tuple[tuple[Tensor, ...], StorageKind]:
+    """As `saved_part` of an input like `x` of that shape."""
+    return saved_part(quantized_input(x.new_empty(shape), _plans[plan], BOTH, front=front)[Direction.COLUMNWISE])
+
+
+def _saved_of_any(x: Tensor, rows: Any, plan: str, front: str) -> list[Tensor]:
+    """The buffers where the number of rows is a symbol: as of a number that fits products alike, but for their rows.
+
+    A graph is for numbers that fit, or for others, see [Note: Rows that do not fit].
+    """
+    multiple = _plans[plan].row_multiple
+    is_cut = bool(rows % multiple)
+    sample = TILE * multiple + is_cut
+    buffers, saved = _saved_of(x, (sample, int(x.shape[-1])), plan, front)
+    sampled, cols = saved.region.shape
+    unit = math.gcd(TILE, sampled) if is_cut else 1
+    fields = {field.name: field for field in saved.format.fields}
+    shapes = (fields[name].shape_of(-(-rows // unit) * unit, cols) for name in saved.names)
+    return [x.new_empty(shape, dtype=made.dtype) for shape, made in zip(shapes, buffers, strict=True)]
 
 
 def _backward(grad: Tensor, inputs: list[Tensor], weight: list[Tensor], plan: str, *rest: Any) -> list[Tensor]:

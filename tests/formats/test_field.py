@@ -57,6 +57,12 @@ def test_extents_of_a_field(field, compact, allocated):
     assert field.compact_bytes(MATRIX) == math.prod(compact) * field.dtype.itemsize
 
 
+@pytest.mark.parametrize("field", [field for field, _, _ in SHAPES])
+def test_extents_follow_from_those_of_an_uncut_matrix(field):
+    for rows in (0, 1, 4, 7):
+        assert field.shape_of(rows, 22) == field.shape(Region.whole(rows, 22))
+
+
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 40), st.integers(0, 40))
 def test_extents_of_a_part_count_the_blocks_it_touches(m0, m, k0, k):
     region = Region(Span(m0, m), Span(k0, k))

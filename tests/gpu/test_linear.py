@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import te_dist as te
 from te_dist import grouped, recipe
@@ -308,6 +309,21 @@ def test_a_compiled_block_is_one_graph(case: Any, backend: str) -> None:
             assert_bitwise(got, want, "a result")
         else:  # which rounds what is around the maps in another place
             assert relative_error(got.cpu(), want.cpu().double()) < 2e-2
+
+
+@stateless
+def test_a_graph_serves_other_numbers_of_rows(case: Any) -> None:
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(Block(), backend=counter, fullgraph=True)
+    for rows in (64, 128, 33, 512, 200, 15):
+        x, passes = normal(rows, IN), []
+        for call in (compiled, Block()):
+            torch.manual_seed(3)
+            passes.append(results(call, case.recipe, x))
+        for index, (got, want) in enumerate(zip(*passes, strict=True)):
+            assert_bitwise(got, want, f"{index} of {rows} rows")
+    assert counter.frame_count <= 3  # noqa: PLR2004
 
 
 def test_a_member_of_a_group_is_multiplied_by_its_own_scale() -> None:

@@ -82,6 +82,44 @@ def test_a_block_is_one_graph_with_the_bits_of_eager(name: str, quantized: bool)
     check("aot_eager", Block(made_by if quantized else None), made_by)
 
 
+class Gated(nn.Module):
+    """A norm, and two maps with a gated activation computed on the way into the second one."""
+
+    def __init__(self, quantized_by: Recipe | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        with te.quantized_model_init(enabled=quantized_by is not None, recipe=quantized_by):
+            self.mlp = te.LayerNormMLP(WIDTH, HIDDEN, activation="swiglu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x)
+
+
+@pytest.mark.every_run(name=("block", "nvfp4"))
+@pytest.mark.each_value
+@pytest.mark.parametrize(
+    ("name", "quantized"),
+    [*product(STATELESS, (False,)), *product(QUANTIZED, (True,))],
+)
+def test_a_graph_serves_other_numbers_of_rows(name: str, quantized: bool) -> None:
+    """One for the first, one for those that products take, and one for all others."""
+    made_by = STATELESS[name].recipe
+    for kind in (Block, Gated):
+        module = kind(made_by if quantized else None)
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(module, backend=counter, fullgraph=True)
+        for rows in (24, 48, 31, 64, 17, 200, 500, 15):
+            x = torch.randn(2, rows, WIDTH, generator=torch.Generator().manual_seed(rows))
+            passes = []
+            for call in (compiled, module):
+                torch.manual_seed(3)
+                passes.append(results(call, module, made_by, x))
+            for index, (got, want) in enumerate(zip(*passes, strict=True)):
+                assert_bitwise(got, want, f"{index} of {rows} rows")
+        assert counter.frame_count <= 3  # noqa: PLR2004
+        torch.compiler.reset()
+
+
 def test_stochastic_rounding_draws_the_numbers_of_eager() -> None:
     made_by, module, x = recipe.NVFP4BlockScaling(), Block(), torch.randn(48, WIDTH)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)

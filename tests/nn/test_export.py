@@ -46,6 +46,16 @@ def test_an_exported_map_computes_the_same(kind: str, recipe: Recipe | None) -> 
 
 
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), MXFP8BlockScaling(), None], ids=str)
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_an_exported_map_takes_any_number_of_rows(kind: str, recipe: Recipe | None) -> None:
+    model = Evaluated(kind, recipe)
+    program = torch.export.export(model, (torch.randn(ROWS, WIDTH),), dynamic_shapes=({0: torch.export.Dim("rows")},))
+    for rows in (ROWS, 3 * ROWS, 77):
+        x = torch.randn(rows, WIDTH)
+        assert_bitwise(program.module()(x), model(x), f"{kind} of {rows} rows")
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), MXFP8BlockScaling(), None], ids=str)
 def test_a_mixture_of_plain_weights_is_exported(recipe: Recipe | None) -> None:
     model, x = Evaluated("mixture", None), torch.randn(ROWS, WIDTH)
     model.recipe = recipe

@@ -27,6 +27,7 @@ from te_dist.nn.moe.permutation import Permutation, gather_sum, taken
 from te_dist.nn.once import once_differentiable
 
 _tapes = Tapes(max_tapes=1024)
+_all_to_all: Callable[..., Any] = dist.all_to_all_single
 
 
 class Carrier(Protocol):
@@ -102,7 +103,7 @@ class Exchange:
     def _swap(self, out: Tensor, rows: Tensor, received: Any, sent: Any) -> None:
         names = "output_split_sizes", "input_split_sizes"
         sizes = {} if sent is None else dict(zip(names, map(list, (received, sent)), strict=True))
-        communicate(partial(dist.all_to_all_single, group=self.group, **sizes), out, rows.contiguous())
+        communicate(partial(_all_to_all, group=self.group, **sizes), out, rows.contiguous())
 
 
 def _chosen_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -174,7 +175,7 @@ class _SendRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        given = grad, *ctx.saved_tensors
+        given: tuple[Tensor, Tensor] = grad, *ctx.saved_tensors
         return _repeated("rows", ctx.by, given, lambda: gradients_back(*given, ctx.by)), None, None, None
 
 
@@ -204,7 +205,7 @@ class _ValuesOfCopies(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        given = grad.contiguous(), *ctx.saved_tensors
+        given: tuple[Tensor, Tensor, Tensor] = grad.contiguous(), *ctx.saved_tensors
         return _repeated("values", ctx.by, given, lambda: _values_back(*given, ctx.by)), None, None, None, None
 
 
@@ -224,7 +225,7 @@ class _BringBack(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        given = grad, *ctx.saved_tensors
+        given: tuple[Tensor, Tensor] = grad, *ctx.saved_tensors
         return _repeated("gradients of sums", ctx.by, given, lambda: _gradients_there(*given, ctx.by)), None, None
 
 

@@ -124,8 +124,9 @@ class GroupedMLP(nn.Module):
     def check_histories(self) -> None:
         """Raises ValueError where the recipe of `autocast` keeps histories that experts of several ranks cannot."""
         recipe = current_autocast().recipe
-        for fc in (self.fc1, self.fc2) if recipe is not None else ():
-            fc.gemm.check_ranks(recipe)
+        if recipe is not None:
+            for fc in (self.fc1, self.fc2):
+                fc.gemm.check_ranks(recipe)
 
     def rehearse(self, dtype: torch.dtype | None) -> None:
         """See `rehearsal.rehearse`."""

@@ -37,7 +37,7 @@ class Permutation(NamedTuple):
         counts: int64 (E,), rows of each expert; they come one expert after the other, then rows that are nobody's.
     """
 
-    index: Tensor
+    index: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]  (no tuple is searched)
     choices: Tensor
     positions: Tensor
     counts: Tensor
@@ -125,7 +125,8 @@ class _Unpermute(torch.autograd.Function):
         return gather_sum(rows, positions)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = grads
         (index,) = ctx.saved_tensors
         return grad.index_select(0, index), None, None
 
@@ -140,7 +141,8 @@ class _WeightedUnpermute(torch.autograd.Function):
         return total.to(rows.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (grad,) = grads
         rows, probabilities, index, choices, positions = ctx.saved_tensors
         spread = grad.index_select(0, index).float()
         of_rows = (spread * probabilities.flatten()[choices, None]).to(rows.dtype)
@@ -155,7 +157,8 @@ class _PermuteValues(torch.autograd.Function):
         return taken(values, choices)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = grads
         (positions,) = ctx.saved_tensors
         return taken(grad, positions), None, None
 

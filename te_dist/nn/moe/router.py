@@ -184,7 +184,8 @@ class _AttachLoss(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (grad,) = grads
         dtype, device = ctx.like
         return grad, torch.full((), ctx.scale, dtype=dtype, device=device), None
 
@@ -261,11 +262,14 @@ def _groups_that_count(router: TopKRouter, mesh: DeviceMesh | None) -> tuple[dis
         known.append(router.parts)
     if mesh is None and not isinstance(weight, DTensor):
         forgotten.warn_of_mesh(sum(each.size() for each in known) or 1)
-    for each in known if mesh is not None else ():
-        if not torch.isin(each.mesh, mesh.mesh).all():
+    if mesh is None:
+        counted = known
+    else:
+        counted = [mesh]
+        beyond = next((each for each in known if not torch.isin(each.mesh, mesh.mesh).all()), None)
+        if beyond is not None:
             raise ValueError(
-                f"update_expert_biases: got mesh={mesh}, and a router over {each}; wanted all of its ranks, on which "
+                f"update_expert_biases: got mesh={mesh}, and a router over {beyond}; wanted all of its ranks, on which "
                 "biases would move apart; leave mesh out, or pass that of all that share the batch"
             )
-    counted = known if mesh is None else [mesh]
     return tuple(each.get_group(dim) for each in counted for dim in range(each.ndim))
