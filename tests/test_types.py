@@ -1,0 +1,24 @@
+"""Annotations are true, as far as a checker can tell; strictly so in te_dist/formats and te_dist/tensor."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+KNOWN = "2.13"  # version of torch whose annotations are known; those of others find other things
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="pyright runs on node, which is not installed")
+@pytest.mark.skipif(not torch.__version__.startswith(KNOWN), reason=f"wants the annotations of torch {KNOWN}")
+def test_annotations_hold() -> None:
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--project", str(ROOT)]
+    quiet = os.environ | {"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}  # of newer versions
+    done = subprocess.run(command, cwd=ROOT, env=quiet, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
