@@ -307,7 +307,8 @@ def forget_the_root(rank: int, world: int, make: Make, quantized: bool) -> None:
         model = layers(quantized=quantized).to(testing.device())
         for unit in model[units]:
             fsdp2.fully_shard(unit, mesh=testing.mesh((world,), ("dp",)))
-        optimizer = make(model.parameters(), lr=1e-3)
+        # Each by itself: ops on lists take no plain tensors beside DTensors.
+        optimizer = make([{"params": [param]} for param in model.parameters()], lr=1e-3)
         for step in range(2):
             backward(model)
             with warnings.catch_warnings(record=True) as messages:

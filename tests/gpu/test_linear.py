@@ -313,17 +313,18 @@ def test_a_compiled_block_is_one_graph(case: Any, backend: str) -> None:
 
 @stateless
 def test_a_graph_serves_other_numbers_of_rows(case: Any) -> None:
+    """One for the first; then by whether products take them, and by whether one scale is enough."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(Block(), backend=counter, fullgraph=True)
-    for rows in (64, 128, 33, 512, 200, 15):
+    for rows in (64, 128, 33, 512, 200, 15, 1024, 300, 96, 77):
         x, passes = normal(rows, IN), []
         for call in (compiled, Block()):
             torch.manual_seed(3)
             passes.append(results(call, case.recipe, x))
         for index, (got, want) in enumerate(zip(*passes, strict=True)):
             assert_bitwise(got, want, f"{index} of {rows} rows")
-    assert counter.frame_count <= 3  # noqa: PLR2004
+    assert counter.frame_count <= 5  # noqa: PLR2004
 
 
 def test_a_member_of_a_group_is_multiplied_by_its_own_scale() -> None:
