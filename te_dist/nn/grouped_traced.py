@@ -25,9 +25,11 @@ from te_dist.nn.plan import Plan
 from te_dist.nn.traced import check_columns
 from te_dist.ops._library import LIBRARY
 from te_dist.tensor import OPS, QuantizedStorage, QuantizedTensor, StorageKind
+from te_dist.tensor.grouped_rows import allocations
 
 PLAIN = ""  # kind of plain weights, and name of no front
 FRONTS = {PLAIN: None} | {str(front.name): front for front in (SWIGLU, WEIGHTED_SWIGLU)}
+SAMPLE = 256  # rows, in the place of a number that is a symbol
 _CONSTANTS = 9  # arguments in front of weights
 _plans: dict[str, Plan] = {}
 _kinds: dict[str, _Kind] = {}
@@ -173,17 +175,21 @@ def _forward(x: Tensor, weights: list[Tensor], biases: list[Tensor], beside: lis
 
 def _fake_forward(x: Tensor, weights: list[Tensor], biases: list[Tensor], beside: list[Tensor], *rest: Any) -> Any:
     table, kind, how = rest[0], rest[1], How(*rest[2:])
-    shape, given = tuple(int(extent) for extent in x.shape), how.given(table)
-    fixed = x.new_empty(shape)
-    source = given.source(fixed, beside)
-    out = x.new_empty((source.shape[0], shape_of(_weights(weights, kind))[1]))
+    (rows, cols), given = x.shape, how.given(table)
+    out = x.new_empty((rows, shape_of(_weights(weights, kind))[1]))
+    is_known = isinstance(rows, int)
     if not how.saves_input or given.saves_itself(x):
-        _saved[_place(x, table, how)] = None
+        if is_known:
+            _saved[_place(x, table, how)] = None
         return [out]
-    rows = given.plan.input.encode_groups(source, table, *products.BOTH)
-    part = rows.as_matrix(Direction.COLUMNWISE)
-    _saved[_place(x, table, how)] = StorageKind.of(part)
-    return [out, *part.buffers.values()]
+    made = rows if is_known else SAMPLE
+    source = given.source(x.new_empty((made, int(cols))), [each.new_empty((made, *each.shape[1:])) for each in beside])
+    part = given.plan.input.encode_groups(source, table, *products.BOTH).as_matrix(Direction.COLUMNWISE)
+    if is_known:
+        _saved[_place(x, table, how)] = StorageKind.of(part)
+        return [out, *part.buffers.values()]
+    wanted = allocations(part.format, (rows, part.region.shape[1]), table.shape[-1] - 1)
+    return [out, *(x.new_empty(wanted[name][0], dtype=wanted[name][1]) for name in part.buffers)]
 
 
 def _backward(grad: Tensor, x: Tensor, inputs: list[Tensor], beside: list[Tensor], *rest: Any) -> list[Tensor]:

@@ -72,4 +72,4 @@ def _cpu(given: Tensor | None, are_sizes: bool, rows: int, out: Tensor) -> None:
         tiles[1:] = torch.cumsum((sizes + height - 1) // height, 0)
 
 
-register("group_table(Tensor? given, bool are_sizes, int rows, Tensor(a!) out) -> ()", _cpu, kernels.group_table)
+register("group_table(Tensor? given, bool are_sizes, SymInt rows, Tensor(a!) out) -> ()", _cpu, kernels.group_table)

@@ -82,7 +82,7 @@ def empty_rows(format: Format, shape: Pair, table: Tensor, *, dtype: torch.dtype
     Raises:
         ValueError: both directions store one field, which groups need twice.
     """
-    made = _allocations(format, shape, table.shape[1] - 1)
+    made = _known(format, shape, table.shape[1] - 1)
     buffers = {name: torch.empty(extents, dtype=kind, device=table.device) for name, (extents, kind) in made.items()}
     return GroupedRows(format, buffers, shape, table, dtype)
 
@@ -93,9 +93,8 @@ def _rows(encoding: Encoding, direction: Direction, shape: Pair, num_groups: int
     return padded_rows(shape[0], num_groups) if is_padded else shape[0]
 
 
-@lru_cache(maxsize=4096)
-def _allocations(format: Format, shape: Pair, num_groups: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """(shape, dtype) of every field, by name."""
+def allocations(format: Format, shape: Pair, num_groups: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """(shape, dtype) of every field, by name. `shape`: (T, K), which may be a compiler's symbols."""
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for direction in format.directions:
         encoding = format[direction]
@@ -103,10 +102,13 @@ def _allocations(format: Format, shape: Pair, num_groups: int) -> dict[str, tupl
             extents: tuple[int, ...] = (num_groups,)
             if field.grain != (WHOLE, WHOLE):
                 rows = _rows(encoding, direction, shape, num_groups, field.grain[0])
-                extents = field.shape(Region.whole(rows, shape[1]))
+                extents = field.shape_of(rows, shape[1])
             if found.setdefault(field.name, (extents, field.dtype)) != (extents, field.dtype):
                 raise ValueError(
                     f"field {field.name!r} serves both directions, which lie differently in groups of rows; declare a "
                     "field for each"
                 )
     return found
+
+
+_known = lru_cache(maxsize=4096)(allocations)

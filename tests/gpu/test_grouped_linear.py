@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import te_dist as te
 from te_dist import recipe
@@ -341,6 +342,27 @@ def test_a_compiled_module_is_one_graph(name: str, quantized: bool) -> None:
     got = {"y": out.detach(), "dx": asking.grad, "dw": module.weight.grad, "db": module.bias.grad}
     for key, value in got.items():
         assert_bitwise(value, want[key], key)
+
+
+@pytest.mark.parametrize(("name", "quantized"), [("plain", False), ("block", True), ("mxfp8", False), ("nvfp4", True)])
+def test_a_graph_serves_other_numbers_of_rows(name: str, quantized: bool) -> None:
+    torch.compiler.reset()
+    made_by, sizes = RECIPES[name], SIZES["ragged"]
+    module, counter = make(len(sizes), made_by if quantized else None), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True)
+    for factor in (1, 2, 3, 5):
+        splits = torch.tensor(sizes).cuda() * factor
+        x, found = normal(int(splits.sum()), IN, seed=factor), []
+        for called in (module, compiled):
+            asking = x.clone().requires_grad_()
+            module.zero_grad()
+            with inside(made_by):
+                out = called(asking, splits)
+            out.backward(normal(*out.shape, seed=2))
+            found.append((out.detach(), asking.grad, module.weight.grad, module.bias.grad))
+        for number, (a, b) in enumerate(zip(*found, strict=True)):
+            assert_bitwise(a, b, f"result {number} of {factor} times the rows")
+    assert counter.frame_count <= 3  # noqa: PLR2004
 
 
 def test_fp32_is_multiplied_group_by_group() -> None:

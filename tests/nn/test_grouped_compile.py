@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import te_dist as te
@@ -82,6 +83,33 @@ def test_fronts_are_part_of_the_graph(made_by: Recipe | None) -> None:
         found.append([*results(module, called, made_by, p), p.grad])
     for number, (a, b) in enumerate(zip(*found, strict=True)):
         assert_bitwise(a, b, f"result {number}")
+
+
+def sizes_of(rows: int) -> Tensor:
+    """Of groups that take all rows, some of them perhaps none."""
+    cuts = torch.randint(0, rows + 1, (GROUPS - 1,), generator=torch.Generator().manual_seed(rows)).sort().values
+    return torch.diff(cuts, prepend=torch.tensor([0]), append=torch.tensor([rows]))
+
+
+@pytest.mark.every_run(kind=("plain", "block, one", "nvfp4"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_serves_other_numbers_of_rows(kind: str) -> None:
+    made_by, quantized, _ = KINDS[kind]
+    torch.compiler.reset()
+    module, counter = Experts(made_by if quantized else None), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True)
+    for rows in (40, 64, 97, 128, 17, 256, 500, 3):
+        found = []
+        for called in (module, compiled):
+            x, p = normal(rows, IN, seed=rows).requires_grad_(), normal(rows, seed=4).sigmoid().requires_grad_()
+            module.zero_grad()
+            with te.autocast(enabled=made_by is not None, recipe=made_by):
+                out = called(x, sizes_of(rows), p)
+            out.backward(normal(*out.shape, seed=2))
+            found.append([out.detach(), x.grad, p.grad, *(param.grad for param in module.parameters())])
+        for number, (a, b) in enumerate(zip(*found, strict=True)):
+            assert_bitwise(a, b, f"result {number} of {rows} rows")
+    assert counter.frame_count <= 3  # noqa: PLR2004
 
 
 @pytest.mark.parametrize("single", [False, True], ids=["each", "one"])
