@@ -5,7 +5,8 @@
 #         --data.files '/shared/text/**/*.txt'
 set -euo pipefail
 
-# Processes that are started again (RESTARTS) would find what those before them left in a store that all attempts share.
+# In a store that all attempts share, processes that are started again (RESTARTS) would find what those before them
+# left, and a node on which this line is run anew would wait in vain for the address of rank 0, written there only once.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 exec torchrun \

@@ -6,12 +6,14 @@ torchrun --standalone --nproc-per-node 2 -m te_dist.launch.train launch/configs/
 from __future__ import annotations
 
 import importlib.util
+import socket
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import FSDPModule
@@ -66,7 +68,7 @@ def run(world: World, config: Config) -> None:
     world.set_timeout(PREPARATION * config.timeout_seconds)
     world.agree(_check_extra)
     plan = world.agree(lambda: layout.plan(config, world.size))
-    device = world.agree(lambda: choose_device(config.device))
+    device = _agree_on_device(world, config)
     with claimed(world, config) as claim:
         # One rank looks: on a shared file system the others may still see an older state.
         start = world.share(lambda: _choose(config, claim))
@@ -131,6 +133,22 @@ def _agree_on_config(world: World, arguments: Sequence[str]) -> Config:
         )
     )
     return config
+
+
+def _agree_on_device(world: World, config: Config) -> torch.device:
+    """Chooses the device of every rank and makes sure that they are of one type, as process groups have to be."""
+    device = world.agree(lambda: choose_device(config.device))
+    theirs = world.share(lambda: device.type)
+    world.agree(
+        lambda: require(
+            device.type == theirs,
+            f"device of rank {world.rank}",
+            got=f"{device.type} on {socket.gethostname()}",
+            wanted=f"{theirs}, as on rank 0",
+            remedy='check the driver where torch finds no GPU, or set device = "cpu"',
+        )
+    )
+    return device
 
 
 def _report(journal: Journal, trainer: Trainer) -> None:

@@ -68,6 +68,7 @@ class World:
             )
             return cls(HashStore(), rank=0, size=1)
         has_own_store = env.OWN_STORES.get()
+        # NOTE: a node that joins anew without such a store never gets here: its torchrun waits in vain before that.
         require(
             env.NODES.get() == 1 or env.MAX_RESTARTS.get() == 0 or has_own_store,
             "torchrun --max-restarts",
@@ -118,6 +119,12 @@ class World:
 
         self.agree(publish)
         return json.loads(self.store.get(key))
+
+    def any(self, holds: bool) -> bool:
+        """Whether it holds on one of the ranks at least."""
+        key = f"any/{next(self._rounds)}"
+        self.agree(lambda: self.store.set(key, "yes") if holds else None)
+        return self.store.check([key])
 
     def part(self) -> None:
         """Waits a moment for ranks that end with the same message: `torchrun` stops them all as soon as one is gone."""

@@ -9,13 +9,29 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from te_dist import env
 from te_dist.launch.journal import METRICS
 
+LAUNCH = Path(__file__).parents[2] / "launch"
 RECIPE = "float8_block"
 LIMIT = 120  # seconds, of a job, which takes about ten where nothing else runs
+ANOTHER_DEVICE = """
+import os
+
+import pytest
+import torch
+
+from te_dist.launch import train
+
+with pytest.MonkeyPatch.context() as patch:
+    if os.environ["RANK"] == "1":
+        patch.setattr(train, "choose_device", lambda name: torch.device("meta"))
+    train.main()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +93,50 @@ def test_a_job_on_two_nodes_is_started_again_and_resumes_to_the_bit(
     unbroken, tiny_job: Callable, launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One node starts its process again since that was killed, the other since it is alone: each counts for itself."""
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    job = tiny_job(RECIPE)
-    agents = start_two_nodes(launcher, *job.command("--checkpoint.every", "2"), options=("--max-restarts", "1"))
+    monkeypatch.setenv(env.OWN_STORES.name, "1")
+    job, own = tiny_job(RECIPE), ("--checkpoint.every", "2", "--checkpoint.resume", "none")
+    agents = start_two_nodes(launcher, "--max-restarts", "1", *job.command(*own))
     kill_a_rank_after(job, 3, agents[1].pid)
     outputs = [process.communicate(timeout=LIMIT)[0] for process in agents]
     assert not any(process.returncode for process in agents), outputs
     assert "resumed from" in outputs[0]
     assert job.metrics("loss") == unbroken[0].metrics("loss")
+
+
+def test_a_node_that_is_started_anew_joins_the_other_and_they_resume_to_the_bit(
+    unbroken, tiny_job: Callable, launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a pod of `kubernetes.yaml` is: the second node falls silent, and what starts there finds the round over."""
+    for name, value in environment_of(LAUNCH / "kubernetes.yaml").items():
+        monkeypatch.setenv(name, value)
+    job, port, own = tiny_job(RECIPE), free_port(), ("--checkpoint.every", "2", "--timeout-seconds", "60")
+    # The first node has the store, and soon takes a silent one for gone.
+    first, second, again = (
+        (f"is_host={host},keep_alive_interval=1,keep_alive_max_attempt=5", *job.command(*own)) for host in (1, 0, 0)
+    )
+    nodes = [start_node(launcher, port, "--rdzv-conf", *node) for node in (first, second)]
+    wait_for_step(job, 3)
+    silent = worker_of(nodes[1].pid)
+    os.kill(silent, signal.SIGSTOP)
+    nodes[1].kill()
+    try:
+        nodes[1] = start_node(launcher, port, "--rdzv-conf", *again)
+        outputs = [process.communicate(timeout=LIMIT)[0] for process in nodes]
+    finally:
+        os.kill(silent, signal.SIGKILL)
+    assert not any(process.returncode for process in nodes), outputs
+    assert "resumed from" in outputs[0]
+    assert job.metrics("loss") == unbroken[0].metrics("loss")
+
+
+def test_nodes_meet_anew_in_stores_of_their_own_by_every_launcher() -> None:
+    files = ("kubernetes.yaml", "slurm.sbatch", "torchrun_nodes.sh")
+    assert [environment_of(LAUNCH / name) for name in files] == [{env.OWN_STORES.name: "1"}] * 3
+
+
+def test_a_requeued_job_keeps_the_log_of_why_it_was() -> None:
+    options = re.findall(r"^#SBATCH (\S+)$", (LAUNCH / "slurm.sbatch").read_text(), re.MULTILINE)
+    assert {"--requeue", "--open-mode=append"} <= set(options)
 
 
 @pytest.mark.exhaustive
@@ -123,6 +175,18 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_with_one_message(tiny_job: Cal
     assert not (job.run_dir / "checkpoints").exists()
 
 
+def test_ranks_that_find_devices_of_two_types_end_with_one_message(tiny_job: Callable, two_ranks, tmp_path) -> None:
+    """As where the driver of one node is broken: they would make two process groups and wait for each other."""
+    program = tmp_path / "train.py"
+    program.write_text(ANOTHER_DEVICE)
+    code, output = two_ranks(str(program), str(tiny_job().path))
+    assert code != 0
+    said = messages(output)
+    assert len(said) == 2, output
+    assert said[0] == said[1]
+    assert re.match(r"device of rank 1: got meta on \S+; wanted cpu, as on rank 0; remedy: check the driver", said[0])
+
+
 def test_a_wrong_key_ends_all_ranks_with_one_message_and_no_traceback_of_theirs(tiny_job: Callable, two_ranks) -> None:
     job = tiny_job()
     job.path.write_text(job.path.read_text().replace("log_every", "log_evry"))
@@ -135,24 +199,50 @@ def test_a_wrong_key_ends_all_ranks_with_one_message_and_no_traceback_of_theirs(
     assert "te_dist/launch" not in output
 
 
-def start_two_nodes(launcher, *command: str, options: tuple[str, ...] = ()) -> list:
-    """A `torchrun` for each, with one process."""
+def environment_of(path: Path) -> dict[str, str]:
+    """What a file of `launch/` sets for the processes of a node."""
+    return dict(
+        re.findall(r'^(?:export |\s+- name: )([A-Z_]+)(?:=|\n\s+value: ")(\w+)"?$', path.read_text(), re.MULTILINE)
+    )
+
+
+def free_port() -> int:
+    """For a store through which nodes meet."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+        return probe.getsockname()[1]
+
+
+def start_node(launcher, port: int, *command: str):
+    """One of two nodes: a `torchrun` with one process; `command` may begin with more of its options."""
     node = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--local-addr", "localhost")
-    rendezvous = ("--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "two-nodes")
-    return [launcher.start(*node, *rendezvous, *options, *command) for _ in range(2)]
+    return launcher.start(*node, "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "two-nodes", *command)
 
 
-def kill_a_rank_after(job, step: int, launcher_pid: int) -> None:
-    """Kills a worker of a running job once the metrics show `step`."""
+def start_two_nodes(launcher, *command: str) -> list:
+    """Both of them."""
+    port = free_port()
+    return [start_node(launcher, port, *command) for _ in range(2)]
+
+
+def wait_for_step(job, step: int) -> None:
+    """Waits until the metrics of a running job show `step`."""
     deadline = time.monotonic() + LIMIT
     while not (job.run_dir / METRICS).exists() or max(job.metrics("loss"), default=0) < step:
         assert time.monotonic() < deadline, "the job never came that far"
         time.sleep(0.02)
+
+
+def worker_of(launcher_pid: int) -> int:
+    """The process of its last rank."""
     with open(f"/proc/{launcher_pid}/task/{launcher_pid}/children") as children:
-        os.kill(int(children.read().split()[-1]), signal.SIGKILL)
+        return int(children.read().split()[-1])
+
+
+def kill_a_rank_after(job, step: int, launcher_pid: int) -> None:
+    """Kills a worker of a running job once the metrics show `step`."""
+    wait_for_step(job, step)
+    os.kill(worker_of(launcher_pid), signal.SIGKILL)
 
 
 def test_losses_start_at_the_logarithm_of_the_vocabulary(unbroken) -> None:

@@ -59,6 +59,14 @@ def test_rank_zero_shares_a_text_again_and_again() -> None:
     assert on_ranks(twice) == [("from 0", "é\n")] * 3
 
 
+@pytest.mark.parametrize("ranks", [(), (2,), (0, 1, 2)])
+def test_ranks_learn_whether_something_holds_on_any(ranks: tuple[int, ...]) -> None:
+    def twice(world: World) -> tuple[bool, bool]:
+        return world.any(world.rank in ranks), world.any(False)
+
+    assert on_ranks(twice) == [(bool(ranks), False)] * 3
+
+
 def test_a_rank_that_never_comes_is_missed_by_the_others() -> None:
     def meet(world: World) -> None:
         world.store.set_timeout(timedelta(seconds=0.5))
