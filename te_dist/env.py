@@ -80,7 +80,7 @@ OWN_STORES = Variable(
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
     _flag,
     "0",
-    "1: processes that are started again meet in a store of their own; the files for several nodes in `launch/` set it.",
+    "1: processes that are started again meet in a store of their own; the files for nodes in `launch/` set it.",
 )
 SHARED_GPUS = Variable(
     "NCCL_MULTI_RANK_GPU_ENABLE",
