@@ -163,8 +163,9 @@ a copy of the model, raises at its second update where it uses them, and at once
 not copy. Its default function does not use them on CPUs: it copies what it computes, see below, and goes wrong in
 silence. Adding a tensor to a quantized one (`add_`, `addcmul_` and their like) runs, is rounded, and warns once for
 each line of code that does, unless it is a weight of which an [optimizer](optimizers.md#fusedadam) has a master: ops in
-place change that. `avg_fn=`, and `average.copy_(decay * average + (1 - decay) * weight)` by hand, copy what they compute,
-as loading does: nothing can tell them, they are rounded at every update, and stand still, or (NVFP4) go elsewhere. Ops on values give plain tensors, and an average that begins as one stays in high precision:
+place change that. `avg_fn=`, and `average.copy_(decay * average + (1 - decay) * weight)` by hand, copy what they
+compute, as loading does: nothing can tell them, they are rounded at every update, and stand still, or (NVFP4) go
+elsewhere. Ops on values give plain tensors, and an average that begins as one stays in high precision:
 
 ```python
 average = {key: value.detach() * 1.0 for key, value in model.state_dict().items()}
