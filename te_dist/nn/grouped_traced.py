@@ -22,7 +22,7 @@ from te_dist.nn.grouped_products import Given
 from te_dist.nn.grouped_weights import as_one, shape_of
 from te_dist.nn.once import torch_once_differentiable
 from te_dist.nn.plan import Plan
-from te_dist.nn.traced import check_columns
+from te_dist.nn.traced import check_columns, keep
 from te_dist.ops._library import LIBRARY
 from te_dist.tensor import OPS, QuantizedStorage, QuantizedTensor, StorageKind
 from te_dist.tensor.grouped_rows import allocations
@@ -169,7 +169,7 @@ def _forward(x: Tensor, weights: list[Tensor], biases: list[Tensor], beside: lis
     lost_recipes.forward(how.plan, records=how.saves_input or how.reads_columns)
     operands = as_one(whole), as_one(biases), beside, ()
     tensors, saved = products.taped_forward(x, operands, counts, given=how.given(table))
-    _saved[_place(x, table, how)] = saved
+    keep(_saved, _place(x, table, how), saved)
     return list(tensors)
 
 
@@ -180,13 +180,13 @@ def _fake_forward(x: Tensor, weights: list[Tensor], biases: list[Tensor], beside
     is_known = isinstance(rows, int)
     if not how.saves_input or given.saves_itself(x):
         if is_known:
-            _saved[_place(x, table, how)] = None
+            keep(_saved, _place(x, table, how), None)
         return [out]
     made = rows if is_known else SAMPLE
     source = given.source(x.new_empty((made, int(cols))), [each.new_empty((made, *each.shape[1:])) for each in beside])
     part = given.plan.input.encode_groups(source, table, *products.BOTH).as_matrix(Direction.COLUMNWISE)
     if is_known:
-        _saved[_place(x, table, how)] = StorageKind.of(part)
+        keep(_saved, _place(x, table, how), StorageKind.of(part))
         return [out, *part.buffers.values()]
     wanted = allocations(part.format, (rows, part.region.shape[1]), table.shape[-1] - 1)
     return [out, *(x.new_empty(wanted[name][0], dtype=wanted[name][1]) for name in part.buffers)]

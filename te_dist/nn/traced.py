@@ -32,8 +32,8 @@ PLAIN = ""  # kind of a plain weight
 BOTH = tuple(Direction)
 _plans: dict[str, Plan] = {}
 _kinds: dict[str, Kind] = {}
-# By plan, front, and shape and type of the input.
-_saved: dict[tuple[str, str, torch.Size, torch.dtype], StorageKind] = {}
+_saved: dict[Any, StorageKind | None] = {}  # by plan, front, and shape and type of the input
+_MAX_SAVED = 4096  # more than passes wait for their backward, of other shapes each
 
 
 class Kind(NamedTuple):
@@ -50,6 +50,14 @@ def name_of(plan: Plan, text: str) -> str:
     """The name of `plan`, which `text` describes."""
     _plans.setdefault(text, plan)
     return text
+
+
+def keep(saved: dict[Any, StorageKind | None], place: Any, kind: StorageKind | None) -> None:
+    """Says what is saved by a pass, until its backward; every pass says so."""
+    saved.pop(place, None)
+    saved[place] = kind
+    if len(saved) > _MAX_SAVED:
+        saved.pop(next(iter(saved)), None)
 
 
 def check_not_exported(label: str, recipe: object) -> None:
@@ -107,7 +115,7 @@ def _forward(x: Tensor, weight: list[Tensor], bias: Tensor | None, plan: str, *r
     lost_recipes.forward(plan, records=saves_input or reads_columns)
     tensors, saved = forward(x, whole, bias, _plans[plan], saves_input, front)
     if saved is not None:
-        _saved[plan, front, x.shape, x.dtype] = saved
+        keep(_saved, (plan, front, x.shape, x.dtype), saved)
     return list(tensors)
 
 
@@ -122,7 +130,7 @@ def _fake_forward(x: Tensor, weight: list[Tensor], bias: Tensor | None, plan: st
         return [out, *_saved_of_any(x, rows, plan, front)]
     shape = torch.Size((*leading, int(cols)))
     buffers, saved = _saved_of(x, shape, plan, front)
-    _saved[plan, front, shape, x.dtype] = saved
+    keep(_saved, (plan, front, shape, x.dtype), saved)
     return [out, *buffers]
 
 

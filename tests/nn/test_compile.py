@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_dist as te
 from te_dist import recipe
-from te_dist.nn import lost_recipes
+from te_dist.nn import lost_recipes, traced
 from te_dist.quantizers import Quantizer
 from te_dist.recipe import Recipe
 from te_dist.testing import assert_bitwise
@@ -118,6 +118,18 @@ def test_a_graph_serves_other_numbers_of_rows(name: str, quantized: bool) -> Non
                 assert_bitwise(got, want, f"{index} of {rows} rows")
         assert counter.frame_count <= 3  # noqa: PLR2004
         torch.compiler.reset()
+
+
+def test_what_graphs_save_is_known_no_longer_than_it_may_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced, "_MAX_SAVED", 2)
+    traced._saved.clear()
+    module = te.Linear(WIDTH, HIDDEN)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for rows in range(24, 48, 4):
+        x = torch.randn(rows, WIDTH)
+        for got, want in zip(*(results(call, module, block_scaling, x) for call in (compiled, module)), strict=True):
+            assert_bitwise(got, want, f"of {rows} rows")
+    assert len(traced._saved) == 2  # noqa: PLR2004
 
 
 def test_stochastic_rounding_draws_the_numbers_of_eager() -> None:
