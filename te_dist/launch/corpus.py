@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib
 import importlib.metadata
@@ -9,9 +10,10 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 
 from te_dist.checkpoints.folder import sync
 from te_dist.launch import text
+from te_dist.launch.claim import LOCK
 from te_dist.launch.config import Config
 from te_dist.launch.errors import JobError, unwritable
 from te_dist.launch.text import Source, Split
@@ -29,10 +32,12 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 END_OF_TEXT = "<|end of text|>"
-FILES_AT_ONCE = 64  # encoded together, in as many threads as there are cores
+AT_ONCE = 1 << 23  # characters encoded together, in as many threads as there are cores; each takes 20 bytes or more
+END_OF_FILE = ""  # behind its pieces, which hold a character or more
+RECORD = "corpus.json"
 LAYOUT = "-2"  # of the folder, after the digest: what lies there under another name is not looked at
 DRAFT = ".draft"
-ABANDONED = 24 * 3600.0  # seconds after which a draft that nobody writes to belongs to no job
+ABANDONED = 24 * 3600.0  # seconds after which a draft that nobody writes to belongs to no job, where locks do not tell
 DTYPES = ("uint16", "uint32")
 
 
@@ -63,15 +68,36 @@ def prepare(world: World, config: Config) -> Corpus:
     return world.agree(lambda: _open(folder))
 
 
+def folder_in(run_dir: str | Path, digest: str) -> Path:
+    """Where a run keeps the corpus of a digest."""
+    return Path(run_dir, "text", digest + LAYOUT)
+
+
+def made_of(folder: Path) -> dict[str, str]:
+    """What decides the tokens of a corpus, by name; nothing where it does not say.
+
+    Returns:
+        `files`: digest of all but the version of `tokenizers`, which is the other one.
+    """
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return dict(json.loads((folder / RECORD).read_text())["made_of"])
+    return {}
+
+
 def _build(config: Config) -> Path:
     """Writes the corpus beside its final place and renames it: what stands there is complete."""
     split = text.split(config.data)
-    folder = Path(config.run_dir, "text", _digest(split, config.model.vocab_size) + LAYOUT)
+    folder = folder_in(config.run_dir, _digest(split, config.model.vocab_size, _version()))
     if folder.exists():
         return folder
+    # What another version of `tokenizers` has made is what the run of this directory goes on with.
+    files = _digest(split, config.model.vocab_size)
+    for other in sorted(folder.parent.glob("*" + LAYOUT)):
+        if made_of(other).get("files") == files:
+            return other
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(folder.parent)
+        _remove_abandoned(folder.parent, config)
         # NOTE: of this job alone, another one may build the same beside it.
         with tempfile.TemporaryDirectory(DRAFT, folder.name, folder.parent, ignore_cleanup_errors=True) as own:
             draft = Path(own, folder.name)  # with the mode of any folder, not that of a temporary one
@@ -83,13 +109,26 @@ def _build(config: Config) -> Path:
     return folder
 
 
-def _remove_abandoned(parent: Path) -> None:
-    """Removes drafts of jobs that were killed."""
+def _remove_abandoned(parent: Path, config: Config) -> None:
+    """Removes drafts of jobs that were killed: all of them where a lock keeps other jobs out, as it does in a run."""
+    is_alone = _is_locked(Path(config.run_dir, LOCK))
     for draft in parent.glob("*" + DRAFT):
         with suppress(OSError):  # it ends or is removed meanwhile
             written = max(path.stat().st_mtime for path in (draft, *draft.rglob("*")))
-            if time.time() - written > ABANDONED:
+            if is_alone or time.time() - written > ABANDONED:
                 shutil.rmtree(draft, ignore_errors=True)
+
+
+def _is_locked(file: Path) -> bool:
+    """Whether somebody holds the lock of a file; not so where there are no locks."""
+    try:
+        with file.open("r+b") as opened:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _fill(draft: Path, split: Split, vocab_size: int) -> None:
@@ -105,8 +144,9 @@ def _fill(draft: Path, split: Split, vocab_size: int) -> None:
         "dtype": dtype.name,
         "tokens": {"training": int(counts.sum()), "validation": int(held_out.sum())},
         "validation": [str(source.path) for source in split.validation],
+        "made_of": {"files": _digest(split, vocab_size), "tokenizers": _version()},
     }
-    (draft / "corpus.json").write_text(json.dumps(record, indent=2))
+    (draft / RECORD).write_text(json.dumps(record, indent=2))
 
 
 def _publish(draft: Path, folder: Path) -> None:
@@ -122,15 +162,15 @@ def _publish(draft: Path, folder: Path) -> None:
 
 def _open(folder: Path) -> Corpus:
     try:
-        record = json.loads((folder / "corpus.json").read_text())
+        record = json.loads((folder / RECORD).read_text())
         dtype, sizes = record["dtype"], record["tokens"]
         if dtype not in DTYPES:
-            raise ValueError(f"corpus.json with dtype {dtype!r}")
+            raise ValueError(f"{RECORD} with dtype {dtype!r}")
         training, validation = (np.memmap(folder / f"{name}.bin", dtype, "r") for name in ("training", "validation"))
         counts = np.load(folder / "counts.npy")
         found = {"training": training.size, "validation": validation.size}
         if sizes != found or counts.ndim != 1 or counts.sum() != training.size:
-            raise ValueError(f"files of {found} tokens, where corpus.json says {sizes} and counts.npy {counts.sum()}")
+            raise ValueError(f"files of {found} tokens, where {RECORD} says {sizes} and counts.npy {counts.sum()}")
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise JobError(
             f"tokenized text {folder}",
@@ -141,10 +181,14 @@ def _open(folder: Path) -> Corpus:
     return Corpus(folder.name.removesuffix(LAYOUT), training, validation, counts)
 
 
-def _digest(split: Split, vocab_size: int) -> str:
-    names = [source.digest for side in (split.validation, split.training) for source in (*side, Source(Path(), "|"))]
-    seed = json.dumps([names, vocab_size, END_OF_TEXT, importlib.metadata.version("tokenizers")])
+def _digest(split: Split, vocab_size: int, version: str = "") -> str:
+    names = [name for side in (split.validation, split.training) for name in (*(each.digest for each in side), "|")]
+    seed = json.dumps([names, vocab_size, END_OF_TEXT, version])
     return hashlib.sha256(seed.encode()).hexdigest()[:24]
+
+
+def _version() -> str:
+    return importlib.metadata.version("tokenizers")
 
 
 def _train(sources: Sequence[Source], vocab_size: int) -> Tokenizer:
@@ -159,23 +203,35 @@ def _train(sources: Sequence[Source], vocab_size: int) -> Tokenizer:
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(map(text.read, sources), trainer)
+    tokenizer.train_from_iterator(chain.from_iterable(map(text.pieces, sources)), trainer)
     tokenizer.encode_special_tokens = True  # as any text, where a file holds END_OF_TEXT
     return tokenizer
 
 
 def _encode(tokenizer: Tokenizer, sources: Sequence[Source]) -> Iterator[list[int]]:
+    """The tokens of each piece of each file, and behind a file the end of a text."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     assert end is not None
-    for first in range(0, len(sources), FILES_AT_ONCE):
-        texts = [text.read(source) for source in sources[first : first + FILES_AT_ONCE]]
-        for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
-            yield [*encoding.ids, end]
+    for batch in _batches(piece for source in sources for piece in chain(text.pieces(source), [END_OF_FILE])):
+        for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):
+            yield encoding.ids or [end]
 
 
-def _write(path: Path, files: Iterator[list[int]], dtype: np.dtype, counts: NDArray[np.int64]) -> None:
-    """Appends the tokens of each file and adds them to `counts`."""
+def _batches(pieces: Iterable[str]) -> Iterator[list[str]]:
+    """Pieces of `AT_ONCE` characters together, of fewer at the end."""
+    batch, size = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece)
+        if size >= AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
+def _write(path: Path, pieces: Iterator[list[int]], dtype: np.dtype, counts: NDArray[np.int64]) -> None:
+    """Appends the tokens of each piece and adds them to `counts`."""
     with path.open("wb") as out:
-        for tokens in files:
+        for tokens in pieces:
             counts += np.bincount(tokens, minlength=len(counts))
             out.write(np.asarray(tokens, dtype).tobytes())

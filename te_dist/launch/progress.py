@@ -14,6 +14,7 @@ from te_dist import checkpoints
 from te_dist.checkpoints import CheckpointError
 from te_dist.checkpoints.folder import resolve
 from te_dist.checkpoints.manifest import Manifest
+from te_dist.launch import corpus
 from te_dist.launch.config import Config
 from te_dist.launch.errors import require
 
@@ -27,8 +28,8 @@ class Progress:
         position: sequences that all ranks together have seen.
         text: digest of the corpus they were taken from.
         recipe: by which they were trained; "" where a checkpoint does not say.
-        began: checkpoint of another directory that the run began with; "" where there is none.
-        named: the same as the configuration named it; it may be a link that points elsewhere since.
+        began: checkpoint that the run began with, of another directory where there is such a one; "" for none.
+        named: the latest that a configuration named, as it did; it may be a link that points elsewhere since.
     """
 
     step: int
@@ -40,11 +41,11 @@ class Progress:
 
     def of_run(self, config: Config, path: Path) -> Progress:
         """The same as that of a run of this configuration, which goes on from a checkpoint."""
-        is_own = path.resolve().parent == folder(config).resolve()
-        if is_own:
+        if path != Path(config.checkpoint.resume):
             return replace(self, recipe=config.recipe)
-        named = str(Path(config.checkpoint.resume))
-        return replace(self, recipe=config.recipe, began=str(path.resolve()), named=named)
+        place = path.resolve()
+        began = self.began if place.parent == folder(config).resolve() else ""
+        return replace(self, recipe=config.recipe, began=began or str(place), named=str(path))
 
 
 def folder(config: Config) -> Path:
@@ -108,7 +109,7 @@ def save(config: Config, progress: Progress, model: nn.Module, *, optimizer: tor
         CheckpointError: on every rank alike.
     """
     path = folder(config) / f"step_{progress.step:08d}"
-    extra = {"progress": asdict(progress), "settings": _settings(config)}
+    extra = {"progress": asdict(progress), "settings": _settings(config, progress.text)}
     checkpoints.save(path, model=model, optimizer=optimizer, extra=extra)
     return path
 
@@ -133,7 +134,7 @@ def load(path: Path, config: Config, text: str, *, model: nn.Module, optimizer: 
     )
     progress = Progress(**extra["progress"])
     theirs = {"text": progress.text, **extra["settings"]}
-    for key, wanted in {"text": text, **_settings(config)}.items():
+    for key, wanted in {**_settings(config, text), "text": text}.items():
         require(
             theirs.get(key, wanted) == wanted,  # older checkpoints say less
             f"checkpoint {path}: {key}",
@@ -162,11 +163,13 @@ def _began_with(newest: Path, named: Path) -> bool:
     return its.get("began") == str(named.resolve()) or its.get("named") == str(named)
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    """What no parameter's shape tells and yet decides the next step."""
+def _settings(config: Config, text: str) -> dict[str, Any]:
+    """What no parameter's shape tells and yet decides the next step; of the text, what its digest follows from."""
     experts = config.model.experts
     of_experts = ("top_k", "score_function", "normalize", "scaling_factor") if experts.count else ()
+    made_of = corpus.made_of(corpus.folder_in(config.run_dir, text))
     return {
+        **{f"text.{name}": value for name, value in made_of.items()},
         "data.sequence_length": config.data.sequence_length,
         "seed": config.seed,
         **{f"model.{name}": getattr(config.model, name) for name in ("heads", "rope_base", "norm_epsilon")},

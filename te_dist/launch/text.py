@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import codecs
 import fnmatch
 import glob
 import hashlib
+import io
 import math
 import os
+import re
 import sysconfig
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +20,11 @@ from te_dist.launch.errors import JobError, require
 
 STDLIB = "{stdlib}"
 WILDCARDS = "*?["
-HASH_DIGITS = 64  # of SHA-256
+ANY_DEPTH = "**"
+BLOCK = 1 << 16  # bytes that are read at once
+# Where a text may be cut: what a byte-level encoding takes for a word has white space at its beginning alone.
+# NOTE: not in front of all white space of Python's; \x1c to \x1f are signs like others there.
+GAP = re.compile(r"(?<=\S)(?=[ \t-\r])")
 
 
 @dataclass(frozen=True)
@@ -24,16 +32,18 @@ class Source:
     """A text file.
 
     Attributes:
-        digest: hash of the text with line feeds for all ends of lines, and where it has others, that of the bytes.
+        text: hash with line feeds for all ends of lines: equal for files that differ in these alone.
+        content: hash of the bytes.
     """
 
     path: Path
-    digest: str
+    text: str
+    content: str
 
     @property
-    def text(self) -> str:
-        """Equal for files that differ in the ends of their lines alone."""
-        return self.digest[:HASH_DIGITS]
+    def digest(self) -> str:
+        """Of files with equal text, the least is that of the one which has line feeds alone."""
+        return self.text if self.content == self.text else f"{self.text}+{self.content}"
 
 
 @dataclass(frozen=True)
@@ -101,9 +111,32 @@ def find(config: DataConfig) -> list[Path]:
     return list(found.values())
 
 
-def read(source: Source) -> str:
-    """The text of a file, ends of lines as they are."""
-    return source.path.read_bytes().decode("utf-8")
+def pieces(source: Source) -> Iterator[str]:
+    """The text of a file, ends of lines as they are, in pieces that together have the words of the whole.
+
+    They are about as long as a block, and longer where no white space lets them end.
+
+    Raises:
+        JobError: behind the last piece, if the file is not what it was when the source was made.
+    """
+    content = hashlib.sha256()
+    begun: list[str] = []
+    for part in _decoded(source.path, content.update):
+        gap = GAP.search(part)
+        if gap is not None:
+            yield "".join((*begun, part[: gap.start()]))
+            begun = [part[gap.start() :]]
+        else:
+            begun.append(part)
+    if any(begun):
+        yield "".join(begun)
+    require(
+        content.hexdigest() == source.content,
+        f"text file {source.path}",
+        got="one that changed while it was read",
+        wanted="text that stays as it is",
+        remedy="start again when nobody writes to it, or name it in data.exclude",
+    )
 
 
 def _path(entry: str) -> str:
@@ -124,7 +157,7 @@ def _matches(entry: str) -> list[Path]:
     """The files of an entry, of a glob also those that are empty."""
     path = Path(_path(entry))
     if any(wildcard in entry for wildcard in WILDCARDS) and not path.is_file():
-        paths = [Path(name) for name in sorted(glob.glob(_glob(entry), recursive=True))]
+        paths = [Path(name) for name in sorted(_expand(_glob(entry)))]
         files = [path for path in paths if path.is_file()]
         require(
             any(path.stat().st_size for path in files),
@@ -137,7 +170,7 @@ def _matches(entry: str) -> list[Path]:
     require(
         path.is_file(),
         f"data.files entry {entry!r}",
-        got="no such file" if not path.exists() else "a directory",
+        got="no such file" if not path.exists() else "a directory" if path.is_dir() else "a pipe or a device",
         wanted="a text file",
         remedy="check the path, which starts at the working directory, or write a glob",
     )
@@ -147,14 +180,57 @@ def _matches(entry: str) -> list[Path]:
     return [path]
 
 
-def _inspect(path: Path) -> Source:
+def _expand(pattern: str) -> set[str]:
+    """As `glob.glob` with `recursive=True`, which follows links to folders above them without end."""
+    parts = pattern.split(os.sep)
+    if ANY_DEPTH not in parts:
+        return set(glob.glob(pattern))
+    depth = parts.index(ANY_DEPTH)
+    tops = glob.glob(os.sep.join(parts[:depth]) + os.sep) if depth else [os.curdir]
+    below = os.path.join(*parts[depth + 1 :] or "*")
+    folders = (folder for top in tops for folder in _folders(top))
+    return {name for folder in folders for name in _expand(os.path.join(glob.escape(folder), below))}
+
+
+def _folders(folder: str, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[str]:
+    """A folder and those in it that are not hidden; links are followed, but for those to a folder they lie in."""
     try:
-        content = path.read_bytes()
-        content.decode("utf-8")
+        status = os.stat(folder)
+        entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+    except OSError:  # no folder, or one that may not be read: `glob` passes over both
+        return
+    place = status.st_dev, status.st_ino
+    if place not in above:
+        yield folder
+        for entry in entries:
+            if not entry.is_file(follow_symlinks=False):
+                yield from _folders(entry.path, above | {place})
+
+
+def _inspect(path: Path) -> Source:
+    plain, content = hashlib.sha256(), hashlib.sha256()
+    line_feeds = io.IncrementalNewlineDecoder(None, translate=True)
+    for part in _decoded(path, content.update):
+        plain.update(line_feeds.decode(part).encode())
+    plain.update(line_feeds.decode("", final=True).encode())
+    return Source(path, plain.hexdigest(), content.hexdigest())
+
+
+def _decoded(path: Path, see: Callable[[bytes], object]) -> Iterator[str]:
+    """The text of a file block by block, each of which `see` is given first."""
+    decoder, size = codecs.getincrementaldecoder("utf-8")(), 0
+    try:
+        with path.open("rb") as file:
+            while block := file.read(BLOCK):
+                see(block)
+                size += len(block)
+                yield decoder.decode(block)
+            decoder.decode(b"", final=True)
     except (OSError, UnicodeDecodeError) as error:
+        is_no_text = isinstance(error, UnicodeDecodeError)
         raise JobError(
-            f"text file {path}", got=error, wanted="readable UTF-8", remedy="convert it or name it in data.exclude"
+            f"text file {path}",
+            got=f"{error.reason} at byte {size - len(error.object) + error.start}" if is_no_text else error,
+            wanted="readable UTF-8",
+            remedy="convert it or name it in data.exclude",
         ) from error
-    plain = content.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-    hashes = [hashlib.sha256(each).hexdigest() for each in dict.fromkeys((plain, content))]
-    return Source(path, "+".join(hashes))

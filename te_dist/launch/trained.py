@@ -11,9 +11,8 @@ import torch
 
 import te_dist as te
 from te_dist import checkpoints, recipe
-from te_dist.launch import config_file, progress
+from te_dist.launch import config_file, corpus, progress
 from te_dist.launch.config import Config, RecipeName
-from te_dist.launch.corpus import LAYOUT
 from te_dist.launch.errors import JobError, require
 from te_dist.launch.journal import CONFIG
 from te_dist.launch.model import Decoder
@@ -73,7 +72,7 @@ def load(run_dir: str | Path, *, checkpoint: str | Path | None = None, device: t
     if precision is not None:
         te.prepare(model, precision)  # histories are there to be loaded
     checkpoints.load(path, model=model)
-    tokenizer = Path(run_dir, "text", saved["text"] + LAYOUT, "tokenizer.json")
+    tokenizer = corpus.folder_in(run_dir, saved["text"]) / "tokenizer.json"
     return Trained(model.eval(), precision, config, tokenizer)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import te_dist
 from te_dist import checkpoints
-from te_dist.launch import config_file, parallelize, train
+from te_dist.launch import config_file, corpus, parallelize, train
 from te_dist.launch.claim import LOCK, claimed
 from te_dist.launch.config import Config
 from te_dist.launch.journal import METRICS
@@ -170,7 +170,7 @@ def test_a_checkpoint_that_is_not_there_is_named(finished, capsys: pytest.Captur
         (("--seed", "1"), ("seed: got 0 in the checkpoint; wanted 1",)),
         (("--model.rope-base", "5000"), ("model.rope_base: got 10000.0",)),
         (("--model.norm-epsilon", "1.0"), ("model.norm_epsilon: got 1e-05",)),
-        (("--data.validation-fraction", "0.4"), (": text: got",)),
+        (("--data.validation-fraction", "0.4"), (": text.files: got",)),
     ],
 )
 def test_a_checkpoint_of_another_model_or_text_is_refused(
@@ -194,6 +194,20 @@ def test_a_run_that_began_with_a_named_checkpoint_goes_on_from_its_own(
         assert f"resumedfrom{job.run_dir / 'checkpoints' / f'step_{step:08d}'}" in said[step - 2]
 
 
+def test_a_run_goes_on_however_it_was_named_where_it_began(
+    finished, tiny_job: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, theirs = tiny_job(), ("--checkpoint.resume", str(finished.run_dir / "checkpoints" / "step_00000002"))
+    own = ("--checkpoint.resume", str(job.run_dir / "checkpoints" / "step_00000003"))
+    said = []
+    for steps, resume in enumerate((theirs, own, own, theirs, own), start=3):
+        capsys.readouterr()
+        run(job, "--train.steps", str(steps), "--checkpoint.every", "1", *resume)
+        said.append("".join(capsys.readouterr().out.split()))
+    for step in (3, 4, 5, 6):  # of which two are kept
+        assert f"resumedfrom{job.run_dir / 'checkpoints' / f'step_{step:08d}'}" in said[step - 2]
+
+
 def test_a_run_does_not_begin_anew_among_the_checkpoints_of_another(
     finished, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,6 +217,34 @@ def test_a_run_does_not_begin_anew_among_the_checkpoints_of_another(
     assert f"step_00000002' while there is {folder / 'step_00000004'}; wanted the newest one" in line
     assert sorted(folder.iterdir()) == before
     run(finished, "--checkpoint.resume", str(folder / "step_00000004"))
+
+
+def test_a_run_goes_on_by_another_version_of_tokenizers_and_no_other_run_with_it(
+    tiny_job: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, other, version = tiny_job(), tiny_job(), corpus._version()
+    run(job, "--train.steps", "2")
+    monkeypatch.setattr(corpus, "_version", lambda: "a later one")
+    run(job)
+    assert set(job.metrics("loss")) == {1, 2, 3, 4}
+    line = reason(other, capsys, "--checkpoint.resume", str(job.run_dir / "checkpoints" / "step_00000004"))
+    assert f"step_00000004: text.tokenizers: got {version!r} in the checkpoint; wanted 'a later one'" in line
+
+
+def test_a_run_goes_on_that_did_not_write_down_what_its_text_is_made_of(
+    tiny_job: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, other = tiny_job(), tiny_job()
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus, "made_of", lambda _: {})
+        run(job, "--train.steps", "2")
+    run(job)
+    assert set(job.metrics("loss")) == {1, 2, 3, 4}
+    monkeypatch.setattr(corpus, "_version", lambda: "a later one")
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus, "made_of", lambda _: {})
+        named = str(job.run_dir / "checkpoints" / "step_00000002")
+        assert "step_00000002: text: got" in reason(other, capsys, "--checkpoint.resume", named)
 
 
 def test_the_optimizer_of_a_run_that_goes_on_is_that_of_its_configuration(tiny_job: Callable) -> None:

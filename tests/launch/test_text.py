@@ -7,7 +7,9 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 
 from te_dist.launch import corpus, text
+from te_dist.launch.claim import claimed
 from te_dist.launch.config import Config, DataConfig, ModelConfig
 from te_dist.launch.errors import JobError
 from te_dist.launch.unigram import unigram_loss
@@ -80,12 +83,14 @@ def test_standard_library_is_found_without_installed_packages() -> None:
         ("empty.txt", ("an empty file", "take it out")),
         ("*.none", ("0 matches", "check the pattern")),
         ("empty*", ("1 matches and no text", "check the pattern")),
-        ("latin.txt", ("codec can't decode", "readable UTF-8")),
+        ("latin.txt", ("invalid continuation byte at byte 0", "readable UTF-8")),
         ("one.txt", ("1 different files", "on both sides")),
+        ("pipe", ("a pipe or a device", "a text file")),
     ],
 )
 def test_text_that_cannot_be_used_is_told_by_name(tmp_path: Path, entry: str, words: tuple[str]) -> None:
     (tmp_path / "empty.txt").touch()
+    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "one.txt").write_text("once upon a time")
     (tmp_path / "latin.txt").write_bytes("\xe9t\xe9".encode("latin-1"))
     with pytest.raises(JobError) as caught:
@@ -101,7 +106,9 @@ def test_corpus_decodes_to_the_files_and_counts_its_tokens(text_folder: Path, tm
     split = text.split(config.data)
     for stream, sources in ((tokens.training, split.training), (tokens.validation, split.validation)):
         files = np.split(stream, np.flatnonzero(stream == end) + 1)
-        assert [tokenizer.decode(file.tolist()) for file in files[:-1]] == [text.read(source) for source in sources]
+        assert [tokenizer.decode(file.tolist()) for file in files[:-1]] == [
+            "".join(text.pieces(one)) for one in sources
+        ]
         assert files[-1].size == 0
     assert tokens.counts.sum() == len(tokens.training)
     assert tokens.counts[end] == len(split.training)
@@ -136,8 +143,7 @@ def test_copies_with_other_ends_of_lines_never_lie_on_both_sides(tmp_path: Path)
 
 def test_ends_of_lines_are_kept(tmp_path: Path) -> None:
     (tmp_path / "1.txt").write_bytes(b"one\r\ntwo\rthree\n")
-    (source,) = map(text.Source, [tmp_path / "1.txt"], [""])
-    assert text.read(source) == "one\r\ntwo\rthree\n"
+    assert "".join(text.pieces(text._inspect(tmp_path / "1.txt"))) == "one\r\ntwo\rthree\n"
 
 
 def test_the_end_token_is_that_of_a_file_alone(text_folder: Path, tmp_path: Path) -> None:
@@ -149,6 +155,117 @@ def test_the_end_token_is_that_of_a_file_alone(text_folder: Path, tmp_path: Path
     assert (tokens.training == end).sum() == 8 and (tokens.validation == end).sum() == 2
     first, *_ = np.split(tokens.validation, np.flatnonzero(tokens.validation == end))
     assert tokenizer.decode(first.tolist()).startswith(corpus.END_OF_TEXT)
+
+
+# -- texts in pieces -----------------------------------------------------------------------------------------------
+
+WHITE_SPACE = tuple(filter(str.isspace, map(chr, range(0x110000))))  # of Python, some of which is none to tokenizers
+WORDS = (
+    "a",
+    "word",
+    "'s",
+    "'ll",
+    "'",
+    ".",
+    "...",
+    "7",
+    "½",
+    "\u0663",
+    "Ä",
+    "e\u0301",
+    "字",
+    "😀",
+    "\u200b",
+    "\r\n",
+    " ",
+)
+
+
+def test_a_text_in_pieces_has_the_vocabulary_and_the_tokens_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for index in range(50):
+        drawn = random.Random(index).choices(WORDS + WHITE_SPACE, k=300)
+        (tmp_path / f"{index}.txt").write_bytes("".join(drawn).encode())
+    sources = [text._inspect(path) for path in tmp_path.iterdir()]
+    found, numbers = [], []
+    for block in (None, 3, 64, 1 << 16):
+        with monkeypatch.context() as patch:
+            if block is None:
+                patch.setattr(text, "pieces", lambda source: [source.path.read_bytes().decode()])
+            else:
+                patch.setattr(text, "BLOCK", block)
+            tokenizer = corpus._train(sources, 500)
+            found.append((tokenizer.to_str(), list(chain.from_iterable(corpus._encode(tokenizer, sources)))))
+            numbers.append(sum(len(list(text.pieces(source))) for source in sources))
+    assert found[1:] == found[:1] * 3
+    assert numbers[1] > numbers[2] > 4 * numbers[0]
+
+
+def test_hashes_do_not_depend_on_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "1.txt").write_bytes("é\r\n字\r\r\n\n😀\r".encode())
+    whole = text._inspect(tmp_path / "1.txt")
+    (tmp_path / "2.txt").write_bytes("é\n字\n\n\n😀\n".encode())
+    for block in range(1, 9):
+        monkeypatch.setattr(text, "BLOCK", block)
+        assert text._inspect(tmp_path / "1.txt") == whole
+        assert text._inspect(tmp_path / "2.txt").digest == whole.text
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(b"nine four\xff", "byte at byte 9"), (b"seven s\xe2\x82", "data at byte 7")]
+)
+def test_what_is_not_utf8_is_found_in_any_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, words: str
+) -> None:
+    monkeypatch.setattr(text, "BLOCK", 4)
+    (tmp_path / "1.txt").write_bytes(content)
+    with pytest.raises(JobError, match=words):
+        text._inspect(tmp_path / "1.txt")
+
+
+def test_memory_follows_from_no_length_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "BLOCK", 64)
+    monkeypatch.setattr(corpus, "AT_ONCE", 256)
+    (tmp_path / "1.txt").write_text("some more words " * 1000)
+    (tmp_path / "2.txt").write_text("one" * 1000)  # which nothing may cut
+    batches = []
+
+    def encode(texts: list[str], **_: object) -> list[SimpleNamespace]:
+        batches.append([len(each) for each in texts])
+        return [SimpleNamespace(ids=[1] * len(each)) for each in texts]
+
+    tokenizer = SimpleNamespace(token_to_id=lambda _: 0, encode_batch=encode)
+    sources = [text._inspect(tmp_path / name) for name in ("1.txt", "2.txt")]
+    tokens = list(chain.from_iterable(corpus._encode(tokenizer, sources)))
+    assert tokens == [1] * 16000 + [0] + [1] * 3000 + [0]
+    lengths = list(chain.from_iterable(batches))
+    assert lengths.count(3000) == 1 and max({*lengths} - {3000}) <= 2 * 64
+    assert all(sum(lengths[:-1]) < 256 for lengths in batches)
+
+
+@pytest.mark.parametrize("change", [lambda path: path.write_text("other words"), lambda path: path.unlink()])
+@pytest.mark.parametrize("step", ["_train", "_encode"])
+def test_a_text_that_changes_while_the_job_starts_is_refused(
+    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, change: Callable[[Path], object]
+) -> None:
+    shutil.copytree(text_folder, tmp_path / "text of mine")
+    config, original = job(tmp_path / "text of mine", tmp_path), getattr(corpus, step)
+    changed = text.split(config.data).training[0].path
+
+    def late(*args: object) -> object:
+        change(changed)
+        return original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus, step, late)
+        with pytest.raises(JobError, match=rf"text file .*{changed.name}.*(changed while it was read|No such file)"):
+            corpus.prepare(alone(), config)
+    assert list((tmp_path / "text").iterdir()) == []
+    shutil.copy(text_folder / changed.name, changed)
+    again, other = corpus.prepare(alone(), config), corpus.prepare(alone(), job(text_folder, tmp_path / "other"))
+    assert again.digest == other.digest
+    assert again.training.tolist() == other.training.tolist()
 
 
 # -- files left out, and names with wildcards ----------------------------------------------------------------------
@@ -218,6 +335,40 @@ def test_a_standard_library_whose_path_has_wildcards_is_found(tmp_path: Path, mo
     assert [path.name for path in text.find(data("{stdlib}/*.py", exclude=("{stdlib}/t*",)))] == ["os.py"]
 
 
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: folders with a file each, hidden ones too, and links that lead to no folder above."""
+    for folder in ("here", "here/a", "here/a/b", "here/.hidden/a", "here/a[1]/b", "there/a"):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "1.txt").write_text(folder)
+    (tmp_path / "here/beside").symlink_to("../there")
+    (tmp_path / "here/dead").symlink_to("nowhere")
+    (tmp_path / "here/itself").symlink_to("itself")
+    (tmp_path / "here/a/2.txt").symlink_to("1.txt")
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path
+
+
+@pytest.mark.parametrize("top", ["", "./", "../here/", "../*/", "{here}/", "nowhere/"])
+@pytest.mark.parametrize(
+    "below",
+    ["**", "**/", "**/*.txt", "*/**/*.txt", "**/a/**/1.txt", "**//b/*", "**/**/b/*.txt", ".*/**", "a**/*", "**/*/"],
+)
+def test_any_depth_means_what_it_means_to_python(tree: Path, top: str, below: str) -> None:
+    pattern = top.replace("{here}", str(tree / "here")) + below
+    found, wanted = text._expand(pattern), glob.glob(pattern, recursive=True)
+    assert {Path(name) for name in found if os.path.isfile(name)} == set(filter(Path.is_file, map(Path, wanted)))
+
+
+@pytest.mark.parametrize(("link", "target"), [("a/up", ".."), ("a/b/top", "../.."), ("../there/back", "../here")])
+def test_links_to_folders_above_are_not_followed_and_others_are(tree: Path, link: str, target: str) -> None:
+    Path(link).symlink_to(target)  # one: with several, whoever follows them comes to no end
+    Path("a/far").symlink_to("../../there/a")
+    found = text.find(data("**/*.txt", exclude=("*/far/*",)))
+    expected = ("1.txt", "a/1.txt", "a/2.txt", "a/b/1.txt", "a[1]/b/1.txt", "beside/a/1.txt")
+    assert sorted(map(str, found)) == sorted(expected)
+
+
 # -- what lies in the run directory --------------------------------------------------------------------------------
 
 
@@ -281,6 +432,27 @@ def test_drafts_of_killed_jobs_are_removed_and_others_are_not(text_folder: Path,
             os.utime(path, (tmp_path.stat().st_mtime - age,) * 2)
     tokens = corpus.prepare(alone(), job(text_folder, tmp_path))
     assert {path.name for path in (tmp_path / "text").iterdir()} == {"young.draft", tokens.digest + corpus.LAYOUT}
+
+
+def test_a_run_that_has_its_directory_alone_removes_all_drafts(text_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "text" / "young.draft").mkdir(parents=True)
+    config = job(text_folder, tmp_path)
+    with claimed(alone(), config):
+        tokens = corpus.prepare(alone(), config)
+    assert list((tmp_path / "text").iterdir()) == [folder_of(tokens, tmp_path)]
+
+
+def test_text_that_another_version_of_tokenizers_has_made_is_gone_on_with(
+    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = corpus.prepare(alone(), job(text_folder, tmp_path))
+    monkeypatch.setattr(corpus, "_version", lambda: "a later one")
+    assert corpus.prepare(alone(), job(text_folder, tmp_path)).digest == first.digest
+    anew = corpus.prepare(alone(), job(text_folder, tmp_path / "anew"))
+    assert anew.digest != first.digest
+    assert corpus.made_of(folder_of(anew, tmp_path / "anew"))["tokenizers"] == "a later one"
+    rewrite(folder_of(first, tmp_path), made_of=None)  # as it was before this was written down
+    assert corpus.prepare(alone(), job(text_folder, tmp_path)).digest == anew.digest
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "training.bin"])
