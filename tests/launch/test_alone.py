@@ -319,6 +319,19 @@ def test_weights_that_are_not_finite_are_not_saved(
     assert [path.name for path in (job.run_dir / "checkpoints").iterdir()] == ["step_00000002"]
 
 
+def test_checkpoints_that_cannot_be_removed_end_no_job(
+    tiny_job: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path, keep: int) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(checkpoints, "prune", refuse)
+    job = tiny_job()
+    run(job)
+    assert "old checkpoints are kept: [Errno 13] Permission denied" in capsys.readouterr().out
+    assert len(list((job.run_dir / "checkpoints").iterdir())) == 2  # noqa: PLR2004
+
+
 def test_a_validation_loss_that_is_not_finite_ends_the_job(
     tiny_job: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,11 @@ pytestmark = [
     pytest.mark.usefixtures("own_process"),
     pytest.mark.filterwarnings("ignore:Unable to enable fault handler"),  # pytest holds stderr
 ]
+EXPERTS = """
+[model.experts]
+count = 4
+ffn = 128
+"""
 SHORT = ("--train.steps", "2", "--checkpoint.every", "1", "--evaluation.every", "1", "--train.batch", "4")
 
 
@@ -40,6 +45,18 @@ def test_it_has_the_losses_that_the_run_recorded(recipe: str, tiny_job: Callable
     first = trained.load(job.run_dir, checkpoint=job.run_dir / "checkpoints" / "step_00000001")
     assert held_out_loss(first) == losses[1]
     assert not first.model.training
+
+
+@pytest.mark.parametrize(
+    ("experts", "mesh"), [("", "{dp = 1, tp = 2}"), (EXPERTS, "{dp = 2, tp = 1, ep = 2}")], ids=["tp", "ep"]
+)
+def test_a_model_of_any_mesh_is_loaded_whole(experts: str, mesh: str, tiny_job: Callable, two_ranks) -> None:
+    job = tiny_job("float8_block")
+    job.path.write_text(f"mesh = {mesh}\n{job.path.read_text()}{experts}")
+    code, output = two_ranks(*job.command(*SHORT))
+    assert code == 0, output
+    want = job.metrics("validation_loss")[2]
+    assert held_out_loss(trained.load(job.run_dir)) == pytest.approx(want, rel=1e-3)
 
 
 def test_what_is_no_run_is_named(tiny_job: Callable, tmp_path: Path) -> None:
