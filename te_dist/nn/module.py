@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from te_dist.nn import rehearsal
 from te_dist.nn.options import InitMethod
 from te_dist.nn.site import LinearSite
 from te_dist.ops._checks import HIGH_PRECISION
-from te_dist.tensor import QuantizedStorage
+from te_dist.tensor import QuantizedStorage, QuantizedTensor
 from te_dist.tensor import storage as storages
 from te_dist.tensor.placement import local_tensor
 
@@ -102,6 +102,7 @@ class QuantizedModule(nn.Module):
     ) -> None:
         """As torch does it; what `assign=True` puts in the place of quantized parameters is quantized first, and
         histories that have no place yet are unexpected."""
+        self._warn_of_other_formats(state_dict, prefix)
         if local_metadata.get(ASSIGNS, False):
             quantize_assigned(self, state_dict, prefix)
         unexpected: list[str] = args[2]
@@ -115,6 +116,18 @@ class QuantizedModule(nn.Module):
                     stacklevel=2,
                 )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+
+    def _warn_of_other_formats(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Where values that were rounded to codes of one format are rounded again to those of another."""
+        for name, format in self.__dict__.get("quantized_weights", {}).items():
+            given = local_tensor(state_dict.get(prefix + name))
+            if isinstance(given, QuantizedTensor) and given.storage.format.canonical != format.canonical:
+                warnings.warn(  # without the name: texts that differ are printed again
+                    f"a state of {catalog.name_of(given.storage.format)} is loaded into {catalog.name_of(format)}: "
+                    "what was rounded once is rounded again; load plain values, or a checkpoint of "
+                    "te_dist.checkpoints, which goes by way of masters",
+                    stacklevel=3,
+                )
 
     def _add_linear(self, site: LinearSite, names: tuple[str, str | None], init_method: InitMethod | None) -> None:
         """Registers the parameters of a linear map under `names` (weight, bias)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -301,6 +302,21 @@ def test_state_dicts_move_between_plain_and_quantized(make) -> None:
     x = normal(4, 64)
     with te.autocast(recipe=recipe.MXFP8BlockScaling()):
         assert_bitwise(quantized(x), plain(x), "loaded")
+
+
+@every_module
+def test_states_of_other_formats_are_told_of(make) -> None:
+    made = []
+    for made_by in (recipe.MXFP8BlockScaling(), recipe.MXFP8BlockScaling(), recipe.Float8BlockScaling()):
+        with te.quantized_model_init(recipe=made_by):
+            made.append(make())
+    target, same, other = made
+    with pytest.warns(UserWarning, match="a state of float8_block_2d is loaded into mxfp8_1d: what was rounded once"):
+        target.load_state_dict(other.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        target.load_state_dict(same.state_dict())
+        target.load_state_dict(make().state_dict())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64], ids=str)
