@@ -44,11 +44,8 @@ def _product(
         alignments: of their addresses, in bytes.
         how: fast, accumulate, bytes of a workspace, which of `a` and `b` lie as (K, M) and (K, N).
     """
-    fast, accumulate, workspace_bytes, turned = how
-    options = dict(fast=fast, accumulate=accumulate)
-    return _C.cuda.Product(
-        _library(), device, *places, types, alignments, workspace_bytes=workspace_bytes, turned=turned, **options
-    )
+    keywords = dict[str, Any](zip(("fast", "accumulate", "workspace_bytes", "turned"), how, strict=True))
+    return _C.cuda.Product(_library(), device, *places, types, alignments, **keywords)
 
 
 def _alignment(address: int) -> int:

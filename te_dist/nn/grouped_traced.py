@@ -29,7 +29,7 @@ from te_dist.tensor.grouped_rows import allocations
 
 PLAIN = ""  # kind of plain weights, and name of no front
 FRONTS = {PLAIN: None} | {str(front.name): front for front in (SWIGLU, WEIGHTED_SWIGLU)}
-SAMPLE = 256  # rows, in the place of a number that is a symbol
+SAMPLE = 256  # rows, in the place of a number that may be a symbol
 _CONSTANTS = 9  # arguments in front of weights
 _plans: dict[str, Plan] = {}
 _kinds: dict[str, _Kind] = {}
@@ -177,17 +177,10 @@ def _fake_forward(x: Tensor, weights: list[Tensor], biases: list[Tensor], beside
     table, kind, how = rest[0], rest[1], How(*rest[2:])
     (rows, cols), given = x.shape, how.given(table)
     out = x.new_empty((rows, shape_of(_weights(weights, kind))[1]))
-    is_known = isinstance(rows, int)
     if not how.saves_input or given.saves_itself(x):
-        if is_known:
-            keep(_saved, _place(x, table, how), None)
         return [out]
-    made = rows if is_known else SAMPLE
-    source = given.source(x.new_empty((made, int(cols))), [each.new_empty((made, *each.shape[1:])) for each in beside])
-    part = given.plan.input.encode_groups(source, table, *products.BOTH).as_matrix(Direction.COLUMNWISE)
-    if is_known:
-        keep(_saved, _place(x, table, how), StorageKind.of(part))
-        return [out, *part.buffers.values()]
+    sample = x.new_empty((SAMPLE, int(cols))), [each.new_empty((SAMPLE, *each.shape[1:])) for each in beside]
+    part = given.plan.input.encode_groups(given.source(*sample), table, *products.BOTH).as_matrix(Direction.COLUMNWISE)
     wanted = allocations(part.format, (rows, part.region.shape[1]), table.shape[-1] - 1)
     return [out, *(x.new_empty(wanted[name][0], dtype=wanted[name][1]) for name in part.buffers)]
 

@@ -124,30 +124,19 @@ def _fake_forward(x: Tensor, weight: list[Tensor], bias: Tensor | None, plan: st
     out = x.new_empty((*x.shape[:-1], _weight(weight, kind).shape[0]))
     if not saves_input:
         return [out]
-    *leading, cols = x.shape
-    rows = math.prod(leading)
-    if not isinstance(rows, int):
-        return [out, *_saved_of_any(x, rows, plan, front)]
-    shape = torch.Size((*leading, int(cols)))
-    buffers, saved = _saved_of(x, shape, plan, front)
-    keep(_saved, (plan, front, shape, x.dtype), saved)
-    return [out, *buffers]
+    return [out, *_fake_saved(x, plan, front)]
 
 
-def _saved_of(x: Tensor, shape: Sequence[int], plan: str, front: str) -> tuple[tuple[Tensor, ...], StorageKind]:
-    """As `saved_part` of an input like `x` of that shape."""
-    return saved_part(quantized_input(x.new_empty(shape), _plans[plan], BOTH, front=front)[Direction.COLUMNWISE])
+def _fake_saved(x: Tensor, plan: str, front: str) -> list[Tensor]:
+    """The buffers of the saved input, whose number of rows may be a symbol: those of a sample, with as many rows.
 
-
-def _saved_of_any(x: Tensor, rows: Any, plan: str, front: str) -> list[Tensor]:
-    """The buffers where the number of rows is a symbol: as of a number that fits products alike, but for their rows.
-
-    A graph is for numbers that fit, or for others, see [Note: Rows that do not fit].
+    A graph is for numbers that fit products, or for others, see [Note: Rows that do not fit].
     """
-    multiple = _plans[plan].row_multiple
+    *leading, cols = x.shape
+    rows, multiple = math.prod(leading), _plans[plan].row_multiple
     is_cut = bool(rows % multiple)
-    sample = TILE * multiple + is_cut
-    buffers, saved = _saved_of(x, (sample, int(x.shape[-1])), plan, front)
+    sample = x.new_empty((TILE * multiple + is_cut, int(cols)))
+    buffers, saved = saved_part(quantized_input(sample, _plans[plan], BOTH, front=front)[Direction.COLUMNWISE])
     sampled, cols = saved.region.shape
     unit = math.gcd(TILE, sampled) if is_cut else 1
     fields = {field.name: field for field in saved.format.fields}

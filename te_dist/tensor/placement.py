@@ -26,11 +26,9 @@ def cuts(placements: Sequence[Placement]) -> tuple[tuple[int, int], ...]:
 
     FSDP2 cuts what tensor parallelism left on a rank, and marks this by a strided placement: plain ones come first.
     """
-    found: list[tuple[int, Any, bool]] = [
-        (i, getattr(p, "dim", None), type(p) is Shard) for i, p in enumerate(placements)
-    ]
-    plain = [(i, dim) for i, dim, is_plain in found if is_plain]
-    return tuple(plain + [(i, dim) for i, dim, is_plain in found if dim is not None and not is_plain])
+    dims: list[Any] = [getattr(placement, "dim", None) for placement in placements]
+    cut = [index for index, dim in enumerate(dims) if dim is not None]
+    return tuple((index, dims[index]) for index in sorted(cut, key=lambda index: type(placements[index]) is not Shard))
 
 
 def local_part(whole: Tensor, like: DTensor) -> Tensor:
