@@ -35,7 +35,7 @@ def sort_by_expert(experts: Tensor, first: int | None, workspace: Tensor, *rest:
     """See te_dist.ops.sort_by_expert."""
     index, choices, positions, counts = rest
     num_experts, (rows, copies) = counts.shape[0], experts.shape
-    chunks, warps = workspace.shape[1], _WARPS if num_experts <= MOST_EXPERTS // _WARPS else 1
+    chunks, warps = -(-experts.numel() // CHUNK), _WARPS if num_experts <= MOST_EXPERTS // _WARPS else 1
     outputs = tuple(tensor.data_ptr() for tensor in rest)
     given = (experts.data_ptr(), rows * copies, first or 0, num_experts, chunks)
     values = (*given, workspace.data_ptr(), copies, _STAY if first is None else rows * copies, *outputs)

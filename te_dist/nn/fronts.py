@@ -8,8 +8,8 @@ tensors then: the rows, which the map behind reads and which have no gradient; a
 front makes of them, to which the map behind returns the gradient of its input (`values`). Nobody reads that one: it has
 the shape of those values, and memory of the rows. Bits are the same, since a quantizer does with a source what it does
 with values. Rows are let go before the products of backward, where torch's Functions can let go. Hooks would see
-neither: maps that hooks watch do not hand over, nor such as are compiled or wrapped on their own (`hands_over`). What
-runs again in backward does what it did, whatever hooks there are by then.
+neither: maps that hooks watch do not hand over, nor such as are compiled or wrapped on their own (`hands_over`), nor
+dense ones in graphs. What runs again in backward does what it did, whatever hooks there are by then.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def hands_over(first: LinearSite, second: LinearSite, kind: type[LinearSite]) ->
 
     Asked once in every pass, before the first of them is called.
     """
+    maps = first, second
     if torch.compiler.is_compiling():
-        return False
+        return all([type(each) is kind and not is_watched(each) for each in maps])
     if not in_backward():
-        maps = first, second
         first.handed = all(type(each) is kind and not is_watched(each) for each in maps)
     return getattr(first, "handed", False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from te_dist.nn import activations
@@ -19,7 +20,8 @@ def in_turn(first: Map, second: Map, x: Tensor, *, activation: str) -> Tensor:
     (fc1, *of_first), (fc2, *of_second) = first, second
     if activation not in FRONTS or fc2.is_hooked:
         return fc2(activations.find(activation)(fc1(x, *of_first)), *of_second)
-    if isinstance(x, QuantizedTensor) or fc1.placed is not None or not hands_over(fc1, fc2, LinearSite):
+    keeps = isinstance(x, QuantizedTensor) or fc1.placed is not None or torch.compiler.is_compiling()
+    if keeps or not hands_over(fc1, fc2, LinearSite):
         return fc2(fc1(x, *of_first), *of_second, front=activation)
     hidden, values = fc1(x, *of_first, hands_to=activation)
     return fc2(hidden, *of_second, front=activation, values=values)

@@ -11,7 +11,7 @@ from torch import Tensor
 from te_dist import ops
 from te_dist.ops.evaluate import values
 from te_dist.ops.panel_sums import column_sums
-from te_dist.ops.source import Source, SwiGlu, SwiGluGradient, row_sums_shape
+from te_dist.ops.source import Gathered, Source, SwiGlu, SwiGluGradient, row_sums_shape
 
 
 class GroupFront(NamedTuple):
@@ -70,6 +70,13 @@ def clear_rest(rows: Tensor, table: Tensor) -> None:
     ops.clear_rest(rows if rows.dim() > 1 else rows[:, None], table=table)
 
 
+def gather_sum(rows: Tensor, positions: Tensor) -> Tensor:
+    """(S, H): of every row of `positions` (S, k) the sum of those rows of `rows` (R, H), in fp32 and rounded once."""
+    out = torch.empty(positions.shape[0], rows.shape[1], dtype=rows.dtype, device=rows.device)
+    ops.gather_sum(rows, positions=positions, out=out)
+    return out
+
+
 def _of_swiglu(grad: Tensor, x: Tensor) -> Source:
     return SwiGluGradient(x, grad)
 
@@ -82,4 +89,15 @@ def _of_weighted_swiglu(grad: Tensor, x: Tensor, probability: Tensor) -> Source:
 SWIGLU = GroupFront("swiglu", SwiGlu, _of_swiglu, lambda _: ())
 WEIGHTED_SWIGLU = GroupFront(  # beside: f32 (T,), see `SwiGlu`
     "weighted_swiglu", SwiGlu, _of_weighted_swiglu, lambda source, _: (column_sums(source.row_sums),)
+)
+# Rows of the input by their numbers, gathered on the way into the quantizer; beside: `Permutation.index`, `.positions`.
+GATHERED = GroupFront(
+    "gathered",
+    source=lambda x, index, positions: Gathered(x, index),
+    gradient=lambda grad, x, index, positions: gather_sum(grad, positions),
+    of_beside=lambda found, index, positions: (),
+)
+# Copies of a row are summed, and gradients of sums gathered on the way into the quantizer; behind: the same two.
+SUMMED = GroupEpilogue(
+    "summed", lambda rows, index, positions: gather_sum(rows, positions), lambda grad, index, _: Gathered(grad, index)
 )

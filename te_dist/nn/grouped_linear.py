@@ -178,6 +178,7 @@ class GroupedLinear(QuantizedModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
+        self._annotate()  # torch makes other parameters where those before are on the meta device
         self.gemm.kept.forget()
         self.pack()
         return self
@@ -239,10 +240,9 @@ class GroupedLinear(QuantizedModule):
         weights = [weight]
         if not self.single_grouped_weight:
             weights, self.gemm.one_buffer = apart(weight)
-        dim = -1 if self.weight_placement is None else self.weight_placement.dim
         for name, parameter in zip(self.weight_names, weights, strict=True):
-            self._annotate(parameter, dim)
             self.register_parameter(name, parameter)
+        self._annotate()
         if not self.use_bias:
             self.register_parameter("bias", None)
             return
@@ -251,11 +251,15 @@ class GroupedLinear(QuantizedModule):
         for name, parameter in zip(self.bias_names, biases, strict=True):
             self.register_parameter(name, parameter)
 
-    def _annotate(self, parameter: Any, dim: int) -> None:
-        """Tells others what Megatron-LM asks of a parameter of weights. `dim`: which is cut; -1 for none."""
-        parameter.tensor_model_parallel = dim >= 0
-        parameter.partition_dim, parameter.partition_stride = dim, 1
-        parameter.skip_backward_post_hook = self.delay_wgrad_compute
+    def _annotate(self) -> None:
+        """Tells others what Megatron-LM asks of parameters of weights; their dimension that is cut is -1 for none."""
+        dim = -1 if self.weight_placement is None else self.weight_placement.dim
+        for name in self.weight_names:
+            parameter: Any = self._parameters.get(name)
+            if parameter is not None:
+                parameter.tensor_model_parallel = dim >= 0
+                parameter.partition_dim, parameter.partition_stride = dim, 1
+                parameter.skip_backward_post_hook = self.delay_wgrad_compute
 
     def _values(self, shape: tuple[int, ...], names: Sequence[str], fill: Callable[[Tensor], Any]) -> Tensor:
         """Initial values of all groups, which parameters of these names are going to have."""

@@ -167,11 +167,11 @@ class Counts(NamedTuple):
     beside: int
     saves_input: bool
 
-    def split(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]:
-        """(weights, biases, beside, behind)."""
-        second = self.weights + self.biases
-        third = second + self.beside
-        return tensors[: self.weights], tensors[self.weights : second], tensors[second:third], tensors[third:]
+
+def split(tensors: Sequence[Any], counts: Sequence[int]) -> tuple[Sequence[Any], ...]:
+    """Weights, biases, what is beside and what behind, of so many of these as `counts` begins with."""
+    first, second, third = counts[0], counts[0] + counts[1], counts[0] + counts[1] + counts[2]
+    return tensors[:first], tensors[first:second], tensors[second:third], tensors[third:]
 
 
 class Backward(NamedTuple):
@@ -212,7 +212,7 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, values: Tensor | None, given: Given, counts: Counts, *tensors: Tensor
     ) -> Tensor | tuple[Tensor, Tensor]:
-        weights, biases, beside, behind = counts.split(tensors)
+        weights, biases, beside, behind = split(tensors, counts)
         operands = as_one(weights), as_one(biases), beside, behind
         (out, *buffers), kind = taped_forward(x, operands, counts, given=given)
         wants_input = _wants_input(ctx.needs_input_grad, counts)
@@ -248,7 +248,7 @@ class _GroupedLinear(torch.autograd.Function):
         behind, beside = around[: ctx.num_behind], around[ctx.num_behind :]
         if table is not given.table:  # hooks hand out another one
             given = given._replace(table=table)
-        of_weights, of_biases, of_beside, of_behind = ctx.counts.split(wants[_CONSTANTS:])
+        of_weights, of_biases, of_beside, of_behind = split(wants[_CONSTANTS:], ctx.counts)
         wants_input = _wants_input(wants, ctx.counts)
         if given.plan.fuses_wgrad or given.later is not None or given.hands_to is not None:
             # What is written beside autograd has to be asked for; and what is behind may be wanted alone.
@@ -263,7 +263,7 @@ class _GroupedLinear(torch.autograd.Function):
         of = Backward(grad.contiguous(), inputs, x, beside, as_one(weights), None, wanted, ctx.shape, ctx.dtypes)
         of, of_rest = of._replace(rows=rows, behind=behind), ()
         if given.hands_to is not None:
-            of, of_rest = _read_handed(of, given, any(of_behind))
+            of, of_rest = read_handed(of, given, any(of_behind))
             let_go(ctx)
             del rows
         of_x, of_weight, of_bias = _gradients(of, given, ctx.parameters, of_weights)
@@ -277,7 +277,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 def _wants_input(wants: Sequence[bool], counts: Counts) -> bool:
     """Whether the gradient of the input is wanted, by whatever comes of it."""
-    return wants[0] or wants[1] or any(counts.split(wants[_CONSTANTS:])[2])
+    return wants[0] or wants[1] or any(split(wants[_CONSTANTS:], counts)[2])
 
 
 def _where_wanted(gradients: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
@@ -406,7 +406,7 @@ def _finish(
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
-def _read_handed(of: Backward, given: Given, wants_behind: bool) -> tuple[Backward, tuple[Tensor, ...]]:
+def read_handed(of: Backward, given: Given, wants_behind: bool) -> tuple[Backward, tuple[Tensor, ...]]:
     """What is left to do when the gradient of handed rows is quantized, and the gradients of what is behind them.
 
     It is a step of its own, behind which the rows are not needed.

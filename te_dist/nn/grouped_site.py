@@ -24,6 +24,7 @@ from te_dist.nn.grouped_products import Around, Given, differentiable, grouped_l
 from te_dist.nn.grouped_weights import OneBuffer
 from te_dist.nn.plan import MAX_SHARED, Plan, plan_by
 from te_dist.nn.site import Answers, LinearSite, answers_of, check_features, check_reduced, described, quantizer_of
+from te_dist.nn.traced import REVISION, holds
 from te_dist.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from te_dist.recipe import Recipe
 from te_dist.scaling.history import DelayedScalingRequest
@@ -89,28 +90,44 @@ class GroupedSite(LinearSite):
     def _traced(self, x: Tensor, weights: Sequence[Tensor], *, given: Given, **around: Unpack[Around]) -> Any:
         """As `_eager`, see [Note: Compiled linear maps]."""
         state, trains = current_autocast(), self.training or torch.is_grad_enabled()
-        name = state.name
-        if not name and trains:
+        if not state.name and trains:
             lost_recipes.refuse_again(self.graph_place)
-        front = grouped_traced.PLAIN if given.front is None else str(given.front.name)
-        asked = given.epilogue, given.hands_to, given.out, given.dgrad_out, given.later, given.is_first, given.skip
-        is_plain = not isinstance(x, QuantizedTensor) and front in grouped_traced.FRONTS
+        biases, beside, behind = (around.get(each, ()) for each in ("biases", "beside", "behind"))
+        values, differentiates = around.get("values"), torch.is_grad_enabled()
+        saves = differentiates and any([weight.requires_grad for weight in weights])
+        reads = differentiates and any([each is not None and each.requires_grad for each in (x, values, *beside)])
+        asked = given.out, given.dgrad_out, given.later, given.is_first, given.skip
         plan = None
-        if is_plain and not self.fuses_wgrad and all([value is None for value in asked]):
-            place = self.graph_place if state.is_uniform else self.place
-            plan = _traced_plan(name, (place, self.graph_place), x.dtype, weights[0].device, trains)
+        if all([value is None for value in asked]):
+            plan = self.plan_in_graph(x, weights[0], multiplies=reads)
         if plan is None:
             return self._untraced(x, weights, given=given, **around)
-        biases, beside = around.get("biases", ()), around.get("beside", ())
-        differentiates = torch.is_grad_enabled()
-        saves = differentiates and any([weight.requires_grad for weight in weights])
-        reads = differentiates and any([tensor.requires_grad for tensor in (x, *beside)])
-        how = grouped_traced.How(plan, front, given.saves_original, len(weights), len(biases), saves, reads)
-        return grouped_traced.linear(x, [*weights, *biases, *beside], table=given.table, how=how)
+        hands = given.hands_to is not None and differentiates and grouped_traced.reads_gradients_once(plan)
+        tensors = [*weights, *biases, *beside, *(behind if hands or given.epilogue is not None else ())]
+        names = [
+            grouped_traced.PLAIN if each is None else str(each.name)
+            for each in (given.front, given.epilogue, given.hands_to if hands else None)
+        ]
+        counts = len(weights), len(biases), len(beside)
+        how = grouped_traced.text_of(plan, *names, given.saves_original, counts, saves, reads)
+        out = grouped_traced.linear(x, tensors, table=given.table, how=how, values=values)
+        return (out, None) if given.hands_to is not None and not hands else out
+
+    def plan_in_graph(self, x: Tensor, weight: Tensor, *, multiplies: bool) -> str | None:
+        """Name of the plan by which a graph computes this map of `x`; None where the map stays outside of graphs.
+
+        `multiplies`: whether the gradient of the input is wanted, or of what is beside it.
+        """
+        if isinstance(x, QuantizedTensor) or self.fuses_wgrad or not holds(weight, multiplies=multiplies):
+            return None
+        state, trains = current_autocast(), self.training or torch.is_grad_enabled()
+        place = self.graph_place if state.is_uniform else self.place
+        return _traced_plan(state.name, (place, self.graph_place), x.dtype, weight.device, trains)
 
     @torch.compiler.disable(
         reason="this linear map keeps state in Python: delayed scaling, main or delayed gradients, weights kept over "
-        "microbatches, buffers of the caller or a quantized input. Leave these out, or fullgraph=True"
+        "microbatches, buffers of the caller or a quantized input; or its weights lack what backward multiplies (FSDP2 "
+        "gathers a direction for each pass). Leave these out, or fullgraph=True"
     )
     def _untraced(self, x: Tensor, weights: Sequence[Tensor], *, given: Given, **around: Unpack[Around]) -> Any:
         out = self._eager(x, weights, given=given, **around)
@@ -251,7 +268,7 @@ def _traced_plan(
     """Name of the plan of a map by the recipe `name`, or None where it needs more than tensors; as that of `site`."""
     recipe = recipe_named(name)
     if recipe is None:
-        return grouped_traced.name_of(_plain_plan(dtype, fuses_wgrad=False), f"plain {dtype}")
+        return grouped_traced.name_of(_plain_plan(dtype, fuses_wgrad=False), f"plain {dtype} {REVISION}")
     site, *features, _ = literal_eval(places[0])
     answers, target = answers_of(recipe, site, GroupedSite.module_type), target_of(device)
     _check(recipe, (site, *features), target)

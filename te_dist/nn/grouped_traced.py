@@ -6,7 +6,10 @@ handed over as theirs, those of every group one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from ast import literal_eval
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,23 +20,25 @@ from te_dist.grouped import OPS as OF_GROUPS
 from te_dist.grouped import GroupedStorage, GroupedTensor
 from te_dist.nn import grouped_products as products
 from te_dist.nn import lost_recipes
-from te_dist.nn.group_fronts import SWIGLU, WEIGHTED_SWIGLU
-from te_dist.nn.grouped_products import Given
+from te_dist.nn.group_fronts import GATHERED, SUMMED, SWIGLU, WEIGHTED_SWIGLU, GroupEpilogue, GroupFront
+from te_dist.nn.grouped_products import Given, split
 from te_dist.nn.grouped_weights import as_one, shape_of
 from te_dist.nn.once import torch_once_differentiable
 from te_dist.nn.plan import Plan
-from te_dist.nn.traced import check_columns, keep
+from te_dist.nn.traced import Saved, returned
 from te_dist.ops._library import LIBRARY
-from te_dist.tensor import OPS, QuantizedStorage, QuantizedTensor, StorageKind
+from te_dist.tensor import OPS, QuantizedStorage, QuantizedTensor
 from te_dist.tensor.grouped_rows import allocations
 
 PLAIN = ""  # kind of plain weights, and name of no front
-FRONTS = {PLAIN: None} | {str(front.name): front for front in (SWIGLU, WEIGHTED_SWIGLU)}
+_KNOWN = GATHERED, SWIGLU, WEIGHTED_SWIGLU, WEIGHTED_SWIGLU.handed()
+FRONTS: dict[str, GroupFront | None] = {PLAIN: None} | {str(front.name): front for front in _KNOWN}
+EPILOGUES: dict[str, GroupEpilogue | None] = {PLAIN: None, str(SUMMED.name): SUMMED}
 SAMPLE = 256  # rows, in the place of a number that may be a symbol
-_CONSTANTS = 9  # arguments in front of weights
+_CONSTANTS = 4  # arguments in front of weights
 _plans: dict[str, Plan] = {}
 _kinds: dict[str, _Kind] = {}
-_saved: dict[Any, StorageKind | None] = {}  # by plan, how, and shape and type of the input
+_saved: dict[Any, Saved] = {}  # by plan, how, and shape and type of the input
 
 
 class _Kind(NamedTuple):
@@ -57,23 +62,49 @@ class _Kind(NamedTuple):
 
 
 class How(NamedTuple):
-    """What of a call is no tensor.
+    """What of a call is no tensor. In a graph it is a text (`text_of`, `how_of`).
 
-    Names of plan and front, whether the input is saved as it is, numbers, and whether backward reads what is saved of
-    the input, and the columnwise direction of the weights.
-    """
+    Names of plan, front, epilogue and of the front that rows are handed to, whether the input is saved as it is, how
+    many tensors are weights, biases and beside the input, and whether backward reads what is saved of the input, and
+    the columnwise direction of the weights.
+    """  # compilers know fields of tuples, but no methods
 
     plan: str
     front: str
+    epilogue: str
+    hands_to: str
     saves_original: bool
-    num_weights: int
-    num_biases: int
+    counts: tuple[int, int, int]
     saves_input: bool
     reads_columns: bool
 
     def given(self, table: Tensor) -> Given:
         """As the products take it."""
-        return Given(table, _plans[self.plan], front=FRONTS[self.front], saves_original=self.saves_original)
+        around = {"front": FRONTS[self.front], "epilogue": EPILOGUES[self.epilogue], "hands_to": FRONTS[self.hands_to]}
+        return Given(table, _plans[self.plan], saves_original=self.saves_original, **around)
+
+
+@torch.compiler.assume_constant_result
+def text_of(*how: Any) -> str:
+    """A `How` of these, as text."""
+    return repr(how)
+
+
+@torch.compiler.assume_constant_result
+def how_of(text: str) -> How:
+    """That of which `text` is the text."""
+    return _parsed(text)
+
+
+def _finds_gradients(how: How) -> bool:
+    """Whether what is in front finds the gradient of the input, which it may read for that."""
+    front = FRONTS[how.front]
+    return front is not None and front.gradient is not None
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str) -> How:
+    return How(*literal_eval(text))
 
 
 def name_of(plan: Plan, text: str) -> str:
@@ -82,66 +113,81 @@ def name_of(plan: Plan, text: str) -> str:
     return text
 
 
-def linear(x: Tensor, tensors: Sequence[Tensor], *, table: Tensor, how: How) -> Tensor:
-    """`grouped_products.grouped_linear`; `tensors`: weights, biases, and what is beside the input."""
+@torch.compiler.assume_constant_result
+def reads_gradients_once(plan: str) -> bool:
+    """See `Plan`, of that of this name."""
+    return _plans[plan].reads_gradients_once
+
+
+def linear(
+    x: Tensor, tensors: Sequence[Tensor], *, table: Tensor, how: str, values: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`grouped_products.grouped_linear`.
+
+    Args:
+        tensors: weights, biases, what is beside the input and behind the product.
+    """
     # NOTE: where nothing needs a gradient, Dynamo may take the context for an argument (torch 2.13).
-    if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in (x, *tensors)]):
-        return _GroupedLinear.apply(x, table, *how, *tensors)
+    if torch.is_grad_enabled() and any([each is not None and each.requires_grad for each in (x, values, *tensors)]):
+        return _GroupedLinear.apply(x, values, table, how, *tensors)
     return _called(x, tensors, table, how)[0]
 
 
-def _called(x: Tensor, tensors: Sequence[Tensor], table: Tensor, how: Sequence[Any]) -> list[Tensor]:
+def _called(x: Tensor, tensors: Sequence[Tensor], table: Tensor, how: str) -> list[Tensor]:
     """(output, buffers that backward needs)."""
-    first, end = how[3], how[3] + how[4]
-    weights, biases, beside = list(tensors[:first]), list(tensors[first:end]), list(tensors[end:])
-    return torch.ops.te_dist.grouped_linear_forward(x, weights, biases, beside, table, PLAIN, *how)
+    return torch.ops.te_dist.grouped_linear_forward(
+        x, *map(list, split(tensors, how_of(how).counts)), table, PLAIN, how
+    )
 
 
 class _GroupedLinear(torch.autograd.Function):
     """As that of `grouped_products`, with what is saved in plain tensors."""
 
     @staticmethod
-    def forward(  # noqa: PLR0913  (what autograd hands over; a tuple of numbers does not survive tracing)
-        ctx: Any,
-        x: Tensor,
-        table: Tensor,
-        plan: str,
-        front: str,
-        saves_original: bool,
-        num_weights: int,
-        num_biases: int,
-        saves_input: bool,
-        reads_columns: bool,
-        *tensors: Tensor,
-    ) -> Tensor:
-        how = (plan, front, saves_original, num_weights, num_biases, saves_input, reads_columns)
+    def forward(
+        ctx: Any, x: Tensor, values: Tensor | None, table: Tensor, how: str, *tensors: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        known = how_of(how)
         out, *buffers = _called(x, tensors, table, how)
-        ctx.how, ctx.num_buffers = how, len(buffers)
-        weight, bias = tensors[0], tensors[num_weights] if num_biases else None
-        ctx.is_one = weight.dim() == 3, bias is not None and bias.dim() == 2  # noqa: PLR2004
-        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        ctx.save_for_backward(table, x, *buffers, *tensors[:num_weights], *tensors[num_weights + num_biases :])
-        return out
+        weights, biases, beside, behind = split(tensors, known.counts)
+        ctx.how, ctx.num_buffers, ctx.shape, ctx.num_behind = how, len(buffers), x.shape, len(behind)
+        bias = biases[0] if biases else None
+        ctx.is_one = weights[0].dim() == 3, bias is not None and bias.dim() == 2  # noqa: PLR2004
+        ctx.dtypes = x.dtype, weights[0].dtype, None if bias is None else bias.dtype
+        ctx.has_values = values is not None
+        keeps_x = (known.saves_input and len(buffers) == 0) or (_finds_gradients(known) and known.reads_columns)
+        rows = out if known.hands_to else None
+        ctx.save_for_backward(table, x if keeps_x else None, rows, *buffers, *weights, *beside, *behind)
+        if rows is None:
+            return out
+        ctx.mark_non_differentiable(rows)
+        handed = FRONTS[known.hands_to]
+        assert handed is not None, "rows are handed to a front"
+        return rows, rows.new_empty(handed.source(rows, *behind).shape)
 
     @staticmethod
     @torch_once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        table, x, *rest = ctx.saved_tensors
-        num_weights, num_biases = ctx.how[3:5]
-        buffers, weights = rest[: ctx.num_buffers], rest[ctx.num_buffers : ctx.num_buffers + num_weights]
-        beside, wants = rest[ctx.num_buffers + num_weights :], ctx.needs_input_grad
-        of_weights, rest = wants[_CONSTANTS : _CONSTANTS + num_weights], wants[_CONSTANTS + num_weights :]
-        of_biases, of_beside = rest[:num_biases], rest[num_biases:]
-        wanted = [wants[0] or any(of_beside), any(of_weights), any(of_biases)]
-        found = torch.ops.te_dist.grouped_linear_backward(
-            grad, x, buffers, beside, weights, table, PLAIN, *ctx.how, wanted, *ctx.dtypes
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        how, wants = how_of(ctx.how), ctx.needs_input_grad
+        table, x, rows, *rest = ctx.saved_tensors
+        buffers, rest = rest[: ctx.num_buffers], rest[ctx.num_buffers :]
+        weights, _, beside, behind = split(rest, (how.counts[0], 0, how.counts[2]))
+        of_weights, of_biases, of_beside, of_behind = split(wants[_CONSTANTS:], how.counts)
+        wants_input = wants[0] or wants[1] or any(of_beside)
+        wanted = [wants_input, any(of_weights), any(of_biases), any(of_behind)]
+        gradients = torch.ops.te_dist.grouped_linear_backward(
+            grads[-1], x, rows, buffers, beside, behind, weights, table, PLAIN, ctx.how, wanted, ctx.shape, *ctx.dtypes
         )
-        gradients = list(found)
-        of_x = [gradients.pop(0) for _ in range(1 + len(beside))] if wanted[0] else [None] * (1 + len(beside))
-        of_bias = gradients.pop(0) if wanted[2] else None
-        of_weight = gradients.pop(0) if wanted[1] else None
+        found = iter(gradients)
+        num_beside = sum(each.is_floating_point() for each in beside) if _finds_gradients(how) else 0
+        of_x = next(found) if wants_input else None
+        each_beside = [next(found) for _ in range(num_beside)] if wants_input else []
+        of_bias = next(found) if wanted[2] else None
+        of_weight = next(found) if wanted[1] else None
         each = *_each(of_weight, of_weights, ctx.is_one[0]), *_each(of_bias, of_biases, ctx.is_one[1])
-        return of_x[0] if wants[0] else None, *[None] * (_CONSTANTS - 1), *each, *of_x[1:]
+        of_input = (None, of_x) if ctx.has_values else (of_x, None)
+        around = *_filled(each_beside, of_beside), *_filled(found if wanted[3] else (), of_behind)
+        return *of_input, None, None, *each, *around
 
 
 def _each(gradient: Tensor | None, wanted: Sequence[bool], is_one: bool) -> list[Tensor | None]:
@@ -151,75 +197,100 @@ def _each(gradient: Tensor | None, wanted: Sequence[bool], is_one: bool) -> list
     return [part if wants else None for part, wants in zip(parts, wanted, strict=True)]
 
 
+def _filled(gradients: Iterable[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
+    """One for each that might want one; they may be fewer, where no other wants any."""
+    found = [each if wants else None for each, wants in zip(gradients, wanted, strict=False)]
+    return found + [None] * (len(wanted) - len(found))
+
+
 def _weights(parts: list[Tensor], kind: str) -> list[Tensor]:
     return parts if kind == PLAIN else _kinds[kind].weights(parts)
 
 
-def _place(x: Tensor, table: Tensor, how: How) -> tuple[Any, ...]:
-    """What the buffers of a saved input are known by."""
-    return how, tuple(int(extent) for extent in x.shape), x.dtype, table.shape[-1]
-
-
 def _forward(x: Tensor, weights: list[Tensor], biases: list[Tensor], beside: list[Tensor], *rest: Any) -> list[Tensor]:
-    table, kind, how = rest[0], rest[1], How(*rest[2:])
-    counts = products.Counts(how.num_weights, how.num_biases, len(beside), how.saves_input)
-    whole = _weights(weights, kind)
-    if how.reads_columns:
-        check_columns(whole[0])  # all are of one kind
+    behind, table, kind, text = rest
+    how, whole = how_of(text), _weights(weights, kind)
     lost_recipes.forward(how.plan, records=how.saves_input or how.reads_columns)
-    operands = as_one(whole), as_one(biases), beside, ()
+    counts = products.Counts(*how.counts, how.saves_input)
+    operands = as_one(whole), as_one(biases), beside, behind
     tensors, saved = products.taped_forward(x, operands, counts, given=how.given(table))
-    keep(_saved, _place(x, table, how), saved)
-    return list(tensors)
+    return returned(tensors, saved, place=_place(x.shape, x.dtype, table, how), saved=_saved)
 
 
-def _fake_forward(x: Tensor, weights: list[Tensor], biases: list[Tensor], beside: list[Tensor], *rest: Any) -> Any:
-    table, kind, how = rest[0], rest[1], How(*rest[2:])
-    (rows, cols), given = x.shape, how.given(table)
-    out = x.new_empty((rows, shape_of(_weights(weights, kind))[1]))
+def _place(shape: Sequence[int], dtype: torch.dtype, table: Tensor, how: How) -> tuple[Any, ...]:
+    """What the buffers of a saved input are known by."""
+    return how, tuple(map(int, shape)), dtype, table.shape[-1]
+
+
+def _fake_forward(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], beside: list[Tensor], *rest: Any
+) -> list[Tensor]:
+    behind, table, kind, text = rest
+    how = how_of(text)
+    given = how.given(table)
+    rows, cols = given.source(x, beside).shape
+    out = given.made_of(x.new_empty((rows, shape_of(_weights(weights, kind))[1])), behind)
     if not how.saves_input or given.saves_itself(x):
         return [out]
-    sample = x.new_empty((SAMPLE, int(cols))), [each.new_empty((SAMPLE, *each.shape[1:])) for each in beside]
+    sample = x.new_empty((SAMPLE, int(x.shape[1]))), [each.new_empty((SAMPLE, *each.shape[1:])) for each in beside]
     part = given.plan.input.encode_groups(given.source(*sample), table, *products.BOTH).as_matrix(Direction.COLUMNWISE)
-    wanted = allocations(part.format, (rows, part.region.shape[1]), table.shape[-1] - 1)
-    return [out, *(x.new_empty(wanted[name][0], dtype=wanted[name][1]) for name in part.buffers)]
+    wanted = allocations(part.format, (rows, int(cols)), table.shape[-1] - 1)
+    return [out, *(x.new_empty(math.prod(wanted[name][0]), dtype=wanted[name][1]) for name in part.buffers)]
 
 
-def _backward(grad: Tensor, x: Tensor, inputs: list[Tensor], beside: list[Tensor], *rest: Any) -> list[Tensor]:
-    weights, table, kind, *how, wants, input_dtype, weight_dtype, bias_dtype = rest
-    how, known = How(*how), _weights(weights, kind)
+def _backward(grad: Tensor, x: Tensor | None, rows: Tensor | None, *rest: Any) -> list[Tensor]:
+    inputs, beside, behind, weights, table, kind, text, wants, shape, *dtypes = rest
+    how, known = how_of(text), _weights(weights, kind)
+    given = how.given(table)
     lost_recipes.backward(how.plan)
-    saved = _saved[_place(x, table, how)]
-    stored = None if saved is None else QuantizedTensor(saved.storage(inputs))
-    dtypes = input_dtype, weight_dtype, bias_dtype
+    stored = None
+    if inputs:
+        stored = QuantizedTensor(_saved[_place(shape, dtypes[0], table, how)].storage(inputs))
+    around = rows, behind, None
     of = products.Backward(
-        grad.contiguous(), stored, x, beside, as_one(known), None, tuple(wants), shape_of(known), dtypes
+        grad.contiguous(),
+        stored,
+        x,
+        beside,
+        as_one(known),
+        None,
+        tuple(wants[:3]),
+        shape_of(known),
+        tuple(dtypes),
+        *around,
     )
-    return [gradient.contiguous() for gradient in products.taped_backward(of, how.given(table))[0]]  # as the fake says
+    of_behind = ()
+    if given.hands_to is not None:
+        of, of_behind = products.read_handed(of, given, wants[3])
+    gradients = *products.taped_backward(of, given)[0], *of_behind
+    return [gradient.contiguous() for gradient in gradients]  # as the fake says
 
 
-def _fake_backward(grad: Tensor, x: Tensor, inputs: list[Tensor], beside: list[Tensor], *rest: Any) -> list[Tensor]:
-    weights, _, kind, *_, wants, input_dtype, weight_dtype, bias_dtype = rest
-    shape = shape_of(_weights(weights, kind))
-    made = [x.new_empty(x.shape, dtype=input_dtype), *map(torch.empty_like, beside)] if wants[0] else []
-    made += [grad.new_empty(shape[:2], dtype=bias_dtype)] if wants[2] else []
-    return made + ([grad.new_empty(shape, dtype=weight_dtype)] if wants[1] else [])
+def _fake_backward(grad: Tensor, x: Tensor | None, rows: Tensor | None, *rest: Any) -> list[Tensor]:
+    _, beside, behind, weights, table, kind, text, wants, shape, *dtypes = rest
+    how, of_weights = how_of(text), shape_of(_weights(weights, kind))
+    given, read = how.given(table), grad.new_empty(shape, dtype=dtypes[0])
+    found = read if _finds_gradients(how) else grad.new_empty(given.source(read, beside).shape, dtype=dtypes[0])
+    made = [found] if wants[0] else []
+    if wants[0] and _finds_gradients(how):
+        made += [torch.empty_like(each) for each in beside if each.is_floating_point()]
+    made += [grad.new_empty(of_weights[:2], dtype=dtypes[2])] if wants[2] else []
+    made += [grad.new_empty(of_weights, dtype=dtypes[1])] if wants[1] else []
+    return made + ([torch.empty_like(each) for each in behind] if wants[3] else [])
 
 
 def _define() -> None:
     """Registers both ops."""
     tags = (torch.Tag.nondeterministic_seeded,)  # a pass may draw random numbers, so equal calls are not one
-    how = "str plan, str front, bool saves_original, int num_weights, int num_biases, bool saves_input"
-    how += ", bool reads_columns"
     LIBRARY.define(
-        "grouped_linear_forward(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] beside, Tensor table, str kind, "
-        f"{how}) -> Tensor[]",
+        "grouped_linear_forward(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] beside, Tensor[] behind, "
+        "Tensor table, str kind, str how) -> Tensor[]",
         tags=tags,
     )
     LIBRARY.define(
-        "grouped_linear_backward(Tensor grad, Tensor x, Tensor[] inputs, Tensor[] beside, Tensor[] weights, "
-        f"Tensor table, str kind, {how}, bool[] wants, ScalarType input_dtype, ScalarType weight_dtype, "
-        "ScalarType? bias_dtype) -> Tensor[]",
+        "grouped_linear_backward(Tensor grad, Tensor? x, Tensor? rows, Tensor[] inputs, Tensor[] beside, "
+        "Tensor[] behind, Tensor[] weights, Tensor table, str kind, str how, bool[] wants, SymInt[] shape, "
+        "ScalarType input_dtype, ScalarType weight_dtype, ScalarType? bias_dtype) -> Tensor[]",
         tags=tags,
     )
     for name, function, fake in (
@@ -233,8 +304,8 @@ def _define() -> None:
 
 _define()
 _PLACES = {  # of weights and of their kind
-    torch.ops.te_dist.grouped_linear_forward.default: (1, 5),
-    torch.ops.te_dist.grouped_linear_backward.default: (4, 6),
+    torch.ops.te_dist.grouped_linear_forward.default: (1, 6),
+    torch.ops.te_dist.grouped_linear_backward.default: (6, 8),
 }
 
 

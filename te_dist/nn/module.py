@@ -88,6 +88,18 @@ class QuantizedModule(nn.Module):
         if isinstance(local, ShardedParameter):
             self.__dict__.setdefault("quantized_weights", {})[name] = local.format
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """As torch does it, of quantized parameters too: torch exchanges those, without what is known of and done to
+        them (attributes, hooks)."""
+        held = dict(self._parameters)
+        try:
+            for name, param in held.items():
+                if isinstance(param, ShardedParameter) and _moved(param, fn):
+                    self._parameters[name] = None
+            return super()._apply(fn, recurse)
+        finally:
+            self._parameters.update((name, param) for name, param in held.items() if self._parameters[name] is None)
+
     def extra_repr(self) -> str:
         """What this module is made with, and the formats of the weights that were given quantized."""
         formats = dict.fromkeys(map(catalog.name_of, self.__dict__.get("quantized_weights", {}).values()))
@@ -153,6 +165,20 @@ class QuantizedModule(nn.Module):
         plain = torch.empty((site.out_features, site.in_features), dtype=self.params_dtype, device=self._device)
         self.init_parameter(name, plain)
         return weight_of(site, plain)
+
+
+@torch.no_grad()
+def _moved(param: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> bool:
+    """Has a parameter and its gradient be what `fn` makes of them. False where torch makes another, on meta devices."""
+    found = fn(param)
+    if param.is_meta or found.is_meta:
+        return False
+    if found is not param:
+        param.data = found
+    if param.grad is not None:
+        requires_grad = param.grad.requires_grad
+        param.grad = fn(param.grad).requires_grad_(requires_grad)
+    return True
 
 
 def weight_of(site: LinearSite, plain: Tensor) -> nn.Parameter:

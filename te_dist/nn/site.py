@@ -111,7 +111,7 @@ class LinearSite(nn.Module):
         front = fronts.get("front", "")
         if torch.compiler.is_compiling():
             assert not fronts.get("hands_to") and fronts.get("values") is None, "what is handed over is none of a graph"
-            if self._keeps_state(x):
+            if self._keeps_state(x, weight):
                 return self._outside_of_graphs(x, weight, bias, front)
         if isinstance(weight, DTensor):
             self._check_gathered(weight)
@@ -134,9 +134,8 @@ class LinearSite(nn.Module):
 
     def _check_gathered(self, weight: DTensor) -> None:
         """Raises, on every rank, where this rank has less of the weight than tensor parallelism left it."""
-        cuts = len(placement.cuts(weight.placements))
-        if cuts > (self.placed is not None) and not weight.is_meta:  # kernels are rehearsed on shards
-            raise not_gathered(self.name or "Linear", weight)
+        if len(placement.cuts(weight.placements)) > (self.placed is not None) and not weight.is_meta:
+            raise not_gathered(self.name or "Linear", weight)  # on the meta device kernels are rehearsed, on shards
 
     def __repr__(self) -> str:
         return super().__repr__() if self.scaling is not None else f"{type(self).__name__}()"
@@ -162,9 +161,10 @@ class LinearSite(nn.Module):
             out = _plain(x, weight, bias)
         return (out, None) if fronts.get("hands_to") else out
 
-    def _keeps_state(self, x: Tensor) -> bool:
+    def _keeps_state(self, x: Tensor, weight: Tensor) -> bool:
         """Whether this map is none of a graph. Asked of parameters as they are: no graph may give their parts back."""
-        return isinstance(x, QuantizedTensor) or self.placed is not None or self.fuses_wgrad
+        keeps = isinstance(x, QuantizedTensor) or self.placed is not None or self.fuses_wgrad
+        return keeps or not traced.holds(weight, multiplies=x.requires_grad)
 
     def _in_graph(self, x: Tensor, weight: Tensor, bias: Tensor | None, front: str) -> Tensor:
         """As `_at_once`, see [Note: Compiled linear maps]."""
@@ -183,8 +183,9 @@ class LinearSite(nn.Module):
         return traced.linear(x, weight, bias, plan=plan, front=front)
 
     @torch.compiler.disable(
-        reason="this linear map keeps state in Python: delayed scaling, tensor parallelism, main gradients or a "
-        "quantized input. Take Float8CurrentScaling or another recipe without histories, or leave out fullgraph=True"
+        reason="this map keeps state in Python (delayed scaling, tensor parallelism, main gradients), its input is "
+        "quantized, or its weight lacks what backward multiplies (FSDP2 gathers a direction for each pass). Take "
+        "Float8CurrentScaling or another recipe without histories, reshard_after_forward=False, or no fullgraph=True"
     )
     def _outside_of_graphs(self, x: Tensor, weight: Tensor, bias: Tensor | None, front: str) -> Tensor:
         traced.check_not_exported(self.name or "Linear", current_autocast().recipe)
@@ -378,7 +379,7 @@ def _traced_plan(
     """Name of the plan of a map by the recipe `name`, or None where it needs more than tensors; see `described`."""
     recipe = recipe_named(name)
     if recipe is None:
-        return traced.name_of(_WEIGHT_ONLY, "weight only")
+        return traced.name_of(_WEIGHT_ONLY, f"weight only {traced.REVISION}")
     site, *features = literal_eval(places[0])
     answers, target = answers_of(recipe, site, LinearSite.module_type), target_of(device)
     _check(recipe, (site, *features), target)
@@ -397,7 +398,7 @@ def described(recipe: str, places: tuple[str, str], dtype: torch.dtype, *, targe
         trains: whether it may run again in backward, which `lost_recipes` watches.
     """
     place, shared = places
-    text = f"{recipe} {place} {dtype} {target} {'trained' if trains else 'evaluated'}"
+    text = f"{recipe} {place} {dtype} {target} {'trained' if trains else 'evaluated'} {traced.REVISION}"
     if " at 0x" in text:  # of a function there is an address only, which means nothing to the caches of compilers
         text += _PROCESS
     if trains:

@@ -29,10 +29,12 @@ from te_dist.ops.group_table import TILE
 from te_dist.tensor import OPS, QuantizedStorage, QuantizedTensor, StorageKind
 
 PLAIN = ""  # kind of a plain weight
+# Of what ops return, in all names of plans: compilers keep graphs on disk, and would run those of another te_dist.
+REVISION = 2
 BOTH = tuple(Direction)
 _plans: dict[str, Plan] = {}
 _kinds: dict[str, Kind] = {}
-_saved: dict[Any, StorageKind | None] = {}  # by plan, front, and shape and type of the input
+_saved: dict[Any, Saved] = {}  # by plan, front, and shape and type of the input
 _MAX_SAVED = 4096  # more than passes wait for their backward, of other shapes each
 
 
@@ -46,18 +48,37 @@ class Kind(NamedTuple):
     names: tuple[str, ...]
 
 
+class Saved(NamedTuple):
+    """What the flat buffers that a pass returns for its backward are."""
+
+    kind: StorageKind
+    shapes: tuple[torch.Size, ...]
+
+    def storage(self, buffers: Sequence[Tensor]) -> QuantizedStorage:
+        """The storage of these."""
+        return self.kind.storage([each.view(shape) for each, shape in zip(buffers, self.shapes, strict=True)])
+
+
 def name_of(plan: Plan, text: str) -> str:
     """The name of `plan`, which `text` describes."""
     _plans.setdefault(text, plan)
     return text
 
 
-def keep(saved: dict[Any, StorageKind | None], place: Any, kind: StorageKind | None) -> None:
-    """Says what is saved by a pass, until its backward; every pass says so."""
-    saved.pop(place, None)
-    saved[place] = kind
+def returned(
+    tensors: Sequence[Tensor], kind: StorageKind | None, *, place: Any, saved: dict[Any, Saved]
+) -> list[Tensor]:
+    """(output, buffers of `kind`) as an op returns them: flat, since a compiler asks of symbols whether they are one.
+
+    What they are is noted at a `place` of `saved`, until backward; every pass that has any notes it.
+    """
+    out, *buffers = tensors
+    if kind is not None:
+        saved.pop(place, None)
+        saved[place] = Saved(kind, tuple(each.shape for each in buffers))
     if len(saved) > _MAX_SAVED:
         saved.pop(next(iter(saved)), None)
+    return [out, *(each.flatten() for each in buffers)]
 
 
 def check_not_exported(label: str, recipe: object) -> None:
@@ -110,13 +131,9 @@ def _weight(parts: Sequence[Tensor], kind: str) -> Tensor:
 def _forward(x: Tensor, weight: list[Tensor], bias: Tensor | None, plan: str, *rest: Any) -> list[Tensor]:
     kind, saves_input, reads_columns, front = rest
     whole = _weight(weight, kind)
-    if reads_columns:
-        check_columns(whole)
     lost_recipes.forward(plan, records=saves_input or reads_columns)
     tensors, saved = forward(x, whole, bias, _plans[plan], saves_input, front)
-    if saved is not None:
-        keep(_saved, (plan, front, x.shape, x.dtype), saved)
-    return list(tensors)
+    return returned(tensors, saved, place=(plan, front, x.shape, x.dtype), saved=_saved)
 
 
 def _fake_forward(x: Tensor, weight: list[Tensor], bias: Tensor | None, plan: str, *rest: Any) -> list[Tensor]:
@@ -141,7 +158,7 @@ def _fake_saved(x: Tensor, plan: str, front: str) -> list[Tensor]:
     unit = math.gcd(TILE, sampled) if is_cut else 1
     fields = {field.name: field for field in saved.format.fields}
     shapes = (fields[name].shape_of(-(-rows // unit) * unit, cols) for name in saved.names)
-    return [x.new_empty(shape, dtype=made.dtype) for shape, made in zip(shapes, buffers, strict=True)]
+    return [x.new_empty(math.prod(shape), dtype=made.dtype) for shape, made in zip(shapes, buffers, strict=True)]
 
 
 def _backward(grad: Tensor, inputs: list[Tensor], weight: list[Tensor], plan: str, *rest: Any) -> list[Tensor]:
@@ -162,21 +179,18 @@ def _fake_backward(grad: Tensor, inputs: list[Tensor], weight: list[Tensor], pla
     return [grad.new_empty(extents, dtype=dtype) for wanted, extents, dtype in asked if wanted]
 
 
-def check_columns(weight: Tensor) -> None:
-    """Raises RuntimeError where a graph is handed a quantized weight in forward that backward cannot multiply.
+def holds(weight: Tensor, *, multiplies: bool) -> bool:
+    """Whether a graph may be given a weight, which it saves for backward; `multiplies`: by its columnwise direction.
 
-    Asked when the graph runs: what is raised while one is traced, compilers may take for a reason to trace less.
+    FSDP2 may gather a direction for each pass, into the weight, which eager mode saves, and not into buffers.
     """
-    if not isinstance(weight, QuantizedTensor):
-        return
-    storage = weight.storage
-    if Direction.COLUMNWISE in storage.directions or storage.format.columnwise_is_derivable:
-        return
-    raise RuntimeError(
-        "a compiled graph takes the buffers of a weight in forward, and backward multiplies its columnwise direction; "
-        f"got {list(storage.buffers)}. Pass reshard_after_forward=False to fsdp2.fully_shard, which gathers both, or "
-        "leave this module out of torch.compile"
-    )
+    return not (multiplies and torch.is_grad_enabled() and isinstance(weight, QuantizedTensor)) or _has_columns(weight)
+
+
+@torch.compiler.assume_constant_result
+def _has_columns(weight: QuantizedTensor) -> bool:
+    # NOTE: compilers hand over the weight itself, and guard graphs by the names of its buffers.
+    return Direction.COLUMNWISE in weight.storage.directions or weight.storage.format.columnwise_is_derivable
 
 
 def _define() -> None:

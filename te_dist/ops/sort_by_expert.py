@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from te_dist import kernels
-from te_dist.formats.region import Pair
 from te_dist.kernels.sorting import CHUNK, MOST_EXPERTS
 from te_dist.ops._checks import check_output, check_packed
 from te_dist.ops._library import register
@@ -15,9 +14,9 @@ from te_dist.ops._taped import taped
 _NARROW = torch.iinfo(torch.int16).max  # experts that int16 holds: a radix sort passes over fewer bytes
 
 
-def workspace_shape(num_copies: int, num_experts: int) -> Pair:
-    """Of the int32 that `sort_by_expert` works in."""
-    return num_experts + 1, -(-num_copies // CHUNK)
+def workspace_size(num_copies: int, num_experts: int) -> int:
+    """How many int32 `sort_by_expert` works in."""
+    return (num_experts + 1) * -(-num_copies // CHUNK)
 
 
 @taped
@@ -32,7 +31,7 @@ def sort_by_expert(experts: Tensor, *, first: int | None = None, workspace: Tens
             behind.
         first: at least 0, where others are elsewhere: their position is S * k, at which nothing is. None for 0, where
             they are not.
-        workspace: int32, `workspace_shape(S * k, E)`, is overwritten.
+        workspace: int32 (`workspace_size(S * k, E)`,), is overwritten.
         found: what is written, all four.
 
     Raises:
@@ -49,7 +48,7 @@ def sort_by_expert(experts: Tensor, *, first: int | None = None, workspace: Tens
     if first is not None and first < 0:
         raise ValueError(f"first: got {first}, wanted the number of an expert, or None")
     check_packed("experts", experts, (torch.int64,), experts.shape)
-    check_output("workspace", workspace, torch.int32, workspace_shape(copies, num_experts))
+    check_packed("workspace", workspace, (torch.int32,), (workspace_size(copies, num_experts),))
     for name, output, shape in (
         ("index", index, (copies,)),
         ("choices", choices, (copies,)),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import te_dist as te
 from te_dist import fsdp2, recipe
+from te_dist.nn.moe import MoE, Routing
 from te_dist.recipe import Recipe
 from te_dist.tensor.placement import local_tensor
 from te_dist.tensor_parallel import ColumnParallel, RowParallel
@@ -34,30 +38,49 @@ class Unit(nn.Sequential):
         return x
 
 
-def passes(world: int, rank: int, how: tuple[str, bool, bool], compiled: bool) -> list[Tensor]:
-    """Output and gradients of the second of two passes of two units; `how`: recipe, quantized weights, reshards."""
-    name, quantized, reshards = how
+UNITS: dict[str, Callable[[], nn.Module]] = {
+    "maps": lambda: Unit(te.Linear(WIDTH, HIDDEN), nn.SiLU(), te.Linear(HIDDEN, WIDTH)),
+    "mixture": lambda: Unit(nn.LayerNorm(WIDTH), MoE(WIDTH, 64, Routing(4, 2), shared_ffn_hidden_size=64)),
+}
+
+
+class How(NamedTuple):
+    """Of units: by which recipe, whether weights are quantized, whether they are freed after forward."""
+
+    unit: str
+    recipe: str
+    quantized: bool
+    reshards: bool
+
+    @property
+    def is_in_graphs(self) -> bool:
+        """Whether maps are: they keep no histories, and no pass gathers a direction of its own."""
+        return self.recipe != "delayed" and not (self.recipe == "mxfp8" and self.quantized and self.reshards)
+
+
+def passes(world: int, rank: int, how: How, *, fullgraph: bool | None) -> list[Tensor]:
+    """Output and gradients of the second of two passes of two units, compiled unless `fullgraph` is None."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    with te.quantized_model_init(enabled=quantized, recipe=RECIPES[name]):
-        units = [Unit(te.Linear(WIDTH, HIDDEN), nn.SiLU(), te.Linear(HIDDEN, WIDTH)) for _ in range(2)]
+    with te.quantized_model_init(enabled=how.quantized, recipe=RECIPES[how.recipe]):
+        units = [UNITS[how.unit]() for _ in range(2)]
     model = nn.Sequential(*units)
     for unit in units:
-        if compiled:
-            unit.compile(backend="aot_eager", fullgraph=name != "delayed")
-        fsdp2.fully_shard(unit, mesh=mesh((world,), ("dp",)), reshard_after_forward=reshards)
+        if fullgraph is not None:
+            unit.compile(backend="aot_eager", fullgraph=fullgraph)
+        fsdp2.fully_shard(unit, mesh=mesh((world,), ("dp",)), reshard_after_forward=how.reshards)
     fsdp2.fully_shard(model, mesh=mesh((world,), ("dp",)))
     for seed in range(2):
         x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(2 * seed + rank)).requires_grad_()
         model.zero_grad()
-        with te.autocast(recipe=RECIPES[name]):
+        with te.autocast(recipe=RECIPES[how.recipe]):
             out = model(x)
         out.square().sum().backward()
     return [out.detach(), x.grad, *(param.grad.to_local() for param in model.parameters())]
 
 
-def compare(rank: int, world: int, *how: str | bool) -> None:
-    eager, compiled = (passes(world, rank, how, flag) for flag in (False, True))
+def compare(rank: int, world: int, how: How) -> None:
+    eager, compiled = (passes(world, rank, how, fullgraph=flag) for flag in (None, how.is_in_graphs))
     for index, (got, want) in enumerate(zip(compiled, eager, strict=True)):
         assert_bitwise(got, want, f"{index} of {how}")
 
@@ -65,10 +88,9 @@ def compare(rank: int, world: int, *how: str | bool) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize(("quantized", "reshards"), [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("name", RECIPES)
-def test_compiled_units_compute_the_bits_of_eager_ones(name: str, quantized: bool, reshards: bool) -> None:
-    if quantized and reshards and name == "mxfp8":
-        pytest.skip("each pass gathers its own direction: refused, see below")
-    pool(2).run(compare, name, quantized, reshards)
+@pytest.mark.parametrize("unit", UNITS)
+def test_compiled_units_compute_the_bits_of_eager_ones(unit: str, name: str, quantized: bool, reshards: bool) -> None:
+    pool(2).run(compare, How(unit, name, quantized, reshards))
 
 
 def compare_tensor_parallel(rank: int, world: int, name: str, sequence: bool) -> None:
@@ -131,9 +153,9 @@ def test_one_graph_of_a_unit_whose_forward_pass_is_torchs_is_refused() -> None:
 
 
 def refuse(rank: int, world: int) -> None:
-    with pytest.raises(Exception, match="Pass reshard_after_forward=False to fsdp2.fully_shard"):
-        passes(world, rank, ("mxfp8", True, True), True)
+    with pytest.raises(Exception, match="its weight lacks what backward multiplies .*reshard_after_forward=False"):
+        passes(world, rank, How("maps", "mxfp8", True, True), fullgraph=True)
 
 
-def test_a_direction_that_only_backward_gathers_is_refused_before_the_pass() -> None:
+def test_one_graph_of_maps_whose_directions_are_gathered_apart_is_refused() -> None:
     pool(2).run(refuse)

@@ -16,7 +16,7 @@ from te_dist.formats import WHOLE
 from te_dist.ops._checks import grid_shape
 from te_dist.ops.gemm_decoded import Coded
 from te_dist.ops.quantize_float8_current import WORKSPACE
-from te_dist.ops.sort_by_expert import workspace_shape
+from te_dist.ops.sort_by_expert import workspace_size
 from te_dist.ops.source import Gathered, Source, sums_shape
 from tests.codecs.kernel_inputs import matrix, scale_view
 from tests.ops import grouped_quantize
@@ -220,7 +220,7 @@ def sorts() -> Iterator[Call]:
     """Copies sorted by expert, some of them nobody's."""
     for rows, copies, num_experts in ((300, 3, 7), (1, 1, 1), (0, 2, 3), (257, 8, 100), (40, 2, 3000)):
         name, inputs = f"{rows} rows of {copies} to {num_experts}", experts_of(rows, copies, num_experts)
-        workspace = torch.zeros(workspace_shape(rows * copies, num_experts), dtype=torch.int32)
+        workspace = torch.zeros(workspace_size(rows * copies, num_experts), dtype=torch.int32)
         for first in (None, 2):
             given = dict(experts=inputs, first=first, workspace=workspace)
             yield Call(f"{name}, {first}", ops.sort_by_expert, given, sorted_outputs(inputs, num_experts))

@@ -362,7 +362,7 @@ def test_a_graph_serves_other_numbers_of_rows(name: str, quantized: bool) -> Non
             found.append((out.detach(), asking.grad, module.weight.grad, module.bias.grad))
         for number, (a, b) in enumerate(zip(*found, strict=True)):
             assert_bitwise(a, b, f"result {number} of {factor} times the rows")
-    assert counter.frame_count <= 3  # noqa: PLR2004
+    assert counter.frame_count <= 2  # noqa: PLR2004
 
 
 def test_fp32_is_multiplied_group_by_group() -> None:

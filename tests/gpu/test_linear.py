@@ -313,7 +313,7 @@ def test_a_compiled_block_is_one_graph(case: Any, backend: str) -> None:
 
 @stateless
 def test_a_graph_serves_other_numbers_of_rows(case: Any) -> None:
-    """One for the first; then by whether products take them, and by whether one scale is enough."""
+    """One for the first; then by whether products take them."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(Block(), backend=counter, fullgraph=True)
@@ -324,7 +324,7 @@ def test_a_graph_serves_other_numbers_of_rows(case: Any) -> None:
             passes.append(results(call, case.recipe, x))
         for index, (got, want) in enumerate(zip(*passes, strict=True)):
             assert_bitwise(got, want, f"{index} of {rows} rows")
-    assert counter.frame_count <= 5  # noqa: PLR2004
+    assert counter.frame_count <= 3  # noqa: PLR2004
 
 
 def test_a_member_of_a_group_is_multiplied_by_its_own_scale() -> None:

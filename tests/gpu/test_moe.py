@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor.parallel import parallelize_module
 
 import te_dist as te
@@ -49,7 +50,7 @@ def tokens(seed: int, device: torch.device | str = "cuda") -> Tensor:
     return few.expand(TOKENS, HIDDEN).bfloat16().to(device)
 
 
-def run(module: MoE, name: str, x: Tensor, grad: Tensor) -> list[Tensor]:
+def run(module: Any, name: str, x: Tensor, grad: Tensor) -> list[Tensor]:
     """Forward and backward; output, all gradients, and what was counted."""
     with te.autocast(enabled=RECIPES[name] is not None, recipe=RECIPES[name]):
         out = module(x)
@@ -168,6 +169,41 @@ def test_a_flag_says_whether_a_captured_pass_quantizes_the_weights_of_experts(na
         assert_bitwise(out, forward(twin), f"y of {factor} {skips}")
         got, want = module.experts.fc1.weight.grad, twin.experts.fc1.weight.grad
         assert_bitwise(got, want, f"dw of {factor} {skips}")
+
+
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+@every_recipe
+def test_a_compiled_mixture_is_one_graph_for_all_numbers_of_tokens(name: str, backend: str) -> None:
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(make(name), backend=counter, fullgraph=True)
+    for rows in (96, 64, 33, 1024, 200):
+        x = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(rows)).bfloat16().cuda()
+        grad, found = torch.randn_like(x), []
+        for module in (compiled, make(name)):
+            module.zero_grad()
+            found.append(run(module, name, x.clone().requires_grad_(), grad)[:-1])
+        for number, (got, want) in enumerate(zip(*found, strict=True)):
+            if backend == "aot_eager":
+                assert_bitwise(got, want, f"result {number} of {rows} tokens")
+            else:  # which adds what shared experts make by itself
+                assert relative_error(got.cpu(), want.cpu().double()) < 2e-2, f"result {number} of {rows} tokens"
+    assert counter.frame_count <= 3  # noqa: PLR2004
+
+
+@every_recipe
+def test_a_compiled_mixture_may_be_one_cuda_graph(name: str) -> None:
+    """Of torch's own making: routings differ, and nothing waits."""
+    torch.compiler.reset()
+    module = make(name)
+    compiled = torch.compile(module, mode="reduce-overhead", fullgraph=True)
+    for seed in (0, 1, 0, 1, 2):
+        torch.compiler.cudagraph_mark_step_begin()
+        module.zero_grad()
+        grad = tokens(9)
+        got = [each.clone() for each in run(compiled, name, tokens(seed).clone().requires_grad_(), grad)[:-1]]
+        for number, (a, b) in enumerate(zip(got, fresh(name, tokens(seed), grad)[:-1], strict=True)):
+            assert relative_error(a.cpu(), b.cpu().double()) < 2e-2, f"result {number} of seed {seed}"
 
 
 def uncount(module: MoE) -> None:

@@ -102,7 +102,7 @@ class Gated(nn.Module):
     [*product(STATELESS, (False,)), *product(QUANTIZED, (True,))],
 )
 def test_a_graph_serves_other_numbers_of_rows(name: str, quantized: bool) -> None:
-    """One for the first, one for those that products take, and one for all others."""
+    """One for the first and one for others; or one for those that products take, and one for all that they do not."""
     made_by = STATELESS[name].recipe
     for kind in (Block, Gated):
         module = kind(made_by if quantized else None)
@@ -116,7 +116,7 @@ def test_a_graph_serves_other_numbers_of_rows(name: str, quantized: bool) -> Non
                 passes.append(results(call, module, made_by, x))
             for index, (got, want) in enumerate(zip(*passes, strict=True)):
                 assert_bitwise(got, want, f"{index} of {rows} rows")
-        assert counter.frame_count <= 3  # noqa: PLR2004
+        assert counter.frame_count <= (3 if name.startswith("nvfp4") else 2)
         torch.compiler.reset()
 
 

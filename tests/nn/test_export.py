@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 import te_dist as te
 from te_dist.nn.moe import MoE, Routing
-from te_dist.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from te_dist.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from te_dist.testing import assert_bitwise
 
 WIDTH, ROWS = 64, 32
+RECIPES = [Float8BlockScaling(), Float8CurrentScaling(), MXFP8BlockScaling(), None]
 MAPS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: te.Linear(WIDTH, WIDTH),
     "mlp": lambda: te.LayerNormMLP(WIDTH, WIDTH),
@@ -37,7 +38,7 @@ class Evaluated(nn.Module):
             return self.module(x, torch.tensor([ROWS // 2] * 2)) if self.is_grouped else self.module(x)
 
 
-@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), MXFP8BlockScaling(), None], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
 @pytest.mark.parametrize("kind", MAPS)
 def test_an_exported_map_computes_the_same(kind: str, recipe: Recipe | None) -> None:
     model, x = Evaluated(kind, recipe), torch.randn(ROWS, WIDTH)
@@ -45,7 +46,7 @@ def test_an_exported_map_computes_the_same(kind: str, recipe: Recipe | None) -> 
     assert_bitwise(program.module()(x), model(x), kind)
 
 
-@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), MXFP8BlockScaling(), None], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 def test_an_exported_map_takes_any_number_of_rows(kind: str, recipe: Recipe | None) -> None:
     model = Evaluated(kind, recipe)
@@ -55,21 +56,22 @@ def test_an_exported_map_takes_any_number_of_rows(kind: str, recipe: Recipe | No
         assert_bitwise(program.module()(x), model(x), f"{kind} of {rows} rows")
 
 
-@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), MXFP8BlockScaling(), None], ids=str)
-def test_a_mixture_of_plain_weights_is_exported(recipe: Recipe | None) -> None:
-    model, x = Evaluated("mixture", None), torch.randn(ROWS, WIDTH)
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_an_exported_mixture_takes_any_number_of_tokens(recipe: Recipe | None, quantized: bool) -> None:
+    model = Evaluated("mixture", recipe if quantized else None)
     model.recipe = recipe
-    assert_bitwise(torch.export.export(model, (x,)).module()(x), model(x), "mixture")
+    tokens = {0: torch.export.Dim("tokens", max=4096)}
+    program = torch.export.export(model, (torch.randn(ROWS, WIDTH),), dynamic_shapes=(tokens,))
+    for rows in (ROWS, 7 * ROWS, 77):
+        x = torch.randn(rows, WIDTH)
+        assert_bitwise(program.module()(x), model(x), f"{rows} tokens")
 
 
-@pytest.mark.parametrize(
-    ("kind", "recipe"),
-    [*((kind, DelayedScaling()) for kind in MAKES), ("mixture", Float8CurrentScaling())],
-    ids=str,
-)
-def test_what_keeps_state_in_python_is_refused(kind: str, recipe: Recipe) -> None:
-    model, x = Evaluated(kind, recipe), torch.randn(ROWS, WIDTH)
-    with pytest.raises(NotImplementedError, match=rf": got {type(recipe).__name__}.* in torch.export, wanted"):
+@pytest.mark.parametrize("kind", MAKES)
+def test_what_keeps_state_in_python_is_refused(kind: str) -> None:
+    model, x = Evaluated(kind, DelayedScaling()), torch.randn(ROWS, WIDTH)
+    with pytest.raises(NotImplementedError, match=r": got DelayedScaling.* in torch.export, wanted"):
         torch.export.export(model, (x,))
     model.train()
     model(x).sum().backward()

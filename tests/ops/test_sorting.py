@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from te_dist import ops
-from te_dist.ops.sort_by_expert import workspace_shape
+from te_dist.ops.sort_by_expert import workspace_size
 from te_dist.testing import assert_bitwise
 from tests.ops.sorting import experts_of, sorted_outputs, wanted
 
@@ -19,7 +19,7 @@ FIRSTS = (None, 0, 2)  # others are among those here, or elsewhere
 
 def sort(experts: Tensor, num_experts: int, first: int | None = None) -> dict[str, Tensor]:
     found = sorted_outputs(experts, num_experts)
-    workspace = torch.full(workspace_shape(experts.numel(), num_experts), -7, dtype=torch.int32)
+    workspace = torch.full((workspace_size(experts.numel(), num_experts),), -7, dtype=torch.int32)
     ops.sort_by_expert(experts, first=first, workspace=workspace, **found)
     return found
 
@@ -42,4 +42,4 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="experts"):
         sort(experts.int(), 5)
     with pytest.raises(ValueError, match="workspace"):
-        ops.sort_by_expert(experts, workspace=torch.zeros(3, 1, dtype=torch.int32), **sorted_outputs(experts, 5))
+        ops.sort_by_expert(experts, workspace=torch.zeros(3, dtype=torch.int32), **sorted_outputs(experts, 5))

@@ -121,7 +121,7 @@ class MoE(nn.Module):
         routed = self.router(x)
         kept = {"is_first_microbatch": is_first_microbatch, "skip_weight_quantization": skip_weight_quantization}
         shared: list[Tensor] = []
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not self._is_traceable(x, kept):
             out = self._outside_of_graphs(x, routed, **kept)
             self._share(x, shared)
         else:
@@ -162,6 +162,11 @@ class MoE(nn.Module):
             self.dropped += arrived.dropped
         return self.dispatcher.combine(self.experts(arrived.rows, arrived, **kept), arrived)
 
+    def _is_traceable(self, x: Tensor, kept: dict[str, Any]) -> bool:
+        """Whether a graph holds all of this: no rows travel, and experts keep nothing in Python and are not wrapped."""
+        is_alone = not self.dispatcher.is_collective and all([value is None for value in kept.values()])
+        return is_alone and self.experts.is_traceable(x)
+
     def _asking_alike(self, routed: Routed) -> Routed:
         """The same; where experts are trained, gradients are sent on every rank, whatever its tokens want."""
         probabilities = routed.probabilities
@@ -171,8 +176,9 @@ class MoE(nn.Module):
         return routed._replace(probabilities=probabilities.detach().requires_grad_(trains))
 
     @torch.compiler.disable(
-        reason="experts are multiplied and exchanged by code that decides in Python; leave out fullgraph=True: the "
-        "router, shared experts and what surrounds a mixture are compiled"
+        reason="rows of this mixture travel between ranks, or its experts are wrapped alone, or keep histories of "
+        "delayed scaling or weights over microbatches in Python; leave out fullgraph=True: the router, shared experts "
+        "and what surrounds a mixture are compiled"
     )
     def _outside_of_graphs(self, x: Tensor, routed: Routed, **kept: Any) -> Tensor:
         if any(isinstance(local_tensor(weight), QuantizedTensor) for weight in self.experts.parameters()):

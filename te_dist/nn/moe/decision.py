@@ -90,7 +90,7 @@ class _Decide(torch.autograd.Function):
         given = (x, weight) if bias is None else (x, weight, bias)
         with _without_autocast(x.device.type):
             logits, probabilities, experts, *found = _taped(asked, given, lambda: _decided(x, weight, bias, asked))
-        weights = [found.pop()] if asked.loss else []
+        found, weights = (found[:-1], found[-1:]) if asked.loss else (found, ())  # in graphs a tuple
         ctx.save_for_backward(
             x, weight, logits, experts, *(weights if scale == 1 else [each * scale for each in weights])
         )

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_dist.kernels.tape import Tapes, communicate
-from te_dist.nn.moe.permutation import Permutation, gather_sum, taken
+from te_dist.nn.group_fronts import gather_sum
+from te_dist.nn.moe.permutation import Permutation, taken
 from te_dist.nn.once import once_differentiable
 
 _tapes = Tapes(max_tapes=1024)

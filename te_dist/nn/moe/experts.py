@@ -10,36 +10,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from te_dist._torch_private import is_watched
 from te_dist.context import autocast_of_torch, current_autocast
 from te_dist.nn import rehearsal
 from te_dist.nn.fronts import hands_over
 from te_dist.nn.gated import in_turn
-from te_dist.nn.group_fronts import WEIGHTED_SWIGLU, GroupEpilogue, GroupFront
+from te_dist.nn.group_fronts import GATHERED, SUMMED, WEIGHTED_SWIGLU
 from te_dist.nn.group_tables import group_table
 from te_dist.nn.grouped_linear import GroupedLinear
 from te_dist.nn.grouped_products import Given
 from te_dist.nn.grouped_site import NO_HISTORIES, PLAIN, GroupedSite
 from te_dist.nn.module import QuantizedModule
 from te_dist.nn.moe.dispatch import Arrived
-from te_dist.nn.moe.permutation import gather_sum, permute_probabilities, sort_by_expert
+from te_dist.nn.moe.permutation import permute_probabilities, sort_by_expert
 from te_dist.nn.options import LinearOptions, read, spells_out
 from te_dist.nn.site import LinearSite
-from te_dist.ops.source import Gathered
 from te_dist.quantizers import Quantizer
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
-
-# Rows of the input by their numbers, gathered on the way into the quantizer; beside: `Permutation.index`, `.positions`.
-GATHERED = GroupFront(
-    "gathered",
-    source=lambda x, index, positions: Gathered(x, index),
-    gradient=lambda grad, x, index, positions: gather_sum(grad, positions),
-    of_beside=lambda found, index, positions: (),
-)
-# Copies of a row are summed, and gradients of sums gathered on the way into the quantizer; behind: the same two.
-SUMMED = GroupEpilogue(
-    "summed", lambda rows, index, positions: gather_sum(rows, positions), lambda grad, index, _: Gathered(grad, index)
-)
 
 
 class ExpertOptions(LinearOptions, total=False):
@@ -121,6 +109,12 @@ class GroupedMLP(nn.Module):
         plan = self.fc1.gemm.plan(x, local_tensor(self.fc1.weight))
         return None if plan is None else plan.input
 
+    def is_traceable(self, x: Tensor) -> bool:
+        """Whether a graph holds what is made of `x`, and nothing watches it."""
+        return not is_watched(self) and are_traceable(
+            (self.fc1.gemm, self.fc1.weight), (self.fc2.gemm, self.fc2.weight), x=x
+        )
+
     def check_histories(self) -> None:
         """Raises ValueError where the recipe of `autocast` keeps histories that experts of several ranks cannot."""
         recipe = current_autocast().recipe
@@ -156,6 +150,11 @@ def table_of(arrived: Arrived) -> Tensor:
     """The group table of sorted rows."""
     index, _, _, counts = arrived.by_expert
     return group_table(counts, index.shape[0]).tensor
+
+
+def are_traceable(*maps: tuple[GroupedSite, Tensor], x: Tensor) -> bool:
+    """Whether a graph holds what these make of `x`, see [Note: Compiled linear maps]."""
+    return all([site.plan_in_graph(x, weight, multiplies=True) is not None for site, weight in maps])
 
 
 def multiply(maps: tuple[tuple[GroupedSite, Tensor], ...], rows: Tensor, arrived: Arrived, *, given: Given) -> Tensor:

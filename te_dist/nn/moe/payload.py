@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from te_dist.formats import Direction, Encoding, Field, Region, geometry
+from te_dist.nn.group_fronts import gather_sum
 from te_dist.nn.moe.exchange import Carrier, gradients_back, send_rows
-from te_dist.nn.moe.permutation import Permutation, gather_sum
+from te_dist.nn.moe.permutation import Permutation
 from te_dist.nn.once import once_differentiable
 from te_dist.quantizers import Quantizer
 from te_dist.tensor import QuantizedStorage, QuantizedTensor

@@ -19,9 +19,10 @@ from torch import Tensor
 from te_dist import ops
 from te_dist.kernels.sorting import MOST_EXPERTS
 from te_dist.kernels.tape import Tapes
+from te_dist.nn.group_fronts import gather_sum
 from te_dist.nn.once import once_differentiable
 from te_dist.ops._checks import HIGH_PRECISION
-from te_dist.ops.sort_by_expert import sorted_copies, workspace_shape
+from te_dist.ops.sort_by_expert import sorted_copies, workspace_size
 from te_dist.ops.source import Gathered
 
 _sorts, _values = Tapes(max_tapes=1024), Tapes(max_tapes=1024)
@@ -64,7 +65,7 @@ def sort_by_expert(experts: Tensor, num_experts: int, *, first: int | None = Non
 def _sorted(experts: Tensor, num_experts: int, first: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(index, choices, positions, counts)."""
     copies, device = experts.numel(), experts.device
-    workspace = torch.empty(workspace_shape(copies, num_experts), dtype=torch.int32, device=device)
+    workspace = torch.empty(workspace_size(copies, num_experts), dtype=torch.int32, device=device)
     shapes = (copies,), (copies,), experts.shape, (num_experts,)
     index, choices, positions, counts = (torch.empty(shape, dtype=torch.int64, device=device) for shape in shapes)
     found = dict(index=index, choices=choices, positions=positions, counts=counts)
@@ -96,13 +97,6 @@ def permute_probabilities(probabilities: Tensor, permutation: Permutation) -> Te
             "wanted one of each choice"
         )
     return _PermuteValues.apply(probabilities, permutation.choices, permutation.positions)
-
-
-def gather_sum(rows: Tensor, positions: Tensor) -> Tensor:
-    """(S, H): of every row of `positions` (S, k) the sum of those rows of `rows` (R, H), in fp32 and rounded once."""
-    out = torch.empty(positions.shape[0], rows.shape[1], dtype=rows.dtype, device=rows.device)
-    ops.gather_sum(rows, positions=positions, out=out)
-    return out
 
 
 class _Permute(torch.autograd.Function):

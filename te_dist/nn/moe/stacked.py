@@ -16,7 +16,7 @@ from te_dist.nn.grouped_products import Given
 from te_dist.nn.grouped_site import PLAIN, GroupedSite
 from te_dist.nn.module import QuantizedModule, weight_of
 from te_dist.nn.moe.dispatch import Arrived
-from te_dist.nn.moe.experts import TwoEach, multiply, table_of
+from te_dist.nn.moe.experts import TwoEach, are_traceable, multiply, table_of
 from te_dist.nn.moe.permutation import permute_probabilities, sort_by_expert
 from te_dist.nn.options import ModuleOptions, read, spells_out
 from te_dist.nn.site import without_values
@@ -70,7 +70,8 @@ class StackedExperts(QuantizedModule):
         Raises:
             ValueError: choices and weights are not of T tokens, k of each, or choices are no whole numbers.
         """
-        if torch.compiler.is_compiling():
+        maps = zip(self._sites, map(self.get_parameter, NAMES), strict=True)
+        if torch.compiler.is_compiling() and not are_traceable(*maps, x=hidden_states):
             return self._outside_of_graphs(hidden_states, top_k_index, top_k_weights)
         return self._mix(hidden_states, top_k_index, top_k_weights)
 
@@ -95,8 +96,8 @@ class StackedExperts(QuantizedModule):
         return self._of_arrived(x, arrived).view(hidden_states.shape)
 
     @torch.compiler.disable(
-        reason="experts are multiplied by code that decides in Python; leave out fullgraph=True: what surrounds them "
-        "is compiled"
+        reason="these experts keep histories of delayed scaling in Python; leave out fullgraph=True: what surrounds "
+        "them is compiled"
     )
     def _outside_of_graphs(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return self._mix(hidden_states, top_k_index, top_k_weights)

@@ -22,8 +22,6 @@ REASONS = {
     "one type",
     "Inference tensors cannot be saved for backward": "torch makes what it gathers once, here plain parameters in "
     "inference mode, which autograd then refuses; plain models fail alike",
-    "Pass reshard_after_forward=False to fsdp2.fully_shard": "torch's compiled graphs read in backward what they saved "
-    "in forward, of which FSDP2 gathers the other direction again",
     "FSDP2 cannot size them again": "torch allocates the buffers of a gather at the first one and never again",
 }
 

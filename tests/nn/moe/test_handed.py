@@ -16,7 +16,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 import te_dist as te
 from te_dist.nn import group_fronts, grouped_products
-from te_dist.nn.group_fronts import WEIGHTED_SWIGLU
+from te_dist.nn.group_fronts import GATHERED, SUMMED, WEIGHTED_SWIGLU
 from te_dist.nn.moe import MoE, experts
 from te_dist.nn.moe.dispatch import Arrived
 from te_dist.ops.source import SwiGluGradient
@@ -30,8 +30,8 @@ def in_turn(maps: Any, rows: Tensor, arrived: Arrived, *, given: Any) -> Tensor:
     """What `experts.multiply` gives, by maps that know nothing of each other."""
     index, _, positions, _ = arrived.by_expert
     (fc1, first), (fc2, second) = maps
-    hidden = fc1(rows, [first], beside=[index, positions], given=given._replace(front=experts.GATHERED))
-    weighted = given._replace(front=WEIGHTED_SWIGLU, epilogue=experts.SUMMED)
+    hidden = fc1(rows, [first], beside=[index, positions], given=given._replace(front=GATHERED))
+    weighted = given._replace(front=WEIGHTED_SWIGLU, epilogue=SUMMED)
     return fc2(hidden, [second], beside=[arrived.probabilities], behind=[index, positions], given=weighted)
 
 
@@ -86,7 +86,7 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of every backward pass of the first map: whether the rows are there when its products are computed."""
     found: list[bool] = []
     rows: list[weakref.ref[Tensor]] = []
-    read, multiply = grouped_products._read_handed, grouped_products._gradients
+    read, multiply = grouped_products.read_handed, grouped_products._gradients
 
     def reading(of: Any, *rest: Any) -> Any:
         rows.append(weakref.ref(of.rows))
@@ -97,7 +97,7 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             found.append(rows.pop()() is not None)
         return multiply(*args)
 
-    monkeypatch.setattr(grouped_products, "_read_handed", reading)
+    monkeypatch.setattr(grouped_products, "read_handed", reading)
     monkeypatch.setattr(grouped_products, "_gradients", multiplying)
     return found
 
