@@ -16,11 +16,19 @@ from te_dist.grouped.grouped_tensor import OPS, GroupedTensor
 from te_dist.grouped.storage import GroupCut, GroupedStorage
 from te_dist.tensor import OPS as OF_MATRICES
 from te_dist.tensor import collectives
-from te_dist.tensor.rectangles import gathered_wires, note_in_parts, of_all, regions
+from te_dist.tensor.rectangles import check_equal, gathered_wires, note_in_parts, of_all, padded_in_name, regions
 from te_dist.tensor.redistribute import WAITS
 
-OPS.adopt(OF_MATRICES, torch.ops.aten.constant_pad_nd.default, *WAITS)
+OPS.adopt(OF_MATRICES, *WAITS)
 OPS.adopt(OF_MATRICES, torch.ops.c10d.scatter_.default, torch.ops.c10d.broadcast_.default)
+
+
+@OPS.implements(torch.ops.aten.constant_pad_nd.default)
+def _pad(func: Any, args: Any, kwargs: Any) -> GroupedTensor:
+    """Members, or rows of each, behind those of a shard, by which DTensor makes all shards alike; in name only."""
+    tensor, pad = args[:2]
+    cut = tensor.storage.cut
+    return padded_in_name(tensor, pad, dims=[] if cut is None else [cut.dim])
 
 
 @OPS.implements(torch.ops._c10d_functional.all_gather_into_tensor.default)
@@ -51,6 +59,7 @@ def _rows_of_all(tensor: GroupedTensor, cut: GroupCut, process: ProcessGroup) ->
             f"the ranks have {found} of the members of a group, wanted {parts}: rows were cut over other ranks than "
             "these"
         )
+    check_equal(parts, ROWS - 1)
     storage = GroupedStorage(own.format, {}, whole, dtype=own.dtype)
     storage.cut_dims = own.cut_dims - {ROWS - 1}
     for field in own.format.canonical.fields:

@@ -230,14 +230,11 @@ def _chunk(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
 
 @OPS.implements(aten.constant_pad_nd.default)
 def _pad(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
-    """Rows behind those of a shard, by which DTensor makes all shards equally long; in name only."""
+    """Rows, or columns, behind those of a shard, by which DTensor makes all shards equally long; in name only."""
     tensor, pad = args[:2]
-    if tensor.storage.cut is None or len(pad) != 2 * tensor.dim() or any(pad[:-1]):
-        raise NotImplementedError(
-            f"a quantized tensor is padded behind the rows of a shard only, got {list(pad)} for {tuple(tensor.shape)}; "
-            "call .dequantize() first"
-        )
-    return tensor.like(tensor.storage, (tensor.shape[0] + pad[-1], *tensor.shape[1:]))
+    rows = [0] if tensor.storage.cut is not None else []
+    columns = [tensor.dim() - 1] if rectangles.COLS in tensor.storage.cut_dims else []
+    return rectangles.padded_in_name(tensor, pad, dims=rows + columns)
 
 
 @OPS.implements(aten.select.int)

@@ -34,6 +34,8 @@ _IN_PARTS: weakref.WeakKeyDictionary[QuantizedStorage, int] = weakref.WeakKeyDic
 def gather(tensor: QuantizedTensor, parts: Sequence[Region], group: ProcessGroup) -> QuantizedTensor:
     """The `parts` that the ranks of `group` hold, joined along the dimension along which these are not alike."""
     own, along_rows = tensor.storage, all(part.cols == parts[0].cols for part in parts)
+    if not along_rows:
+        check_equal(parts, COLS)
     whole = joined(parts, ROWS if along_rows else COLS)
     storage = QuantizedStorage(own.format, {}, whole, dtype=own.dtype)
     for field in own.format.canonical.fields:
@@ -108,6 +110,30 @@ def gathered_wires(field: Field, buffer: Tensor, parts: Sequence[Region], *, gro
         row[:size].view(field.dtype).view(*leading, *field.compact_shape(part))
         for row, size, part in zip(rows, sizes, parts, strict=True)
     ]
+
+
+def check_equal(parts: Sequence[Region], dim: int) -> None:
+    """Raises NotImplementedError, on all ranks alike, where parts are of other lengths along `dim`."""
+    lengths = [part.shape[dim] for part in parts]
+    if len(set(lengths)) > 1:
+        raise NotImplementedError(
+            f"the ranks have {lengths} {('rows of each member', 'columns')[dim]}, wanted as many on each: DTensor pads "
+            "them to be alike, for which codes have no room; cut along the first dimension, or what the ranks divide"
+        )
+
+
+def padded_in_name(tensor: _T, pad: Sequence[int], *, dims: Sequence[int]) -> _T:
+    """`tensor` under the shape that DTensor pads it to, behind a part, along `dims` along which it was cut.
+
+    Some ranks pad, others do not: what cannot be gathered of such parts is refused by the gather, on all alike.
+    """
+    behind = [0] * (tensor.dim() - len(pad) // 2) + list(pad[1::2][::-1])
+    if any(pad[::2]) or any(n for dim, n in enumerate(behind) if dim not in dims):
+        raise NotImplementedError(
+            f"a quantized tensor is padded behind a part only, along what it was cut along, got {list(pad)} for "
+            f"{tuple(tensor.shape)}; redistribute to Replicate() first, or call .dequantize()"
+        )
+    return tensor.like(tensor.storage, [extent + n for extent, n in zip(tensor.shape, behind, strict=True)])
 
 
 def note_in_parts(whole: QuantizedStorage, number: int) -> None:
