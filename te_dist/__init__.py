@@ -90,15 +90,68 @@ __all__ = [
     "tensor_parallel",
 ]
 
+_ATTENTION = "torch.nn.functional.scaled_dot_product_attention"
+_COLLECTIVES = "nothing: collectives are torch's own, without user buffers"
+_ANY_SIZE = "nothing: groups of a GroupedLinear may have any size"
+_REFUSES = "te_dist.prepare(model, recipe), which refuses what its device cannot compute"
+_OF_RECIPES = (
+    "CustomRecipe",
+    "DelayedScaling",
+    "DelayedScalingRequest",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "QuantizerRole",
+    "Recipe",
+)
 _OF_TRANSFORMER_ENGINE = {
     "fp8_autocast": "te_dist.autocast(recipe=...)",
     "fp8_model_init": "te_dist.quantized_model_init(recipe=...)",
-    "make_graphed_callables": "torch.cuda.make_graphed_callables",
+    "common": "te_dist.recipe",
+    "get_default_recipe": "a recipe of te_dist.recipe, by its name",
+    **{name: f"te_dist.recipe.{name}" for name in _OF_RECIPES},
+    "TransformerLayer": f"a module of your own, of te_dist.LayerNormLinear, {_ATTENTION}, te_dist.Linear and "
+    "te_dist.LayerNormMLP",
+    "MultiheadAttention": f"te_dist.LayerNormLinear, {_ATTENTION} and te_dist.Linear",
+    "DotProductAttention": _ATTENTION,
+    "attention": _ATTENTION,
+    "module": "te_dist.nn",
     "moe_permute": "te_dist.nn.moe.permute",
+    "moe_permute_with_probs": "te_dist.nn.moe.permute, and te_dist.nn.moe.permute_probabilities",
+    "moe_permute_and_pad_with_probs": "te_dist.nn.moe.permute, and te_dist.nn.moe.permute_probabilities: no group has "
+    "to be padded",
     "moe_unpermute": "te_dist.nn.moe.unpermute",
-    "DotProductAttention": "torch.nn.functional.scaled_dot_product_attention",
-    "Fp8Padding": "nothing: groups of a GroupedLinear may have any size",
-    "Fp8Unpadding": "nothing: groups of a GroupedLinear may have any size",
+    "moe_sort_chunks_by_index": "te_dist.nn.moe.ExpertParallel, which sorts what arrives",
+    "moe_sort_chunks_by_index_with_probs": "te_dist.nn.moe.ExpertParallel, which sorts what arrives",
+    "permutation": "te_dist.nn.moe",
+    "Fp8Padding": _ANY_SIZE,
+    "Fp8Unpadding": _ANY_SIZE,
+    "distributed": "te_dist.checkpoint to recompute, te_dist.fsdp2.fully_shard to shard",
+    "CudaRNGStatesTracker": "te_dist.fsdp2.materialize, which initializes alike on every mesh",
+    "initialize_ub": _COLLECTIVES,
+    "destroy_ub": _COLLECTIVES,
+    "UserBufferQuantizationMode": _COLLECTIVES,
+    "parallel_cross_entropy": "torch.distributed.tensor.parallel.loss_parallel",
+    "optimizers": "te_dist.optim",
+    "FusedAdam": "te_dist.optim.FusedAdam",
+    "FusedSGD": "te_dist.optim.MasterWeights around torch.optim.SGD",
+    "cpu_offload": "te_dist.offload",
+    "mark_not_offload": "te_dist.offload.mark_not_offload",
+    "ManualOffloadSynchronizer": "nothing: te_dist.offload orders its copies by events",
+    "make_graphed_callables": "torch.cuda.make_graphed_callables",
+    "onnx_export": "torch.export.export",
+    "is_fp8_available": _REFUSES,
+    "is_fp8_block_scaling_available": _REFUSES,
+    "is_mxfp8_available": _REFUSES,
+    "is_nvfp4_available": _REFUSES,
+    "Quantizer": "te_dist.quantizers.Quantizer",
+    "QuantizedTensorStorage": "te_dist.tensor.QuantizedStorage",
+    **dict.fromkeys(
+        ("Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor", "NVFP4Tensor"),
+        "te_dist.QuantizedTensor, of any format",
+    ),
 }
 
 if not TYPE_CHECKING:  # which would take any name for one that is there

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_dist._torch_private import in_backward, is_autocast_anywhere
-from te_dist.recipe import UNIFORM, Recipe
+from te_dist.recipe import UNIFORM, Elsewhere, Recipe, leads
 from te_dist.tensor import QuantizedTensor
 
 
@@ -52,6 +52,15 @@ _OUTSIDE, _DISABLED, _PLAIN = Autocast(), Autocast(), ModelInit()  # the first t
 _current = threading.local()
 _states: dict[Recipe, Autocast] = {}
 _named: dict[str, Recipe] = {}
+
+_OF_AUTOCAST: Elsewhere = {
+    "fp8_recipe": (None, "its name is recipe here"),
+    "fp8_group": (None, "its name is amax_reduction_group here"),
+    "calibrating": (
+        False,
+        "histories of delayed scaling fill while a model is trained, and Float8CurrentScaling needs none; leave it out",
+    ),
+}
 
 
 def current_autocast() -> Autocast:
@@ -138,6 +147,7 @@ class _AutocastScope(Scope):
         super().__exit__(*exception)
 
 
+@leads(_OF_AUTOCAST, name="autocast")
 def autocast(
     enabled: bool = True, *, recipe: Recipe | None = None, amax_reduction_group: dist.ProcessGroup | None = None
 ) -> Scope:
@@ -149,7 +159,7 @@ def autocast(
         amax_reduction_group: ranks that share the scales of delayed scaling: one reduction per backward pass.
 
     Raises:
-        ValueError: enabled without a recipe.
+        ValueError: enabled without a recipe, or a keyword of TransformerEngine that is not here.
         TypeError: `amax_reduction_group` is no process group that this rank is in.
     """
     if not enabled:

@@ -6,10 +6,12 @@ scaling, whose history the module that uses the tensor keeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from functools import wraps
+from inspect import signature
+from typing import Any, Literal, TypeVar
 
 from te_dist.quantizers import (
     Float8BlockQuantizer,
@@ -37,6 +39,11 @@ Fp8Name = Literal["e4m3", "e5m2"]
 TensorType = Literal["input", "weight", "grad_output"]
 Choice = Literal["none", "weights", "activations", "all"]
 Dims = Literal[1, 2]
+
+# By keyword of TransformerEngine that is not here: what asks for nothing, and what to do instead of anything else.
+Elsewhere = Mapping[str, tuple[Any, str]]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Made = TypeVar("_Made", bound=type)
 
 
 class Format(Enum):
@@ -68,6 +75,67 @@ class QuantizerRole:
     name: str = ""
 
 
+def refuse(options: Mapping[str, Any], elsewhere: Elsewhere, *, name: str) -> None:
+    """Raises for keywords that `name` does not take, unless they ask for nothing.
+
+    Raises:
+        ValueError: one of `elsewhere`; the message says what to do instead.
+        TypeError: any other.
+    """
+    for option, value in options.items():
+        if option not in elsewhere:
+            raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
+        nothing, remedy = elsewhere[option]
+        if value != nothing:
+            raise ValueError(f"{name}: {option}={value!r} is not supported: {remedy}")
+
+
+def leads(elsewhere: Elsewhere, *, name: str) -> Callable[[_Function], _Function]:
+    """Has a function `refuse` keywords that it does not take, and its signature say nothing of them."""
+
+    def leading(function: _Function) -> _Function:
+        taken = signature(function).parameters
+
+        @wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            others = [option for option in options if option not in taken]
+            refuse({option: options.pop(option) for option in others}, elsewhere, name=name)
+            return function(*args, **options)
+
+        return call  # type: ignore[return-value]
+
+    return leading
+
+
+# Of recipes; where one has a field of such a name, it is that.
+_NO_ATTENTION = False, "attention is torch's, in high precision, whatever the recipe; leave it out"
+_OF_RECIPES: Elsewhere = {
+    "interval": (1, "scales move once per backward pass; leave it out"),
+    "margin": (0, "scales of tiles leave no powers of two unused; leave it out"),
+    "override_linear_precision": (
+        (False, False, False),
+        "take a CustomRecipe, in which the te_dist.IdentityQuantizer of a te_dist.HybridQuantizer leaves a direction "
+        "in high precision",
+    ),
+    "scaling_factor_compute_algo": (None, "there is one rule for scales; DelayedScaling(margin=...) lowers them"),
+    "backward_override": (None, "take a CustomRecipe, whose te_dist.HybridQuantizer says what backward multiplies"),
+    "fp4_format": (None, "values of NVFP4 are E2M1; leave it out"),
+    "fp8_format": (Format.E4M3, "scales of NVFP4 are E4M3; leave it out"),
+    "fp8_dpa": _NO_ATTENTION,
+    "fp8_mha": _NO_ATTENTION,
+    **dict.fromkeys(
+        ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"),
+        (None, "forward is summed in the tensor cores' own precision, gradients in fp32; leave it out"),
+    ),
+}
+
+
+def _leading(made: _Made) -> _Made:
+    """Has the constructor of a recipe `refuse` keywords of TransformerEngine's."""
+    made.__init__ = leads(_OF_RECIPES, name=made.__name__)(made.__init__)
+    return made
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Base of all recipes."""
@@ -83,6 +151,7 @@ class Recipe:
         raise NotImplementedError
 
 
+@_leading
 @dataclass(frozen=True)
 class DelayedScaling(Recipe):
     """FP8 by one scale per tensor, taken from the largest magnitudes of past steps.
@@ -118,6 +187,7 @@ class DelayedScaling(Recipe):
         return DelayedScalingRequest(fp8, self.margin, self.amax_history_len, self.amax_compute_algo, self.reduce_amax)
 
 
+@_leading
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
     """FP8 by one scale per tensor, taken from the tensor itself.
@@ -140,6 +210,7 @@ class Float8CurrentScaling(Recipe):
         )
 
 
+@_leading
 @dataclass(frozen=True)
 class Float8BlockScaling(Recipe):
     """FP8 with fp32 scales for runs of 128 values, or squares of 128 x 128.
@@ -180,6 +251,7 @@ class Float8BlockScaling(Recipe):
         )
 
 
+@_leading
 @dataclass(frozen=True)
 class MXFP8BlockScaling(Recipe):
     """FP8 with a power-of-two scale byte for runs of 32 values.
@@ -197,6 +269,7 @@ class MXFP8BlockScaling(Recipe):
         return MXFP8Quantizer(self.fp8_format.of(role.tensor_type), with_2d_quantization=squares)
 
 
+@_leading
 @dataclass(frozen=True)
 class NVFP4BlockScaling(Recipe):
     """Four-bit values: squares for weights; inputs and gradients transformed for wgrad, gradients rounded by chance.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -27,3 +28,26 @@ def test_names_of_transformer_engine_lead_to_those_here() -> None:
         te.fp8_autocast  # noqa: B018
     with pytest.raises(AttributeError, match="module 'te_dist' has no attribute 'nothing'$"):
         te.nothing  # noqa: B018
+    with pytest.raises(AttributeError, match=r"TransformerEngine's TransformerLayer take a module of your own"):
+        te.TransformerLayer  # noqa: B018
+
+
+def test_what_names_of_transformer_engine_lead_to_is_there() -> None:
+    te = importlib.import_module("te_dist")
+    for name, here in te._OF_TRANSFORMER_ENGINE.items():
+        assert not hasattr(te, name), f"{name} is here itself"
+        paths = re.findall(r"\b(?:te_dist|torch)(?:\.\w+)+", here)
+        assert paths or here.startswith("nothing: "), name
+        for path in paths:
+            resolve(path)
+
+
+def resolve(path: str) -> object:
+    """What a dotted path leads to, submodules that nobody has imported included."""
+    root, *names = path.split(".")
+    found = importlib.import_module(root)
+    for number, name in enumerate(names, 1):
+        if not hasattr(found, name):
+            importlib.import_module(".".join([root, *names[:number]]))
+        found = getattr(found, name)
+    return found

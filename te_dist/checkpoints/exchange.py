@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from te_dist.checkpoints import agreement, conversion, initial, model_state, optimizer_state, replicas, weight_files
+from te_dist.checkpoints import (
+    agreement,
+    conversion,
+    foreign,
+    initial,
+    model_state,
+    optimizer_state,
+    replicas,
+    weight_files,
+)
 from te_dist.checkpoints.errors import CheckpointError, Ranks, listed
 from te_dist.checkpoints.packing import Packing
 from te_dist.checkpoints.part import Part
@@ -134,7 +143,8 @@ def import_safetensors(model: nn.Module, directory: str | os.PathLike[str]) -> N
         model: sharded or not, not on the meta device.
         directory: of `.safetensors` files, each tensor whole, under the names the model has; of those its index names,
             where it has one. Weights take float64, float32, bfloat16 and float16; those of experts may be packed in the
-            files and separate in the model, or the other way round.
+            files and separate in the model, or the other way round. What modules of TransformerEngine pickled beside
+            their weights is passed over.
 
     Raises:
         CheckpointError: names, shapes or dtypes do not fit, files and index are not of one export, or a file cannot be
@@ -300,12 +310,21 @@ def _files(entries: list[_Entry]) -> dict[str, list[_Entry]]:
     return {weight_files.name_of(i, len(files)): file for i, file in enumerate(files)}
 
 
+def _stored(where: Path, named: Named, every: Named) -> dict[str, weight_files.Stored]:
+    """What is to be read, without histories of this model (in `every` alone) and extra states of others."""
+    contents = weight_files.contents(where)
+    extra = [name for name in contents if name not in named and foreign.names_extra_state(name)]
+    passed_over = {*every, *extra}
+    foreign.warn_unless(all(0 in contents[name].shape for name in extra))
+    return {name: each for name, each in contents.items() if name in named or name not in passed_over}
+
+
 def _matched(model: nn.Module, where: Path) -> tuple[Named, dict[str, Path], Packing]:
     """(Tensors of the model that are filled, file of each stored one, how their names differ)."""
     every = model_state.named_tensors(model)
     named = _values(model, every)
     model_state.check_quantized(named)
-    stored = {name: each for name, each in weight_files.contents(where).items() if name in named or name not in every}
+    stored = _stored(where, named, every)
     scales = [name for name in stored if name not in named and names_a_scale(name)]
     if scales:
         raise CheckpointError(

@@ -131,7 +131,7 @@ class GroupedSite(LinearSite):
     )
     def _untraced(self, x: Tensor, weights: Sequence[Tensor], *, given: Given, **around: Unpack[Around]) -> Any:
         out = self._eager(x, weights, given=given, **around)
-        lost_recipes.outside_of_graph(self.graph_place, differentiable(out), trains=self.training)
+        lost_recipes.outside_of_graph(self.graph_place, out, trains=self.training)
         return out
 
     def _eager(self, x: Tensor, weights: Sequence[Tensor], *, given: Given, **around: Unpack[Around]) -> Any:

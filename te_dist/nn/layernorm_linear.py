@@ -7,8 +7,9 @@ from typing import Any, Unpack
 from torch import Tensor, nn
 
 from te_dist.nn.norms import NormedModule
-from te_dist.nn.options import LayerNormLinearOptions, read, spells_out
+from te_dist.nn.options import REFUSED_IN_FORWARD, LayerNormLinearOptions, NoOptions, read, spells_out
 from te_dist.nn.site import LinearSite
+from te_dist.recipe import refuse
 
 
 class LayerNormLinear(NormedModule):
@@ -35,8 +36,11 @@ class LayerNormLinear(NormedModule):
         self.gemm = LinearSite(in_features, out_features, name=self.name)
         self._add_linear(self.gemm, ("weight", "bias" if bias else None), known.get("init_method"))
 
-    def forward(self, inp: Tensor) -> Any:
+    @spells_out(NoOptions)
+    def forward(self, inp: Tensor, **refused: Unpack[NoOptions]) -> Any:
         """(..., out_features) of `inp` (..., in_features); a tuple with `return_bias`, `return_layernorm_output`."""
+        if refused:
+            refuse(refused, REFUSED_IN_FORWARD, name="LayerNormLinear.forward")
         normalized = self._normalize(inp)
         if self.return_bias:
             return self._output(self.gemm(normalized, self.weight), self.bias, normalized=normalized)

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from te_dist.nn import activations
 from te_dist.nn.gated import in_turn
 from te_dist.nn.norms import NormedModule
-from te_dist.nn.options import LayerNormMLPOptions, read, spells_out
+from te_dist.nn.options import REFUSED_IN_FORWARD, LayerNormMLPOptions, NoOptions, read, spells_out
 from te_dist.nn.site import LinearSite
+from te_dist.recipe import refuse
 
 
 class LayerNormMLP(NormedModule):
@@ -55,8 +56,11 @@ class LayerNormMLP(NormedModule):
         second = known.get("output_layer_init_method") or first
         self._add_linear(self.fc2, ("fc2_weight", "fc2_bias" if bias else None), second)
 
-    def forward(self, inp: Tensor) -> Any:
+    @spells_out(NoOptions)
+    def forward(self, inp: Tensor, **refused: Unpack[NoOptions]) -> Any:
         """(..., hidden_size) of `inp` of that shape; a tuple with `return_bias`, `return_layernorm_output`."""
+        if refused:
+            refuse(refused, REFUSED_IN_FORWARD, name="LayerNormMLP.forward")
         normalized = self._normalize(inp)
         first = self.fc1, self.fc1_weight, self.fc1_bias
         second = self.fc2, self.fc2_weight, None if self.return_bias else self.fc2_bias

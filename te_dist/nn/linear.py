@@ -7,8 +7,9 @@ from typing import Unpack
 from torch import Tensor, nn
 
 from te_dist.nn.module import QuantizedModule
-from te_dist.nn.options import LinearOptions, read, spells_out
+from te_dist.nn.options import REFUSED_IN_FORWARD, LinearOptions, NoOptions, read, spells_out
 from te_dist.nn.site import LinearSite
+from te_dist.recipe import refuse
 
 
 class Linear(QuantizedModule):
@@ -44,8 +45,11 @@ class Linear(QuantizedModule):
         self.gemm = LinearSite(in_features, out_features, name=self.name)
         self._add_linear(self.gemm, ("weight", "bias" if bias else None), known.get("init_method"))
 
-    def forward(self, inp: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+    @spells_out(NoOptions)
+    def forward(self, inp: Tensor, **refused: Unpack[NoOptions]) -> Tensor | tuple[Tensor, Tensor | None]:
         """(..., out_features) of `inp` (..., in_features), plain or quantized; with `return_bias` (that, the bias)."""
+        if refused:
+            refuse(refused, REFUSED_IN_FORWARD, name="Linear.forward")
         if self.return_bias:
             return self.gemm(inp, self.weight), self.bias
         return self.gemm(inp, self.weight, self.bias)

@@ -59,12 +59,14 @@ def backward(plan: str) -> None:
         _wait_no_longer(_recorded, place, plan)
 
 
-def outside_of_graph(place: str, out: Tensor, *, trains: bool) -> None:
+def outside_of_graph(place: str, output: Tensor | tuple[Tensor, Tensor | None], *, trains: bool) -> None:
     """A map had this output between two graphs; how it ran, eager mode knows, but no graph that it may run again in.
 
     `trains`: whether it is in training mode.
     """
     recipe = current_autocast().name
+    rows, values = output if isinstance(output, tuple) else (output, None)
+    out = rows if values is None else values
     if in_backward() or not (recipe and (trains or out.requires_grad)):
         return
     _wait(place, recipe, records=out.requires_grad)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from te_dist import catalog
+from te_dist.checkpoints.foreign import pass_over
 from te_dist.context import current_model_init
 from te_dist.formats import Format, Group, Region
 from te_dist.fsdp2.loading import ASSIGNS, quantize_assigned
@@ -113,7 +114,7 @@ class QuantizedModule(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         """As torch does it; what `assign=True` puts in the place of quantized parameters is quantized first, and
-        histories that have no place yet are unexpected."""
+        histories that have no place yet are unexpected. What TransformerEngine pickled of a module is passed over."""
         self._warn_of_other_formats(state_dict, prefix)
         if local_metadata.get(ASSIGNS, False):
             quantize_assigned(self, state_dict, prefix)
@@ -128,6 +129,7 @@ class QuantizedModule(nn.Module):
                     stacklevel=2,
                 )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+        pass_over(state_dict, prefix, unexpected)
 
     def _warn_of_other_formats(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         """Where values that were rounded to codes of one format are rounded again to those of another."""

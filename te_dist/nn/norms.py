@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from te_dist.checkpoints.foreign import pass_over
 from te_dist.fsdp2.check import not_gathered
 from te_dist.nn.module import QuantizedModule
 from te_dist.nn.options import InitMethod
@@ -77,6 +78,11 @@ class _Norm(nn.Module):
         """Starts as a plain norm."""
         for name, param in self.named_parameters(recurse=False):
             self.init_parameter(name, param)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """As torch does it; what TransformerEngine pickled of a norm is passed over."""
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        pass_over(state_dict, prefix, args[3])
 
     def forward(self, inp: Tensor) -> Tensor:
         """(..., normalized_shape) -> the same."""

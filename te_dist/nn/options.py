@@ -9,8 +9,10 @@ from typing import Any, Literal, TypedDict, TypeVar
 import torch
 from torch import Tensor
 
+from te_dist.recipe import Elsewhere
+
 InitMethod = Callable[[Tensor], Any]
-_Constructor = TypeVar("_Constructor", bound=Callable[..., None])
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class ModuleOptions(TypedDict, total=False):
@@ -70,12 +72,16 @@ class LayerNormMLPOptions(NormOptions, LinearOptions, total=False):
     output_layer_init_method: InitMethod | None
 
 
+class NoOptions(TypedDict):
+    """Keywords of a function that takes none, and says so of those in the place of which there is something here."""
+
+
 _PARALLEL = "apply a style of te_dist.tensor_parallel to the finished module"
 _DELAYED_WGRAD = "gradients are returned to autograd in params_dtype, so that FSDP2 and DTensor see them"
 _OVERLAP = "te_dist has no userbuffers: collectives are torch's own"
 
 # Keywords of TransformerEngine and torch that te_dist does not take -> (what asks for nothing, what to do instead).
-REFUSED: dict[str, tuple[Any, str]] = {
+REFUSED: Elsewhere = {
     "dtype": (None, "its name is params_dtype here, as in TransformerEngine"),
     "sequence_parallel": (False, _PARALLEL),
     "tp_group": (None, _PARALLEL),
@@ -102,6 +108,17 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "micro_batch_size": (None, "shapes are taken from the input"),
 }
 
+# The same of forward passes, which `te_dist.recipe.refuse` reads.
+REFUSED_IN_FORWARD: Elsewhere = {
+    "is_first_microbatch": (
+        None,
+        "leave it out; weights made inside of te_dist.quantized_model_init need no cache over micro batches, and plain "
+        "ones are quantized in every pass; GroupedLinear and MoE take it",
+    ),
+    "fp8_output": (False, "outputs are in high precision, and whoever multiplies them quantizes them; leave it out"),
+    "fp8_grad": (False, "gradients of inputs are in high precision; leave it out"),
+}
+
 
 class _Unsaid:
     """The default of a keyword, which the module's docstring tells; written as in stubs."""
@@ -110,13 +127,13 @@ class _Unsaid:
         return "..."
 
 
-def spells_out(known: type) -> Callable[[_Constructor], _Constructor]:
-    """Has `inspect.signature`, `help` and `nn.utils.skip_init` see a constructor with the keywords of a TypedDict, in
-    the place of `**options`.
+def spells_out(known: type) -> Callable[[_Function], _Function]:
+    """Has `inspect.signature`, `help` and `nn.utils.skip_init` see a function with the keywords of a TypedDict, in the
+    place of `**options`.
     """
 
-    def spelled_out(constructor: _Constructor) -> _Constructor:
-        signature = inspect.signature(constructor)
+    def spelled_out(function: _Function) -> _Function:
+        signature = inspect.signature(function)
         *own, _ = signature.parameters.values()
         options = [
             inspect.Parameter(
@@ -124,8 +141,8 @@ def spells_out(known: type) -> Callable[[_Constructor], _Constructor]:
             )
             for name, of in known.__annotations__.items()
         ]
-        constructor.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-        return constructor
+        function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+        return function
 
     return spelled_out
 
