@@ -99,8 +99,8 @@ def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
         steps, losses = zip(*looks, strict=True)
         axes.plot(steps, losses, color=f"C{index}", alpha=0.3, linewidth=0.8)
         axes.plot(steps, smoothed(list(losses)), color=f"C{index}", label=f"{recipe}, training")
-        points = [(record["step"], record["validation_loss"]) for record in records if "validation_loss" in record]
-        axes.plot(*zip(*points, strict=True), "o", color=f"C{index}", label=f"{recipe}, held out")
+        points = {record["step"]: record["validation_loss"] for record in records if "validation_loss" in record}
+        axes.plot(list(points), list(points.values()), "o", color=f"C{index}", label=f"{recipe}, held out")
     axes.set(xlabel="step", ylabel="nats per token")
     axes.legend()
     axes.grid(alpha=0.3)

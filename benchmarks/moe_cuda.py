@@ -6,6 +6,7 @@ All experts on this GPU, bf16 tokens and gradients, quantized weights, router in
 plain torch: bf16 router, argsort, `grouped_mm`, SwiGLU and probabilities in bf16, `index_add`. GPU times start with a
 cold L2 cache and behind other work; issue times are what the CPU takes to hand over a pass, alone to an idle GPU, and
 as one of ten in a row. With `--shares`, one pass of every line is profiled, and ops are listed by their part of it.
+With `--compiled` every line comes again, compiled by `mode="reduce-overhead"`: in CUDA graphs of torch's own.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from te_dist.nn.moe import MoE, Routing
 # (tokens, H, F, experts, top-k): a layer of Qwen3-30B-A3B, one of few wide experts, and the first of few tokens, whose
 # passes in a row take as long as the CPU does.
 SHAPES = ((16384, 2048, 768, 128, 8), (8192, 4096, 2048, 16, 4), (4096, 2048, 768, 128, 8))
+FEW = (512, 2048, 768, 64, 8)  # besides, with `--compiled`
 
 Shape = tuple[int, int, int, int, int]
 
@@ -62,6 +64,7 @@ def step(module: nn.Module, made_by: recipe.Recipe | None, shape: Shape) -> Call
     x.requires_grad_()
 
     def run() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
         x.grad = None
         module.zero_grad()
         with te.autocast(enabled=made_by is not None, recipe=made_by):
@@ -71,23 +74,28 @@ def step(module: nn.Module, made_by: recipe.Recipe | None, shape: Shape) -> Call
     return run
 
 
-def lines_of(shape: Shape, chosen: tuple[str, ...], repeats: int, parts: list[str] | None) -> Iterator[Row]:
-    """The peer, te_dist's bf16, then every recipe."""
+def lines_of(
+    shape: Shape, chosen: tuple[str, ...], repeats: int, *, compiled: bool, parts: list[str] | None
+) -> Iterator[Row]:
+    """The peer, te_dist's bf16, then every recipe; with `compiled` each of these again."""
     tokens, hidden, ffn, experts, top_k = shape
     flops = 3 * 2 * tokens * top_k * hidden * 3 * ffn
-    peer = step(PlainMoE(hidden, ffn, experts, top_k).to("cuda", torch.bfloat16), None, shape)
-    cases: list[tuple[str, recipe.Recipe | None]] = [("bf16", None), *((name, RECIPES[name]) for name in chosen)]
-    for name, run in [
-        ("torch bf16", peer),
-        *((name, step(ours(shape, made_by), made_by, shape)) for name, made_by in cases),
-    ]:
-        for _ in range(3):
-            run()
-        of_peer, gpu = median_times([peer, run], repeats)
-        cpu = issue_time(run, repeats), issue_time(run, repeats // 3, in_row=10)
-        yield Row(", ".join(map(str, shape)), name, gpu, flops / gpu / 1e6, *cpu, peak_memory(run), of_peer / gpu)
-        if parts is not None:
-            parts += [f"\n## {name}, {shape}\n", *shares_of(run)]
+    plain = PlainMoE(hidden, ffn, experts, top_k).to("cuda", torch.bfloat16)
+    cases = [("torch bf16", plain, None), ("bf16", ours(shape, None), None)]
+    cases += [(name, ours(shape, RECIPES[name]), RECIPES[name]) for name in chosen]
+    peer = step(plain, None, shape)
+    for is_compiled in (False, True)[: 1 + compiled]:
+        for name, module, made_by in cases:
+            torch.compiler.reset()
+            run = step(torch.compile(module, mode="reduce-overhead") if is_compiled else module, made_by, shape)
+            for _ in range(6):
+                run()
+            of_peer, gpu = median_times([peer, run], repeats)
+            cpu = issue_time(run, repeats), issue_time(run, repeats // 3, in_row=10)
+            label = f"{name}, compiled" if is_compiled else name
+            yield Row(", ".join(map(str, shape)), label, gpu, flops / gpu / 1e6, *cpu, peak_memory(run), of_peer / gpu)
+            if parts is not None and not is_compiled:
+                parts += [f"\n## {name}, {shape}\n", *shares_of(run)]
 
 
 REPORT = Report(
@@ -110,11 +118,14 @@ def main(
     repeats: int = 25,
     recipes: tuple[str, ...] = ("block", "current", "mxfp8"),
     shares: bool = False,
+    compiled: bool = False,
 ) -> None:
     """Prints the table; writes it as Markdown and JSON into `out`."""
     parts: list[str] | None = [] if shares else None
     end: list[str] = parts if parts is not None else []
-    REPORT.publish((row for shape in SHAPES for row in lines_of(shape, recipes, repeats, parts)), out, end=end)
+    shapes = (*SHAPES, FEW) if compiled else SHAPES
+    rows = (row for shape in shapes for row in lines_of(shape, recipes, repeats, compiled=compiled, parts=parts))
+    REPORT.publish(rows, out, end=end)
     print("\n".join(end))
 
 
