@@ -294,7 +294,7 @@ PLAN_INTRODUCTION = """\
 `te-dist plan CONFIG.toml --world-size 8` prints what a job of `te_dist.launch` stores and sends, by parameter, layer
 and rank, and the sums beside those of bf16; `--json` has every figure of every rank in bytes, `--rank 3` chooses whose
 parameters are listed, and overrides are those of the job (`--recipe mxfp8 --mesh.tp 2`). It starts no process and
-allocates nothing: the model is built on the meta device as each rank in turn would have it, and what is printed is
+allocates nothing: the model is built on the meta device as each kind of rank would have it, and what is printed is
 `fsdp2.footprints` of that, which tests hold to what jobs store, send and allocate. A job prints at its end what a rank
 stores of weights and gathers of them in a step; in a model of your own `fsdp2.count_traffic` counts every column.
 

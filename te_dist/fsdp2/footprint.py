@@ -3,6 +3,12 @@
 `footprints` takes a model as it is wrapped, on the meta device too. What a rank gathers is counted as what arrives,
 its own part included; what it reduces as what it brings. Over one rank nothing is sent. `fsdp2.count_traffic` counts
 the same bytes where they are sent, `fsdp2.peak_bytes` says how many of them are allocated at once.
+
+[Note: Kinds of ranks]
+Ranks cut the same parameters in the same way. The bytes of one follow from where its part lies: tiles are anchored at
+the first row and column of the whole, so that parts of equal extents may touch more or fewer of them. A part matters by
+the extents of what is stored of it. What it was cut from last, by FSDP2, matters by all parts together, which are the
+same wherever it begins at the same place in a tile. Which members of a group a rank has makes no difference.
 """
 
 from __future__ import annotations
@@ -18,7 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from te_dist import _torch_private
 from te_dist._torch_private import Managed
-from te_dist.formats import Field, Format
+from te_dist.formats import Field, Format, Region, Span
+from te_dist.formats.region import WHOLE
 from te_dist.fsdp2.parameter import ShardedParameter
 from te_dist.fsdp2.plan import GatherPlan, Phase, Place, leading_and_region
 from te_dist.fsdp2.scratch import scratch_bytes
@@ -131,6 +138,19 @@ def footprints(model: nn.Module) -> Unit:
     return _unit(model, names, inside=False)
 
 
+def kind_of_rank(model: nn.Module, coordinates: Mapping[str, int]) -> tuple[object, ...]:
+    """By what footprints may differ between ranks: those of ranks of equal kinds are equal. See [Note: Kinds of ranks].
+
+    Args:
+        model: as any of the ranks has it.
+        coordinates: of the rank in question along the axes of all meshes, by name.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    cut = (param for _, param in parameters_between_steps(model, names) if isinstance(param, DTensor))
+    alike = {(p.shape, p.placements, p.device_mesh, getattr(local_tensor(p), "format", None)): p for p in cut}
+    return tuple(_share(param, coordinates) for param in alike.values())
+
+
 def sent_per_step(of: Unit | Iterable[Footprint], *, micro_batches: int = 1) -> dict[Purpose, int]:
     """Bytes by purpose in a step whose gradients are reduced once, after the last of its micro batches.
 
@@ -143,6 +163,31 @@ def sent_per_step(of: Unit | Iterable[Footprint], *, micro_batches: int = 1) -> 
         for purpose, nbytes in each.sent.items():
             total[purpose] += nbytes * (micro_batches if purpose.is_of_a_pass else 1)
     return total
+
+
+def _share(param: DTensor, coordinates: Mapping[str, int]) -> tuple[object, ...]:
+    """The part of a parameter that a rank has, and what it was cut from, as far as bytes differ by them."""
+    local, mesh = local_tensor(param), param.device_mesh
+    fields = local.format.fields if isinstance(local, ShardedParameter) else ()
+    first = local.storage.matrix_dim if fields else param.dim()  # dimension from which on tiles matter
+    tile = math.lcm(*(extent for each in fields for extent in (*each.tile, *each.grain) if extent != WHOLE))
+    spans, before = [Span(0, extent) for extent in param.shape], []
+    for mesh_dim, dim in placement.cuts(param.placements):
+        before.append(tuple((span.start % tile if i >= first else 0, len(span)) for i, span in enumerate(spans)))
+        spans[dim] = _chunk(spans[dim], mesh.size(mesh_dim), coordinates[(mesh.mesh_dim_names or ())[mesh_dim]])
+    extents = tuple(map(len, spans))
+    if not fields:
+        return *before, extents
+    unit = math.prod(param.shape[first + 1 : -1])
+    region = Region(Span(spans[first].start * unit, len(spans[first]) * unit), spans[-1])
+    return *before, extents, *((each.shape(region), each.compact_shape(region)) for each in fields)
+
+
+def _chunk(span: Span, num_chunks: int, index: int) -> Span:
+    """The part that `torch.chunk` makes; an empty one behind the last."""
+    size = -(-len(span) // num_chunks)
+    start = min(size * index, len(span))
+    return Span(span.start + start, min(size, len(span) - start))
 
 
 def _unit(module: nn.Module, names: dict[nn.Module, str], *, inside: bool) -> Unit:

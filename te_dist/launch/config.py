@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from te_dist.launch.errors import require
+from te_dist.launch.home import expanded
 from te_dist.offload.host import parse_bytes
 
 RecipeName = Literal[
@@ -20,6 +21,7 @@ RecipeName = Literal[
 BYTE_ALPHABET = 256  # a byte-level vocabulary holds every byte, so any text can be encoded
 SPECIAL_TOKENS = 1  # end of text
 SMALLEST = 2.0**-126  # normal number above 0 of fp32
+LONGEST = 10**8  # seconds: clocks of stores and process groups hold some ten times as many
 
 
 def _at_least(section: str, config: object, minimum: float, *names: str) -> None:
@@ -188,7 +190,7 @@ class DataConfig:
     """Which text is read and how it is cut."""
 
     files: tuple[str, ...] = ("{stdlib}/**/*.py",)
-    """Paths or globs of UTF-8 text; {stdlib} stands for the standard library of the running interpreter."""
+    """Paths or globs of UTF-8 text; {stdlib} is the standard library of the running interpreter, ~ a home directory."""
     exclude: tuple[str, ...] = (
         "{stdlib}/site-packages/*",
         "{stdlib}/test/*",
@@ -209,6 +211,9 @@ class DataConfig:
             wanted="paths or globs of text",
             remedy="name one or more",
         )
+        for name in ("files", "exclude"):
+            for index, entry in enumerate(getattr(self, name)):
+                expanded(entry, f"data.{name}[{index}]")  # refused here, and expanded where wildcards are
         _at_least("data", self, 2, "sequence_length")
         _fraction("data", self, "validation_fraction")
 
@@ -302,6 +307,7 @@ class CheckpointConfig:
             wanted='"auto", "none" or the path of a checkpoint',
             remedy="name one of them",
         )
+        object.__setattr__(self, "resume", expanded(self.resume, "checkpoint.resume"))
 
 
 @dataclass(frozen=True)
@@ -332,9 +338,17 @@ class Config:
 
     def __post_init__(self) -> None:
         _at_least("", self, 1, "timeout_seconds")
+        require(
+            self.timeout_seconds <= LONGEST,
+            "timeout_seconds",
+            got=self.timeout_seconds,
+            wanted=f"at most {LONGEST}, which are three years",
+            remedy="lower it",
+        )
         _at_least("", self, 0, "seed")
         require(self.seed < 2**63, "seed", got=self.seed, wanted="less than 2^63", remedy="lower seed")
         require(self.run_dir != "", "run_dir", got="an empty text", wanted="a directory", remedy="name one")
+        object.__setattr__(self, "run_dir", expanded(self.run_dir, "run_dir"))
         require(
             self.offload is False or _is_size(self.offload),
             "offload",

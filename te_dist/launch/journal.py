@@ -112,15 +112,18 @@ class Journal:
             self.note(f"step {step}  {text}")
 
     def draw(self, unigram: float) -> None:
-        """Draws the losses of `metrics.jsonl` so far, with the unigram model's loss as a line; says where it cannot."""
+        """Draws the losses of `metrics.jsonl` so far, of each step the newest, with the unigram model's loss as a line.
+
+        Where it cannot, it says so.
+        """
         if not self._writes:
             return
         records = list(self._records())
         figure = importlib.import_module("matplotlib.figure").Figure(figsize=(8, 5), layout="constrained")
         axes = figure.subplots()
         for key, style in (("loss", "-"), ("validation_loss", "o-")):
-            points = [(record["step"], record[key]) for record in records if key in record]
-            axes.plot([step for step, _ in points], [loss for _, loss in points], style, label=key.replace("_", " "))
+            points = {record["step"]: record[key] for record in records if key in record}
+            axes.plot(list(points), list(points.values()), style, label=key.replace("_", " "))
         axes.axhline(unigram, linestyle="--", color="gray", label="unigram model, validation")
         axes.set(xlabel="step", ylabel="nats per token")
         axes.legend()

@@ -26,6 +26,10 @@ class Layout:
     accumulate: int
     ep: int = 1
 
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands along every axis of the meshes (dp, tp) and (edp, ep)."""
+        return dict(zip(("dp", "tp", "edp", "ep"), divmod(rank, self.tp) + divmod(rank, self.ep), strict=True))
+
 
 def plan(config: Config, world_size: int) -> Layout:
     """The layout of `world_size` ranks.
@@ -112,3 +116,11 @@ def _check_experts(config: Config, world_size: int) -> None:
         wanted="0 where rows are not sent to other ranks",
         remedy="set it to 0, or raise mesh.ep",
     )
+    for name, plain in (("payload", "plain"), ("travels", "copies")):
+        require(
+            ep > 1 or getattr(experts, name) == plain,
+            f"model.experts.{name}",
+            got=f"{getattr(experts, name)} with mesh.ep = {ep}",
+            wanted=f'"{plain}" where rows are not sent to other ranks',
+            remedy="leave it out, or raise mesh.ep",
+        )

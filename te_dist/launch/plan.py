@@ -1,7 +1,7 @@
 """What a configured job stores and sends, by parameter and rank, without starting it.
 
-The model is built on the meta device once for each rank, by the calls that a job makes, in a process group of which
-this process alone is there. Everything else is `fsdp2.footprints`, and the optimizer's own state without memory.
+The model is built on the meta device once for each kind of rank, by the calls that a job makes, in a process group of
+which this process alone is there. Everything else is `fsdp2.footprints`, and the optimizer's own state without memory.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from te_dist import catalog, fsdp2
 from te_dist._torch_private import pretended_ranks
 from te_dist.formats import Format
 from te_dist.fsdp2 import Footprint, Purpose, Unit
+from te_dist.fsdp2.footprint import kind_of_rank
 from te_dist.kernels.runtime import target_of
 from te_dist.launch import config_file, layout, parallelize
 from te_dist.launch.config import Config
@@ -155,8 +156,18 @@ def format_name(format: Format | None, dtype: torch.dtype) -> str:
 
 
 def _plan_ranks(config: Config, layout: Layout, ranks: Iterable[int], *, world_size: int) -> tuple[RankPlan, ...]:
+    """Of every rank; those of a kind have the same one. See [Note: Kinds of ranks] in `fsdp2.footprint`."""
+    plans: dict[object, RankPlan] = {}
+    model, found = None, []
     try:
-        return tuple(_plan_rank(config, layout, world_size, rank) for rank in ranks)
+        for rank in ranks:
+            place = layout.coordinates(rank)
+            kind = kind_of_rank(model, place) if model is not None else None
+            if kind not in plans:
+                model, plan = _plan_rank(config, layout, world_size, rank)
+                kind = kind_of_rank(model, place)
+                plans[kind] = plan
+            found.append(plans[kind])
     except ValueError as error:
         raise JobError(
             f"recipe {config.recipe}",
@@ -164,9 +175,10 @@ def _plan_ranks(config: Config, layout: Layout, ranks: Iterable[int], *, world_s
             wanted="sizes that its format can hold and the mesh can cut",
             remedy="change [model], mesh or recipe",
         ) from error
+    return tuple(found)
 
 
-def _plan_rank(config: Config, layout: Layout, world_size: int, rank: int) -> RankPlan:
+def _plan_rank(config: Config, layout: Layout, world_size: int, rank: int) -> tuple[nn.Module, RankPlan]:
     cpu = torch.device("cpu")  # of the mesh; the model is on meta
     with pretended_ranks(world_size, rank):
         mesh = parallelize.make_mesh(layout, cpu, config.timeout_seconds)
@@ -179,7 +191,7 @@ def _plan_rank(config: Config, layout: Layout, world_size: int, rank: int) -> Ra
     order = [name for name, _ in model.named_parameters()]
     by_name = {each.name: each for own in unit.flat() for each in own.parameters}
     plans = (ParameterPlan(layers[name], by_name[name], *state[name]) for name in order)
-    return RankPlan(tuple(plans), fsdp2.peak_bytes(unit), layout.accumulate)
+    return model, RankPlan(tuple(plans), fsdp2.peak_bytes(unit), layout.accumulate)
 
 
 def _check_sizes(model: nn.Module, config: Config) -> None:

@@ -11,10 +11,13 @@ import math
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from te_dist.launch import home
 from te_dist.launch.config import DataConfig
 from te_dist.launch.errors import JobError, require
 
@@ -22,9 +25,18 @@ STDLIB = "{stdlib}"
 WILDCARDS = "*?["
 ANY_DEPTH = "**"
 BLOCK = 1 << 16  # bytes that are read at once
-# Where a text may be cut: what a byte-level encoding takes for a word has white space at its beginning alone.
-# NOTE: not in front of all white space of Python's; \x1c to \x1f are signs like others there.
-GAP = re.compile(r"(?<=\S)(?=[ \t-\r])")
+# Where a text may be cut: what a byte-level encoding takes for a word has white space at its beginning alone, and is
+# of letters, digits or signs behind that. An apostrophe begins a word of signs and letters: "'ll".
+# NOTE: not in front of all white space of Python's; \x1c to \x1f are signs like others there. Of letters and signs only
+# those that have long been such to everybody: others depend on the version of Unicode that a library knows.
+LETTERS = "A-Za-z\u3041-\u3094\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"  # Latin, kana, ideographs, Hangul
+DIGITS = "0-9"
+SIGNS = "!-&(-/:-@\\[-`{-~\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
+GAP = re.compile(
+    rf"(?<=\S)(?=[ \t-\r])|(?<=[{LETTERS}])(?=[{DIGITS}{SIGNS}])"
+    rf"|(?<=[{DIGITS}])(?=[{LETTERS}{SIGNS}])|(?<=[{SIGNS}])(?=[{LETTERS}{DIGITS}])"
+)
+LONGEST = 1 << 22  # characters of a run without a gap that is passed over in silence: encoding it takes about a GiB
 
 
 @dataclass(frozen=True)
@@ -114,7 +126,7 @@ def find(config: DataConfig) -> list[Path]:
 def pieces(source: Source) -> Iterator[str]:
     """The text of a file, ends of lines as they are, in pieces that together have the words of the whole.
 
-    They are about as long as a block, and longer where no white space lets them end.
+    They are about as long as a block, and longer where nothing lets them end, of which a warning tells.
 
     Raises:
         JobError: behind the last piece, if the file is not what it was when the source was made.
@@ -124,12 +136,12 @@ def pieces(source: Source) -> Iterator[str]:
     for part in _decoded(source.path, content.update):
         gap = GAP.search(part)
         if gap is not None:
-            yield "".join((*begun, part[: gap.start()]))
+            yield _joined((*begun, part[: gap.start()]), source.path)
             begun = [part[gap.start() :]]
         else:
             begun.append(part)
     if any(begun):
-        yield "".join(begun)
+        yield _joined(begun, source.path)
     require(
         content.hexdigest() == source.content,
         f"text file {source.path}",
@@ -139,12 +151,27 @@ def pieces(source: Source) -> Iterator[str]:
     )
 
 
+def _joined(parts: Sequence[str], path: Path) -> str:
+    """A piece; warns where it is long."""
+    piece = "".join(parts)
+    if len(piece) > LONGEST:
+        warnings.warn(
+            f"text file {path}: got {len(piece)} characters in which nothing ends a word, which are encoded together "
+            "in 100 to 300 times as many bytes; wanted text with white space, or signs between letters; remedy: break "
+            "it into lines, or name it in data.exclude",
+            stacklevel=1,
+        )
+    return piece
+
+
 def _path(entry: str) -> str:
-    return entry.replace(STDLIB, sysconfig.get_path("stdlib"))
+    top, rest = home.split(entry)
+    return top + rest.replace(STDLIB, sysconfig.get_path("stdlib"))
 
 
 def _glob(entry: str) -> str:
-    return entry.replace(STDLIB, glob.escape(sysconfig.get_path("stdlib")))
+    top, rest = home.split(entry)
+    return glob.escape(top) + rest.replace(STDLIB, glob.escape(sysconfig.get_path("stdlib")))
 
 
 def _patterns(entry: str) -> list[str]:
@@ -192,19 +219,37 @@ def _expand(pattern: str) -> set[str]:
     return {name for folder in folders for name in _expand(os.path.join(glob.escape(folder), below))}
 
 
-def _folders(folder: str, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[str]:
-    """A folder and those in it that are not hidden; links are followed, but for those to a folder they lie in."""
-    try:
-        status = os.stat(folder)
-        entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
-    except OSError:  # no folder, or one that may not be read: `glob` passes over both
-        return
-    place = status.st_dev, status.st_ino
-    if place not in above:
+def _folders(top: str) -> Iterator[str]:
+    """A folder and those in it that are not hidden. Links are followed once, but for those to a folder they lie in.
+
+    Each link alone, however many ways lead to it: there may be exponentially many. Those that fewer others lead to
+    come first.
+    """
+    waiting, followed = deque([(top, frozenset())]), set()
+    while waiting:
+        folder, above = waiting.popleft()
+        try:
+            place = _place(os.stat(folder))
+            entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+        except OSError:  # no folder, or one that may not be read: `glob` passes over both
+            continue
+        if place in above:
+            continue
         yield folder
-        for entry in entries:
-            if not entry.is_file(follow_symlinks=False):
-                yield from _folders(entry.path, above | {place})
+        inside = above | {place}
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.is_symlink():
+                link = (*place, entry.name)
+                if link not in followed:
+                    followed.add(link)
+                    waiting.append((entry.path, inside))
+            elif entry.is_dir():
+                waiting.appendleft((entry.path, inside))
+
+
+def _place(status: os.stat_result) -> tuple[int, int]:
+    """Equal for names of one folder."""
+    return status.st_dev, status.st_ino
 
 
 def _inspect(path: Path) -> Source:

@@ -158,6 +158,7 @@ class Trainer:
                 meter.reset()
         if self.validation_loss is None:
             self._evaluate(journal)
+            journal.draw(self.unigram)
 
     def _step(self) -> tuple[Tensor, Tensor]:
         """One optimizer step; its loss, a mean over this rank's part of the batch, and the gradient's norm."""

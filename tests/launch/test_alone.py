@@ -90,6 +90,16 @@ def test_a_finished_job_is_evaluated_and_not_trained_again(finished, capsys: pyt
     assert "unigram model" in capsys.readouterr().out
 
 
+def test_a_finished_job_that_is_evaluated_otherwise_is_drawn_anew(finished) -> None:
+    picture = finished.run_dir / "loss.png"
+    before = finished.metrics("validation_loss")
+    picture.unlink()
+    run(finished, "--evaluation.sequences", "4")
+    after = finished.metrics("validation_loss")
+    assert after.keys() == before.keys() and after[4] != before[4]
+    assert picture.exists()
+
+
 def test_a_run_that_goes_on_in_another_format_says_so(tiny_job: Callable, capsys: pytest.CaptureFixture[str]) -> None:
     job = tiny_job("float8_block")
     said = []

@@ -55,6 +55,8 @@ def test_command_line_wins_over_file_and_file_over_defaults(tmp_path: Path) -> N
         ("optimizer = {epsilon = 1e-50}", ("optimizer.epsilon", "1e-50", "at least 1.17")),
         ("model = {experts = {bias_update_rate = inf}}", ("model.experts.bias_update_rate", "inf", "a finite number")),
         ("seed = 9223372036854775808", ("seed", "9223372036854775808", "less than 2^63")),
+        ("timeout_seconds = 10000000000000000", ("timeout_seconds", "got 10000000000000000", "at most 100000000,")),
+        ("timeout_seconds = 100000001", ("timeout_seconds", "got 100000001", "at most 100000000,")),
         ("recipe = ?", ("configuration", "line 1", "valid TOML")),
     ],
 )

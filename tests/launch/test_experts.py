@@ -57,6 +57,9 @@ def configured(**changes: dict) -> Config:
         ({"mesh": {"ep": 2}, "model": {"experts": {"count": 3}}}, "mesh.ep: got 2 with 2 ranks and 3 experts"),
         ({"mesh": {"ep": 2}, "recipe": "float8_delayed"}, "recipe: got float8_delayed with mesh.ep = 2"),
         ({"model": {"experts": {"count": 4, "capacity_factor": 1.5}}}, "capacity_factor: got 1.5 with mesh.ep = 1"),
+        ({"model": {"experts": {"count": 4, "payload": "quantized"}}}, "payload: got quantized with mesh.ep = 1"),
+        ({"model": {"experts": {"count": 4, "travels": "tokens"}}}, "travels: got tokens with mesh.ep = 1; wanted "),
+        ({"model": {"experts": {"travels": "batches"}}}, 'travels: got batches with mesh.ep = 1; wanted "copies" '),
     ],
 )
 def test_what_does_not_fit_the_ranks_is_named(changes: dict, words: str) -> None:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
 
 from te_dist.launch.journal import METRICS, Journal
 
@@ -63,6 +64,17 @@ def test_an_equal_line_is_written_once(tmp_path: Path) -> None:
     journal = started(tmp_path, KEPT)
     journal.record(2, loss=2.0)
     assert (tmp_path / METRICS).read_text() == KEPT
+
+
+def test_of_several_losses_of_a_step_the_newest_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = started(tmp_path, KEPT)
+    for loss in (2.5, 2.25):
+        journal.record(2, validation_loss=loss, unigram_loss=5.0)
+    drawn = []
+    monkeypatch.setattr(Axes, "plot", lambda self, *args, **options: drawn.append(args[:2]))
+    monkeypatch.setattr(Axes, "legend", lambda self: None)
+    journal.draw(5.0)
+    assert drawn == [([1, 2], [3.0, 2.0]), ([2], [2.25])]
 
 
 def test_lines_that_are_dropped_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

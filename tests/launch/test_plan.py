@@ -11,12 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
+import te_dist as te
 from te_dist import __main__ as command
 from te_dist import fsdp2, testing
+from te_dist._torch_private import pretended_ranks
 from te_dist.fsdp2 import Purpose
-from te_dist.launch import config_file, layout, parallelize
+from te_dist.fsdp2.footprint import kind_of_rank
+from te_dist.launch import config_file, layout, parallelize, plan
 from te_dist.launch.model import next_token_loss
 from te_dist.launch.plan import plan_job
 from te_dist.tensor.placement import local_tensor
@@ -80,6 +85,66 @@ def test_a_job_stores_and_sends_what_was_planned(ranks: Callable, job: str) -> N
             assert states[name] == sorted([*masters, *[each.moments // 2] * 2]), name
         assert stored == sum(each.stored for each in rank.parameters)
         assert sent.keys() == {each.footprint.name for each in rank.parameters}
+
+
+# Of few rows over many ranks: parts begin and end inside of tiles, are of several sizes, or empty.
+FEW = ("--model.layers", "1", "--train.batch", "{dp}", "--train.micro-batch", "1", "--data.sequence-length", "32")
+ODD = (*FEW, "--model.hidden", "192", "--model.vocab-size", "331")
+KEYS = ("--model.hidden", "256", "--model.ffn", "512", "--model.heads", "8", "--model.head-width", "96")
+KEYS += ("--model.kv-heads", "2", "--model.vocab-size", "512")
+CUT = {
+    "blocks": ("quickstart.toml", 7, 1, ("--model.ffn", "448")),
+    "one scale": ("quickstart.toml", 7, 1, ("--model.ffn", "488", "--recipe", "float8_current")),
+    "two directions": ("quickstart.toml", 6, 1, ("--model.ffn", "416", "--recipe", "hybrid_float8_mxfp8")),
+    "halves of bytes": ("quickstart.toml", 6, 1, ("--model.ffn", "416", "--recipe", "nvfp4", "--recompute", "full")),
+    "empty parts": ("quickstart.toml", 24, 1, ("--model.kv-heads", "1", "--model.head-width", "4")),
+    "columns": ("tensor_parallel.toml", 3, 2, ("--model.ffn", "448", "--recipe", "float8_block")),
+    "keys alone through tiles": ("tensor_parallel.toml", 2, 2, ("--recipe", "float8_block", *KEYS)),
+    "experts": ("moe.toml", 6, 1, ("--mesh.ep", "2", "--model.experts.count", "10")),
+    "experts of few ranks": ("moe.toml", 6, 1, ("--mesh.ep", "1", "--model.experts.count", "4")),
+    "experts beside columns": ("moe.toml", 3, 2, ("--mesh.ep", "2", "--model.experts.shared-ffn", "384")),
+}
+
+
+@pytest.mark.every_run(job=("blocks", "keys alone through tiles", "experts beside columns"))
+@pytest.mark.parametrize("job", CUT)
+def test_ranks_of_a_kind_are_planned_once_and_all_as_if_each_were(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, dp, tp, options = CUT[job]
+    mesh = ("--mesh.dp", str(dp), "--mesh.tp", str(tp))
+    given = [str(CONFIGS / name), *(word.format(dp=dp) for word in ODD), *mesh, *options]
+    built, original = [], plan._plan_rank
+    monkeypatch.setattr(plan, "_plan_rank", lambda *args: built.append(args[-1]) or original(*args))
+    found = plan_job(given)
+    assert len(built) < len(found.ranks) + len(found.plain)
+    for rank in range(dp * tp):
+        alone = plan_job(given, ranks=[rank])
+        assert (found.ranks[rank], found.plain[rank]) == (alone.ranks[0], alone.plain[0]), rank
+
+
+def test_a_thousand_ranks_that_are_alike_take_two_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    built, original = [], plan._plan_rank
+    monkeypatch.setattr(plan, "_plan_rank", lambda *args: built.append(args[-1]) or original(*args))
+    sizes = ("--model.hidden", "1024", "--model.ffn", "1024", "--model.kv-heads", "4", "--model.vocab-size", "1024")
+    given = [str(CONFIGS / "quickstart.toml"), *FEW, *sizes, "--mesh.dp", "1024"]
+    found = plan_job([word.format(dp=1024) for word in given])
+    assert len(found.ranks) == 1024
+    assert built == [0, 0]  # and one of them in bf16
+
+
+def test_kinds_of_ranks_do_not_tell_replicas_apart() -> None:
+    """Of a mesh with replicas, which jobs have not: footprints are equal where kinds are, and kinds are few."""
+    footprints, kinds = {}, []
+    for rank in range(9):
+        with pretended_ranks(9, rank):
+            mesh = init_device_mesh("cpu", (3, 3), mesh_dim_names=("replica", "shard"))
+            with te.quantized_model_init(recipe=te.recipe.Float8BlockScaling()), torch.device("meta"):
+                model = nn.Sequential(te.Linear(128, 448, bias=False), nn.Linear(448, 5))
+            for module in (*model, model):
+                fsdp2.fully_shard(module, mesh=mesh)
+            kind = kind_of_rank(model, dict(zip(("replica", "shard"), divmod(rank, 3), strict=True)))
+            assert footprints.setdefault(kind, fsdp2.footprints(model)) == fsdp2.footprints(model)
+            kinds.append(kind)
+    assert kinds == kinds[:3] * 3 and len(footprints) > 1
 
 
 @pytest.fixture
