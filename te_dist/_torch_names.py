@@ -32,6 +32,11 @@ class Private:
 
 IMPORTED = (
     Private(
+        "torch._C._are_functorch_transforms_active",
+        "whether an autograd Function is applied inside of torch.func; the public `apply` asks it in the same way",
+        name="are_transforms_active",
+    ),
+    Private(
         "torch._C._disabled_torch_function_impl",
         "`__torch_function__` of a subclass on which dispatch alone decides; torch documents it for subclass authors",
         name="disabled_torch_function",
@@ -105,10 +110,6 @@ ATTRIBUTES = (
     Private(
         "torch._C._len_torch_dispatch_stack",
         "whether ops are being watched, asked on every pass; the public class tells of no mode but its own",
-    ),
-    Private(
-        "torch._C._are_functorch_transforms_active",
-        "whether an autograd Function is applied inside of torch.func; the public `apply` asks it in the same way",
     ),
     Private(
         "torch._C._will_engine_execute_node",

@@ -49,6 +49,7 @@ __all__ = [
     "TensorMeta",
     "TorchDispatchMode",
     "applied",
+    "are_transforms_active",
     "call_when_backward_ends",
     "copy_each",
     "current_cuda_stream",
@@ -87,6 +88,7 @@ __all__ = [
 ]
 
 TESTED = ("2.11", "2.13")
+are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 _MESH_BROADCAST = inspect.unwrap(_collective_utils.mesh_broadcast).__code__
 _STRIDED_SPLIT = inspect.unwrap(_StridedShard._split_tensor).__code__
@@ -119,10 +121,7 @@ def process_group(name: str) -> dist.ProcessGroup:
 
 
 def is_executed(node: Any) -> bool:
-    """Whether the backward pass that runs wants what is handed to `node` of the graph of autograd.
-
-    `torch.autograd.grad` and `backward(inputs=)` leave others out, which `needs_input_grad` of a Function does not say.
-    """
+    """Whether the backward pass that runs wants what is handed to `node`; `torch.autograd.grad` leaves others out."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # what `torch.autograd.grad` was asked for itself; and where the pass is itself compiled
@@ -164,7 +163,7 @@ def is_dispatch_watched() -> bool:
 
 def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply(*args)`. Arguments are not searched for what ended transforms of torch.func left behind."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or are_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 

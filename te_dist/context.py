@@ -219,13 +219,20 @@ def recipe_named(name: str) -> Recipe | None:
 
 def _state_of(recipe: Recipe) -> Autocast:
     """Inside of an `autocast` of this recipe alone. Equal recipes have the same name, others have not."""
-    # NOTE: kept for good, so that an address in a text stays that of the same object.
     state = _states.get(recipe)
-    if state is None:
-        text = repr(recipe)
-        name = f"{text} {len(_named)}" if text in _named else text
-        state = _states[recipe] = Autocast(recipe, name=name, is_uniform=type(recipe) in UNIFORM)
-        _named[name] = recipe
+    return _named_state(recipe) if state is None else state
+
+
+@torch.compiler.disable(
+    reason="a recipe gets its name outside of graphs, and no autocast has met this one: call "
+    "te_dist.autocast(recipe=...) once before, or leave out fullgraph=True"
+)
+def _named_state(recipe: Recipe) -> Autocast:
+    # NOTE: kept for good, so that an address in a text stays that of the same object.
+    text = repr(recipe)
+    name = f"{text} {len(_named)}" if text in _named else text
+    state = _states[recipe] = Autocast(recipe, name=name, is_uniform=type(recipe) in UNIFORM)
+    _named[name] = recipe
     return state
 
 

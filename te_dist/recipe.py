@@ -55,6 +55,9 @@ class Format(Enum):
 
     _value_: tuple[Fp8Name, Fp8Name]
 
+    def __repr__(self) -> str:
+        return f"Format.{self.name}"  # as it is written
+
     def of(self, tensor_type: TensorType) -> Fp8Name:
         """ "e4m3" or "e5m2" for a tensor of this role."""
         return self.value[tensor_type == "grad_output"]

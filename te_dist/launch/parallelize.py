@@ -24,10 +24,11 @@ from te_dist.launch.config import Config, OptimizerConfig, RecipeName
 from te_dist.launch.errors import require
 from te_dist.launch.layout import Layout
 from te_dist.launch.model import Block, Decoder
+from te_dist.nn.answers import answers_of, quantizer_of
 from te_dist.nn.grouped_site import GroupedSite
 from te_dist.nn.moe import ExpertParallel
 from te_dist.nn.moe.payload import check_rows
-from te_dist.nn.site import LinearSite, answers_of, quantizer_of
+from te_dist.nn.site import LinearSite
 from te_dist.tensor_parallel import ColumnParallel, GatherInput, RowParallel, SequenceParallel
 
 SEQUENCE = Shard(1)  # of (batch, sequence, columns)

@@ -19,12 +19,14 @@ from te_dist.fsdp2.check import check_gathered
 from te_dist.kernels.runtime import target_of
 from te_dist.kernels.tape import Tapes
 from te_dist.nn import forgotten, grouped_traced, lost_recipes
+from te_dist.nn.answers import Answers, answers_of, check_features, quantizer_of
+from te_dist.nn.graph_plans import MAKERS, name_of, reads_gradients_once
 from te_dist.nn.grouped_cache import WeightCache
 from te_dist.nn.grouped_products import Around, Given, differentiable, grouped_linear, reads_weights
 from te_dist.nn.grouped_weights import OneBuffer
 from te_dist.nn.plan import MAX_SHARED, Plan, plan_by
-from te_dist.nn.site import Answers, LinearSite, answers_of, check_features, check_reduced, described, quantizer_of
-from te_dist.nn.traced import REVISION, holds
+from te_dist.nn.site import LinearSite, check_reduced
+from te_dist.nn.traced import check_differentiable, holds
 from te_dist.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from te_dist.recipe import Recipe
 from te_dist.scaling.history import DelayedScalingRequest
@@ -99,10 +101,10 @@ class GroupedSite(LinearSite):
         asked = given.out, given.dgrad_out, given.later, given.is_first, given.skip
         plan = None
         if all([value is None for value in asked]):
-            plan = self.plan_in_graph(x, weights[0], multiplies=reads)
+            plan = self.plan_in_graph(x, *weights, multiplies=reads)
         if plan is None:
             return self._untraced(x, weights, given=given, **around)
-        hands = given.hands_to is not None and differentiates and grouped_traced.reads_gradients_once(plan)
+        hands = given.hands_to is not None and differentiates and reads_gradients_once(plan)
         tensors = [*weights, *biases, *beside, *(behind if hands or given.epilogue is not None else ())]
         names = [
             grouped_traced.PLAIN if each is None else str(each.name)
@@ -113,16 +115,19 @@ class GroupedSite(LinearSite):
         out = grouped_traced.linear(x, tensors, table=given.table, how=how, values=values)
         return (out, None) if given.hands_to is not None and not hands else out
 
-    def plan_in_graph(self, x: Tensor, weight: Tensor, *, multiplies: bool) -> str | None:
+    def plan_in_graph(self, x: Tensor, *weights: Tensor, multiplies: bool) -> str | None:
         """Name of the plan by which a graph computes this map of `x`; None where the map stays outside of graphs.
 
         `multiplies`: whether the gradient of the input is wanted, or of what is beside it.
         """
-        if isinstance(x, QuantizedTensor) or self.fuses_wgrad or not holds(weight, multiplies=multiplies):
+        if isinstance(x, QuantizedTensor) or self.fuses_wgrad:
             return None
+        if not all([holds(weight, multiplies=multiplies) for weight in weights]):
+            return None
+        check_differentiable("a map of rows in groups", trains=self.training)
         state, trains = current_autocast(), self.training or torch.is_grad_enabled()
         place = self.graph_place if state.is_uniform else self.place
-        return _traced_plan(state.name, (place, self.graph_place), x.dtype, weight.device, trains)
+        return _traced_plan(state.name, (place, self.graph_place), x.dtype, weights[0].device, trains)
 
     @torch.compiler.disable(
         reason="this linear map keeps state in Python: delayed scaling, main or delayed gradients, weights kept over "
@@ -266,16 +271,26 @@ def _traced_plan(
     name: str, places: tuple[str, str], dtype: torch.dtype, device: torch.device, trains: bool
 ) -> str | None:
     """Name of the plan of a map by the recipe `name`, or None where it needs more than tensors; as that of `site`."""
-    recipe = recipe_named(name)
+    recipe, target, kind = recipe_named(name), target_of(device), GroupedSite.module_type
+    plan = _plan_in_graph(recipe, places[0], dtype, target)
+    if plan is None or recipe is None:
+        return None if plan is None else name_of(plan, kind, "", "", str(dtype), "")
+    return name_of(plan, kind, name, places[0], str(dtype), target, trains=trains, shared=places[1])
+
+
+def _plan_in_graph(recipe: Recipe | None, place: str, dtype: torch.dtype, target: str) -> Plan | None:
+    """See `graph_plans.MAKERS`."""
     if recipe is None:
-        return grouped_traced.name_of(_plain_plan(dtype, fuses_wgrad=False), f"plain {dtype} {REVISION}")
-    site, *features, _ = literal_eval(places[0])
-    answers, target = answers_of(recipe, site, GroupedSite.module_type), target_of(device)
-    _check(recipe, (site, *features), target)
+        return _plain_plan(dtype, fuses_wgrad=False)
+    name, *features, _ = literal_eval(place)
+    answers = answers_of(recipe, name, GroupedSite.module_type)
+    _check(recipe, (name, *features), target)
     if any(not isinstance(answer, Quantizer) for answer in answers.values()):
         return None
-    plan = plan_by(recipe, GroupedSite.module_type, answers, features=features)
-    return grouped_traced.name_of(plan, described(name, places, dtype, target=target, trains=trains))
+    return plan_by(recipe, GroupedSite.module_type, answers, features=features)
+
+
+MAKERS[GroupedSite.module_type] = _plan_in_graph
 
 
 @cache

@@ -20,12 +20,13 @@ from te_dist.grouped import OPS as OF_GROUPS
 from te_dist.grouped import GroupedStorage, GroupedTensor
 from te_dist.nn import grouped_products as products
 from te_dist.nn import lost_recipes
+from te_dist.nn.graph_plans import plan_named
 from te_dist.nn.group_fronts import GATHERED, SUMMED, SWIGLU, WEIGHTED_SWIGLU, GroupEpilogue, GroupFront
 from te_dist.nn.grouped_products import Given, split
 from te_dist.nn.grouped_weights import as_one, shape_of
 from te_dist.nn.once import torch_once_differentiable
-from te_dist.nn.plan import Plan
-from te_dist.nn.traced import Saved, returned
+from te_dist.nn.spelled import made_of
+from te_dist.nn.traced import Saved, refuse_backward, returned
 from te_dist.ops._library import LIBRARY
 from te_dist.tensor import OPS, QuantizedStorage, QuantizedTensor
 from te_dist.tensor.grouped_rows import allocations
@@ -36,12 +37,11 @@ FRONTS: dict[str, GroupFront | None] = {PLAIN: None} | {str(front.name): front f
 EPILOGUES: dict[str, GroupEpilogue | None] = {PLAIN: None, str(SUMMED.name): SUMMED}
 SAMPLE = 256  # rows, in the place of a number that may be a symbol
 _CONSTANTS = 4  # arguments in front of weights
-_plans: dict[str, Plan] = {}
-_kinds: dict[str, _Kind] = {}
+_kinds: dict[str, GroupKind] = {}
 _saved: dict[Any, Saved] = {}  # by plan, how, and shape and type of the input
 
 
-class _Kind(NamedTuple):
+class GroupKind(NamedTuple):
     """Quantized weights without their buffers; of each group, or (`is_group`) of all."""
 
     format: Format
@@ -81,7 +81,7 @@ class How(NamedTuple):
     def given(self, table: Tensor) -> Given:
         """As the products take it."""
         around = {"front": FRONTS[self.front], "epilogue": EPILOGUES[self.epilogue], "hands_to": FRONTS[self.hands_to]}
-        return Given(table, _plans[self.plan], saves_original=self.saves_original, **around)
+        return Given(table, plan_named(self.plan), saves_original=self.saves_original, **around)
 
 
 @torch.compiler.assume_constant_result
@@ -105,18 +105,6 @@ def _finds_gradients(how: How) -> bool:
 @lru_cache(maxsize=4096)
 def _parsed(text: str) -> How:
     return How(*literal_eval(text))
-
-
-def name_of(plan: Plan, text: str) -> str:
-    """The name of `plan`, which `text` describes."""
-    _plans.setdefault(text, plan)
-    return text
-
-
-@torch.compiler.assume_constant_result
-def reads_gradients_once(plan: str) -> bool:
-    """See `Plan`, of that of this name."""
-    return _plans[plan].reads_gradients_once
 
 
 def linear(
@@ -204,7 +192,10 @@ def _filled(gradients: Iterable[Tensor], wanted: Sequence[bool]) -> list[Tensor 
 
 
 def _weights(parts: list[Tensor], kind: str) -> list[Tensor]:
-    return parts if kind == PLAIN else _kinds[kind].weights(parts)
+    if kind == PLAIN:
+        return parts
+    known: GroupKind = _kinds.get(kind) or made_of(kind, GroupKind)
+    return known.weights(parts)
 
 
 def _forward(x: Tensor, weights: list[Tensor], biases: list[Tensor], beside: list[Tensor], *rest: Any) -> list[Tensor]:
@@ -212,7 +203,7 @@ def _forward(x: Tensor, weights: list[Tensor], biases: list[Tensor], beside: lis
     how, whole = how_of(text), _weights(weights, kind)
     lost_recipes.forward(how.plan, records=how.saves_input or how.reads_columns)
     counts = products.Counts(*how.counts, how.saves_input)
-    operands = as_one(whole), as_one(biases), beside, behind
+    operands = as_one(whole), as_one(biases or ()), beside or (), behind or ()  # AOTInductor has None for none
     tensors, saved = products.taped_forward(x, operands, counts, given=how.given(table))
     return returned(tensors, saved, place=_place(x.shape, x.dtype, table, how), saved=_saved)
 
@@ -283,7 +274,7 @@ def _define() -> None:
     """Registers both ops."""
     tags = (torch.Tag.nondeterministic_seeded,)  # a pass may draw random numbers, so equal calls are not one
     LIBRARY.define(
-        "grouped_linear_forward(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] beside, Tensor[] behind, "
+        "grouped_linear_forward(Tensor x, Tensor[] weights, Tensor[]? biases, Tensor[]? beside, Tensor[]? behind, "
         "Tensor table, str kind, str how) -> Tensor[]",
         tags=tags,
     )
@@ -300,6 +291,7 @@ def _define() -> None:
         LIBRARY.impl(name, function, "CPU")
         LIBRARY.impl(name, function, "CUDA")
         torch.library.register_fake(f"te_dist::{name}", fake, lib=LIBRARY)
+    refuse_backward("grouped_linear_forward")
 
 
 _define()
@@ -314,17 +306,19 @@ _PLACES = {  # of weights and of their kind
 def _unwrapped(func: Any, args: Any, kwargs: Any) -> Any:
     """The same op on the buffers of quantized weights; see `nn.traced`."""
     (place, kind_place), arguments = _PLACES[func], list(args)
-    kinds = {_kind_of(weight) for weight in args[place]}
+    first, weights = args[place][0].storage.buffers, args[place]
+    names = tuple(name for name in first if all(name in weight.storage.buffers for weight in weights))
+    kinds = {_kind_of(weight, names) for weight in weights}
     if len(kinds) > 1:
         raise ValueError(f"weights of one GroupedLinear have one format, got {len(kinds)}; quantize all by one recipe")
     (kind,) = kinds
-    arguments[place] = [buffer for weight in args[place] for buffer in weight.storage.buffers.values()]
+    arguments[place] = [weight.storage.buffers[name] for weight in weights for name in names]
     arguments[kind_place] = repr(kind)
     _kinds.setdefault(repr(kind), kind)
     return func(*arguments, **kwargs)
 
 
-def _kind_of(weight: QuantizedTensor) -> _Kind:
+def _kind_of(weight: QuantizedTensor, names: tuple[str, ...]) -> GroupKind:
     storage, is_group = weight.storage, isinstance(weight, GroupedTensor)
     num_members = weight.shape[0] if is_group else 1
-    return _Kind(storage.format, storage.region, storage.dtype, tuple(storage.buffers), is_group, num_members)
+    return GroupKind(storage.format, storage.region, storage.dtype, names, is_group, num_members)

@@ -105,9 +105,10 @@ def lost(place: str, how: str) -> RuntimeError:
     name, in_features, out_features, *_ = literal_eval(place)
     return RuntimeError(
         f"{name or 'Linear'} ({in_features} to {out_features}): a linear map is run again in backward, by torch's "
-        f"checkpoint, {how}: it, or a compiled map of the same name and sizes, may have run otherwise at first. Pass "
-        "context_fn=te_dist.recompute.context_fn to torch's checkpoint or checkpoint_wrapper, or use "
-        "te_dist.checkpoint: both run maps as they ran first. Maps that run differently may be told apart by name="
+        f"checkpoint, {how}: it, or a compiled map of the same name and sizes, may have run otherwise at first, in "
+        "this step or in one that was never run backward. Pass context_fn=te_dist.recompute.context_fn to torch's "
+        "checkpoint or checkpoint_wrapper, or use te_dist.checkpoint: both run maps as they ran first. Maps that run "
+        "differently may be told apart by name="
     )
 
 

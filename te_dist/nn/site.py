@@ -5,11 +5,8 @@ from __future__ import annotations
 from ast import literal_eval
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache
 from itertools import count
-from math import lcm
 from typing import Any, ClassVar, Unpack
-from uuid import uuid4
 
 import torch
 import torch.nn.functional as F
@@ -17,30 +14,26 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from te_dist import _torch_private
-from te_dist.codecs import gemm
 from te_dist.context import Autocast, autocast_of_torch, current_autocast, recipe_named, repeated_autocast
-from te_dist.formats import Direction, Format
+from te_dist.formats import Format
 from te_dist.fsdp2.check import check_gathered, not_gathered
 from te_dist.kernels.runtime import is_recording, target_of
 from te_dist.kernels.tape import Tapes
 from te_dist.nn import activations, forgotten, lost_recipes, traced
+from te_dist.nn.answers import LINEAR, Answers, answers_of, check, requests_of, row_multiple
 from te_dist.nn.fronts import FRONTS, Fronts
+from te_dist.nn.graph_plans import MAKERS, name_of
 from te_dist.nn.passes import MAX_PLANNED, WITHOUT, WITHOUT_BESIDE, Latest, Moving, Pass, latest_of, note, planned_of
 from te_dist.nn.plan import Plan, plan_by
 from te_dist.nn.products import linear
 from te_dist.ops._checks import HIGH_PRECISION
-from te_dist.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, Quantizer
-from te_dist.recipe import QuantizerRole, Recipe
+from te_dist.quantizers import IdentityQuantizer, Quantizer
+from te_dist.recipe import Recipe
 from te_dist.scaling.delayed import DelayedScalingState
 from te_dist.scaling.history import DelayedScalingRequest
 from te_dist.tensor import QuantizedTensor, placement
 
-ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
-Answers = Mapping[str, Quantizer | DelayedScalingRequest]
 _PassKey = tuple[torch.dtype, torch.device, Any, bool, torch.Size]
-
-
-_PROCESS = uuid4().hex
 _numbers = count(1)
 _WEIGHT_ONLY = Plan(IdentityQuantizer(), IdentityQuantizer(), IdentityQuantizer())
 
@@ -61,7 +54,7 @@ class LinearSite(nn.Module):
         made_quantized: whether weights of this map were.
     """
 
-    module_type: ClassVar[str] = "linear"  # of the roles that a recipe is asked for
+    module_type: ClassVar[str] = LINEAR
     num_groups: int = 1  # scales that delayed scaling keeps of a tensor
 
     scaling: DelayedScalingState | None
@@ -180,6 +173,7 @@ class LinearSite(nn.Module):
         plan = _traced_plan(name, (place, self.graph_place), x.dtype, weight.device, trains)
         if plan is None:
             return self._outside_of_graphs(x, weight, bias, front)
+        traced.check_differentiable("a linear map", trains=self.training)
         return traced.linear(x, weight, bias, plan=plan, front=front)
 
     @torch.compiler.disable(
@@ -243,16 +237,16 @@ class LinearSite(nn.Module):
         answers = answers_of(recipe, self.name, self.module_type)
         if device.type != "meta":
             self.check(recipe, target_of(device))
-        self._histories(_requests(answers), device)
+        self._histories(requests_of(answers), device)
         return answers
 
     def check(self, recipe: Recipe, target: str) -> None:
         """Raises where this map cannot be computed by `recipe` on a target, see `target_of`."""
-        _check(recipe, (self.name, self.in_features, self.out_features), target)
+        check(recipe, (self.name, self.in_features, self.out_features), target)
 
     def row_multiple(self, recipe: Recipe, dtype: torch.dtype, target: str) -> int:
         """See `Plan.row_multiple`."""
-        return _row_multiple(recipe, self.name, dtype, target)
+        return row_multiple(recipe, self.name, dtype, target=target)
 
     def weight_format(self, recipe: Recipe, weight: Tensor) -> Format:
         """The format of a parameter with the values of `weight`.
@@ -291,7 +285,7 @@ class LinearSite(nn.Module):
         recipe = state.recipe
         assert recipe is not None, "outside of autocast there is nothing to plan"
         answers = self.prepare(recipe, device)
-        requests = _requests(answers)
+        requests = requests_of(answers)
         quantizers = {kind: None if kind in requests else answer for kind, answer in answers.items()}
         if placed is not None:
             quantizers |= {kind: placed(kind, found) for kind, found in quantizers.items() if found is not None}
@@ -376,125 +370,30 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _traced_plan(
     name: str, places: tuple[str, str], dtype: torch.dtype, device: torch.device, trains: bool
 ) -> str | None:
-    """Name of the plan of a map by the recipe `name`, or None where it needs more than tensors; see `described`."""
-    recipe = recipe_named(name)
-    if recipe is None:
-        return traced.name_of(_WEIGHT_ONLY, f"weight only {traced.REVISION}")
-    site, *features = literal_eval(places[0])
-    answers, target = answers_of(recipe, site, LinearSite.module_type), target_of(device)
-    _check(recipe, (site, *features), target)
-    if _requests(answers):
-        return None
-    multiple = _row_multiple(recipe, site, dtype, target)
-    plan = plan_by(recipe, LinearSite.module_type, answers, features=features, row_multiple=multiple)
-    return traced.name_of(plan, described(name, places, dtype, target=target, trains=trains))
-
-
-def described(recipe: str, places: tuple[str, str], dtype: torch.dtype, *, target: str, trains: bool) -> str:
-    """The text that the plan of a map, by the recipe of that name, is known by in graphs.
+    """Name of the plan of a map by the recipe `name`, or None where it needs more than tensors.
 
     Args:
         places: of the map as the recipe sees it, and its `graph_place`.
-        trains: whether it may run again in backward, which `lost_recipes` watches.
+        trains: whether it may run again in backward.
     """
-    place, shared = places
-    text = f"{recipe} {place} {dtype} {target} {'trained' if trains else 'evaluated'} {traced.REVISION}"
-    if " at 0x" in text:  # of a function there is an address only, which means nothing to the caches of compilers
-        text += _PROCESS
-    if trains:
-        lost_recipes.know(text, shared)
-    return text
+    recipe, target = recipe_named(name), target_of(device)
+    plan = _plan_in_graph(recipe, places[0], dtype, target)
+    if plan is None or recipe is None:
+        return None if plan is None else name_of(plan, LINEAR, "", "", str(dtype), "")
+    return name_of(plan, LINEAR, name, places[0], str(dtype), target, trains=trains, shared=places[1])
 
 
-@lru_cache(maxsize=1024)
-def answers_of(recipe: Recipe, name: str, module_type: str) -> Answers:
-    """By role, what `recipe` answers for a linear map of this name."""
-    roles = ("input", "weight", "grad_output")
-    answers = {kind: recipe.quantizer(QuantizerRole(module_type, kind, name)) for kind in roles}
-    if isinstance(answers["weight"], DelayedScalingRequest):
-        raise ValueError(f"{name}: weights have no history; answer with a Float8CurrentScalingQuantizer for them")
-    return answers
+def _plan_in_graph(recipe: Recipe | None, place: str, dtype: torch.dtype, target: str) -> Plan | None:
+    """See `graph_plans.MAKERS`."""
+    if recipe is None:
+        return _WEIGHT_ONLY
+    name, *features = literal_eval(place)
+    answers = answers_of(recipe, name, LINEAR)
+    check(recipe, (name, *features), target)
+    if requests_of(answers):
+        return None
+    multiple = row_multiple(recipe, name, dtype, target=target)
+    return plan_by(recipe, LINEAR, answers, features=features, row_multiple=multiple)
 
 
-def _requests(answers: Answers) -> dict[str, DelayedScalingRequest]:
-    """Those that ask for a history."""
-    return {kind: answer for kind, answer in answers.items() if isinstance(answer, DelayedScalingRequest)}
-
-
-@lru_cache(maxsize=1024)
-def _row_multiple(recipe: Recipe, name: str, dtype: torch.dtype, target: str) -> int:
-    """See `Plan.row_multiple`."""
-    quantizers = {
-        kind: quantizer_of(answer) for kind, answer in answers_of(recipe, name, LinearSite.module_type).items()
-    }
-    pair = quantizers["grad_output"], quantizers["input"]
-    multiples = [quantizer.multiple(0, dtype) for quantizer in pair]
-    formats = [quantizer.declare(dtype) for quantizer in pair]
-    if all(COLUMNWISE in format for format in formats):
-        a, b = (format[COLUMNWISE].codec for format in formats)
-        multiples.append(gemm.find(a, b, target).multiple)
-    return lcm(*multiples)
-
-
-@lru_cache(maxsize=4096)
-def _check(recipe: Recipe, place: tuple[str, int, int], target: str) -> None:
-    """Raises where a map of `place` (name, K, N) cannot be computed by `recipe` on a target."""
-    name, in_features, out_features = place
-    quantizers = {
-        kind: quantizer_of(answer) for kind, answer in answers_of(recipe, name, LinearSite.module_type).items()
-    }
-    multiple = _gemm_multiple(quantizers, target)
-    features = in_features, out_features
-    check_features(quantizers, features, multiple, recipe=recipe, label=name or "Linear", where=f"on {target}")
-
-
-def check_features(
-    quantizers: Mapping[str, Quantizer],
-    features: tuple[int, int],
-    multiple: int,
-    *,
-    recipe: Recipe,
-    label: str,
-    where: str,
-) -> None:
-    """Raises ValueError where a map's features do not fit what quantizes its operands.
-
-    Args:
-        quantizers: by role.
-        features: (in_features, out_features).
-        multiple: what its products take multiples of.
-        recipe: that they are of.
-        label: what the map is called in the message.
-        where: what the recipe takes only such multiples for, or on.
-    """
-    for what, extent, *needs in (
-        ("in_features", features[0], ("input", 1), ("weight", 1)),
-        ("out_features", features[1], ("grad_output", 1), ("weight", 0)),
-    ):
-        wanted = lcm(multiple, *(quantizers[kind].multiple(dim, torch.bfloat16) for kind, dim in needs))
-        if extent % wanted:
-            raise ValueError(
-                f"{label}: {what}={extent} does not fit {type(recipe).__name__}, which takes multiples of {wanted} "
-                f"{where}; change {what}, or compute this module outside of the recipe"
-            )
-
-
-def _gemm_multiple(quantizers: Mapping[str, Quantizer], target: str) -> int:
-    """What the features have to be multiples of for the three products; raises where there is no function for one."""
-    formats = {kind: quantizer.declare(torch.bfloat16) for kind, quantizer in quantizers.items()}
-    multiple = 1
-    for *kinds, directions in (
-        ("input", "weight", (ROWWISE, ROWWISE)),
-        ("grad_output", "weight", (ROWWISE, COLUMNWISE)),
-        ("grad_output", "input", (COLUMNWISE, COLUMNWISE)),
-    ):
-        pair = [(formats[kind], direction) for kind, direction in zip(kinds, directions, strict=True)]
-        if all(direction in format for format, direction in pair):
-            a, b = (format[direction].codec for format, direction in pair)
-            multiple = lcm(multiple, gemm.find(a, b, target).multiple)
-    return multiple
-
-
-def quantizer_of(answer: Quantizer | DelayedScalingRequest) -> Quantizer:
-    """A quantizer of the format that `answer` leads to."""
-    return answer if isinstance(answer, Quantizer) else Float8CurrentScalingQuantizer(answer.fp8)
+MAKERS[LINEAR] = _plan_in_graph

@@ -19,20 +19,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_dist._torch_private import are_transforms_active
 from te_dist.formats import Direction, Format, Region
 from te_dist.nn import lost_recipes
+from te_dist.nn.graph_plans import plan_named
 from te_dist.nn.once import torch_once_differentiable
-from te_dist.nn.plan import Plan
 from te_dist.nn.products import Backward, backward, forward, quantized_input, saved_part
+from te_dist.nn.spelled import made_of
 from te_dist.ops._library import LIBRARY
 from te_dist.ops.group_table import TILE
 from te_dist.tensor import OPS, QuantizedStorage, QuantizedTensor, StorageKind
 
 PLAIN = ""  # kind of a plain weight
-# Of what ops return, in all names of plans: compilers keep graphs on disk, and would run those of another te_dist.
-REVISION = 2
 BOTH = tuple(Direction)
-_plans: dict[str, Plan] = {}
 _kinds: dict[str, Kind] = {}
 _saved: dict[Any, Saved] = {}  # by plan, front, and shape and type of the input
 _MAX_SAVED = 4096  # more than passes wait for their backward, of other shapes each
@@ -57,12 +56,6 @@ class Saved(NamedTuple):
     def storage(self, buffers: Sequence[Tensor]) -> QuantizedStorage:
         """The storage of these."""
         return self.kind.storage([each.view(shape) for each, shape in zip(buffers, self.shapes, strict=True)])
-
-
-def name_of(plan: Plan, text: str) -> str:
-    """The name of `plan`, which `text` describes."""
-    _plans.setdefault(text, plan)
-    return text
 
 
 def returned(
@@ -90,6 +83,29 @@ def check_not_exported(label: str, recipe: object) -> None:
             "Float8CurrentScaling, MXFP8BlockScaling or another recipe without histories, and mixtures of experts with "
             "plain weights"
         )
+
+
+def check_differentiable(label: str, *, trains: bool) -> None:
+    """Raises NotImplementedError where a graph would hold a map whose gradients nobody computes.
+
+    In transforms of torch.func compilers see no tensor that wants a gradient, and leave backward out; a program of
+    torch.export has none. `label` is no name of the map, which graphs would be guarded by.
+    """
+    if torch.compiler.is_exporting() and trains:
+        raise NotImplementedError(
+            f"{label}: got training mode in torch.export, wanted a module that is evaluated, since programs have no "
+            "backward pass of it; call eval() before"
+        )
+    if _are_transforms_active():
+        raise NotImplementedError(
+            f"{label}: got a transform of torch.func in a graph, wanted gradients of a backward pass: call backward() "
+            "or torch.autograd.grad"
+        )
+
+
+@torch.compiler.assume_constant_result
+def _are_transforms_active() -> bool:
+    return are_transforms_active()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, plan: str, front: str = "") -> Tensor:
@@ -123,7 +139,7 @@ class _Linear(torch.autograd.Function):
 def _weight(parts: Sequence[Tensor], kind: str) -> Tensor:
     if kind == PLAIN:
         return parts[0]
-    known = _kinds[kind]
+    known = _kinds.get(kind) or made_of(kind, Kind)
     buffers = dict(zip(known.names, parts, strict=True))
     return QuantizedTensor(QuantizedStorage(known.format, buffers, known.region, dtype=known.dtype), known.shape)
 
@@ -132,7 +148,7 @@ def _forward(x: Tensor, weight: list[Tensor], bias: Tensor | None, plan: str, *r
     kind, saves_input, reads_columns, front = rest
     whole = _weight(weight, kind)
     lost_recipes.forward(plan, records=saves_input or reads_columns)
-    tensors, saved = forward(x, whole, bias, _plans[plan], saves_input, front)
+    tensors, saved = forward(x, whole, bias, plan_named(plan), saves_input, front)
     return returned(tensors, saved, place=(plan, front, x.shape, x.dtype), saved=_saved)
 
 
@@ -150,10 +166,10 @@ def _fake_saved(x: Tensor, plan: str, front: str) -> list[Tensor]:
     A graph is for numbers that fit products, or for others, see [Note: Rows that do not fit].
     """
     *leading, cols = x.shape
-    rows, multiple = math.prod(leading), _plans[plan].row_multiple
+    rows, multiple = math.prod(leading), plan_named(plan).row_multiple
     is_cut = bool(rows % multiple)
     sample = x.new_empty((TILE * multiple + is_cut, int(cols)))
-    buffers, saved = saved_part(quantized_input(sample, _plans[plan], BOTH, front=front)[Direction.COLUMNWISE])
+    buffers, saved = saved_part(quantized_input(sample, plan_named(plan), BOTH, front=front)[Direction.COLUMNWISE])
     sampled, cols = saved.region.shape
     unit = math.gcd(TILE, sampled) if is_cut else 1
     fields = {field.name: field for field in saved.format.fields}
@@ -168,7 +184,7 @@ def _backward(grad: Tensor, inputs: list[Tensor], weight: list[Tensor], plan: st
     stored = None if saved is None else QuantizedTensor(saved.storage(inputs))
     place = None, tuple(wants), torch.Size(shape), tuple(dtypes), behind, front
     of = Backward(grad, stored, _weight(weight, kind), *place)
-    return list(backward(of, _plans[plan]))
+    return list(backward(of, plan_named(plan)))
 
 
 def _fake_backward(grad: Tensor, inputs: list[Tensor], weight: list[Tensor], plan: str, *rest: Any) -> list[Tensor]:
@@ -215,6 +231,19 @@ def _define() -> None:
         LIBRARY.impl(name, function, "CPU")
         LIBRARY.impl(name, function, "CUDA")
         torch.library.register_fake(f"te_dist::{name}", fake, lib=LIBRARY)
+    refuse_backward("linear_forward")
+
+
+def refuse_backward(name: str) -> None:
+    """Has an op raise in backward where autograd sees itself: in programs of torch.export, which have no Function."""
+
+    def backward(ctx: Any, *grads: Any) -> None:
+        raise NotImplementedError(
+            f"te_dist::{name}: got a backward pass through a program of torch.export, wanted none, since it has no "
+            "gradients of te_dist's maps; train the module that was exported"
+        )
+
+    torch.library.register_autograd(f"te_dist::{name}", backward, lib=LIBRARY)
 
 
 _define()

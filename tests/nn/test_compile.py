@@ -174,6 +174,21 @@ def test_autocast_may_be_inside_of_the_graph() -> None:
         assert_bitwise(a, b, str(index))
 
 
+def test_a_recipe_that_no_autocast_has_met_is_named_outside_of_graphs() -> None:
+    made_by, module, x = recipe.Float8BlockScaling(amax_epsilon=0.0123), te.Linear(WIDTH, HIDDEN), torch.ones(48, WIDTH)
+
+    def inside(x: Tensor) -> Tensor:
+        with te.autocast(recipe=made_by):
+            return module(x)
+
+    with pytest.raises(
+        Exception, match=r"no autocast has met this one: call te_dist.autocast\(recipe=...\) once before"
+    ):
+        torch.compile(inside, backend="aot_eager", fullgraph=True)(x)
+    got = torch.compile(inside, backend="aot_eager")(x)
+    assert_bitwise(got.detach(), inside(x).detach(), "output")
+
+
 def test_another_recipe_is_another_graph_and_an_equal_one_is_not() -> None:
     module, x = te.Linear(WIDTH, HIDDEN), torch.randn(48, WIDTH)
     results(torch.compile(Block(), backend="aot_eager"), module, block_scaling, torch.randn(48, WIDTH))

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import te_dist as te
+from te_dist.nn import graph_plans
 from te_dist.nn.moe import MoE, Routing
-from te_dist.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from te_dist.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
 from te_dist.testing import assert_bitwise
 
 WIDTH, ROWS = 64, 32
@@ -68,6 +80,38 @@ def test_an_exported_mixture_takes_any_number_of_tokens(recipe: Recipe | None, q
         assert_bitwise(program.module()(x), model(x), f"{rows} tokens")
 
 
+LOADED = """
+import sys, torch, te_dist
+from te_dist.testing import assert_bitwise
+for path in sys.argv[1:]:
+    x, want = torch.load(path + ".io")
+    assert_bitwise(torch.export.load(path).module()(x), want, path)
+"""
+
+
+def test_exported_programs_run_in_other_processes(tmp_path: Path) -> None:
+    """Which know neither their recipes nor their plans."""
+    saved, x = [], torch.randn(ROWS, WIDTH)
+    for number, (kind, recipe, quantized) in enumerate(product(MAKES, RECIPES, (False, True))):
+        model = Evaluated(kind, recipe if quantized else None)
+        model.recipe = recipe
+        saved.append(str(tmp_path / f"{number}.pt2"))
+        torch.export.save(torch.export.export(model, (x,)), saved[-1])
+        torch.save((x, model(x).detach()), saved[-1] + ".io")
+    subprocess.run([sys.executable, "-c", LOADED, *saved], check=True, timeout=300)
+
+
+def test_plans_that_cannot_be_made_again_are_refused() -> None:
+    made_by = CustomRecipe(lambda role: Float8BlockScaling().quantizer(role))
+    model = Evaluated("linear", None)
+    model.recipe = made_by
+    program = torch.export.export(model, (torch.randn(ROWS, WIDTH),))
+    (name,) = (node.args[3] for node in program.graph.nodes if "linear_forward" in str(node.target))
+    assert isinstance(name, str)
+    with pytest.raises(RuntimeError, match="another process has made computes by .*CustomRecipe.* export it again"):
+        graph_plans.plan_named(name + " ")  # as if it were unknown
+
+
 @pytest.mark.parametrize("kind", MAKES)
 def test_what_keeps_state_in_python_is_refused(kind: str) -> None:
     model, x = Evaluated(kind, DelayedScaling()), torch.randn(ROWS, WIDTH)
@@ -75,3 +119,15 @@ def test_what_keeps_state_in_python_is_refused(kind: str) -> None:
         torch.export.export(model, (x,))
     model.train()
     model(x).sum().backward()
+
+
+@pytest.mark.parametrize("kind", MAKES)
+def test_training_is_refused(kind: str) -> None:
+    """When a module is exported, and when its program is run backward."""
+    model, x = Evaluated(kind, Float8BlockScaling()), torch.randn(ROWS, WIDTH, requires_grad=True)
+    program = torch.export.export(model, (x,))
+    with pytest.raises(NotImplementedError, match="through a program of torch.export, wanted none"):
+        (x + program.module()(x)).sum().backward()
+    model.train()
+    with pytest.raises(NotImplementedError, match="got training mode in torch.export.*call eval"):
+        torch.export.export(model, (x,))

@@ -131,6 +131,28 @@ def test_weights_that_backward_cannot_read_stay_outside_of_graphs(single: bool) 
             assert_bitwise(compiled(x, splits), want.detach(), "without gradients")
 
 
+def test_a_weight_that_has_more_than_others_is_multiplied_as_they_are() -> None:
+    made_by = recipe.Float8BlockScaling()
+    torch.compiler.reset()
+    module = make(made_by)
+    module.weight1.update_usage(columnwise_usage=True)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for number, (a, b) in enumerate(zip(*(results(module, each, made_by) for each in (compiled, module)), strict=True)):
+        assert_bitwise(a, b, f"result {number}")
+
+
+def test_transforms_of_torch_func_are_refused_in_graphs() -> None:
+    """Eager mode refuses them; a graph would have no backward pass of the map."""
+    module, linear = make(None), te.Linear(IN, OUT)
+    made_by, x = recipe.Float8BlockScaling(), normal(ROWS, IN)
+    te.autocast(recipe=made_by)
+    for call in (lambda z: module(z, torch.tensor(SIZES)), linear):
+        torch.compiler.reset()
+        compiled = torch.compile(torch.func.grad(lambda z, f=call: f(z).sum()), backend="aot_eager", fullgraph=True)
+        with te.autocast(recipe=made_by), pytest.raises(Exception, match="a transform of torch.func in a graph"):
+            compiled(x)
+
+
 @pytest.mark.parametrize("kind", ["block, one", "plain"])
 def test_the_input_is_kept_once(kind: str) -> None:
     """As codes, or as it is; a graph that took both would keep both."""

@@ -17,7 +17,7 @@ from te_dist.fsdp2.ahead import kernels_of
 from te_dist.kernels import gemm as gemm_kernels
 from te_dist.kernels import grouped_gemm, movement, runtime
 from te_dist.kernels.cache import Compiled
-from te_dist.nn import products, rehearsal, site
+from te_dist.nn import answers, products, rehearsal
 from te_dist.nn.moe import MoE, Routing, StackedExperts
 from te_dist.quantizers import base
 from tests.nn.recipes import DEFAULTS
@@ -69,9 +69,9 @@ def made_by_conversion(model_recipe: recipe.Recipe, *, quantized: bool) -> nn.Mo
 @pytest.fixture
 def forgets_multiples():
     """The multiples that products take are looked up anew, and again behind the test."""
-    site._row_multiple.cache_clear()
+    answers.row_multiple.cache_clear()
     yield
-    site._row_multiple.cache_clear()
+    answers.row_multiple.cache_clear()
 
 
 class Launches(TorchDispatchMode):

@@ -106,7 +106,9 @@ class _Decide(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         x, weight, logits, experts, *weights = ctx.saved_tensors
         wants, rule = tuple(ctx.needs_input_grad[:2]), ctx.rule
-        given = (grad.contiguous(), x, weight, logits, experts, *weights)
+        # NOTE: asked in front of the block, of which a compiler that does not know it yet would never leave.
+        grad = grad if grad.is_contiguous() else grad.contiguous()
+        given = (grad, x, weight, logits, experts, *weights)
         with _without_autocast(x.device.type):
             found = _taped((rule, wants), given, lambda: _gradients(given, rule, wants))
         of_x, of_weight = (found.pop(0) if each else None for each in wants)

@@ -76,6 +76,24 @@ def test_a_graph_serves_other_numbers_of_tokens(name: str) -> None:
     assert counter.frame_count <= (3 if name == "nvfp4" else 2)  # NVFP4's dense maps take multiples of 16 rows
 
 
+@every_recipe
+def test_a_graph_multiplies_in_the_type_of_torchs_autocast(name: str) -> None:
+    """Experts, and what is behind the mixture."""
+    module = nn.Sequential(mixture(name, quantized=False).float(), te.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN))
+    found = []
+    for called in (module, torch.compile(module, backend="aot_eager", fullgraph=True)):
+        torch.manual_seed(3)
+        module.zero_grad()
+        x = tokens(TOKENS).float().requires_grad_()
+        with torch.autocast("cpu"), te.autocast(enabled=RECIPES[name] is not None, recipe=RECIPES[name]):
+            out = called(x)
+        out.backward(tokens(TOKENS, seed=2))
+        found.append([out.detach(), x.grad, *(param.grad for param in module.parameters())])
+    assert found[1][0].dtype is torch.bfloat16
+    for number, (a, b) in enumerate(zip(*found, strict=True)):
+        assert_bitwise(a, b, f"result {number}")
+
+
 @pytest.mark.parametrize("frozen", [("experts.fc1.weight",), ("experts.fc2.weight",), ("router.weight",)], ids=str)
 def test_frozen_parts_get_no_gradients(frozen: tuple[str, ...]) -> None:
     module = mixture("block", quantized=False)

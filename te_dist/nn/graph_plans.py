@@ -1,0 +1,108 @@
+"""Plans by the names that graphs know them by.
+
+[Note: Plans in graphs]
+A graph says how a map is computed by a text: what kind of map it is, the recipe, the map's name and sizes, and where it
+runs. It is found while a graph is traced. A graph that another process has traced (`torch.export.save`) comes with the
+text alone: the plan is made again from it, by those who make plans of maps of that kind (`MAKERS`).
+"""
+
+from __future__ import annotations
+
+from ast import literal_eval
+from collections.abc import Callable
+from typing import NamedTuple
+from uuid import uuid4
+
+import torch
+
+from te_dist.nn import lost_recipes
+from te_dist.nn.plan import Plan
+from te_dist.nn.spelled import made_of
+from te_dist.recipe import Recipe
+
+# Of what ops return, in all names of plans: compilers keep graphs on disk, and would run those of another te_dist.
+REVISION = 3
+# By kind of maps: (recipe or None, `LinearSite.place`, dtype of the input, target) -> the plan, None where it needs
+# more than tensors.
+MAKERS: dict[str, Callable[[Recipe | None, str, torch.dtype, str], Plan | None]] = {}
+_PROCESS = uuid4().hex
+_plans: dict[str, Plan] = {}
+
+
+class _Name(NamedTuple):
+    """What a text says.
+
+    Attributes:
+        kind: of maps.
+        recipe: its text; "" for none.
+        place: of the map, see `LinearSite`; "" for all.
+        dtype: of the input.
+        target: see `kernels.runtime.target_of`.
+        trains: whether the map may run again in backward, which `lost_recipes` watches.
+        process: of a recipe with a function, of which there is an address only, which means nothing to other processes.
+        revision: `REVISION`.
+    """
+
+    kind: str
+    recipe: str
+    place: str
+    dtype: str
+    target: str
+    trains: bool = False
+    process: str = ""
+    revision: int = REVISION
+
+
+def name_of(plan: Plan, *said: str, trains: bool = False, shared: str = "") -> str:
+    """The name of a plan.
+
+    Args:
+        said: what `_Name` begins with.
+        trains: see there.
+        shared: of a map that is trained by a recipe, its `graph_place`.
+    """
+    name = _Name(*said, trains=trains)
+    if " at 0x" in name.recipe:
+        name = name._replace(process=_PROCESS)
+    text = repr(tuple(name))
+    if trains and shared:
+        lost_recipes.know(text, shared)
+    _plans.setdefault(text, plan)
+    return text
+
+
+def plan_named(text: str) -> Plan:
+    """The plan of this name. See [Note: Plans in graphs].
+
+    Raises:
+        RuntimeError: another process has made the graph, by what cannot be made again here.
+    """
+    plan = _plans.get(text)
+    if plan is None:
+        plan = _plans[text] = _made_again(text)
+    return plan
+
+
+@torch.compiler.assume_constant_result
+def reads_gradients_once(text: str) -> bool:
+    """See `Plan`, of that of this name."""
+    return plan_named(text).reads_gradients_once
+
+
+def _made_again(text: str) -> Plan:
+    try:
+        name = _Name(*literal_eval(text))
+        dtype = made_of(name.dtype)
+        plan = MAKERS[name.kind](made_of(name.recipe) if name.recipe else None, name.place, dtype, name.target)
+    except (ValueError, TypeError, KeyError, SyntaxError) as error:
+        raise _unknown(text) from error
+    if plan is None or name.revision != REVISION:
+        raise _unknown(text)
+    return plan
+
+
+def _unknown(text: str) -> RuntimeError:
+    return RuntimeError(
+        f"a graph that another process has made computes by {text}, which cannot be made again here; wanted one of "
+        "this te_dist, by a recipe without functions and histories: compile or export it again"
+    )
