@@ -15,6 +15,8 @@ from uuid import uuid4
 
 import torch
 
+from te_dist.context import recipe_named
+from te_dist.kernels.runtime import target_of
 from te_dist.nn import lost_recipes
 from te_dist.nn.plan import Plan
 from te_dist.nn.spelled import made_of
@@ -53,20 +55,31 @@ class _Name(NamedTuple):
     revision: int = REVISION
 
 
-def name_of(plan: Plan, *said: str, trains: bool = False, shared: str = "") -> str:
-    """The name of a plan.
+@torch.compiler.assume_constant_result
+def name_for_graphs(
+    kind: str, recipe: str, places: tuple[str, str], *, dtype: torch.dtype, device: torch.device, trains: bool
+) -> str | None:
+    """The name of the plan by which graphs compute a map; None where it needs more than tensors.
 
     Args:
-        said: what `_Name` begins with.
-        trains: see there.
-        shared: of a map that is trained by a recipe, its `graph_place`.
+        kind: of maps.
+        recipe: name of one that an `autocast` has met; "" for none.
+        places: of the map as the recipe sees it, and its `graph_place`.
+        dtype: of the input.
+        device: of the weight.
+        trains: whether it may run again in backward.
     """
-    name = _Name(*said, trains=trains)
-    if " at 0x" in name.recipe:
-        name = name._replace(process=_PROCESS)
+    made_by, target = recipe_named(recipe), target_of(device)
+    plan = MAKERS[kind](made_by, places[0], dtype, target)
+    if plan is None:
+        return None
+    name = _Name(kind, "", "", str(dtype), "")
+    if made_by is not None:
+        process = _PROCESS if " at 0x" in recipe else ""
+        name = _Name(kind, recipe, places[0], str(dtype), target, trains, process)
     text = repr(tuple(name))
-    if trains and shared:
-        lost_recipes.know(text, shared)
+    if trains and made_by is not None:
+        lost_recipes.know(text, places[1])
     _plans.setdefault(text, plan)
     return text
 

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from te_dist import _torch_private, catalog
 from te_dist.codecs import grouped_gemm
-from te_dist.context import current_autocast, recipe_named
+from te_dist.context import current_autocast
 from te_dist.formats import Direction
 from te_dist.fsdp2.check import check_gathered
-from te_dist.kernels.runtime import target_of
 from te_dist.kernels.tape import Tapes
 from te_dist.nn import forgotten, grouped_traced, lost_recipes
 from te_dist.nn.answers import Answers, answers_of, check_features, quantizer_of
-from te_dist.nn.graph_plans import MAKERS, name_of, reads_gradients_once
+from te_dist.nn.graph_plans import MAKERS, name_for_graphs, reads_gradients_once
 from te_dist.nn.grouped_cache import WeightCache
 from te_dist.nn.grouped_products import Around, Given, differentiable, grouped_linear, reads_weights
 from te_dist.nn.grouped_weights import OneBuffer
@@ -127,7 +126,9 @@ class GroupedSite(LinearSite):
         check_differentiable("a map of rows in groups", trains=self.training)
         state, trains = current_autocast(), self.training or torch.is_grad_enabled()
         place = self.graph_place if state.is_uniform else self.place
-        return _traced_plan(state.name, (place, self.graph_place), x.dtype, weights[0].device, trains)
+        places = place, self.graph_place
+        device = weights[0].device
+        return name_for_graphs(self.module_type, state.name, places, dtype=x.dtype, device=device, trains=trains)
 
     @torch.compiler.disable(
         reason="this linear map keeps state in Python: delayed scaling, main or delayed gradients, weights kept over "
@@ -264,18 +265,6 @@ class GroupedSite(LinearSite):
                 f"{self._label}: weights of one GroupedLinear have one format, or are all plain, got {found}; quantize "
                 "all of them by one recipe (hybrid and plain quantizers do not mix)"
             )
-
-
-@torch.compiler.assume_constant_result
-def _traced_plan(
-    name: str, places: tuple[str, str], dtype: torch.dtype, device: torch.device, trains: bool
-) -> str | None:
-    """Name of the plan of a map by the recipe `name`, or None where it needs more than tensors; as that of `site`."""
-    recipe, target, kind = recipe_named(name), target_of(device), GroupedSite.module_type
-    plan = _plan_in_graph(recipe, places[0], dtype, target)
-    if plan is None or recipe is None:
-        return None if plan is None else name_of(plan, kind, "", "", str(dtype), "")
-    return name_of(plan, kind, name, places[0], str(dtype), target, trains=trains, shared=places[1])
 
 
 def _plan_in_graph(recipe: Recipe | None, place: str, dtype: torch.dtype, target: str) -> Plan | None:

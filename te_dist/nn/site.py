@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from te_dist import _torch_private
-from te_dist.context import Autocast, autocast_of_torch, current_autocast, recipe_named, repeated_autocast
+from te_dist.context import Autocast, autocast_of_torch, current_autocast, repeated_autocast
 from te_dist.formats import Format
 from te_dist.fsdp2.check import check_gathered, not_gathered
 from te_dist.kernels.runtime import is_recording, target_of
@@ -22,7 +22,7 @@ from te_dist.kernels.tape import Tapes
 from te_dist.nn import activations, forgotten, lost_recipes, traced
 from te_dist.nn.answers import LINEAR, Answers, answers_of, check, requests_of, row_multiple
 from te_dist.nn.fronts import FRONTS, Fronts
-from te_dist.nn.graph_plans import MAKERS, name_of
+from te_dist.nn.graph_plans import MAKERS, name_for_graphs
 from te_dist.nn.passes import MAX_PLANNED, WITHOUT, WITHOUT_BESIDE, Latest, Moving, Pass, latest_of, note, planned_of
 from te_dist.nn.plan import Plan, plan_by
 from te_dist.nn.products import linear
@@ -170,7 +170,8 @@ class LinearSite(nn.Module):
         if not name and not is_quantized:
             return _plain(x, weight, bias)
         place = self.graph_place if state.is_uniform else self.place
-        plan = _traced_plan(name, (place, self.graph_place), x.dtype, weight.device, trains)
+        places = place, self.graph_place
+        plan = name_for_graphs(LINEAR, name, places, dtype=x.dtype, device=weight.device, trains=trains)
         if plan is None:
             return self._outside_of_graphs(x, weight, bias, front)
         traced.check_differentiable("a linear map", trains=self.training)
@@ -364,23 +365,6 @@ def without_values(label: str) -> ValueError:
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-
-
-@torch.compiler.assume_constant_result
-def _traced_plan(
-    name: str, places: tuple[str, str], dtype: torch.dtype, device: torch.device, trains: bool
-) -> str | None:
-    """Name of the plan of a map by the recipe `name`, or None where it needs more than tensors.
-
-    Args:
-        places: of the map as the recipe sees it, and its `graph_place`.
-        trains: whether it may run again in backward.
-    """
-    recipe, target = recipe_named(name), target_of(device)
-    plan = _plan_in_graph(recipe, places[0], dtype, target)
-    if plan is None or recipe is None:
-        return None if plan is None else name_of(plan, LINEAR, "", "", str(dtype), "")
-    return name_of(plan, LINEAR, name, places[0], str(dtype), target, trains=trains, shared=places[1])
 
 
 def _plan_in_graph(recipe: Recipe | None, place: str, dtype: torch.dtype, target: str) -> Plan | None:

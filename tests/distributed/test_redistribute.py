@@ -48,6 +48,7 @@ def refusals(rank: int, world: int, name: str, shape: tuple[int, ...]) -> list[t
     return refused
 
 
+@pytest.mark.gloo_only("NCCL goes from one dimension to another by an op of its own, which quantized tensors have not")
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", ["float8_block_2d", "float8_tensorwise", "mxfp8_1d"])
 @pytest.mark.parametrize("world", [2, 3])
