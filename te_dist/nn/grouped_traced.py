@@ -1,4 +1,4 @@
-"""Linear maps of rows in groups under torch.compile: two ops that a compiler does not look into.
+"""Linear maps of rows in groups, of experts for instance, under torch.compile: two ops that compilers do not look into.
 
 As for other linear maps, see [Note: Compiled linear maps]. What is saved comes back as buffers; quantized weights are
 handed over as theirs, those of every group one after the other.
@@ -138,7 +138,7 @@ class _GroupedLinear(torch.autograd.Function):
         known = how_of(how)
         out, *buffers = _called(x, tensors, table, how)
         weights, biases, beside, behind = split(tensors, known.counts)
-        ctx.how, ctx.num_buffers, ctx.shape, ctx.num_behind = how, len(buffers), x.shape, len(behind)
+        ctx.how, ctx.num_buffers, ctx.shape = how, len(buffers), x.shape
         bias = biases[0] if biases else None
         ctx.is_one = weights[0].dim() == 3, bias is not None and bias.dim() == 2  # noqa: PLR2004
         ctx.dtypes = x.dtype, weights[0].dtype, None if bias is None else bias.dtype
@@ -237,24 +237,13 @@ def _backward(grad: Tensor, x: Tensor | None, rows: Tensor | None, *rest: Any) -
     stored = None
     if inputs:
         stored = QuantizedTensor(_saved[_place(shape, dtypes[0], table, how)].storage(inputs))
-    around = rows, behind, None
-    of = products.Backward(
-        grad.contiguous(),
-        stored,
-        x,
-        beside,
-        as_one(known),
-        None,
-        tuple(wants[:3]),
-        shape_of(known),
-        tuple(dtypes),
-        *around,
-    )
-    of_behind = ()
+    given_to = grad.contiguous(), stored, x, beside, as_one(known), None
+    asked = tuple(wants[:3]), shape_of(known), tuple(dtypes)
+    of, of_behind = products.Backward(*given_to, *asked, rows, behind), ()
     if given.hands_to is not None:
         of, of_behind = products.read_handed(of, given, wants[3])
-    gradients = *products.taped_backward(of, given)[0], *of_behind
-    return [gradient.contiguous() for gradient in gradients]  # as the fake says
+    found = *products.taped_backward(of, given)[0], *of_behind
+    return [gradient.contiguous() for gradient in found]  # as the fake says
 
 
 def _fake_backward(grad: Tensor, x: Tensor | None, rows: Tensor | None, *rest: Any) -> list[Tensor]:

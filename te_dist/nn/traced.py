@@ -4,10 +4,11 @@
 A graph holds `te_dist::linear_forward` and `te_dist::linear_backward`, which do what a pass in eager mode does, so that
 the bits are the same. Their tensors are plain: a quantized weight is handed over as its buffers, what is saved of the
 input comes back as buffers. How to compute is said by name: the text of a plan, or of a format, stands in the graph as
-a constant, and this module knows the object behind it. A plan is found while a graph is traced, and the graph is
-guarded by the recipe it was found for. The number of rows may be a symbol: a graph serves all numbers, or, where
-products take multiples, those that fit or all others. State that lives in Python (histories of delayed scaling, the
-process groups of tensor parallelism, main gradients) is not in a graph: such maps stay outside of it.
+a constant, see [Note: Plans in graphs]. A plan is found while a graph is traced, and the graph is guarded by the recipe
+it was found for. The number of rows may be a symbol: a graph serves all numbers, or, where products take multiples,
+those that fit or all others. State that lives in Python (histories of delayed scaling, the process groups of tensor
+parallelism, main gradients) is not in a graph, nor is a weight of which backward is to gather the other direction: such
+maps stay outside of it.
 """
 
 from __future__ import annotations
@@ -79,9 +80,8 @@ def check_not_exported(label: str, recipe: object) -> None:
     if torch.compiler.is_exporting():
         raise NotImplementedError(
             f"{label}: got {recipe} in torch.export, wanted what a graph holds, which state in Python is not (delayed "
-            "scaling, tensor parallelism, main gradients, experts with quantized weights); export it by "
-            "Float8CurrentScaling, MXFP8BlockScaling or another recipe without histories, and mixtures of experts with "
-            "plain weights"
+            "scaling, tensor parallelism, main gradients, experts over ranks, weights kept over micro batches); export "
+            "it on one rank, by Float8CurrentScaling, MXFP8BlockScaling or another recipe without histories"
         )
 
 

@@ -23,8 +23,6 @@ from te_dist.nn.moe.routing import Routing
 from te_dist.nn.moe.tokens import TokenDispatcher
 from te_dist.nn.options import LinearOptions, read, spells_out
 from te_dist.nn.traced import check_not_exported
-from te_dist.tensor import QuantizedTensor
-from te_dist.tensor.placement import local_tensor
 from te_dist.tensor.tally import tally_on
 from te_dist.tensor_parallel.styles import sum_gradients
 
@@ -181,8 +179,7 @@ class MoE(nn.Module):
         "and what surrounds a mixture are compiled"
     )
     def _outside_of_graphs(self, x: Tensor, routed: Routed, **kept: Any) -> Tensor:
-        if any(isinstance(local_tensor(weight), QuantizedTensor) for weight in self.experts.parameters()):
-            check_not_exported("MoE with quantized weights", current_autocast().recipe)
+        check_not_exported("MoE", current_autocast().recipe)
         return self._mix(x, routed, **kept)
 
 
