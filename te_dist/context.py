@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_dist._torch_private import in_backward, is_autocast_anywhere
-from te_dist.recipe import UNIFORM, Elsewhere, Recipe, leads
+from te_dist.elsewhere import Elsewhere, leads
+from te_dist.recipe import UNIFORM, Recipe
 from te_dist.tensor import QuantizedTensor
 
 

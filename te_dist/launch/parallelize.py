@@ -24,7 +24,7 @@ from te_dist.launch.config import Config, OptimizerConfig, RecipeName
 from te_dist.launch.errors import require
 from te_dist.launch.layout import Layout
 from te_dist.launch.model import Block, Decoder
-from te_dist.nn.answers import answers_of, quantizer_of
+from te_dist.nn.answers import quantizers_of
 from te_dist.nn.grouped_site import GroupedSite
 from te_dist.nn.moe import ExpertParallel
 from te_dist.nn.moe.payload import check_rows
@@ -194,7 +194,7 @@ def _check_payload(config: Config) -> None:
     precision, error = RECIPES[config.recipe], None
     if precision is not None:
         try:
-            check_rows(quantizer_of(answers_of(precision, "", GroupedSite.module_type)["input"]), torch.bfloat16)
+            check_rows(quantizers_of(precision, "", GroupedSite.module_type)["input"], torch.bfloat16)
         except ValueError as found:
             error = found
     require(

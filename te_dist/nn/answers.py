@@ -29,6 +29,14 @@ def answers_of(recipe: Recipe, name: str, module_type: str) -> Answers:
     return answers
 
 
+def quantizers_of(recipe: Recipe, name: str, module_type: str) -> dict[str, Quantizer]:
+    """By role, a quantizer of the format that the answer leads to."""
+    return {
+        kind: answer if isinstance(answer, Quantizer) else Float8CurrentScalingQuantizer(answer.fp8)
+        for kind, answer in answers_of(recipe, name, module_type).items()
+    }
+
+
 def requests_of(answers: Answers) -> dict[str, DelayedScalingRequest]:
     """Those that ask for a history."""
     return {kind: answer for kind, answer in answers.items() if isinstance(answer, DelayedScalingRequest)}
@@ -37,7 +45,7 @@ def requests_of(answers: Answers) -> dict[str, DelayedScalingRequest]:
 @lru_cache(maxsize=1024)
 def row_multiple(recipe: Recipe, name: str, dtype: torch.dtype, *, target: str) -> int:
     """See `Plan.row_multiple`."""
-    quantizers = {kind: quantizer_of(answer) for kind, answer in answers_of(recipe, name, LINEAR).items()}
+    quantizers = quantizers_of(recipe, name, LINEAR)
     pair = quantizers["grad_output"], quantizers["input"]
     multiples = [quantizer.multiple(0, dtype) for quantizer in pair]
     formats = [quantizer.declare(dtype) for quantizer in pair]
@@ -51,7 +59,7 @@ def row_multiple(recipe: Recipe, name: str, dtype: torch.dtype, *, target: str) 
 def check(recipe: Recipe, place: tuple[str, int, int], target: str) -> None:
     """Raises where a map of `place` (name, K, N) cannot be computed by `recipe` on a target."""
     name, in_features, out_features = place
-    quantizers = {kind: quantizer_of(answer) for kind, answer in answers_of(recipe, name, LINEAR).items()}
+    quantizers = quantizers_of(recipe, name, LINEAR)
     multiple = _gemm_multiple(quantizers, target)
     features = in_features, out_features
     check_features(quantizers, features, multiple, recipe=recipe, label=name or "Linear", where=f"on {target}")
@@ -102,8 +110,3 @@ def _gemm_multiple(quantizers: Mapping[str, Quantizer], target: str) -> int:
             a, b = (format[direction].codec for format, direction in pair)
             multiple = lcm(multiple, gemm.find(a, b, target).multiple)
     return multiple
-
-
-def quantizer_of(answer: Quantizer | DelayedScalingRequest) -> Quantizer:
-    """A quantizer of the format that `answer` leads to."""
-    return answer if isinstance(answer, Quantizer) else Float8CurrentScalingQuantizer(answer.fp8)

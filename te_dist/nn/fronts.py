@@ -63,9 +63,10 @@ def hands_over(first: LinearSite, second: LinearSite, kind: type[LinearSite]) ->
 
     Asked once in every pass, before the first of them is called.
     """
-    maps = first, second
-    if torch.compiler.is_compiling():
-        return all([type(each) is kind and not is_watched(each) for each in maps])
-    if not in_backward():
-        first.handed = all(type(each) is kind and not is_watched(each) for each in maps)
-    return getattr(first, "handed", False)
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and in_backward():
+        return getattr(first, "handed", False)
+    hands = all([type(each) is kind and not is_watched(each) for each in (first, second)])
+    if not is_compiling:
+        first.handed = hands
+    return hands

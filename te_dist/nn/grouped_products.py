@@ -270,9 +270,9 @@ class _GroupedLinear(torch.autograd.Function):
         if given.plan.moves is not None and any(wanted):
             given.plan.moves.move_when_backward_ends()
         each = *_each(of_weight, of_weights, ctx.is_one[0]), *_each(of_bias, of_biases, ctx.is_one[1])
-        first, *each_beside = _where_wanted(of_x, ((wants[0] or wants[1]) and wants_input, *of_beside))
+        first, *each_beside = where_wanted(of_x, ((wants[0] or wants[1]) and wants_input, *of_beside))
         of_input = (None, first) if ctx.num_values else (first, None)
-        return *of_input, None, None, *each, *each_beside, *_where_wanted(of_rest, of_behind)
+        return *of_input, None, None, *each, *each_beside, *where_wanted(of_rest, of_behind)
 
 
 def _wants_input(wants: Sequence[bool], counts: Counts) -> bool:
@@ -280,7 +280,7 @@ def _wants_input(wants: Sequence[bool], counts: Counts) -> bool:
     return wants[0] or wants[1] or any(split(wants[_CONSTANTS:], counts)[2])
 
 
-def _where_wanted(gradients: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
+def where_wanted(gradients: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
     """One for each that might want one; they may be fewer, where no other wants any."""
     rest = wanted[len(gradients) :]
     assert not any(rest), "a gradient is wanted that nobody finds"

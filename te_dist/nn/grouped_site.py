@@ -18,7 +18,7 @@ from te_dist.formats import Direction
 from te_dist.fsdp2.check import check_gathered
 from te_dist.kernels.tape import Tapes
 from te_dist.nn import forgotten, grouped_traced, lost_recipes
-from te_dist.nn.answers import Answers, answers_of, check_features, quantizer_of
+from te_dist.nn.answers import Answers, answers_of, check_features, quantizers_of
 from te_dist.nn.graph_plans import MAKERS, name_for_graphs, reads_gradients_once
 from te_dist.nn.grouped_cache import WeightCache
 from te_dist.nn.grouped_products import Around, Given, differentiable, grouped_linear, reads_weights
@@ -293,8 +293,7 @@ def _plain_plan(dtype: torch.dtype, *, fuses_wgrad: bool) -> Plan:
 def _check(recipe: Recipe, place: tuple[str, int, int], target: str) -> None:
     """Raises where a map of `place` (name, K, N) cannot be computed by `recipe` on a target, see `target_of`."""
     name, in_features, out_features = place
-    answers = answers_of(recipe, name, GroupedSite.module_type)
-    quantizers = {kind: quantizer_of(answer) for kind, answer in answers.items()}
+    quantizers = quantizers_of(recipe, name, GroupedSite.module_type)
     for quantizer in quantizers.values():
         _check_columnwise_source(quantizer)
     multiple = _multiple_of(quantizers, target)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from ast import literal_eval
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from te_dist.nn import grouped_products as products
 from te_dist.nn import lost_recipes
 from te_dist.nn.graph_plans import plan_named
 from te_dist.nn.group_fronts import GATHERED, SUMMED, SWIGLU, WEIGHTED_SWIGLU, GroupEpilogue, GroupFront
-from te_dist.nn.grouped_products import Given, split
+from te_dist.nn.grouped_products import Given, split, where_wanted
 from te_dist.nn.grouped_weights import as_one, shape_of
 from te_dist.nn.once import torch_once_differentiable
 from te_dist.nn.spelled import made_of
@@ -174,7 +174,7 @@ class _GroupedLinear(torch.autograd.Function):
         of_weight = next(found) if wanted[1] else None
         each = *_each(of_weight, of_weights, ctx.is_one[0]), *_each(of_bias, of_biases, ctx.is_one[1])
         of_input = (None, of_x) if ctx.has_values else (of_x, None)
-        around = *_filled(each_beside, of_beside), *_filled(found if wanted[3] else (), of_behind)
+        around = *where_wanted(each_beside, of_beside), *where_wanted(list(found), of_behind)
         return *of_input, None, None, *each, *around
 
 
@@ -183,12 +183,6 @@ def _each(gradient: Tensor | None, wanted: Sequence[bool], is_one: bool) -> list
         return [None] * len(wanted)
     parts = [gradient] if is_one else [gradient[number] for number in range(len(wanted))]
     return [part if wants else None for part, wants in zip(parts, wanted, strict=True)]
-
-
-def _filled(gradients: Iterable[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
-    """One for each that might want one; they may be fewer, where no other wants any."""
-    found = [each if wants else None for each, wants in zip(gradients, wanted, strict=False)]
-    return found + [None] * (len(wanted) - len(found))
 
 
 def _weights(parts: list[Tensor], kind: str) -> list[Tensor]:

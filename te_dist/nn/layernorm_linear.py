@@ -6,10 +6,10 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
+from te_dist.elsewhere import refuse
 from te_dist.nn.norms import NormedModule
 from te_dist.nn.options import REFUSED_IN_FORWARD, LayerNormLinearOptions, NoOptions, read, spells_out
 from te_dist.nn.site import LinearSite
-from te_dist.recipe import refuse
 
 
 class LayerNormLinear(NormedModule):

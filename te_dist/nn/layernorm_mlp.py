@@ -6,12 +6,12 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
+from te_dist.elsewhere import refuse
 from te_dist.nn import activations
 from te_dist.nn.gated import in_turn
 from te_dist.nn.norms import NormedModule
 from te_dist.nn.options import REFUSED_IN_FORWARD, LayerNormMLPOptions, NoOptions, read, spells_out
 from te_dist.nn.site import LinearSite
-from te_dist.recipe import refuse
 
 
 class LayerNormMLP(NormedModule):

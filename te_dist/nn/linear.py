@@ -6,10 +6,10 @@ from typing import Unpack
 
 from torch import Tensor, nn
 
+from te_dist.elsewhere import refuse
 from te_dist.nn.module import QuantizedModule
 from te_dist.nn.options import REFUSED_IN_FORWARD, LinearOptions, NoOptions, read, spells_out
 from te_dist.nn.site import LinearSite
-from te_dist.recipe import refuse
 
 
 class Linear(QuantizedModule):

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 import torch
 from torch import Tensor
 
-from te_dist.recipe import Elsewhere
+from te_dist.elsewhere import Elsewhere, refuse
 
 InitMethod = Callable[[Tensor], Any]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -108,7 +108,7 @@ REFUSED: Elsewhere = {
     "micro_batch_size": (None, "shapes are taken from the input"),
 }
 
-# The same of forward passes, which `te_dist.recipe.refuse` reads.
+# The same of forward passes, which `te_dist.elsewhere.refuse` reads.
 REFUSED_IN_FORWARD: Elsewhere = {
     "is_first_microbatch": (
         None,
@@ -161,8 +161,8 @@ def read(options: dict[str, Any], known: type, module: str) -> dict[str, Any]:
             taken[name] = value
         elif name not in REFUSED:
             raise TypeError(f"{module} takes no keyword {name!r}; it takes {sorted(known.__annotations__)}")
-        elif value != REFUSED[name][0]:
-            raise ValueError(f"{module}: {name}={value!r} is not supported: {REFUSED[name][1]}")
+        else:
+            refuse({name: value}, REFUSED, name=module)
     _check_dtype(taken.get("params_dtype"), module)
     return taken
 

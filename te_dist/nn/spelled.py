@@ -14,17 +14,7 @@ from te_dist.formats import Encoding, Field, Format, Region, Span
 
 # What may be called, by its name. `Format` is called for one of a tensor, and read for a type of 8 bits.
 _CLASSES: Mapping[str, Any] = {
-    **{each.__name__: each for each in (Encoding, Field, Format, Region, Span, *codecs.FAMILIES)},
-    **{
-        each.__name__: each
-        for each in (
-            recipe.DelayedScaling,
-            recipe.Float8BlockScaling,
-            recipe.Float8CurrentScaling,
-            recipe.MXFP8BlockScaling,
-            recipe.NVFP4BlockScaling,
-        )
-    },
+    **{each.__name__: each for each in (Encoding, Field, Format, Region, Span, *codecs.FAMILIES, *recipe.UNIFORM)},
     "torch.Size": torch.Size,
 }
 

@@ -14,7 +14,7 @@ INTEGRATIONS = {"fsdp2", "tensor_parallel", "offload", "recompute", "checkpoints
 # Imports go from a later line to an earlier one, never along a line or down. `te_dist/__init__.py` gathers them all.
 TIERS = (
     {"_torch_names"},
-    {"env", "_torch_private", "_C"},
+    {"env", "_torch_private", "_C", "elsewhere"},
     {"formats"},
     {"kernels"},
     {"ops"},

@@ -70,8 +70,7 @@ class StackedExperts(QuantizedModule):
         Raises:
             ValueError: choices and weights are not of T tokens, k of each, or choices are no whole numbers.
         """
-        maps = zip(self._sites, map(self.get_parameter, NAMES), strict=True)
-        if torch.compiler.is_compiling() and not are_traceable(*maps, x=hidden_states):
+        if torch.compiler.is_compiling() and not are_traceable(*self._maps, x=hidden_states):
             return self._outside_of_graphs(hidden_states, top_k_index, top_k_weights)
         return self._mix(hidden_states, top_k_index, top_k_weights)
 
@@ -103,10 +102,15 @@ class StackedExperts(QuantizedModule):
         return self._mix(hidden_states, top_k_index, top_k_weights)
 
     def _of_arrived(self, rows: Tensor, arrived: Arrived) -> Tensor:
-        maps = tuple((site, _local(getattr(self, name))) for site, name in zip(self._sites, NAMES, strict=True))
+        maps = self._maps
         if maps[0][1].is_meta and not rows.is_meta:
             raise without_values(self.name or "StackedExperts")
         return multiply(maps, rows, arrived, given=Given(table_of(arrived), PLAIN))
+
+    @property
+    def _maps(self) -> tuple[tuple[GroupedSite, Tensor], ...]:
+        """Both, with the weight of each, or what this rank has of it."""
+        return tuple((site, _local(getattr(self, name))) for site, name in zip(self._sites, NAMES, strict=True))
 
     @property
     def _sites(self) -> tuple[GroupedSite, GroupedSite]:
