@@ -62,9 +62,7 @@ Where a shard keeps two directions of 8 bits it takes the memory of bf16: such f
 def _format_row(name: str, format: Format) -> str:
     region = Region.whole(4096, 4096)
     parts = region.chunk(4)
-    sent = [
-        plan_gather(format, parts, region, policy=RESHARDED, phase=phase).nbytes * 8 * 4 / 4096**2 for phase in Phase
-    ]
+    sent = [plan_gather(format, parts, policy=RESHARDED, phase=phase).nbytes * 8 * 4 / 4096**2 for phase in Phase]
     derived = "yes" if format.columnwise_is_derivable else "no" if format.columnwise else "has none"
     kept = (format.canonical.allocated_bytes(region), format.allocated_bytes(region))
     stored = [nbytes * 8 / 4096**2 for nbytes in kept]

@@ -10,6 +10,7 @@ def simd_level() -> str: ...
 def set_simd_level(name: str) -> None: ...
 
 assemble: Callable[..., None]
+assemble_chunks: Callable[..., None]
 dequantize_float8: Callable[..., None]
 dequantize_mxfp8: Callable[..., None]
 dequantize_nvfp4: Callable[..., None]

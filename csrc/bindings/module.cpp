@@ -207,6 +207,30 @@ void assemble(const std::vector<TensorRef>& wires, const std::vector<int64_t>& r
   copy_parts(op, threads_for(out.numel(), threads));
 }
 
+// One matrix for each member; `dim` is cut: members (0), lines (1), or values of a line (2).
+void assemble_chunks(const TensorRef& gathered, const std::array<int64_t, 4>& cut, int dim,
+                     const std::vector<TensorRef>& members, int threads) {
+  const Chunking chunks{cut[0], cut[1], cut[2], cut[3]};
+  for (size_t member = 0; member < members.size(); ++member) {
+    const TensorRef& out = members[member];
+    const int64_t lines = out.shape[0], line_bytes = out.shape[1] * out.itemsize, index = int64_t(member);
+    Assemble op{{}, out.data, out.stride[0] * out.itemsize};
+    for (int64_t chunk = 0; chunk < chunks.num_chunks(); ++chunk) {
+      const int64_t begin = chunks.begin(chunk), count = chunks.end(chunk) - begin;
+      const char* data = gathered.data + chunk * gathered.stride[0];
+      if (dim == 0 && begin <= index && index < begin + count) {
+        op.parts.push_back({data + (index - begin) * lines * line_bytes, line_bytes, lines, line_bytes, 0, 0});
+      } else if (dim == 1) {
+        op.parts.push_back({data + index * count * line_bytes, line_bytes, count, line_bytes, begin, 0});
+      } else if (dim == 2) {
+        const int64_t bytes = count * out.itemsize;
+        op.parts.push_back({data + index * lines * bytes, bytes, lines, bytes, 0, begin * out.itemsize});
+      }
+    }
+    copy_parts(op, threads_for(out.numel(), threads));
+  }
+}
+
 // value, exp_avg, exp_avg_sq, grad, step, copy
 using AdamArguments = std::tuple<TensorRef, TensorRef, TensorRef, TensorRef, TensorRef, TensorRef>;
 
@@ -318,6 +342,7 @@ PYBIND11_MODULE(_C, module) {
   define(module, "dequantize_nvfp4", &dequantize_nvfp4);
   define(module, "transpose", &transpose);
   define(module, "assemble", &assemble);
+  define(module, "assemble_chunks", &assemble_chunks);
   define(module, "multi_adam", &multi_adam);
   define(module, "multi_adam_compact", &multi_adam_compact);
   define(module, "route", &route);

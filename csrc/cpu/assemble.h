@@ -1,6 +1,7 @@
 // Copies rectangles into their places of a larger matrix.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "types.h"
@@ -22,5 +23,17 @@ struct Assemble {
 };
 
 void copy_parts(const Assemble& op, int threads);
+
+// A dimension that is cut: chunk i has rows i * length to (i + 1) * length of extent. One value belongs to `grain` of
+// them, and the first row lies `phase` inside of its grain.
+struct Chunking {
+  int64_t phase, extent, length, grain;
+
+  int64_t num_chunks() const { return extent ? (extent + length - 1) / length : 0; }
+  int64_t begin(int64_t chunk) const { return (phase + chunk * length) / grain; }
+  int64_t end(int64_t chunk) const {
+    return (phase + std::min((chunk + 1) * length, extent) + grain - 1) / grain;
+  }
+};
 
 }  // namespace te_dist::cpu

@@ -2,11 +2,12 @@
 
 from te_dist.formats.field import Direction, Encoding, Field, Format, Numerics
 from te_dist.formats.group import AnyGroup, Group, RaggedGroup, group_of
-from te_dist.formats.region import WHOLE, Partition, Region, Span
+from te_dist.formats.region import WHOLE, Chunks, Partition, Region, Span
 
 __all__ = [
     "WHOLE",
     "AnyGroup",
+    "Chunks",
     "Direction",
     "Encoding",
     "Field",

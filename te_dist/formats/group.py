@@ -13,7 +13,7 @@ from functools import cached_property
 from torch import Tensor
 
 from te_dist.formats.field import Field
-from te_dist.formats.region import Region, Span, hashed_once
+from te_dist.formats.region import Chunks, Region, Span, hashed_once
 
 MEMBERS, ROWS, COLS = range(3)  # dimensions of a group
 _BYTES_APART = 16  # members of a ragged group begin at multiples of this, as kernels read that much at a time
@@ -64,12 +64,9 @@ class Group:
             raise ValueError(f"cannot narrow members {self.members} to {part}: the part leaves the group")
         return Group(part, self.region)
 
-    def chunk(self, dim: int, num_chunks: int) -> tuple[Group, ...]:
+    def chunk(self, dim: int, num_chunks: int) -> Chunks[Group]:
         """Parts as `torch.chunk` cuts `dim`, followed by empty ones up to `num_chunks`."""
-        extent = self.shape[dim]
-        size = -(-extent // num_chunks)
-        starts = [min(i * size, extent) for i in range(num_chunks + 1)]
-        return tuple(self.narrow(dim, a, b - a) for a, b in zip(starts, starts[1:], strict=False))
+        return Chunks(self, dim, num_chunks)
 
 
 @hashed_once

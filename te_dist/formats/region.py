@@ -6,14 +6,18 @@ which tiles it touches, also where a cut goes through one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+if TYPE_CHECKING:
+    from te_dist.formats.group import Group
 
 WHOLE = 0  # grain or tile entry: one value covers the entire dimension
 Pair = tuple[int, int]
 _T = TypeVar("_T")
+_P = TypeVar("_P", "Region", "Group")
 
 
 def hashed_once(cls: type[_T]) -> type[_T]:
@@ -110,14 +114,58 @@ class Region:
             raise ValueError(f"cannot narrow {span} to {part}: the part leaves the region")
         return Region(part, self.cols) if dim == 0 else Region(self.rows, part)
 
-    def chunk(self, num_chunks: int, unit: int = 1) -> tuple[Region, ...]:
+    def chunk(self, num_chunks: int, unit: int = 1) -> Chunks[Region]:
         """Row parts as `torch.chunk` cuts `len(rows) // unit` units, followed by empty ones up to `num_chunks`."""
-        units, rest = divmod(len(self.rows), unit)
-        if rest:
+        if len(self.rows) % unit:
             raise ValueError(f"{len(self.rows)} rows are no whole number of units of {unit} rows; cut whole units")
-        size = -(-units // num_chunks) if units else 0
-        starts = [min(i * size, units) for i in range(num_chunks + 1)]
-        return tuple(self.narrow(0, a * unit, (b - a) * unit) for a, b in zip(starts, starts[1:], strict=False))
+        return Chunks(self, 0, num_chunks, unit)
+
+
+@hashed_once
+@dataclass(frozen=True)
+class Chunks(Sequence[_P]):
+    """Parts as `torch.chunk` cuts a dimension, followed by empty ones; each is made when it is asked for.
+
+    Attributes:
+        whole: what is cut.
+        dim: of it.
+        num_chunks: of the parts.
+        unit: indices that stay together.
+    """
+
+    whole: _P
+    dim: int
+    num_chunks: int
+    unit: int = 1
+
+    @cached_property
+    def extent(self) -> int:
+        """Of the dimension that is cut."""
+        return self.whole.shape[self.dim]
+
+    @cached_property
+    def length(self) -> int:
+        """Of every part but the last ones, which have less or nothing."""
+        return -(-self.extent // (self.unit * self.num_chunks)) * self.unit
+
+    def __len__(self) -> int:
+        return self.num_chunks
+
+    def __iter__(self) -> Iterator[_P]:
+        return map(self.__getitem__, range(self.num_chunks))
+
+    @overload
+    def __getitem__(self, index: int) -> _P: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[_P, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> _P | tuple[_P, ...]:
+        number = range(self.num_chunks)[index]
+        if isinstance(number, range):
+            return tuple(map(self.__getitem__, number))
+        start, stop = (min(i * self.length, self.extent) for i in (number, number + 1))
+        return self.whole.narrow(self.dim, start, stop - start)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -10,8 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from te_dist.formats import Direction, Region
+from te_dist.formats import Direction, Region, geometry
+from te_dist.formats.group import MEMBERS, ROWS
 from te_dist.fsdp2.parameter import GroupedParameter, ShardedParameter
+from te_dist.fsdp2.plan import KEPT, RECOMPUTED, RESHARDED, Phase, leading_and_region, plan_gather
+from te_dist.grouped import GroupCut
 from te_dist.kernels.runtime import prepare, recording
 from te_dist.kernels.spec import Spec
 from te_dist.tensor import Cut, QuantizedStorage, empty, find_amaxes
@@ -81,6 +85,8 @@ def kernels_of(
                     _rehearse_group(local)
                 elif isinstance(local, ShardedParameter):
                     _rehearse_weight(local, shards)
+                if isinstance(local, ShardedParameter) and shards is not None:
+                    _rehearse_gathers(local, shards.count)
     return tuple(dict.fromkeys(specs))
 
 
@@ -103,6 +109,22 @@ def _rehearse_weight(weight: ShardedParameter, shards: Shards | None) -> None:
     if shards is not None:
         region = Cut(region, weight.shape).parts(shards.count)[shards.index]
     _rehearse_update(_on_meta(weight.storage, region))
+
+
+def _rehearse_gathers(weight: ShardedParameter, num_shards: int) -> None:
+    """What was gathered is put together, in each phase, by each policy and cut that a unit may have."""
+    if isinstance(weight, GroupedParameter):
+        by_rows = weight.shape[ROWS] % (num_shards * weight.format.alignment(0)) == 0
+        dims = (MEMBERS, ROWS) if by_rows else (MEMBERS,)
+        cuts = [GroupCut(weight.storage.uniform, dim, weight.shape) for dim in dims]
+    else:
+        cuts = [Cut(weight.storage.region, weight.shape)]
+    for cut, policy, phase in product(cuts, (KEPT, RESHARDED, RECOMPUTED), Phase):
+        plan = plan_gather(weight.format, cut.parts(num_shards), policy=policy, phase=phase)
+        outputs = [torch.empty(wire.nbytes * num_shards, dtype=torch.uint8, device="meta") for wire in plan.wires]
+        leading, region = leading_and_region(plan.whole)
+        for field in plan.owned(weight.format, len(outputs)):
+            plan.assemble(outputs, field, geometry.empty(field, region, device="meta", leading=leading))
 
 
 def _rehearse_update(part: QuantizedStorage) -> None:

@@ -22,6 +22,7 @@ from te_dist.fsdp2.divide import note_divided
 from te_dist.fsdp2.footprint import dotted, outside_of_units, parameters_between_steps
 from te_dist.fsdp2.loading import watch
 from te_dist.fsdp2.one_rank import check_left, left_alone, note_left
+from te_dist.fsdp2.own_chunk import OwnChunk
 from te_dist.fsdp2.parameter import GroupedParameter, ShardedParameter, Wrap
 from te_dist.grouped import GroupCut
 from te_dist.scaling.agreement import settle_parts
@@ -91,9 +92,11 @@ def fully_shard(
     _check_dtypes(given, mesh, results)
     taken = [(n, p) for n, p in given if isinstance(local_tensor(p), ShardedParameter)]
     shards = Shards.over(mesh, kwargs.get("dp_mesh_dims"))
+    shards_of: dict[int, Shards] = {}
     for name, param in taken:
         placement, parts = _placed(results[id(param)], shards)
         _check_cuts(name, param, parts, _sharded_dim(name, param, placement))
+        shards_of[id(local_tensor(param))] = parts
     if mesh.device_type == "cuda":
         policy = kwargs.get("mp_policy")
         for each in modules:
@@ -101,7 +104,8 @@ def fully_shard(
     if left:
         kwargs["ignored_params"] = {*(kwargs.get("ignored_params") or ()), *left}
         ignored |= {id(param) for param in left}
-    torch_fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **kwargs)
+    with OwnChunk(shards_of):
+        torch_fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **kwargs)
     note_left(left, modules)
     note_divided(modules)
     for name, param, unit in owned:
@@ -284,7 +288,7 @@ def _check_cuts(name: str, param: Any, shards: Shards, dim: int) -> None:
                 f"{name}: {local.shape[dim]} rows of each member over {num_shards} ranks are not equally many on each, "
                 "as FSDP2 wants it; change the number of rows or of ranks, or shard along members"
             )
-        parts = [part.region for part in GroupCut(local.storage.uniform, dim, local.shape).parts(num_shards)]
+        parts = (part.region for part in GroupCut(local.storage.uniform, dim, local.shape).parts(num_shards))
     elif local.dim() != 2:
         raise ValueError(
             f"{name} has shape {tuple(local.shape)} and is one quantized matrix of {local.storage.shape[0]} rows; "
@@ -292,8 +296,9 @@ def _check_cuts(name: str, param: Any, shards: Shards, dim: int) -> None:
             "te_dist.grouped.quantize"
         )
     else:
-        parts = Cut(local.storage.region, local.shape).parts(num_shards)
-    bad = next((p.rows.start for p in parts if p.rows.start % alignment and len(p.rows)), None)
+        parts = iter(Cut(local.storage.region, local.shape).parts(num_shards))
+    starts = (part.rows.start for part in parts if len(part.rows))
+    bad = next((start for start in starts if start % alignment), None) if alignment > 1 else None
     if bad is not None:
         rows = local.shape[local.storage.matrix_dim]
         raise ValueError(

@@ -232,7 +232,7 @@ class ShardedParameter(QuantizedTensor):
         # NOTE: one row over several ranks looks like `replicate()` on the rank that has it; what is sent is the same.
         is_replicated = self.storage.place == cut.place and cut.is_of_several
         parts = cut.parts(1 if is_replicated else num_ranks)
-        plans = {p: plan_gather(self.format, parts, cut.place, policy=policy, phase=p) for p in Phase}
+        plans = {p: plan_gather(self.format, parts, policy=policy, phase=p) for p in Phase}
         self._planned = _Planned(key, plans, {})
         return plans
 
@@ -253,7 +253,9 @@ class ShardedParameter(QuantizedTensor):
         plans, shard, shape = metadata.plans, metadata.shard, metadata.shape
         plan = metadata.for_this_pass(outputs)
         if len(plan.parts) > 1 and outputs[0].numel() == plan.wires[0].nbytes:
-            plans = {p: replace(plan, parts=(plan.whole,)) for p, plan in plans.items()}  # one row, replicated
+            plans = {
+                p: replace(plan, parts=replace(plan.parts, num_chunks=1)) for p, plan in plans.items()
+            }  # one row, replicated
             plan = plans[plan.phase]
         if out is None:
             with torch.inference_mode(False):  # what is made here serves training too

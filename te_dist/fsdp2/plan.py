@@ -22,11 +22,14 @@ import torch
 from torch import Tensor
 
 from te_dist import _torch_private, ops
-from te_dist.formats import Direction, Field, Format, Group, Region, geometry
+from te_dist.formats import Chunks, Direction, Field, Format, Group, Region, geometry
+from te_dist.formats.group import MEMBERS
+from te_dist.ops.assemble import Chunking
 
 _ALIGNMENT = 16  # bytes at which packed fields start, so that they can be viewed in their dtype
 
 Place = Region | Group  # of a matrix, or of members of a group
+Parts = Chunks[Region] | Chunks[Group]
 
 ROW, COLUMN = (Direction.ROWWISE,), (Direction.COLUMNWISE,)
 BOTH = tuple(Direction)
@@ -87,15 +90,18 @@ class GatherPlan:
         wires: the buffers sent.
         present: directions of the unsharded parameter afterwards.
         parts: place of every shard, in rank order.
-        whole: place they were cut from.
         phase: when.
     """
 
     wires: tuple[Wire, ...]
     present: tuple[Direction, ...]
-    parts: tuple[Place, ...]
-    whole: Place
+    parts: Parts
     phase: Phase
+
+    @property
+    def whole(self) -> Place:
+        """Place that the parts were cut from."""
+        return self.parts.whole
 
     @property
     def nbytes(self) -> int:
@@ -125,30 +131,15 @@ class GatherPlan:
         """Index of the wire that carries `field`."""
         return next(i for i, wire in enumerate(self.wires) if field in wire.fields)
 
-    def unpack(self, outputs: Sequence[Tensor], field: Field) -> list[Tensor]:
-        """From the gathered wires, the compact tensor of `field` of every part (views)."""
-        index = self.wire_of(field)
-        wire = self.wires[index]
-        start = wire.offsets[wire.fields.index(field)]
-        gathered = outputs[index].view(len(self.parts), wire.nbytes)
-        return [_view(field, gathered[rank, start:], part) for rank, part in enumerate(self.parts)]
-
     def assemble(self, outputs: Sequence[Tensor], field: Field, out: Tensor) -> None:
         """Writes the stored tensor of `field` of the whole into `out`, from the gathered wires."""
-        wires, (leading, region) = self.unpack(outputs, field), leading_and_region(self.whole)
-        parts = [leading_and_region(part)[1] for part in self.parts]
-        if leading and not _is_cut_by_members(self.parts, self.whole):
-            geometry.assemble(field, wires, parts, region, out)
-            return
+        index, (_, region) = self.wire_of(field), leading_and_region(self.whole)
+        wire = self.wires[index]
+        gathered = outputs[index].view(len(self.parts), wire.nbytes)[:, wire.offsets[wire.fields.index(field)] :]
         if field.is_padded(region):
             out.zero_()
-        target = geometry.compact(field, out, region)
-        if leading:
-            for members, wire in zip(target.split([len(wire) for wire in wires]), wires, strict=True):
-                members.copy_(wire)
-            return
-        starts = [[each.start for each in geometry.extent(field, region, part)] for part in parts]
-        ops.assemble(wires, row_starts=[row for row, _ in starts], col_starts=[col for _, col in starts], out=target)
+        chunking, dim = _chunking(field, self.parts)
+        ops.assemble_chunks(gathered, chunking, dim=dim, out=geometry.compact(field, out, region))
 
     def concatenated(self, outputs: Sequence[Tensor], field: Field) -> Tensor | None:
         """The stored tensor of `field`, where the gathered wire already is it (a view); None where it is not."""
@@ -158,7 +149,7 @@ class GatherPlan:
         """Whether the gathered wire of `field` is its stored tensor."""
         wire = self.wires[self.wire_of(field)]
         fills = wire.fields == (field,) and wire.nbytes == _widest(field, self.parts)
-        return fills and _is_concatenation(field, self.parts, self.whole)
+        return fills and _is_concatenation(field, self.parts)
 
     def sends(self, field: Field) -> bool:
         """Whether `field` crosses the wire."""
@@ -171,15 +162,13 @@ class GatherPlan:
 
 
 @lru_cache(maxsize=8192)
-def plan_gather(
-    format: Format, parts: tuple[Place, ...], whole: Place, *, policy: GatherPolicy, phase: Phase
-) -> GatherPlan:
+def plan_gather(format: Format, parts: Parts, *, policy: GatherPolicy, phase: Phase) -> GatherPlan:
     """The fewest bytes that serve `policy`, under FSDP2's fixed buffers. See [Note: Plans for groups].
 
     Of a derivable format the rowwise direction is there in every pass, whatever the policy: who multiplies the other
     one lays it out for the time of the product.
     """
-    shares = not _is_cut_by_members(parts, whole)
+    shares = not _is_cut_by_members(parts)
     sent = {p: _sent_fields(format, policy.directions(p), shares=shares) for p in Phase}
     sizes = {p: [_widest(f, parts) for f in sent[p]] for p in Phase}
     if sizes[Phase.FORWARD] == sizes[Phase.BACKWARD]:
@@ -188,7 +177,7 @@ def plan_gather(
         layouts = {p: _layout(sizes[p]) for p in Phase}
         offsets, _ = layouts[phase]
         wires = (Wire(sent[phase], offsets, max(total for _, total in layouts.values())),)
-    return GatherPlan(wires, _gathered_part(format, policy.directions(phase)).directions, parts, whole, phase)
+    return GatherPlan(wires, _gathered_part(format, policy.directions(phase)).directions, parts, phase)
 
 
 def _gathered_part(format: Format, needed: Sequence[Direction]) -> Format:
@@ -207,16 +196,35 @@ def leading_and_region(place: Place) -> tuple[tuple[int, ...], Region]:
     return ((len(place.members),), place.region) if isinstance(place, Group) else ((), place)
 
 
-def _is_cut_by_members(parts: Sequence[Place], whole: Place) -> bool:
-    return isinstance(whole, Group) and all(leading_and_region(part)[1] == whole.region for part in parts)
+def _is_cut_by_members(parts: Parts) -> bool:
+    return isinstance(parts.whole, Group) and parts.dim == MEMBERS
 
 
-def _is_concatenation(field: Field, parts: Sequence[Place], whole: Place) -> bool:
+@lru_cache(maxsize=1024)
+def _is_concatenation(field: Field, parts: Parts) -> bool:
     """Whether wires of the length of the longest begin with the stored tensor of the whole."""
-    if isinstance(whole, Region):
-        return geometry.is_concatenation(field, parts, whole)  # type: ignore[arg-type]
-    by_members = _is_cut_by_members(parts, whole)  # chunks: all are as long as the first, but for the last ones
-    return by_members and not field.is_padded(whole.region)
+    if isinstance(parts.whole, Region):
+        return geometry.is_concatenation(field, parts, parts.whole)  # type: ignore[arg-type]
+    # Chunks of members: all are as long as the first, but for the last ones.
+    return _is_cut_by_members(parts) and not field.is_padded(parts.whole.region)
+
+
+@lru_cache(maxsize=1024)
+def _chunking(field: Field, parts: Parts) -> tuple[Chunking, int]:
+    """How the stored values of `field` were cut, and along which dimension of their tensor.
+
+    Raises:
+        ValueError: inside of a stored byte.
+    """
+    leading, region = leading_and_region(parts.whole)
+    if _is_cut_by_members(parts):
+        return Chunking(0, parts.extent, parts.length, 1), 0
+    geometry.extent(field, region, leading_and_region(parts[0])[1])
+    grain = field.grain[0]
+    step = grain * field.pack if field.inner_dim == 0 else grain
+    outer, inner = len(leading), len(leading) + 1
+    chunking = Chunking(region.rows.start % grain, parts.extent, parts.length, step)
+    return chunking, inner if field.inner_dim == 0 else outer
 
 
 def _bytes(field: Field, place: Place) -> int:
@@ -224,7 +232,8 @@ def _bytes(field: Field, place: Place) -> int:
     return math.prod(leading) * field.compact_bytes(region)
 
 
-def _widest(field: Field, parts: Sequence[Place]) -> int:
+@lru_cache(maxsize=1024)
+def _widest(field: Field, parts: Parts) -> int:
     return max(_bytes(field, part) for part in parts)
 
 

@@ -15,7 +15,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from te_dist.formats import WHOLE, AnyGroup, Direction, Field, Format, Group, Partition, Region, geometry, group_of
+from te_dist.formats import (
+    WHOLE,
+    AnyGroup,
+    Chunks,
+    Direction,
+    Field,
+    Format,
+    Group,
+    Partition,
+    Region,
+    geometry,
+    group_of,
+)
 from te_dist.formats.group import MEMBERS, ROWS
 from te_dist.grouped.members import MemberView
 from te_dist.ops.multi_tensor import Batch
@@ -54,7 +66,7 @@ class GroupCut:
         """Whether there is more than one index along what was cut."""
         return self.shape[self.dim] > 1
 
-    def parts(self, num_shards: int) -> tuple[Group, ...]:
+    def parts(self, num_shards: int) -> Chunks[Group]:
         """Every shard, in rank order."""
         return self.group.chunk(self.dim, num_shards)
 

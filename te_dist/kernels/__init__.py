@@ -29,7 +29,7 @@ from te_dist.kernels.grouped_whole import (
     grouped_wgrad_half,
 )
 from te_dist.kernels.histories import advance_histories
-from te_dist.kernels.movement import add_halves, assemble, hadamard, transpose
+from te_dist.kernels.movement import add_halves, assemble, assemble_chunks, hadamard, transpose
 from te_dist.kernels.quantize import (
     direction_amax,
     quantize_float8_block,
@@ -46,6 +46,7 @@ __all__ = [
     "add_halves",
     "advance_histories",
     "assemble",
+    "assemble_chunks",
     "clear_rest",
     "dequantize_float8",
     "dequantize_mxfp8",

@@ -97,6 +97,36 @@ def assemble(wires: Sequence[Tensor], row_starts: Sequence[int], col_starts: Seq
         launch(copies(width), out, (blocks, len(batch)), values)
 
 
+_ASSEMBLE_CHUNKS = Layout(
+    "gathered:P chunk_bytes:q out:P member_stride:q line_stride:q lines:q line_bytes:q value_bytes:q "
+    "cut.phase:I cut.extent:I cut.length:I cut.grain:I"
+)
+_CHUNKS_TILE = (32, 32)  # lines and pieces that a block of threads copies
+
+
+@once
+def chunks(width: int, dim: int) -> Spec:
+    """Spec of what puts chunks together; `width`: bytes at a time, `dim`: that is cut."""
+    return Spec("assemble_chunks.cuh", f"AssembleChunks<{width}, {dim}>", _ASSEMBLE_CHUNKS)
+
+
+def assemble_chunks(gathered: Tensor, chunking: Sequence[int], dim: int, out: Tensor) -> None:
+    """See te_dist.ops.assemble_chunks."""
+    if out.numel() == 0:
+        return
+    phase, extent, length, grain = chunking
+    members, lines, values = out.shape
+    size = out.element_size()
+    strides = [stride * size if n > 1 else 0 for n, stride in zip(out.shape[:2], out.stride()[:2], strict=True)]
+    line_bytes, pitch = values * size, gathered.stride(0) if len(gathered) > 1 else 0
+    # Of a line that is cut, a piece lies in one chunk.
+    pieces = line_bytes if dim < 2 or extent <= length else size if phase or length % grain else length // grain * size
+    width = access_bytes(16, gathered.data_ptr(), pitch, out.data_ptr(), *strides, line_bytes, pieces)
+    tiles = blocks_for((lines, line_bytes // width), _CHUNKS_TILE)
+    arguments = (gathered.data_ptr(), pitch, out.data_ptr(), *strides, lines, line_bytes, size, *chunking)
+    launch(chunks(width, dim), out, (tiles, members), arguments)
+
+
 _ADD_HALVES = Layout("x:P count:q out:P")
 _ADDED_BY_BLOCK = 256  # values
 

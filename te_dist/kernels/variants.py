@@ -305,6 +305,7 @@ def movers() -> Iterator[Spec]:
         yield from (movement.turn(bits, widths) for widths in ((load, 16), (narrow, narrow)))
     yield from (movement.turn(8, widths, squares=True) for widths in (*product((16, 8), (16, 8)), (1, 1)))
     yield from (movement.copies(width) for width in (16, 4, 1))
+    yield from (movement.chunks(width, dim) for width, dim in product((16, 4, 1), range(3)))
     yield from map(movement.sums_of_halves, _BYTES)
     yield from map(histories.advance, ("true", "false"))
     yield amax.ZERO

@@ -5,7 +5,7 @@ All outputs are arguments. A tile grid is anchored at the whole matrix; `phase` 
 
 from te_dist.ops.add_halves import add_halves
 from te_dist.ops.advance_histories import advance_histories
-from te_dist.ops.assemble import assemble
+from te_dist.ops.assemble import assemble, assemble_chunks
 from te_dist.ops.clear_rest import clear_rest
 from te_dist.ops.dequantize_float8 import dequantize_float8
 from te_dist.ops.dequantize_mxfp8 import dequantize_mxfp8
@@ -51,6 +51,7 @@ __all__ = [
     "add_halves",
     "advance_histories",
     "assemble",
+    "assemble_chunks",
     "clear_rest",
     "dequantize_float8",
     "dequantize_mxfp8",

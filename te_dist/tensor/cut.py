@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from te_dist.formats import Region
+from te_dist.formats import Chunks, Region
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Cut:
         """Whether there is more than one index along what was cut."""
         return self.shape[0] > 1
 
-    def parts(self, num_shards: int) -> tuple[Region, ...]:
+    def parts(self, num_shards: int) -> Chunks[Region]:
         """Region of every shard, in rank order."""
         return self.region.chunk(num_shards, self.unit)
 

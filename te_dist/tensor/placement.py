@@ -99,7 +99,7 @@ def _matrix_dim(param: DTensor) -> int:
     return getattr(getattr(local_tensor(param), "storage", None), "matrix_dim", 0)
 
 
-def _cut(region: Region, dim: int, size: int, unit: int, num_dims: int) -> tuple[Region, ...]:
+def _cut(region: Region, dim: int, size: int, unit: int, num_dims: int) -> Sequence[Region]:
     if dim == 0:
         return region.chunk(size, unit)
     if dim != num_dims - 1:

@@ -215,7 +215,7 @@ def test_a_plan_sends_no_more_than_the_larger_direction(name: str) -> None:
         for d in format.directions
     ]
     largest = by_direction[0] if format.columnwise_is_derivable else max(by_direction)
-    plan = fsdp2.plan_gather(format, parts, region, policy=fsdp2.RESHARDED, phase=fsdp2.Phase.FORWARD)
+    plan = fsdp2.plan_gather(format, parts, policy=fsdp2.RESHARDED, phase=fsdp2.Phase.FORWARD)
     assert largest <= plan.nbytes < largest + 64  # packed fields start at multiples of 16 bytes
 
 

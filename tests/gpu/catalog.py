@@ -20,6 +20,7 @@ from te_dist.ops.sort_by_expert import workspace_size
 from te_dist.ops.source import Gathered, Source, sums_shape
 from tests.codecs.kernel_inputs import matrix, scale_view
 from tests.ops import grouped_quantize
+from tests.ops.assembled import assembled
 from tests.ops.grouped_decoded import DecodedOperand
 from tests.ops.groups import RUN, SQUARE, Operand, group_ends, table_of
 from tests.ops.half_products import half_products
@@ -297,12 +298,7 @@ def movers() -> Iterator[Call]:
         rule |= dict(col_tile=(16, 1), col_tensor_amax=torch.tensor([[9.0]]))
         outputs = directions(shape, (0, 0), shift, tiles={"col": (16, 1)})
         yield Call(f"fp4 transformed {shape}", ops.quantize_nvfp4, dict(x=x, **rule), outputs)
-    for heights, width, shift in (([64, 64, 64], 512, 0), ([5, 0, 9], 7, 1), ([1] * 60, 48, 0)):
-        wires = [codes((height, width + shift))[:, :width] for height in heights]
-        starts = [sum(heights[:i]) for i in range(len(heights))]
-        inputs = dict(wires=wires, row_starts=starts, col_starts=[0] * len(heights))
-        out = bytes_of((sum(heights), width + 2), shift)
-        yield Call(f"assemble {heights[:3]} {width}", ops.assemble, inputs, dict(out=out))
+    yield from (Call(*each) for each in assembled())
 
 
 def products_of_blocks() -> Iterator[Call]:

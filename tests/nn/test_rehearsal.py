@@ -13,13 +13,17 @@ import te_dist as te
 from te_dist import kernels, recipe
 from te_dist._torch_private import TorchDispatchMode, tree_map_only
 from te_dist.codecs import gemm
-from te_dist.fsdp2.ahead import kernels_of
+from te_dist.formats import geometry
+from te_dist.fsdp2.ahead import Shards, kernels_of
+from te_dist.fsdp2.plan import RESHARDED, Phase, leading_and_region, plan_gather
+from te_dist.grouped import GroupCut
 from te_dist.kernels import gemm as gemm_kernels
 from te_dist.kernels import grouped_gemm, movement, runtime
 from te_dist.kernels.cache import Compiled
 from te_dist.nn import answers, products, rehearsal
 from te_dist.nn.moe import MoE, Routing, StackedExperts
 from te_dist.quantizers import base
+from te_dist.tensor import Cut, QuantizedTensor
 from tests.nn.recipes import DEFAULTS
 
 ROWS = 128
@@ -180,6 +184,25 @@ def test_a_rehearsal_notes_every_way_to_cut_products_of_weights_that_lie_the_oth
     }
     assert len(wanted) > 1
     assert wanted <= {spec.template for spec in kernels_of(model)}
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_rehearsal_notes_how_what_ranks_gathered_is_put_together(experts):
+    made_by, num_shards = recipe.Float8BlockScaling(), 4
+    with te.quantized_model_init(recipe=made_by), torch.device("meta"):
+        model = Grouped(single_grouped_weight=True) if experts else te.Linear(128, 256)
+    weight = next(param for param in model.parameters() if isinstance(param, QuantizedTensor))
+    cut = GroupCut(weight.storage.group, 1, weight.shape) if experts else Cut(weight.storage.region, weight.shape)
+    plan = plan_gather(weight.format, cut.parts(num_shards), policy=RESHARDED, phase=Phase.BACKWARD)
+    outputs = [torch.zeros(wire.nbytes * num_shards, dtype=torch.uint8) for wire in plan.wires]
+    leading, region = leading_and_region(plan.whole)
+    with Launches() as launches:
+        for field in plan.owned(weight.format, len(outputs)):
+            plan.assemble(outputs, field, geometry.empty(field, region, device="cpu", leading=leading))
+    launched = {spec.template for spec in launches.specs}
+    assert launched
+    assert launched <= {spec.template for spec in kernels_of(model, shards=Shards(num_shards, 1))}
+    assert not launched & {spec.template for spec in kernels_of(model)}
 
 
 def test_a_rehearsal_leaves_no_trace():

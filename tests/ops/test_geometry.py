@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from te_dist import ops
+from te_dist.ops.assemble import Chunking
 from te_dist.testing import assert_bitwise
 from tests.codecs.kernel_inputs import every_level, pack
+from tests.ops.assembled import CHUNKINGS, gathered_from, whole_of
 
 DTYPES = {8: torch.uint8, 16: torch.bfloat16, 32: torch.float32}
 SHAPES = [(1, 1), (16, 64), (64, 16), (128, 128), (130, 70), (7, 333), (1, 400), (300, 257), (0, 4), (4, 0)]
@@ -108,3 +110,27 @@ def test_assembled_parts_make_the_matrix_they_were_cut_from(dtype):
     out.zero_()
     ops.assemble([wire.contiguous() for wire in wires], **starts, out=out)
     assert_bitwise(out, whole, "assembled from contiguous parts")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim", range(3))
+@pytest.mark.parametrize("chunking", CHUNKINGS)
+def test_chunks_that_ranks_gathered_make_the_whole(chunking, dim, dtype):
+    whole = whole_of(chunking, dim, (3, 10), dtype)
+    gathered = gathered_from(whole, chunking, dim, (8, 4, 1))
+    out = torch.zeros(*whole.shape[:2], whole.shape[2] + 2, dtype=dtype)[..., : whole.shape[2]]
+    ops.assemble_chunks(gathered, chunking, dim=dim, out=out)
+    assert_bitwise(out, whole, "assembled")
+    if dim:
+        alone = gathered_from(whole[1], chunking, dim - 1, (0, 0, 0))
+        ops.assemble_chunks(alone, chunking, dim=dim - 3, out=out[0])
+        assert_bitwise(out[0], whole[1], "of one matrix")
+
+
+@pytest.mark.parametrize(("phase", "length", "grain"), [(0, 5, 4), (3, 6, 4), (2, 1, 16), (0, 16, 16), (7, 9, 8)])
+def test_the_most_values_that_a_chunk_has(phase, length, grain):
+    for extent in range(40):
+        chunking = Chunking(phase, extent, length, grain)
+        values = (torch.arange(extent) + phase) // grain
+        assert chunking.num_values == len(values.unique())
+        assert chunking.most_values == max((len(rows.unique()) for rows in values.split(length)), default=0)

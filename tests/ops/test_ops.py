@@ -9,9 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from te_dist import _C, ops
 from te_dist._torch_private import TorchDispatchMode, tree_leaves
 from te_dist.kernels.runtime import recording
+from te_dist.ops.assemble import Chunking
 from tests.gpu.catalog import groups, groups_by_decoding
 
 U8, F32, BF16 = torch.uint8, torch.float32, torch.bfloat16
+CHUNKED = Chunking(0, 4, 2, 1)
 BLOCK_RULE = dict(phase=(0, 0), fp8="e4m3", pow2=True, eps=0.0)
 
 
@@ -92,6 +94,19 @@ REFUSED = [
     (lambda: ops.transpose(empty(32, 2), bits=8, out=empty(33, 2), square=16), r"\(32, 2\)"),
     (lambda: ops.transpose(X, bits=8, out=X.clone()), "src: got torch.bfloat16"),
     (lambda: ops.assemble([empty(3, 4)], row_starts=[2], col_starts=[0], out=empty(4, 4)), r"wires\[0\].*inside"),
+    (
+        lambda: ops.assemble_chunks(empty(2, 8), CHUNKED._replace(phase=1), dim=0, out=empty(4, 4)),
+        "chunking: got Chunk",
+    ),
+    (
+        lambda: ops.assemble_chunks(empty(2, 8), CHUNKED._replace(length=0), dim=0, out=empty(4, 4)),
+        "chunking: got Chun",
+    ),
+    (lambda: ops.assemble_chunks(empty(2, 8), CHUNKED, dim=2, out=empty(4, 4)), "dim: got 2"),
+    (lambda: ops.assemble_chunks(empty(2, 8), CHUNKED, dim=0, out=empty(5, 4)), "out: got 5 values along 0, wanted 4"),
+    (lambda: ops.assemble_chunks(empty(1, 8), CHUNKED, dim=0, out=empty(4, 4)), r"gathered: .*\(2, 8\)"),
+    (lambda: ops.assemble_chunks(empty(2, 7), CHUNKED, dim=1, out=empty(4, 4)), r"gathered: .*\(2, 8\)"),
+    (lambda: ops.assemble_chunks(X, CHUNKED, dim=1, out=empty(4, 4)), "gathered: got torch.bfloat16"),
 ]
 
 

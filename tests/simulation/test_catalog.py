@@ -21,9 +21,8 @@ def one_of_each() -> list[Call]:
     for call in catalog():
         values = [value for value in (*call.inputs.values(), *call.outputs.values()) if isinstance(value, Tensor)]
         if call.is_exact and all(0 < v.numel() <= MOST for v in values):
-            found.setdefault(call.op.__name__, call)
-            if call.name.startswith("gathered") or call.name.endswith("squares"):  # others have kernels of their own
-                found.setdefault(call.name, call)
+            has_own_kernel = call.name.startswith("gathered") or call.name.endswith("squares")
+            found.setdefault(call.name if has_own_kernel else call.op.__name__, call)
             if call.op.__name__ in TO_E5M2 and call.inputs["fp8"] == "e5m2":
                 found.setdefault(f"{call.op.__name__} to e5m2", call)
     return list(found.values())
