@@ -84,8 +84,8 @@ def _float8(x: Input, phase: Pair, shares: tuple[str, ...], *rest: Any) -> Task:
     rows, cols = x.shape
     widths = (
         x.load_bytes(phase[1]),
-        access_bytes(8, pointer(row_data), cols, phase[1]),
-        access_bytes(16, pointer(col_data), rows, phase[0]),
+        8 if row_data is None else access_bytes(8, row_data.data_ptr(), cols, phase[1]),
+        16 if col_data is None else access_bytes(16, col_data.data_ptr(), rows, phase[0]),
     )
     lanes = float8_lanes(x.source, shares)
     kernel = partial(float8, code=CODES[fp8], shares=shares, lanes=lanes)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from te_dist.catalog import FORMATS
-from te_dist.formats import Partition, Region
+from te_dist.formats import Direction, Partition, Region
 from te_dist.kernels.multi_tensor import Work, kinds, multi_tensor
+from te_dist.kernels.runtime import recording
 from te_dist.scaling.agreement import PartsQuantization
 from te_dist.tensor import empty
 
@@ -49,3 +50,19 @@ def test_a_kind_is_launched_twice_at_most():
     found = kinds(works)
     assert list(found) == ["kernel at (16, 1)", "kernel at (1, 1)"]
     assert [len(own) for own in found.values()] == [2, 2]
+
+
+@pytest.mark.parametrize("name", ["float8_block_2d", "float8_tensorwise", "mxfp8_2d", "nvfp4_2d"])
+@pytest.mark.parametrize("rows", [24, 5, 4, 1])
+def test_rows_without_columnwise_codes_may_be_any_number(name, rows):
+    """Shards over many ranks: the widest accesses, of one kernel for all of them."""
+    format = FORMATS[name].select(Direction.ROWWISE)
+    whole = Region.whole(256, 512)
+
+    def kernels_of(region):
+        shard = empty(format, region, dtype=torch.bfloat16, device="meta")
+        with recording() as specs:
+            shard.quantize_(torch.empty(shard.shape, device="meta"))
+        return [spec.template for spec in specs if "Quantize" in spec.template]
+
+    assert kernels_of(whole.narrow(0, rows, rows)) == kernels_of(whole) != []
