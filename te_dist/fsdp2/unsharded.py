@@ -76,6 +76,12 @@ class Unsharded(QuantizedStorage):
     read: list[str]
     shard_dtype: torch.dtype | None
 
+    @property
+    def lasting_directions(self) -> tuple[Direction, ...]:
+        """Without what backward alone gathers: where it runs forward again, that decides as it did before."""
+        forward = self.ways.get(Phase.FORWARD)
+        return self.directions if forward is None else tuple(d for d in self.directions if d in forward.plan.present)
+
     def allocate(self, fields: Iterable[Field]) -> None:
         """Makes the owned buffers of every field that any gather will need: FSDP2 is told of them once."""
         for field in fields:

@@ -211,7 +211,8 @@ def holds(weight: Tensor, *, multiplies: bool) -> bool:
 @torch.compiler.assume_constant_result
 def _has_columns(weight: QuantizedTensor) -> bool:
     # NOTE: compilers hand over the weight itself, and guard graphs by the names of its buffers.
-    return Direction.COLUMNWISE in weight.storage.directions or weight.storage.format.columnwise_is_derivable
+    storage = weight.storage
+    return Direction.COLUMNWISE in storage.lasting_directions or storage.format.columnwise_is_derivable
 
 
 def _define() -> None:

@@ -117,6 +117,11 @@ class QuantizedStorage:
         return tuple(filter(self.has, self.format.directions))
 
     @property
+    def lasting_directions(self) -> tuple[Direction, ...]:
+        """Those of `directions` that every pass finds."""
+        return self.directions
+
+    @property
     def fields(self) -> tuple[Field, ...]:
         """Fields that are present."""
         return tuple(f for f in self.format.fields if f.name in self.buffers)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -51,6 +52,7 @@ class How(NamedTuple):
     recipe: str
     quantized: bool
     reshards: bool
+    recomputes: bool = False  # each unit, as a compiled one, inside of a checkpoint
 
     @property
     def is_in_graphs(self) -> bool:
@@ -64,11 +66,15 @@ def passes(world: int, rank: int, how: How, *, fullgraph: bool | None) -> list[T
     torch.manual_seed(0)
     with te.quantized_model_init(enabled=how.quantized, recipe=RECIPES[how.recipe]):
         units = [UNITS[how.unit]() for _ in range(2)]
-    model = nn.Sequential(*units)
     for unit in units:
         if fullgraph is not None:
             unit.compile(backend="aot_eager", fullgraph=fullgraph)
-        fsdp2.fully_shard(unit, mesh=mesh((world,), ("dp",)), reshard_after_forward=how.reshards)
+    if how.recomputes:
+        units = [checkpoint_wrapper(unit, context_fn=te.recompute.context_fn) for unit in units]
+    model = nn.Sequential(*units)
+    options = dict(reshard_after_forward=how.reshards, recompute=how.recomputes)
+    for unit in units:
+        fsdp2.fully_shard(unit, mesh=mesh((world,), ("dp",)), **options)
     fsdp2.fully_shard(model, mesh=mesh((world,), ("dp",)))
     for seed in range(2):
         x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(2 * seed + rank)).requires_grad_()
@@ -91,6 +97,12 @@ def compare(rank: int, world: int, how: How) -> None:
 @pytest.mark.parametrize("unit", UNITS)
 def test_compiled_units_compute_the_bits_of_eager_ones(unit: str, name: str, quantized: bool, reshards: bool) -> None:
     pool(2).run(compare, How(unit, name, quantized, reshards))
+
+
+@pytest.mark.parametrize("name", ["block", "mxfp8"])
+def test_compiled_units_that_are_recomputed_compute_the_bits_of_eager_ones(name: str) -> None:
+    """What forward kept out of graphs stays out of them when backward, which gathers more, runs it again."""
+    pool(2).run(compare, How("maps", name, quantized=True, reshards=True, recomputes=True))
 
 
 def compare_tensor_parallel(rank: int, world: int, name: str, sequence: bool) -> None:
