@@ -1,5 +1,5 @@
 """Activation checkpointing."""
 
-from te_dist.recompute.checkpoint import checkpoint, context_fn
+from te_dist.recompute.checkpoint import checkpoint, context_fn, context_fn_with
 
-__all__ = ["checkpoint", "context_fn"]
+__all__ = ["checkpoint", "context_fn", "context_fn_with"]

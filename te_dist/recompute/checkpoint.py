@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from torch.utils import checkpoint as torch_checkpoint
 
 from te_dist.context import Autocast, lasting_autocast, restore_autocast
+
+Contexts = tuple[
+    AbstractContextManager[Any], AbstractContextManager[Any]
+]  # of the first pass, and of the one in backward
+ContextFn = Callable[[], Contexts]
 
 # Arguments of TransformerEngine's function that ask for what is done elsewhere here, and where.
 _ELSEWHERE = {
@@ -41,13 +46,45 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     return torch_checkpoint.checkpoint(_Repeatable(function), *args, use_reentrant=use_reentrant, **kwargs)
 
 
-def context_fn() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def context_fn() -> Contexts:
     """For torch's own `checkpoint` and `checkpoint_wrapper`: `context_fn=te_dist.recompute.context_fn`.
 
     Returns:
         A context for the forward pass (it does nothing) and one for the recomputation (it restores `autocast`).
     """
     return nullcontext(), _restored(lasting_autocast())
+
+
+def context_fn_with(others: ContextFn) -> ContextFn:
+    """`context_fn` together with that of somebody else, such as selective checkpointing.
+
+    Args:
+        others: what torch's `checkpoint` would be given, `partial(create_selective_checkpoint_contexts, policy)` for
+            instance.
+    """
+
+    def contexts() -> Contexts:
+        (forward, again), (_, restored) = others(), context_fn()
+        return forward, _Both(restored, again)
+
+    return contexts
+
+
+class _Both(AbstractContextManager[None]):
+    """Two contexts, the first around the second; entered as often as they can be."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self._outer, self._inner = outer, inner
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self._outer)
+            stack.enter_context(self._inner)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._entered.pop().__exit__(*raised)
 
 
 class _Repeatable:

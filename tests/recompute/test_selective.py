@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,9 @@ from torch.utils.checkpoint import (
 )
 
 import te_dist as te
+from te_dist.context import current_autocast
 from te_dist.recipe import NVFP4BlockScaling, Recipe
+from te_dist.recompute import context_fn_with
 from te_dist.testing import assert_bitwise
 from tests.nn.recipes import CASES
 
@@ -123,3 +127,65 @@ def test_every_op_that_returns_nothing_runs_again() -> None:
     assert len(writing) > 30
     assert writing <= SAC_IGNORED_OPS
     assert not {op for op in ops if op._schema.returns} & SAC_IGNORED_OPS
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_both_contexts_of_a_pass_that_is_selective_and_restores_the_recipe(compiled: bool) -> None:
+    """Backward is outside of `autocast`, and the latest pass was by another recipe."""
+    recipe = RECIPES["block"]
+    found: list[list[Tensor]] = []
+    counts = Counter[str]()
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if str(op) == "aten.sin.default":
+            counts["again" if context.is_recompute else "first"] += 1
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = made("mlp", recipe)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mlp(x).sin()
+
+    both = context_fn_with(partial(create_selective_checkpoint_contexts, policy))
+    for recomputes in (False, True):
+        block = Block()
+        run = torch.compile(block, backend="aot_eager") if compiled else block
+        torch.manual_seed(1)
+        x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        with te.autocast(recipe=recipe):
+            y = checkpoint(run, x, use_reentrant=False, context_fn=both, early_stop=False) if recomputes else run(x)
+        with te.autocast(recipe=RECIPES["mxfp8"]), torch.no_grad():
+            block(x)
+        y.square().mean().backward()
+        found.append([y.detach(), x.grad, *(param.grad for param in block.parameters())])
+    assert_same(*found)
+    assert compiled or counts["first"] == 1
+
+
+def test_both_contexts_are_entered_as_often_as_backward_runs() -> None:
+    class Counts(AbstractContextManager[None]):
+        entered = left = 0
+
+        def __enter__(self) -> None:
+            self.entered += 1
+            assert current_autocast().recipe == RECIPES["block"]
+
+        def __exit__(self, *raised: Any) -> None:
+            self.left += 1
+
+    counts, x = Counts(), torch.randn(ROWS, WIDTH, requires_grad=True)
+    with te.autocast(recipe=RECIPES["block"]):
+        y = checkpoint(
+            made("mlp", RECIPES["block"]),
+            x,
+            use_reentrant=False,
+            context_fn=context_fn_with(lambda: (nullcontext(), counts)),
+        )
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert (counts.entered, counts.left) == (2, 2)
+    assert current_autocast().recipe is None
