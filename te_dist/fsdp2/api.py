@@ -277,6 +277,11 @@ def _sharded_dim(name: str, param: Any, placement: Any) -> int:
 def _check_cuts(name: str, param: Any, shards: Shards, dim: int) -> None:
     local, num_shards = local_tensor(param), shards.count
     alignment = local.format.alignment(0)
+    if isinstance(param, DTensor) and not all(map(len, placement.partition(param).rows)):
+        raise ValueError(
+            f"{name}: {param.shape[0]} rows over {param.device_mesh.size()} ranks of {param.device_mesh} leave some "
+            "without any, whose part FSDP2 cannot cut again; cut it over fewer ranks, or not at all"
+        )
     if local.storage.missing:
         raise ValueError(
             f"{name}: {local.storage.missing} were freed by update_usage, and are gathered in each pass; shard a "

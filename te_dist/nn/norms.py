@@ -32,16 +32,30 @@ def normalize(x: Tensor, kind: Kind, *, weight: Tensor, bias: Tensor | None, eps
     return F.layer_norm(wide, weight.shape, weight, None if bias is None else bias.to(dtype), eps).to(x.dtype)
 
 
-def _as_multiplied(weight: Tensor, label: str, *, zero_centered: bool) -> Tensor:
-    """The weight of a norm as it multiplies; one that is stored less one is raised in fp32.
+def _beside(x: Tensor, param: Tensor, label: str) -> Tensor:
+    """A parameter of a norm as it meets `x`: a DTensor stays one beside a DTensor, which reduces its gradient.
 
     Raises:
-        RuntimeError: it is a shard that FSDP2 has not gathered; alike on all ranks.
+        RuntimeError: it is a shard that FSDP2 has not gathered; or `x` is plain beside a DTensor; alike on all ranks.
     """
-    if isinstance(weight, DTensor):
-        if placement.cuts(weight.placements) and not weight.is_meta:
-            raise not_gathered(label, weight)
-        weight = weight.to_local()
+    if not isinstance(param, DTensor):
+        return param
+    if placement.cuts(param.placements) and not param.is_meta:
+        raise not_gathered(label, param)
+    if isinstance(x, DTensor):
+        return param
+    if not param.is_meta:
+        raise RuntimeError(
+            f"{label}: got a plain input beside parameters that are DTensors, {param.placements}, wanted both alike: "
+            "ranks may have other rows, and nobody would sum their gradients. Pass the input as a DTensor "
+            "(DTensor.from_local), or apply te_dist.tensor_parallel.SequenceParallel, which sums them"
+        )
+    return param.to_local()
+
+
+def _as_multiplied(x: Tensor, weight: Tensor, label: str, *, zero_centered: bool) -> Tensor:
+    """The weight of a norm as it multiplies `x`; one that is stored less one is raised in fp32. Raises as `_beside`."""
+    weight = _beside(x, weight, label)
     return weight.float() + 1.0 if zero_centered else weight
 
 
@@ -86,8 +100,8 @@ class _Norm(nn.Module):
 
     def forward(self, inp: Tensor) -> Tensor:
         """(..., normalized_shape) -> the same."""
-        weight = _as_multiplied(self.weight, self.kind, zero_centered=self.zero_centered_gamma)
-        bias = self.bias.to_local() if isinstance(self.bias, DTensor) else self.bias
+        weight = _as_multiplied(inp, self.weight, self.kind, zero_centered=self.zero_centered_gamma)
+        bias = None if self.bias is None else _beside(inp, self.bias, self.kind)
         return normalize(inp, self.kind, weight=weight, bias=bias, eps=self.eps)
 
     def extra_repr(self) -> str:
@@ -134,9 +148,8 @@ class NormedModule(QuantizedModule):
 
     def _normalize(self, inp: Tensor) -> Tensor:
         label = self.name or type(self).__name__
-        weight = _as_multiplied(self.layer_norm_weight, label, zero_centered=self.zero_centered_gamma)
-        bias = self.layer_norm_bias
-        bias = bias.to_local() if isinstance(bias, DTensor) else bias
+        weight = _as_multiplied(inp, self.layer_norm_weight, label, zero_centered=self.zero_centered_gamma)
+        bias = None if self.layer_norm_bias is None else _beside(inp, self.layer_norm_bias, label)
         if inp.shape[-1:] != weight.shape:
             raise ValueError(
                 f"{label}: the input of shape {tuple(inp.shape)} has {inp.shape[-1]} columns, its norm takes "

@@ -341,7 +341,7 @@ def quantized_input(x: Tensor, plan: Plan, directions: tuple[Direction, ...], *,
     """`x`, or what is computed of it, as a product along each of `directions` reads it."""
     if not isinstance(x, QuantizedTensor):
         return _encoded(x, plan.input, plan, directions, front=front)
-    if x.storage.shape[0] % plan.row_multiple:
+    if _is_cut(x, plan, directions):
         raise ValueError(
             f"a quantized input of {x.storage.shape[0]} rows does not fit the product with the gradient, which takes "
             f"multiples of {plan.row_multiple}; pad it with zeros before quantizing, or pass it unquantized"

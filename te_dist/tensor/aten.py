@@ -138,12 +138,16 @@ def _empty_like(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
 def _new(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Rows like this tensor's: a blank of that size, which becomes what is first copied into it. Else a plain tensor.
 
-    `new_empty` of rows is plain too: it is asked for as scratch space (by initializers), `new_zeros` as a shard.
+    `new_empty` of rows is plain too: it is asked for as scratch space (by initializers), `new_zeros` as a shard. No
+    columns at all are a shard as well.
     """
     tensor, size = args[0], torch.Size(args[1])
     is_scratch = func is aten.new_empty.default and size.numel() > 0
-    if size[1:] == tensor.shape[1:] and kwargs.get("dtype") in (None, tensor.dtype) and not is_scratch:
-        return tensor.like(_blank(tensor, size), size)
+    if kwargs.get("dtype") in (None, tensor.dtype) and not is_scratch:
+        if size[1:] == tensor.shape[1:]:
+            return tensor.like(_blank(tensor, size), size)
+        if size == (*tensor.shape[:-1], 0):
+            return tensor.like(tensor.storage.narrow(1, tensor.storage.shape[1], 0), size)
     return func(torch.empty(0, dtype=tensor.dtype, device=tensor.device), size, **kwargs)
 
 
@@ -232,8 +236,9 @@ def _chunk(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
 def _pad(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     """Rows, or columns, behind those of a shard, by which DTensor makes all shards equally long; in name only."""
     tensor, pad = args[:2]
-    rows = [0] if tensor.storage.cut is not None else []
-    columns = [tensor.dim() - 1] if rectangles.COLS in tensor.storage.cut_dims else []
+    own = tensor.storage
+    rows = [0] if own.cut is not None or rectangles.ROWS in own.cut_dims else []
+    columns = [tensor.dim() - 1] if rectangles.COLS in own.cut_dims else []
     return rectangles.padded_in_name(tensor, pad, dims=rows + columns)
 
 

@@ -36,14 +36,15 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     whole, cut = rectangles.joined(parts, rectangles.ROWS), _undone_cut(own)
     storage = QuantizedStorage(own.format, {}, whole, dtype=own.dtype)
     storage.cut_dims = frozenset({0}) if cut is not None and cut.of_part else frozenset()
+    all_have_rows = all(part.shape[0] for part in parts)
     for field in own.format.canonical.fields:
-        buffer = own.buffers[field.name]
-        if field.is_shared(0):
+        buffer, is_shared = own.buffers[field.name], field.is_shared(0)
+        if is_shared and all_have_rows:
             storage.buffers[field.name] = buffer.clone()
-        else:
-            storage.buffers[field.name] = geometry.assemble(
-                field, rectangles.gathered_wires(field, buffer, parts, group=group), parts, whole
-            )
+            continue
+        wires = rectangles.gathered_wires(field, buffer, parts, group=group)
+        told = slice(1 if is_shared else None)  # NOTE: a rank without rows keeps its scale when a checkpoint is loaded
+        storage.buffers[field.name] = geometry.assemble(field, wires[told], parts[told], whole)
     return tensor.like(storage, (world * tensor.shape[0], *tensor.shape[1:]))
 
 

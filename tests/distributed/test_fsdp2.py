@@ -279,6 +279,20 @@ def test_ranks_that_hold_other_parts_are_not_sharded_over() -> None:
     assert first == second
 
 
+def wrap_a_part_without_rows(rank: int, world: int) -> str:
+    over = mesh((1, world), ("dp", "tp"))
+    layer = Layer(FORMATS["mxfp8_1d"], random_matrix(1, COLS, 0))
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.data, over["tp"], [Shard(0)]))
+    with pytest.raises(ValueError, match=r"weight: 1 rows over 2 ranks of .*tp=2.* without any") as error:
+        fsdp2.fully_shard(layer, mesh=over["dp"])
+    return str(error.value)
+
+
+def test_parts_without_rows_are_refused_on_every_rank() -> None:
+    first, second = pool(2).run(wrap_a_part_without_rows)
+    assert first == second
+
+
 def wrap_again(rank: int, world: int) -> list[str]:
     """A module twice, or what is inside of it after it; with parameters that are shards, or gathered."""
     over, messages = mesh((world,), ("dp",)), []
