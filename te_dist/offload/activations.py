@@ -16,7 +16,13 @@ from te_dist.offload.copies import COPIED, copies_of
 from te_dist.offload.host import parse_bytes
 from te_dist.offload.pace import Pace
 from te_dist.offload.saved import ParkedView, Rebuild, buffers_of, outlives_backward, take_apart
-from te_dist.offload.unit import Extent, Kept, Statistics, Unit, version_of
+from te_dist.offload.unit import Extent, Kept, Statistics, Unit
+from te_dist.offload.writes import Writes, counter_of, version_of, writes_around
+
+OUTSIDE = (
+    "what autograd saves is parked outside of graphs: compile the model and call it inside of the block, or leave out "
+    "fullgraph=True"
+)
 
 
 @dataclass(frozen=True)
@@ -36,10 +42,15 @@ class Policy:
 
 @dataclass(frozen=True)
 class Parked:
-    """A saved tensor in host memory: what the graph holds in its place."""
+    """A saved tensor in host memory: what the graph holds in its place.
+
+    Attributes:
+        writes: those into the tensor, as they were counted when it was saved.
+    """
 
     leaves: tuple[ParkedView | Tensor, ...]
     rebuild: Rebuild
+    writes: Writes
 
 
 @dataclass(frozen=True)
@@ -47,12 +58,12 @@ class Stayed:
     """A saved tensor that stays where it is.
 
     Attributes:
-        version: how often it had been written when it was saved.
+        writes: those into it, as they were counted when it was saved.
         before: what was parked before it.
     """
 
     tensor: Tensor
-    version: int
+    writes: Writes
     before: weakref.ref[Unit] | None
 
 
@@ -76,27 +87,28 @@ class Session:
         """To be called behind a forward pass."""
         self._pace.end()
 
+    @torch.compiler.disable(reason=OUTSIDE)
     def pack(self, tensor: Tensor) -> Parked | Stayed:
         """What the graph shall hold for `tensor`."""
-        kept = self._why_kept(tensor)
+        written = writes_around(tensor)
+        kept = self._why_kept(tensor, written)
         if kept is None:
             leaves, rebuild = take_apart(tensor)
-            if self._takes(leaves):
-                return Parked(tuple(self._park(leaf) for leaf in leaves), rebuild)
+            if self._takes(leaves, written):
+                parked = tuple(self._park(leaf, written) for leaf in leaves)
+                return Parked(parked, rebuild, Writes.so_far(tensor, counter_of(tensor)))
             kept = Kept.BUDGET
             self._staying.update(leaf.untyped_storage() for leaf in leaves)
         self.statistics.kept[kept] += 1
         # NOTE: the tensor itself would close a cycle with its own node, where that node saves its output.
-        return Stayed(tensor if tensor.grad_fn is None else tensor.detach(), version_of(tensor), self._latest)
+        stays = tensor if tensor.grad_fn is None else tensor.detach()
+        return Stayed(stays, Writes.so_far(tensor, stays), self._latest)
 
+    @torch.compiler.disable(reason=OUTSIDE)
     def unpack(self, saved: Parked | Stayed) -> Tensor:
         """The tensor that was saved."""
+        saved.writes.check()
         if isinstance(saved, Stayed):
-            if version_of(saved.tensor) != saved.version:
-                raise RuntimeError(
-                    f"a tensor saved for backward, of shape {tuple(saved.tensor.shape)}, was modified in place since: "
-                    f"it is at version {version_of(saved.tensor)}, saved was {saved.version}; modify a clone of it"
-                )
             self._prefetch(saved.before)
             return saved.tensor
         units = [leaf.unit for leaf in saved.leaves if isinstance(leaf, ParkedView)]
@@ -104,7 +116,7 @@ class Session:
         self._prefetch(units[0].before if units else None)
         return saved.rebuild(leaves)
 
-    def _why_kept(self, tensor: Tensor) -> Kept | None:
+    def _why_kept(self, tensor: Tensor, written: int) -> Kept | None:
         buffers = buffers_of(tensor)
         # NOTE: nested tensors are made of strided ones, whose identity they are known by.
         if tensor.layout != torch.strided or not all(b.layout == torch.strided for b in buffers):
@@ -114,7 +126,7 @@ class Session:
         if not all(_is_plain(b) and self._is_meant(b.device) for b in buffers):
             return Kept.FOREIGN
         # What lies in a storage that was parked is had for nothing, and would keep it on the device.
-        new = [b for b in buffers if b.numel() and self._find(b) is None]
+        new = [b for b in buffers if b.numel() and self._find(b, written) is None]
         parked = len(new) < len([b for b in buffers if b.numel()])
         if not parked and sum(len(Extent.of(b)) for b in new) < max(self._policy.min_bytes, 1):
             return Kept.SMALL
@@ -124,10 +136,12 @@ class Session:
     def _is_meant(self, device: torch.device) -> bool:
         return device.type in COPIED if self._device is None else device == self._device
 
-    def _takes(self, leaves: Sequence[Tensor]) -> bool:
+    def _takes(self, leaves: Sequence[Tensor], written: int) -> bool:
         """Whether all of `leaves` are parked, by the budget and by [Note: Pace]."""
         extents = {
-            (id(leaf.untyped_storage()), Extent.of(leaf)) for leaf in leaves if leaf.numel() and not self._find(leaf)
+            (id(leaf.untyped_storage()), Extent.of(leaf))
+            for leaf in leaves
+            if leaf.numel() and not self._find(leaf, written)
         }
         nbytes = sum(len(extent) for _, extent in extents)
         if not nbytes:
@@ -138,12 +152,13 @@ class Session:
         self._pace.taken += nbytes if takes else 0
         return takes
 
-    def _park(self, leaf: Tensor) -> ParkedView | Tensor:
+    def _park(self, leaf: Tensor, written: int) -> ParkedView | Tensor:
         if not leaf.numel():
             return leaf
-        unit = self._find(leaf)
+        unit = self._find(leaf, written)
         if unit is None:
-            unit = Unit(leaf.detach(), Extent.of(leaf), copies_of(leaf.device), statistics=self.statistics)
+            source, copies = leaf.detach(), copies_of(leaf.device)
+            unit = Unit(source, Extent.of(leaf), copies, written=written, statistics=self.statistics)
             unit.before, self._latest = self._latest, weakref.ref(unit)
             self._units.setdefault(leaf.untyped_storage(), []).append(weakref.ref(unit))
             if unit.is_copied_aside:
@@ -153,12 +168,12 @@ class Session:
                 unit.let_go()
         return ParkedView(unit, leaf)
 
-    def _find(self, leaf: Tensor) -> Unit | None:
+    def _find(self, leaf: Tensor, written: int) -> Unit | None:
         """The unit in which the bytes of `leaf`, as they are now, are parked already."""
         extent = Extent.of(leaf)
         for reference in self._units.get(leaf.untyped_storage(), ()):
             unit = reference()
-            if unit is not None and unit.holds(extent, version_of(leaf)):
+            if unit is not None and unit.holds(extent, (version_of(leaf), written)):
                 return unit
         return None
 
@@ -185,6 +200,7 @@ class Session:
             unit = unit.before() if unit.before is not None else None
 
 
+@torch.compiler.disable(reason=OUTSIDE)
 @contextmanager
 def activations(
     budget: int | str | None = None,

@@ -9,6 +9,9 @@ the allocator has it back at a moment that does not depend on timing. On the way
 compute stream, filled on the incoming stream, and the compute stream waits before it reads. Two streams, because a
 link carries both directions at once.
 
+Where a model computes on several streams, the one meant is that which was current when the tensor was saved, or when
+its way back began: the allocator reuses its memory there. Where backward reads on another one, the allocator is told.
+
 What is dropped early, because its graph is, does no harm: a copy out of memory that was freed fills host bytes that
 nobody reads, and those go to later copies on the same stream; for a copy into memory that nobody asked for in the end,
 the compute stream waits before the memory is free.
@@ -17,6 +20,7 @@ the compute stream waits before the memory is free.
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any, Protocol
 
 import torch
@@ -28,8 +32,11 @@ from te_dist.offload.host import Block, HostPool, pool_of
 class Done(Protocol):
     """A point that a copy reaches."""
 
-    def wait(self) -> None:
-        """Makes whatever the caller's current stream does next come after it."""
+    def wait(self, used: Tensor | None = None) -> None:
+        """Makes whatever the caller's current stream does next come after it, such as what it uses `used` for."""
+
+    def wait_at_owner(self) -> None:
+        """The same for the stream that was current when the copy was asked for: the device memory is its own."""
 
 
 class Copies:
@@ -88,7 +95,10 @@ class StreamedCopies(Copies):
 class _AtOnce:
     """The end of a copy that is over."""
 
-    def wait(self) -> None:
+    def wait(self, used: Tensor | None = None) -> None:
+        """Nothing is left to wait for."""
+
+    def wait_at_owner(self) -> None:
         """Nothing is left to wait for."""
 
 
@@ -97,9 +107,16 @@ class _Reached:
 
     def __init__(self, event: Any, device: torch.device) -> None:
         self._event, self._device = event, device
+        self._owner = torch.cuda.current_stream(device)
 
-    def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+    def wait(self, used: Tensor | None = None) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(self._event)
+        if used is not None and stream != self._owner:
+            used.record_stream(stream)
+
+    def wait_at_owner(self) -> None:
+        self._owner.wait_event(self._event)
 
 
 _AT_ONCE = _AtOnce()
@@ -108,9 +125,17 @@ _AT_ONCE = _AtOnce()
 COPIED = ("cpu", "cuda")  # types of devices that `copies_of` knows
 
 
-@functools.cache
+_making = threading.Lock()
+
+
 def copies_of(device: torch.device) -> Copies:
     """What copies tensors of `device`; one per process, since streams and pinned memory are dear."""
+    with _making:  # or threads that come first together make two, which do not wait for each other's copies
+        return _copies_of(device)
+
+
+@functools.cache
+def _copies_of(device: torch.device) -> Copies:
     if device.type == "cpu":
         return Copies(device)
     if device.type == "cuda":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import re
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -67,6 +68,7 @@ class HostPool:
         self.pinned = pinned
         self.before_reuse = before_reuse
         self.returned: deque[tuple[list[Range], int]] = deque()
+        self._lock = threading.Lock()  # around `_slabs`, `_free` and `_live`: each thread may run a model of its own
         self._slabs: list[Tensor] = []
         self._free: list[Range] = []  # sorted, neighbours merged
         self._live = 0
@@ -74,8 +76,9 @@ class HostPool:
     @property
     def live(self) -> int:
         """Bytes in blocks that are still held."""
-        self._sort_in()
-        return self._live
+        with self._lock:
+            self._sort_in()
+            return self._live
 
     @property
     def reserved(self) -> int:
@@ -84,9 +87,11 @@ class HostPool:
 
     def take(self, nbytes: int) -> Block:
         """Hands out `nbytes`, from free ranges first."""
-        self._sort_in()
-        self._live += nbytes
-        return Block(self, list(self._ranges(-(-nbytes // ALIGNMENT) * ALIGNMENT)), nbytes)
+        with self._lock:
+            self._sort_in()
+            ranges = list(self._ranges(-(-nbytes // ALIGNMENT) * ALIGNMENT))
+            self._live += nbytes
+        return Block(self, ranges, nbytes)
 
     def views(self, ranges: list[Range]) -> list[Tensor]:
         """The bytes of `ranges`."""
@@ -105,10 +110,10 @@ class HostPool:
             yield slab, start, start + used
 
     def _sort_in(self) -> None:
-        if self.returned:
-            self.before_reuse()
-        while self.returned:
-            ranges, nbytes = self.returned.popleft()
+        returned = [self.returned.popleft() for _ in range(len(self.returned))]
+        if returned:
+            self.before_reuse()  # NOTE: last, since it waits for the copies of blocks that are dropped already
+        for ranges, nbytes in returned:
             self._live -= nbytes
             for each in ranges:
                 self._merge(each)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from te_dist._torch_private import in_backward
-from te_dist.offload.activations import Session, policy
+from te_dist.offload.activations import OUTSIDE, Session, policy
 
 # Further arguments of TransformerEngine's function: the values that ask for nothing, and what to do instead of others.
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -37,6 +37,7 @@ class LayerwiseOffload:
         self._layer = 0
         self._hooks: AbstractContextManager[Any] | None = None  # of the layer that was entered and not synchronized
 
+    @torch.compiler.disable(reason=OUTSIDE)
     def __enter__(self) -> None:
         if in_backward():
             raise RuntimeError(
@@ -51,12 +52,14 @@ class LayerwiseOffload:
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self._session.pack, self._session.unpack)
         self._hooks.__enter__()
 
+    @torch.compiler.disable(reason=OUTSIDE)
     def __exit__(self, *error: Any) -> None:
         assert self._hooks is not None
         self._hooks.__exit__(*error)
         if error[0] is not None:  # the step is over: the next one starts with the first layer
             self._hooks, self._layer = None, 0
 
+    @torch.compiler.disable(reason=OUTSIDE)
     def synchronize(self, output: Tensor) -> Tensor:
         """Ends a layer; returns its output."""
         if self._hooks is None:
@@ -66,6 +69,7 @@ class LayerwiseOffload:
         return output
 
 
+@torch.compiler.disable(reason=OUTSIDE)
 def get_cpu_offload_context(
     enabled: bool = False, num_layers: int = 1, model_layers: int = 1, **options: Any
 ) -> tuple[AbstractContextManager[None], Callable[[Tensor], Tensor]]:

@@ -62,6 +62,9 @@ def take_apart(tensor: Tensor) -> tuple[list[Tensor], Rebuild]:
     """
     if isinstance(tensor, QuantizedTensor):
         return _take_apart_quantized(tensor)
+    wait = getattr(tensor, "trigger_wait", None)  # of torch's AsyncCollectiveTensor, which a collective still fills
+    if wait is not None:
+        return take_apart(wait())
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor], lambda leaves: leaves[0]
     names, context = tensor.__tensor_flatten__()

@@ -12,6 +12,7 @@ from torch import Tensor, UntypedStorage
 
 from te_dist.offload.copies import Copies
 from te_dist.offload.host import ALIGNMENT, Block
+from te_dist.offload.writes import version_of
 
 
 class Kept(Enum):
@@ -83,12 +84,13 @@ class Unit:
         before: the unit parked before this one, which backward will most likely ask for next.
     """
 
-    def __init__(self, source: Tensor, extent: Extent, copies: Copies, *, statistics: Statistics) -> None:
+    def __init__(self, source: Tensor, extent: Extent, copies: Copies, *, written: int, statistics: Statistics) -> None:
+        """`written`: see `writes_around`."""
         self.extent = extent
         self.source: Tensor | None = source
         self.before: weakref.ref[Unit] | None = None
         self._copies, self._statistics = copies, statistics
-        self._version = version_of(source)
+        self._version, self._written = version_of(source), written
         self._is_spoiled = False
         self._block: Block | None = copies.pool.take(len(extent))
         self._copied = copies.out(_bytes(source, extent), self._block)  # the latest copy, in either direction
@@ -100,21 +102,22 @@ class Unit:
 
     def __del__(self) -> None:
         if getattr(self, "_back", None) is not None:
-            self._copied.wait()
+            self._copied.wait_at_owner()
 
     @property
     def is_copied_aside(self) -> bool:
         """Whether its copies run beside the compute stream, so that it pays to start them early."""
         return self._copies.looks_ahead
 
-    def holds(self, extent: Extent, version: int) -> bool:
-        """Whether the bytes of `extent` of a tensor at `version` are among those parked."""
-        return version == self._version and self.extent.start <= extent.start and extent.stop <= self.extent.stop
+    def holds(self, extent: Extent, versions: tuple[int, int]) -> bool:
+        """Whether the bytes of `extent` of a tensor, written and written around so often, are among those parked."""
+        is_same = versions == (self._version, self._written)
+        return is_same and self.extent.start <= extent.start and extent.stop <= self.extent.stop
 
     def let_go(self) -> None:
-        """Drops the source, after the copy of it in the order of the current stream."""
+        """Drops the source, after the copy of it in the order of the stream that it was saved on."""
         if self.source is not None:
-            self._copied.wait()
+            self._copied.wait_at_owner()
             self._check()
             self.source = None
 
@@ -139,17 +142,12 @@ class Unit:
             return self.source.untyped_storage(), 0
         self.prefetch()
         assert self._back is not None
-        self._copied.wait()
+        self._copied.wait(self._back)
         return self._back.untyped_storage(), self.extent.start
 
     def _check(self) -> None:
         assert self.source is not None
         self._is_spoiled = self._is_spoiled or version_of(self.source) != self._version
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often `tensor` was written in place."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _bytes(tensor: Tensor, extent: Extent) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from te_dist import offload
@@ -135,15 +136,33 @@ def test_a_small_view_of_a_large_storage_parks_only_itself():
     assert_bitwise(got, torch.arange(1024.0, 1056).view(4, 8).t(), "view")
 
 
-def test_contents_written_after_a_first_save_are_parked_again():
-    x, seen = torch.ones(8), []
+def quantized(value: float) -> QuantizedTensor:
+    return quantize(torch.full((64, 128), value), FORMATS["float8_block_1d"])
+
+
+def spread(value: float) -> DTensor:
+    return DTensor.from_local(torch.full((8,), value), DeviceMesh.from_group(dist.group.WORLD, "cpu"), [Shard(0)])
+
+
+MADE = {"plain": lambda value: torch.full((8,), value), "quantized": quantized, "spread": spread}
+every_kind = pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+
+
+@pytest.mark.usefixtures("mesh")
+@every_kind
+def test_contents_written_after_a_first_save_are_parked_again(make):
+    x, seen = make(1.0), []
     with offload.activations(min_bytes=0) as statistics:
-        y = Keep.apply(torch.ones(1, requires_grad=True), x, seen)
-        x.add_(1)
-        y = Keep.apply(y, x, seen)
-    y.backward()
-    assert statistics.parked == 2 * x.nbytes
-    assert [t.tolist() for t in seen] == [[2.0] * 8, [1.0] * 8]
+        first = Keep.apply(torch.ones(1, requires_grad=True), x, seen)
+        parked = statistics.parked
+        x.copy_(make(2.0))
+        second = Keep.apply(torch.ones(1, requires_grad=True), x, seen)
+    assert statistics.parked == 2 * parked > 0
+    second.backward()
+    got, want = (each.to_local() if isinstance(each, DTensor) else each for each in (seen[0], make(2.0)))
+    assert_bitwise(got, want, "saved second")
+    with pytest.raises(RuntimeError, match="was modified in place since"):
+        first.backward()
 
 
 def test_backward_can_run_twice(net, x):
@@ -192,13 +211,27 @@ def test_the_budget_counts_all_blocks_of_the_process():
     assert keep(x.clone(), budget=x.nbytes)[1].parked == x.nbytes
 
 
-def test_modifying_a_tensor_that_stayed_raises():
-    x = torch.ones(8)
-    with offload.activations(budget=0, min_bytes=0):
+@pytest.mark.usefixtures("mesh")
+@pytest.mark.parametrize("budget", [0, None])
+@every_kind
+def test_modifying_a_saved_tensor_raises_whether_it_stayed_or_not(make, budget):
+    x = make(1.0)
+    with offload.activations(budget, min_bytes=0):
         y = Keep.apply(torch.ones(1, requires_grad=True), x, [])
-    x.add_(1)
-    with pytest.raises(RuntimeError, match=r"shape \(8,\), was modified in place since: it is at version 1"):
+    shape, view = tuple(x.shape), x.view(-1)
+    del x
+    view.zero_()
+    with pytest.raises(RuntimeError, match=rf"shape {re.escape(str(shape))}, was modified in place since: it is at"):
         y.backward()
+
+
+def test_writes_that_torch_is_told_not_to_count_do_not_raise():
+    x, seen = torch.ones(8), []
+    with offload.activations(min_bytes=0):
+        y = Keep.apply(torch.ones(1, requires_grad=True), x, seen)
+    x.data.add_(1)
+    y.backward()
+    assert_bitwise(seen[0], torch.ones(8), "saved")
 
 
 def test_a_saved_output_makes_no_cycle():

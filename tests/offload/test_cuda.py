@@ -16,6 +16,7 @@ from te_dist.testing import assert_bitwise
 
 pytestmark = pytest.mark.gpu
 LAYERS, ROWS, WIDTH = 24, 8192, 1024  # each layer saves 48 MiB
+SIZE = 1 << 26  # numbers of a tensor whose copy takes milliseconds
 
 
 class Layer(nn.Module):
@@ -150,3 +151,51 @@ def test_what_was_saved_last_stays_and_the_rest_comes_back_as_backward_begins():
     assert (back[0].data_ptr() == where[1]) and (back[1].data_ptr() != where[0])
     for tensor, value in zip(back, (2, 1), strict=True):
         assert (tensor == value).all()
+
+
+def spoil() -> None:
+    """Writes NaN to device memory that is free on the current stream."""
+    held = [torch.full((SIZE,), float("nan"), device="cuda") for _ in range(4)]
+    held.clear()
+
+
+def test_memory_is_let_go_on_the_stream_that_it_was_saved_on():
+    """What is saved on another stream pushes it out of the window."""
+    other = torch.cuda.Stream()
+    a, small = torch.randn(SIZE, device="cuda", requires_grad=True), torch.ones(1024, device="cuda", requires_grad=True)
+    want = 2 * (a.detach() * 1.5).exp() ** 2 * 1.5
+    for _ in range(5):
+        a.grad = None
+        torch.cuda.synchronize()
+        with offload.activations(min_bytes=0, window=1):
+            y = (a * 1.5).exp()
+            loss = (y * y).sum()
+            del y
+            with torch.cuda.stream(other):
+                beside = small.exp().exp()
+            spoil()
+        loss.backward()
+        beside.sum().backward()
+        assert_bitwise(a.grad, want, "gradient")
+
+
+def test_memory_fetched_ahead_on_one_stream_is_not_reused_while_another_reads_it():
+    other = torch.cuda.Stream()
+    session = Session(policy(None, 0, 2 * SIZE * 4), None)
+    for _ in range(5):
+        first, second = (torch.full((SIZE,), value, device="cuda") for value in (1.0, 2.0))
+        packed = [session.pack(first), session.pack(second)]
+        units = [leaf.unit for saved in packed for leaf in saved.leaves]
+        for unit in units:
+            unit.let_go()
+        del first, second, units
+        session.unpack(packed[1])  # fetches the other ahead, on this stream
+        torch.cuda.synchronize()
+        with torch.cuda.stream(other):
+            back = session.unpack(packed[0])
+            torch.cuda._sleep(20_000_000)
+            total = back.sum()
+        del back, packed
+        spoil()
+        torch.cuda.synchronize()
+        assert total.item() == SIZE
