@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import count
 from typing import Any, ClassVar, Unpack
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -31,11 +32,13 @@ from te_dist.quantizers import IdentityQuantizer, Quantizer
 from te_dist.recipe import Recipe
 from te_dist.scaling.delayed import DelayedScalingState
 from te_dist.scaling.history import DelayedScalingRequest
-from te_dist.tensor import QuantizedTensor, placement
+from te_dist.tensor import QuantizedStorage, QuantizedTensor, placement
 
 _PassKey = tuple[torch.dtype, torch.device, Any, bool, torch.Size]
 _numbers = count(1)
 _WEIGHT_ONLY = Plan(IdentityQuantizer(), IdentityQuantizer(), IdentityQuantizer())
+# Of inputs that were quantized ahead of the maps that take them, where their amax is.
+_amaxes: WeakKeyDictionary[QuantizedStorage, Tensor] = WeakKeyDictionary()
 
 
 class LinearSite(nn.Module):
@@ -50,6 +53,7 @@ class LinearSite(nn.Module):
         number: higher than those of maps that this process made before; copies have that of the original.
         scaling: histories and scales of delayed scaling; None until a recipe asks for them.
         placed: (role, quantizer) -> the quantizer of a part that this rank holds; set by tensor parallelism.
+        takes_gathered: whether inputs are gathered as those of this map, by a module around it.
         fuses_wgrad: whether the gradient of the weight is added to its `main_grad` instead of being returned.
         made_quantized: whether weights of this map were.
     """
@@ -60,6 +64,7 @@ class LinearSite(nn.Module):
     scaling: DelayedScalingState | None
     handed: bool  # whether the latest pass handed its rows to the next map, see `fronts.hands_over`
     placed: Callable[[str, Quantizer], Any] | None = None
+    takes_gathered: bool = False
     fuses_wgrad: bool = False
     made_quantized: bool = False
     number: int = 0  # of what was pickled before there were numbers
@@ -99,7 +104,7 @@ class LinearSite(nn.Module):
         Raises:
             ValueError: the extents of `x` and `weight` differ, the weight is on the meta device, or the recipe cannot
                 compute this map.
-            RuntimeError: the weight is a shard that FSDP2 has not gathered.
+            RuntimeError: the weight is a shard that FSDP2 has not gathered, or a DTensor whose gradient nobody sums.
         """
         front = fronts.get("front", "")
         if torch.compiler.is_compiling():
@@ -109,7 +114,9 @@ class LinearSite(nn.Module):
         if isinstance(weight, DTensor):
             self._check_gathered(weight)
             weight = weight.to_local()
-        bias = bias.to_local() if isinstance(bias, DTensor) else bias
+        if isinstance(bias, DTensor):
+            self._check_gathered(bias)
+            bias = bias.to_local()
         if self.made_quantized and not isinstance(weight, QuantizedTensor):
             check_gathered(weight)
             forgotten.warn_of_plain(self)
@@ -125,10 +132,13 @@ class LinearSite(nn.Module):
             return self._in_graph(x, weight, bias, front)
         return self._at_once(x, weight, bias, **fronts)
 
-    def _check_gathered(self, weight: DTensor) -> None:
-        """Raises, on every rank, where this rank has less of the weight than tensor parallelism left it."""
-        if len(placement.cuts(weight.placements)) > (self.placed is not None) and not weight.is_meta:
-            raise not_gathered(self.name or "Linear", weight)  # on the meta device kernels are rehearsed, on shards
+    def _check_gathered(self, param: DTensor) -> None:
+        """Raises, on every rank, where this rank has less of a parameter than tensor parallelism left it, or all."""
+        cuts = len(placement.cuts(param.placements))
+        if cuts > (self.placed is not None) and not param.is_meta:
+            raise not_gathered(self.name or "Linear", param)  # on the meta device kernels are rehearsed, on shards
+        if not cuts and param.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            _check_summed(self.name or "Linear", param)
 
     def __repr__(self) -> str:
         return super().__repr__() if self.scaling is not None else f"{type(self).__name__}()"
@@ -188,25 +198,29 @@ class LinearSite(nn.Module):
         lost_recipes.outside_of_graph(self.graph_place, out, trains=self.training)
         return out
 
-    def plan(self, x: Tensor, weight: Tensor) -> Plan | None:
+    def plan(self, x: Tensor, weight: Tensor, *, notes: bool = True) -> Plan | None:
         """How the products of `x` and `weight` are computed at this moment; None outside of `autocast`.
 
         A forward pass that torch's own checkpoint runs again, in backward and so outside of the `autocast` of the first
         one, is computed as the latest one was, see [Note: Which pass runs again]. `te_dist.checkpoint` restores the
         very one.
 
+        Args:
+            notes: whether this is the pass itself; False where those ask who send its operands.
+
         Raises:
             RuntimeError: a pass is run again, and there were others behind the first that ran otherwise.
         """
         latest, is_repeated = latest_of.get(self), _torch_private.in_backward()
-        state = self._repeated(latest) if is_repeated else current_autocast()
+        state = self._repeated(latest, notes=notes) if is_repeated else current_autocast()
+        notes = notes and not is_repeated
         if state.recipe is None:
-            if not is_repeated:
+            if notes:
                 forgotten.warn(weight, self)
                 # What ran without a recipe before compiled maps ran by one may have run by one since, compiled itself.
                 note(self, WITHOUT_BESIDE if lost_recipes.waits(self.graph_place) else WITHOUT, latest)
             return None
-        key = (x.dtype, weight.device, self.placed, self.fuses_wgrad, weight.shape[-2:])
+        key = (x.dtype, weight.device, self.placed, self.fuses_wgrad, placement.local_tensor(weight).shape[-2:])
         found = None if latest is None else latest.found
         if found is None or found.key != key or (found.state is not state and found.state != state):
             found = self._planned(state, key)
@@ -214,11 +228,11 @@ class LinearSite(nn.Module):
                 assert found.plan is not None  # by a recipe
                 made = found.plan.weight.declare(weight.dtype)
                 forgotten.warn_of_another(weight, made, recipe=state.recipe, site=self)
-        if not is_repeated:
+        if notes:
             note(self, found, latest)
         return self._with_histories(found, x, weight) if found.requests else found.plan
 
-    def _repeated(self, latest: Latest | None) -> Autocast:
+    def _repeated(self, latest: Latest | None, *, notes: bool) -> Autocast:
         """What surrounded the pass that is run again in backward."""
         said = repeated_autocast()
         if said is not None:
@@ -230,8 +244,22 @@ class LinearSite(nn.Module):
         if latest.overtaken is not None:
             latest.overtaken = None  # the backward pass that others wait for ends here
             raise lost_recipes.lost(self.place, "and passes followed the first that ran otherwise")
-        latest.run_again()
+        if notes:
+            latest.run_again()
         return latest.found.state
+
+    def quantized_ahead(self, x: QuantizedTensor) -> None:
+        """Says that `x` was quantized as the input of this map, by a plan of it with histories.
+
+        Maps that take it, and train, have its amax in their histories too, as if they had quantized it.
+        """
+        if (amax := self._input_amax()) is not None:
+            _amaxes[x.storage] = amax
+
+    def _input_amax(self) -> Tensor | None:
+        """Where the amax of inputs is recorded; None where no history is kept of them."""
+        found = {} if self.scaling is None else self.scaling.quantizers(records=True)
+        return found["input"].amax if "input" in found else None
 
     def prepare(self, recipe: Recipe, device: torch.device) -> Answers:
         """Makes what this map keeps under `recipe` and checks that `device` can compute it; the answers by role."""
@@ -306,6 +334,8 @@ class LinearSite(nn.Module):
         is_repeated = _torch_private.in_backward()
         if records:
             scaling.take_part(current.state.amax_reduction_group)
+            if isinstance(x, QuantizedTensor) and (its := _amaxes.get(x.storage)) is not None:
+                self._record(its)
         # NOTE: without gradients too, where a backward pass inside of this one is to run it again once more.
         scaling.move_when_backward_ends() if is_repeated else scaling.begin_pass()
         # What runs again in backward has its histories moved by the end of that backward pass.
@@ -321,6 +351,12 @@ class LinearSite(nn.Module):
                 current.moving[records, its] = Moving(scale, running, addresses, its_plan)
             known = current.moving[records, moves]
         return known.plan
+
+    def _record(self, given: Tensor) -> None:
+        own = self._input_amax()
+        if own is not None and own.data_ptr() != given.data_ptr():
+            with torch.no_grad():
+                torch.maximum(own, given, out=own)
 
     @torch.inference_mode(False)  # what an evaluation came upon first, a later step writes into
     def _moving(self, plan: Plan, scaling: DelayedScalingState, *, records: bool) -> Plan:
@@ -353,6 +389,22 @@ def check_reduced(option: str, label: str) -> None:
             f"{label}: DistributedDataParallel reduces the gradients that backward returns, and would never see those "
             f"of {option}; leave it out"
         )
+
+
+def _check_summed(label: str, param: DTensor) -> None:
+    """Raises where a map is trained on a parameter that every rank has whole, and that FSDP2 has not gathered."""
+    if getattr(param, "is_summed", False):
+        return
+    if _torch_private.sharded_of(param) is not None:
+        # NOTE: to find it among all parameters takes time, and FSDP2 keeps this tensor.
+        vars(param)["is_summed"] = True
+        return
+    raise RuntimeError(
+        f"{label}: got a parameter of {tuple(param.shape)} that is a DTensor, {param.placements}, which no parallel "
+        "style of te_dist cut: nothing would sum its gradient over ranks. Wanted a plain one: leave the module out of "
+        "distribute_module and of torch's styles, and take fsdp2.fully_shard, or "
+        "te_dist.tensor_parallel.SequenceParallel where each rank has a part of the sequence"
+    )
 
 
 def without_values(label: str) -> ValueError:

@@ -116,7 +116,22 @@ def gather_values(
     Args:
         gradient: each rank gets its part of the "sum" of the gradients, or its "part" of one that is the sum already.
     """
-    return _GatherValues.apply(x, group, _cut_of(x, dim, size, group), gradient)
+    values = _GatherValues.apply(x, group, _cut_of(x, dim, size, group), gradient)
+    if gradient == "sum":
+        _noted(values).summed_over = group
+    return values
+
+
+def sums_gradient(x: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether `x` was gathered over `group` by what sums its gradient, which nothing else is to sum.
+
+    It is told by the memory, which views of it share and what is computed of it does not.
+    """
+    return isinstance(x, QuantizedTensor) or getattr(_noted(x), "summed_over", None) is group
+
+
+def _noted(x: Tensor) -> Any:
+    return x.untyped_storage()
 
 
 @outside_of_graphs

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import parallelize_module
 
 import te_dist as te
@@ -25,6 +25,7 @@ from te_dist.recipe import (
     Recipe,
 )
 from te_dist.tensor import QuantizedTensor
+from te_dist.tensor.traffic import Traffic
 from te_dist.tensor_parallel import (
     ColumnParallel,
     GatherInput,
@@ -71,7 +72,7 @@ def results(linear: nn.Module, x: Tensor, grad: Tensor, made_by: Recipe) -> dict
         out = linear(x)
         if linear.return_bias:
             out, bias = out
-            out = out + (bias.to_local() if isinstance(bias, DTensor) else bias)
+            out = out + bias
     (out * grad).sum().backward()
     named = {name: param.grad for name, param in linear.named_parameters()}
     return {
@@ -112,6 +113,74 @@ def check_linear(rank: int, world: int, style: str, frozen: str) -> None:
 @pytest.mark.parametrize("style", STYLES)
 def test_a_parallel_linear_computes_what_a_whole_one_does(ranks, style, frozen):
     ranks(2).run(check_linear, style, frozen)
+
+
+def check_returned_bias(rank: int, world: int) -> None:
+    """Plain outputs come with as much of the bias as they have columns, whose gradient is that of the whole."""
+    over, (x, grad) = testing.mesh((world,), ("tp",)), (normal(BATCH, SEQUENCE, WIDTH, seed=seed) for seed in (1, 2))
+    for layout, norm in product((None, Shard(2), Shard(1), Replicate()), (False, True)):
+        torch.manual_seed(0)
+        options = {"return_bias": True, "device": testing.device()}
+        want = te.LayerNormLinear(WIDTH, WIDTH, return_layernorm_output=True, **options) if norm else None
+        want = want or te.Linear(WIDTH, WIDTH, **options)
+        nn.init.normal_(want.bias)
+        got = parallelize_module(copy.deepcopy(want), over, ColumnParallel(output_layouts=layout))
+        (out, bias, *_), (its, its_bias, *_) = want(x), got(x)
+        assert not isinstance(its_bias, DTensor)
+        dim = getattr(layout or Shard(2), "dim", None)
+        assert_near((its + its_bias).detach(), part((out + bias).detach(), dim, rank, world), f"{layout}")
+        (out + bias).backward(grad)
+        (its + its_bias).backward(part(grad, dim, rank, world))
+        assert_near(full_tensor(got.bias.grad), want.bias.grad, f"{layout}")
+
+
+def test_a_returned_bias_fits_the_output_beside_it(ranks) -> None:
+    ranks(2).run(check_returned_bias)
+
+
+def check_refusals(rank: int, world: int) -> None:
+    over = testing.mesh((world,), ("tp",))
+    made = partial(te.Linear, WIDTH, WIDTH, name="up", device=testing.device())
+    x = normal(1, SEQUENCE + 1, WIDTH // world, seed=1)
+    with Traffic() as traffic:
+        for style, _, _, _ in STYLES.values():
+            with pytest.raises(ValueError, match=f"{style.__name__}: got Linear with fuse_wgrad_accumulation"):
+                style()._apply(made(fuse_wgrad_accumulation=True), over)
+            hooked = made()
+            hooked.weight.register_hook(lambda grad: grad)
+            with pytest.raises(ValueError, match=f"up.weight: got a parameter with hooks.*after {style.__name__} has"):
+                style()._apply(hooked, over)
+        uneven = parallelize_module(made(), over, RowParallel(output_layouts=Shard(1)))
+        with pytest.raises(ValueError, match="up: got an output of 33 along dimension 1.*use_local_output=False"):
+            uneven(x)
+        with pytest.raises(ValueError, match="an output of 1 along dimension 0"):
+            parallelize_module(made(), over, RowParallel(output_layouts=Shard(0)))(x)
+        assert not traffic.sent
+    spread = parallelize_module(made(), over, RowParallel(output_layouts=Shard(1), use_local_output=False))(x)
+    behind = parallelize_module(made(), over, ColumnParallel(input_layouts=Shard(1)))
+    assert behind(spread).shape == (1, SEQUENCE + 1, WIDTH // world)
+
+
+def test_what_would_be_lost_or_misread_is_refused_before_any_collective(ranks) -> None:
+    ranks(2).run(check_refusals)
+
+
+def check_replicated(rank: int, world: int) -> None:
+    over, x = testing.mesh((world,), ("tp",)), normal(BATCH, WIDTH, seed=rank)
+    plain = te.Linear(WIDTH, WIDTH, device=testing.device())
+    want = plain(x)
+    layer = distribute_module(plain, over)
+    with torch.no_grad():
+        assert_bitwise(layer(x), want.detach(), "without gradients")
+    for frozen in ((), ("weight",)):
+        for name in frozen:
+            getattr(layer, name).requires_grad_(False)
+        with pytest.raises(RuntimeError, match="is a DTensor.*which no parallel style.*nothing would sum its gradient"):
+            layer(x)
+
+
+def test_parameters_whose_gradient_nobody_sums_are_refused(ranks) -> None:
+    ranks(2).run(check_replicated)
 
 
 def check_copies(rank: int, world: int) -> None:
