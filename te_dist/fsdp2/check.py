@@ -163,6 +163,23 @@ def not_gathered(label: str, weight: DTensor) -> RuntimeError:
     )
 
 
+def check_summed(label: str, param: DTensor) -> None:
+    """Raises RuntimeError where plain inputs train a parameter that every rank has whole and FSDP2 did not gather."""
+    trains = param.requires_grad and torch.is_grad_enabled() and not param.is_meta
+    if not trains or torch.compiler.is_compiling() or getattr(param, "is_summed", False):
+        return
+    if _torch_private.sharded_of(param) is not None:
+        # NOTE: to find it among all parameters takes time, and FSDP2 keeps this tensor.
+        vars(param)["is_summed"] = True
+        return
+    raise RuntimeError(
+        f"{label}: got a parameter of {tuple(param.shape)} that is a DTensor, {param.placements}, which no parallel "
+        "style of te_dist cut: nothing would sum its gradient over ranks, which may have other inputs. Wanted a plain "
+        "one: leave the module out of distribute_module and of torch's styles, and take fsdp2.fully_shard, or "
+        "te_dist.tensor_parallel.SequenceParallel where each rank has a part of the sequence"
+    )
+
+
 def _problems(model: nn.Module) -> Iterator[tuple[str, str]]:
     """(name of a weight, what is wrong with it)."""
     for prefix, module in model.named_modules():

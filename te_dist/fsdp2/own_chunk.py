@@ -35,7 +35,7 @@ class OwnChunk(TorchFunctionMode):
 
 
 def _chunks(shards: Shards, tensor: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
-    """As `torch.chunk`: (`chunks`,) of them at most."""
+    """As `torch.chunk`, with empty ones in the place of those that are missing: FSDP2 makes them one by one."""
     shape = torch.empty(tensor.shape, device="meta").chunk(chunks, dim)
     own = shards.index
     if chunks != shards.count or own >= len(shape):
@@ -48,4 +48,4 @@ def _chunks(shards: Shards, tensor: Tensor, chunks: int, dim: int = 0) -> list[T
     out[0] = made[0]
     if own:
         out[own] = made[2 if before else 1]
-    return out
+    return out + [torch.empty(0, dtype=tensor.dtype, device=tensor.device)] * (chunks - len(out))

@@ -96,13 +96,14 @@ class GroupedTensor(QuantizedTensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         storage = self.storage
-        return list(storage.buffers), (type(self), storage.format, storage.group, storage.dtype, storage.cut)
+        place = storage.group, storage.dtype, storage.cut
+        return list(storage.buffers), (type(self), storage.format, *place, storage.lasting_directions)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: torch.Size, outer_stride: tuple[int, ...]
     ) -> GroupedTensor:
-        cls, format, group, dtype, cut = context
+        cls, format, group, dtype, cut, _ = context
         storage = GroupedStorage(format, dict(inner), group, dtype=dtype, cut=cut)
         return cls(storage, outer_size, strides=outer_stride)
 

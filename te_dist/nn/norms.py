@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from te_dist.checkpoints.foreign import pass_over
-from te_dist.fsdp2.check import not_gathered
+from te_dist.fsdp2.check import check_summed, not_gathered
 from te_dist.nn.module import QuantizedModule
 from te_dist.nn.options import InitMethod
 from te_dist.tensor import placement
@@ -36,7 +36,8 @@ def _beside(x: Tensor, param: Tensor, label: str) -> Tensor:
     """A parameter of a norm as it meets `x`: a DTensor stays one beside a DTensor, which reduces its gradient.
 
     Raises:
-        RuntimeError: it is a shard that FSDP2 has not gathered; or `x` is plain beside a DTensor; alike on all ranks.
+        RuntimeError: it is a shard that FSDP2 has not gathered; or it is trained beside a plain `x`, and nobody sums
+            its gradient; alike on all ranks.
     """
     if not isinstance(param, DTensor):
         return param
@@ -44,12 +45,7 @@ def _beside(x: Tensor, param: Tensor, label: str) -> Tensor:
         raise not_gathered(label, param)
     if isinstance(x, DTensor):
         return param
-    if not param.is_meta:
-        raise RuntimeError(
-            f"{label}: got a plain input beside parameters that are DTensors, {param.placements}, wanted both alike: "
-            "ranks may have other rows, and nobody would sum their gradients. Pass the input as a DTensor "
-            "(DTensor.from_local), or apply te_dist.tensor_parallel.SequenceParallel, which sums them"
-        )
+    check_summed(label, param)
     return param.to_local()
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from te_dist import _torch_private
 from te_dist.context import Autocast, autocast_of_torch, current_autocast, repeated_autocast
 from te_dist.formats import Format
-from te_dist.fsdp2.check import check_gathered, not_gathered
+from te_dist.fsdp2.check import check_gathered, check_summed, not_gathered
 from te_dist.kernels.runtime import is_recording, target_of
 from te_dist.kernels.tape import Tapes
 from te_dist.nn import activations, forgotten, lost_recipes, traced
@@ -137,8 +137,8 @@ class LinearSite(nn.Module):
         cuts = len(placement.cuts(param.placements))
         if cuts > (self.placed is not None) and not param.is_meta:
             raise not_gathered(self.name or "Linear", param)  # on the meta device kernels are rehearsed, on shards
-        if not cuts and param.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            _check_summed(self.name or "Linear", param)
+        if not cuts:
+            check_summed(self.name or "Linear", param)
 
     def __repr__(self) -> str:
         return super().__repr__() if self.scaling is not None else f"{type(self).__name__}()"
@@ -389,22 +389,6 @@ def check_reduced(option: str, label: str) -> None:
             f"{label}: DistributedDataParallel reduces the gradients that backward returns, and would never see those "
             f"of {option}; leave it out"
         )
-
-
-def _check_summed(label: str, param: DTensor) -> None:
-    """Raises where a map is trained on a parameter that every rank has whole, and that FSDP2 has not gathered."""
-    if getattr(param, "is_summed", False):
-        return
-    if _torch_private.sharded_of(param) is not None:
-        # NOTE: to find it among all parameters takes time, and FSDP2 keeps this tensor.
-        vars(param)["is_summed"] = True
-        return
-    raise RuntimeError(
-        f"{label}: got a parameter of {tuple(param.shape)} that is a DTensor, {param.placements}, which no parallel "
-        "style of te_dist cut: nothing would sum its gradient over ranks. Wanted a plain one: leave the module out of "
-        "distribute_module and of torch's styles, and take fsdp2.fully_shard, or "
-        "te_dist.tensor_parallel.SequenceParallel where each rank has a part of the sequence"
-    )
 
 
 def without_values(label: str) -> ValueError:

@@ -76,12 +76,18 @@ def matrix_cuts(param: DTensor) -> tuple[tuple[int, int], ...]:
 
 def partition(param: DTensor) -> Partition:
     """How all ranks together cut the matrix behind `param`, or each of those of a group."""
-    shape = param.shape[_matrix_dim(param) :]
+    first = _matrix_dim(param)
+    cuts = tuple((param.device_mesh.size(i), dim % param.dim() - first) for i, dim in matrix_cuts(param))
+    return _partition(param.shape[first:], cuts)
+
+
+@functools.lru_cache(maxsize=1024)
+def _partition(shape: torch.Size, cuts: tuple[tuple[int, int], ...]) -> Partition:
+    """Of a matrix of this nominal shape; `cuts`: (number of parts, dimension)."""
     unit = shape[:-1].numel() // shape[0] if shape[0] else 1
     regions = [Region(Span(0, shape[0] * unit), Span(0, shape[-1]))]
-    for mesh_dim, dim in matrix_cuts(param):
-        size, own = param.device_mesh.size(mesh_dim), dim % param.dim() - _matrix_dim(param)
-        regions = [part for region in regions for part in _cut(region, own, size, unit, len(shape))]
+    for size, dim in cuts:
+        regions = [part for region in regions for part in _cut(region, dim, size, unit, len(shape))]
     return Partition.of(regions)
 
 

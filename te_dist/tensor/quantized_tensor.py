@@ -223,13 +223,15 @@ class QuantizedTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         storage = self.storage
-        return list(storage.buffers), (type(self), storage.format, storage.region, storage.dtype, storage.cut)
+        place = storage.region, storage.dtype, storage.cut
+        # NOTE: graphs are guarded by all of it, and hold what lasts (`traced.holds`).
+        return list(storage.buffers), (type(self), storage.format, *place, storage.lasting_directions)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: torch.Size, outer_stride: tuple[int, ...]
     ) -> QuantizedTensor:
-        cls, format, region, dtype, cut = context
+        cls, format, region, dtype, cut, _ = context
         return cls(QuantizedStorage(format, dict(inner), region, dtype=dtype, cut=cut), outer_size)
 
     def _stable_hash_for_caching(self) -> str:

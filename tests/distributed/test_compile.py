@@ -53,6 +53,7 @@ class How(NamedTuple):
     quantized: bool
     reshards: bool
     recomputes: bool = False  # each unit, as a compiled one, inside of a checkpoint
+    keeps_last: bool = False  # gathered, until backward is through with it
 
     @property
     def is_in_graphs(self) -> bool:
@@ -72,8 +73,9 @@ def passes(world: int, rank: int, how: How, *, fullgraph: bool | None) -> list[T
     if how.recomputes:
         units = [checkpoint_wrapper(unit, context_fn=te.recompute.context_fn) for unit in units]
     model = nn.Sequential(*units)
-    options = dict(reshard_after_forward=how.reshards, recompute=how.recomputes)
     for unit in units:
+        reshards = how.reshards and not (how.keeps_last and unit is units[-1])
+        options = dict(reshard_after_forward=reshards, recompute=how.recomputes)
         fsdp2.fully_shard(unit, mesh=mesh((world,), ("dp",)), **options)
     fsdp2.fully_shard(model, mesh=mesh((world,), ("dp",)))
     for seed in range(2):
@@ -99,10 +101,11 @@ def test_compiled_units_compute_the_bits_of_eager_ones(unit: str, name: str, qua
     pool(2).run(compare, How(unit, name, quantized, reshards))
 
 
-@pytest.mark.parametrize("name", ["block", "mxfp8"])
-def test_compiled_units_that_are_recomputed_compute_the_bits_of_eager_ones(name: str) -> None:
+@pytest.mark.parametrize(("name", "keeps_last"), [("block", False), ("mxfp8", False), ("mxfp8", True)])
+def test_compiled_units_that_are_recomputed_compute_the_bits_of_eager_ones(name: str, keeps_last: bool) -> None:
     """What forward kept out of graphs stays out of them when backward, which gathers more, runs it again."""
-    pool(2).run(compare, How("maps", name, quantized=True, reshards=True, recomputes=True))
+    how = How("maps", name, quantized=True, reshards=True, recomputes=True, keeps_last=keeps_last)
+    pool(2).run(compare, how)
 
 
 def compare_tensor_parallel(rank: int, world: int, name: str, sequence: bool) -> None:

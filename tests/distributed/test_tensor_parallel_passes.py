@@ -94,7 +94,8 @@ def check_rows(rank: int, world: int) -> None:
     """Rows that products with gradients do not take are evaluated, and refused where they train."""
     over, module = testing.mesh((world,), ("tp",)), block(rank, world)
     torch.manual_seed(0)
-    whole, x = Block().to(testing.device()), normal(1, 3 * world, WIDTH, seed=1)
+    with testing.device():
+        whole, x = Block(), normal(1, 3 * world, WIDTH, seed=1)
     with te.autocast(recipe=PAIRS, amax_reduction_group=over.get_group()):
         with torch.no_grad():
             assert_near(module(x.chunk(world, 1)[rank]), whole(x).chunk(world, 1)[rank], "output")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp as fsdp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
@@ -69,7 +72,9 @@ def refuse(rank: int, world: int) -> None:
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0)).to(testing.device())
     for module in (made(te.LayerNorm), made(te.RMSNorm), te.LayerNormLinear(WIDTH, WIDTH, device=testing.device())):
         spread = distribute_module(module, mesh)
-        with pytest.raises(RuntimeError, match=r"Norm.*: got a plain input beside parameters that are DTensors"):
+        with pytest.raises(RuntimeError, match=r"Norm.*: got a parameter of .* that is a DTensor.*nothing would sum"):
+            spread(x)
+        with torch.no_grad():
             spread(x)
     want = passed(made(te.RMSNorm), x)
     norm = distribute_module(made(te.RMSNorm), mesh)
@@ -99,3 +104,25 @@ def shard(rank: int, world: int) -> None:
 
 def test_fsdp_gathers_norms_of_dtensors(ranks) -> None:
     ranks(4).run(shard)
+
+
+def shard_by_names(rank: int, world: int) -> None:
+    """What FSDP2 gathers of the mesh of all parallelisms is a DTensor on all ranks, whose gradients FSDP2 sums."""
+    mesh = testing.mesh((world,), ("dp",))
+    dims = fsdp.DataParallelMeshDims(shard="dp")
+    x = torch.randn(world, 8, WIDTH, generator=torch.Generator().manual_seed(0)).to(testing.device())
+    for make in (partial(made, te.LayerNorm), partial(te.LayerNormLinear, WIDTH, WIDTH, device=testing.device())):
+        torch.manual_seed(0)
+        want = make()
+        got = distribute_module(copy.deepcopy(want), mesh)
+        for each in x:
+            want(each).pow(3).sum().div(world).backward()
+        fsdp2.fully_shard(got, mesh=mesh, dp_mesh_dims=dims)
+        got(x[rank]).pow(3).sum().backward()
+        for name, param in got.named_parameters():
+            torch.testing.assert_close(full_tensor(param.grad), dict(want.named_parameters())[name].grad, msg=name)
+
+
+@pytest.mark.skipif(not hasattr(fsdp, "DataParallelMeshDims"), reason="torch before 2.12 has no dp_mesh_dims")
+def test_fsdp_gathers_norms_of_the_mesh_of_all_parallelisms(ranks) -> None:
+    ranks(2).run(shard_by_names)
