@@ -14,7 +14,7 @@ same wherever it begins at the same place in a tile. Which members of a group a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -138,17 +138,18 @@ def footprints(model: nn.Module) -> Unit:
     return _unit(model, names, inside=False)
 
 
-def kind_of_rank(model: nn.Module, coordinates: Mapping[str, int]) -> tuple[object, ...]:
-    """By what footprints may differ between ranks: those of ranks of equal kinds are equal. See [Note: Kinds of ranks].
+def kinds_of_ranks(model: nn.Module) -> Callable[[Mapping[str, int]], tuple[object, ...]]:
+    """A function of a rank's coordinates along the axes of all meshes, by name: by what footprints may differ.
+
+    Footprints of ranks for which it gives the same are equal. See [Note: Kinds of ranks].
 
     Args:
         model: as any of the ranks has it.
-        coordinates: of the rank in question along the axes of all meshes, by name.
     """
     names = {module: name for name, module in model.named_modules()}
     cut = (param for _, param in parameters_between_steps(model, names) if isinstance(param, DTensor))
     alike = {(p.shape, p.placements, p.device_mesh, getattr(local_tensor(p), "format", None)): p for p in cut}
-    return tuple(_share(param, coordinates) for param in alike.values())
+    return lambda coordinates: tuple(_share(param, coordinates) for param in alike.values())
 
 
 def sent_per_step(of: Unit | Iterable[Footprint], *, micro_batches: int = 1) -> dict[Purpose, int]:

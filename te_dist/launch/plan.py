@@ -6,7 +6,7 @@ which this process alone is there. Everything else is `fsdp2.footprints`, and th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,7 @@ from te_dist import catalog, fsdp2
 from te_dist._torch_private import pretended_ranks
 from te_dist.formats import Format
 from te_dist.fsdp2 import Footprint, Purpose, Unit
-from te_dist.fsdp2.footprint import kind_of_rank
+from te_dist.fsdp2.footprint import kinds_of_ranks
 from te_dist.kernels.runtime import target_of
 from te_dist.launch import config_file, layout, parallelize
 from te_dist.launch.config import Config
@@ -155,17 +155,24 @@ def format_name(format: Format | None, dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.") if format is None else catalog.name_of(format)
 
 
+def _of_no_model(coordinates: Mapping[str, int]) -> object:
+    """The kind of a rank before there is any model."""
+    return None
+
+
 def _plan_ranks(config: Config, layout: Layout, ranks: Iterable[int], *, world_size: int) -> tuple[RankPlan, ...]:
     """Of every rank; those of a kind have the same one. See [Note: Kinds of ranks] in `fsdp2.footprint`."""
     plans: dict[object, RankPlan] = {}
-    model, found = None, []
+    found = []
+    kind_of: Callable[[Mapping[str, int]], object] = _of_no_model
     try:
         for rank in ranks:
             place = layout.coordinates(rank)
-            kind = kind_of_rank(model, place) if model is not None else None
+            kind = kind_of(place)
             if kind not in plans:
                 model, plan = _plan_rank(config, layout, world_size, rank)
-                kind = kind_of_rank(model, place)
+                kind_of = kinds_of_ranks(model)
+                kind = kind_of(place)
                 plans[kind] = plan
             found.append(plans[kind])
     except ValueError as error:

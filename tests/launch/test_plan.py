@@ -20,7 +20,7 @@ from te_dist import __main__ as command
 from te_dist import fsdp2, testing
 from te_dist._torch_private import pretended_ranks
 from te_dist.fsdp2 import Purpose
-from te_dist.fsdp2.footprint import kind_of_rank
+from te_dist.fsdp2.footprint import kinds_of_ranks
 from te_dist.launch import config_file, layout, parallelize, plan
 from te_dist.launch.model import next_token_loss
 from te_dist.launch.plan import plan_job
@@ -141,7 +141,7 @@ def test_kinds_of_ranks_do_not_tell_replicas_apart() -> None:
                 model = nn.Sequential(te.Linear(128, 448, bias=False), nn.Linear(448, 5))
             for module in (*model, model):
                 fsdp2.fully_shard(module, mesh=mesh)
-            kind = kind_of_rank(model, dict(zip(("replica", "shard"), divmod(rank, 3), strict=True)))
+            kind = kinds_of_ranks(model)(dict(zip(("replica", "shard"), divmod(rank, 3), strict=True)))
             assert footprints.setdefault(kind, fsdp2.footprints(model)) == fsdp2.footprints(model)
             kinds.append(kind)
     assert kinds == kinds[:3] * 3 and len(footprints) > 1
