@@ -29,7 +29,7 @@ class OwnChunk(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.chunk and id(args[0]) in self.shards:
+        if func is torch.chunk and args and id(args[0]) in self.shards:
             return _chunks(self.shards[id(args[0])], *args, **kwargs)
         return func(*args, **kwargs)
 

@@ -28,7 +28,7 @@ def test_the_first_chunk_and_that_of_the_rank_are_made(name: str, make, dim: int
     for index in range(count):
         with OwnChunk({id(whole): Shards(count, index)}):
             got = torch.chunk(whole, count, dim=dim)
-            beside = torch.chunk(torch.arange(6), count)
+            beside = torch.chunk(input=torch.arange(6), chunks=count)
         assert len(got) == count
         assert [part.shape for part in got[: len(want)]] == [part.shape for part in want]
         assert not any(part.numel() for part in got[len(want) :])
