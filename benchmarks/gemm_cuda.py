@@ -12,6 +12,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, product
+from math import prod
 from pathlib import Path
 from typing import Annotated
 
@@ -25,8 +26,12 @@ from benchmarks.report import Report, number, text
 from benchmarks.timing import median_times
 from te_dist import ops
 from te_dist.kernels import gemm
+from te_dist.ops.gemm_decoded import Coded
 
-SHAPES = ((8192, 8192, 8192), (8192, 4096, 7168), (8192, 7168, 2048), (16384, 1536, 2048))
+Shape = tuple[int, int, int]
+SHAPES: tuple[Shape, ...] = ((8192, 8192, 8192), (8192, 4096, 7168), (8192, 7168, 2048), (16384, 1536, 2048))
+# What the second of eight ranks has of 11008 features, forward and backward: its parts begin inside of tiles.
+CUT = (((8192, 1376, 4096), (96, 0)), ((8192, 4096, 1376), (0, 96)))
 PEER = "deep_gemm"
 TILINGS = [
     gemm.Tiling(*split, cluster, cols)
@@ -55,17 +60,19 @@ class Product:
     a_scale: Tensor
     b_scale: Tensor
     b_tile: tuple[int, int]
+    phase: tuple[int, int] = (0, 0)
 
     @classmethod
-    def random(cls, shape: tuple[int, int, int], b_tile: tuple[int, int]) -> Product:
+    def random(cls, shape: Shape, b_tile: tuple[int, int], phase: tuple[int, int] = (0, 0)) -> Product:
         """(M, N, K) = `shape`; every code but the NaN, scales near 1."""
         rows, cols, depth = shape
         a, b = (random_codes(extent, depth) for extent in (rows, cols))
-        grid = (depth // 128, cols) if b_tile[0] == 1 else (cols // 128, depth // 128)
-        return cls(a, b, random_scales(depth // 128, rows), random_scales(*grid), b_tile)
+        col_tiles, depth_tiles = (-(-(at + size) // 128) for at, size in zip(phase, (cols, depth), strict=True))
+        grid = (depth_tiles, cols) if b_tile[0] == 1 else (col_tiles, -(-depth_tiles // 4) * 4)
+        return cls(a, b, random_scales(depth_tiles, rows), random_scales(*grid), b_tile, phase)
 
     def ours(self, out: Tensor, *, accumulate: bool = False) -> Callable[[], None]:
-        product = dict(b_tile=self.b_tile, fp8=("e4m3", "e4m3"), bias=None, accumulate=accumulate)
+        product = dict(b_tile=self.b_tile, phase=self.phase, fp8=("e4m3", "e4m3"), bias=None, accumulate=accumulate)
         return lambda: ops.gemm_float8_block(self.a, self.a_scale, self.b, self.b_scale, out=out, **product)
 
     def deep_gemm(self, out: Tensor, *, accumulate: bool = False) -> Callable[[], None]:
@@ -75,6 +82,13 @@ class Product:
         b = (self.b.view(torch.float8_e4m3fn), self.b_scale if self.b_tile[0] == 128 else self.b_scale.t())
         c = out if accumulate else None
         return lambda: peer.fp8_gemm_nt(a, b, out, c=c, recipe=recipe, disable_ue8m0_cast=True)
+
+    def decoded(self, out: Tensor) -> Callable[[], None]:
+        """By the kernel that reads scales of any tile, at any place in it."""
+        a = Coded(self.a, "e4m3", self.a_scale.t(), (1, 128), (0, self.phase[1]))
+        b_scale = self.b_scale if self.b_tile[0] == 128 else self.b_scale.t()
+        b = Coded(self.b, "e4m3", b_scale[:, : self.a_scale.shape[0]], self.b_tile, self.phase)
+        return lambda: ops.gemm_decoded(a, b, out=out)
 
     def torch_bf16(self, out: Tensor) -> Callable[[], None]:
         a, b = (codes.view(torch.float8_e4m3fn).to(torch.bfloat16) for codes in (self.a, self.b))
@@ -90,7 +104,7 @@ class WholeProduct:
     scale: Tensor
 
     @classmethod
-    def random(cls, shape: tuple[int, int, int], device: str = "cuda") -> WholeProduct:
+    def random(cls, shape: Shape, device: str = "cuda") -> WholeProduct:
         """(M, N, K) = `shape`."""
         rows, cols, depth = shape
         scale = torch.full((1, 1), 0.5, device=device)
@@ -132,8 +146,23 @@ def measure(repeats: int) -> Iterator[Row]:
             elif has_peer:
                 calls["bf16", "DeepGEMM"] = product.deep_gemm(bf16)
             for (output, library), time in zip(calls, median_times(list(calls.values()), repeats), strict=True):
-                flops = 2 * shape[0] * shape[1] * shape[2]
-                yield Row("x".join(map(str, shape)), name, output, library, time, flops / time / 1e6)
+                yield Row("x".join(map(str, shape)), name, output, library, time, 2 * prod(shape) / time / 1e6)
+
+
+def measure_cut(repeats: int) -> Iterator[Row]:
+    """Parts of matrices that begin inside of tiles, beside others of the same shape that begin with one."""
+    for shape, phase in CUT:
+        out = torch.empty(shape[:2], device="cuda", dtype=torch.bfloat16)
+        cut, whole = (Product.random(shape, (128, 128), its) for its in (phase, (0, 0)))
+        calls = {
+            (str(phase), "te_dist"): cut.ours(out),
+            (str(phase), "te_dist, decoded"): cut.decoded(out),
+            ("(0, 0)", "te_dist"): whole.ours(out),
+            ("(0, 0)", "torch bf16"): whole.torch_bf16(out),
+        }
+        for (begin, library), time in zip(calls, median_times(list(calls.values()), repeats), strict=True):
+            name = f"1x128 by 128x128, begins at {begin} of tiles"
+            yield Row("x".join(map(str, shape)), name, "bf16", library, time, 2 * prod(shape) / time / 1e6)
 
 
 def measure_whole(repeats: int) -> Iterator[Row]:
@@ -144,8 +173,7 @@ def measure_whole(repeats: int) -> Iterator[Row]:
         name = f"one scale each, {'fast' if fast else 'summed in fp32'}"
         calls = {"te_dist": operands.ours(out, fast=fast), "torch": operands.torchs(out, fast=fast)}
         for library, time in zip(calls, median_times(list(calls.values()), repeats), strict=True):
-            flops = 2 * shape[0] * shape[1] * shape[2]
-            yield Row("x".join(map(str, shape)), name, output, library, time, flops / time / 1e6)
+            yield Row("x".join(map(str, shape)), name, output, library, time, 2 * prod(shape) / time / 1e6)
 
 
 def label(tiling: gemm.Tiling) -> str:
@@ -166,7 +194,7 @@ def sweep(repeats: int) -> Iterator[tilings.Row]:
         operands, out = Product.random(shape, b_tile), torch.zeros(shape[:2], device="cuda", dtype=dtype)
         name = f"1x128 by {b_tile[0]}x128, {str(dtype).removeprefix('torch.')}{', added' * adds}"
         found = {label(its): its for its in TILINGS if fits(its, square=b_tile[0] != 1, adds=adds)}
-        flops = 2 * shape[0] * shape[1] * shape[2]
+        flops = 2 * prod(shape)
         call = operands.ours(out, accumulate=adds)
         case = tilings.Case("x".join(map(str, shape)), name, call, flops, gemm, ("tiling",), found)
         yield from case.rows(repeats)
@@ -197,7 +225,7 @@ def main(
     """Prints the table; writes it as Markdown and JSON into `out`. With `tilings`, what each of them reaches."""
     if sweeps:
         return OF_TILINGS.publish(sweep(repeats), out)
-    REPORT.publish(chain(measure(repeats), measure_whole(repeats)), out)
+    REPORT.publish(chain(measure(repeats), measure_cut(repeats), measure_whole(repeats)), out)
 
 
 if __name__ == "__main__":

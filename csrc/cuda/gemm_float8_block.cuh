@@ -115,7 +115,7 @@ struct GemmFloat8Block {
   // Begins to fill a part of stage number `k` of a tile: its rows, and with the last part all that is not rows. One thread
   // does.
   TE_DIST_DEVICE void read(const Tile& t, uint32_t s, int k, int part) const {
-    const int depth = t.first_depth + k;
+    const int depth = t.first_depth + k * kDepth, depth_tile = uint32_t(depth + kDepth - 1) / kDepth;
     Barrier(&full)[kParts] = shared.full[s];
     Barrier& b_there = kTurnsB ? shared.raw[s] : full[0];
     if (t.depth_tiles == 0) {
@@ -125,15 +125,15 @@ struct GemmFloat8Block {
     }
     const bool is_last = part == kParts - 1;
     if (is_last) {
-      copy_box(p.b, b_there, shared.b[s], kTurnsB ? t.col : depth * kDepth, t.b_row + (kTurnsB ? depth * kDepth : 0));
+      copy_box(p.b, b_there, shared.b[s], kTurnsB ? t.col : depth, t.b_row + (kTurnsB ? depth : 0));
       if constexpr (kTurnsB) b_there.expect(kCols * kDepth);
     }
-    copy_rows(p.a, full[part], &shared.a[s][part * kPartBytes], depth * kDepth, t.row + part * kPartRows, k);
+    copy_rows(p.a, full[part], &shared.a[s][part * kPartBytes], depth, t.row + part * kPartRows, k);
     if (part > 0) full[part].expect(kPartBytes);
     if (!is_last) return;
 #pragma unroll
     for (int i = 0; i < kScaleBoxes; ++i) {
-      copy_rows(p.a_scale, full[0], &shared.a_scale[s][i * kBoxPitch], (t.row & -4) + i * kRowsOfBox, depth, k);
+      copy_rows(p.a_scale, full[0], &shared.a_scale[s][i * kBoxPitch], (t.row & -4) + i * kRowsOfBox, depth_tile, k);
     }
     if constexpr (kTurnsB) {
       copy_box(p.b_scale, full[0], shared.b_scale[s], t.col / kDepth & -kScaleDepth, t.b_scale_row + k);
@@ -185,7 +185,7 @@ struct GemmFloat8Block {
         const float* its = &shared().b_scale[stage][(kTurnsB ? t.col / kDepth : k) % kScaleDepth];
 #pragma unroll
         for (int c = 0; c < kColParts; ++c) squares[c] = its[c == 0 ? 0 : kScaleDepth];
-        if (kColParts == 3 && t.col % 128 == 0) squares[1] = squares[0];
+        if (kColParts == 3 && (t.col + gemm.p.tiles.phase.col) % 128 == 0) squares[1] = squares[0];
       }
       const float* rows = &shared().a_scale[stage][Tiles::kRowsAreAligned ? 0 : t.row & 3];
 #pragma unroll

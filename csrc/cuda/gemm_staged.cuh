@@ -135,7 +135,7 @@ struct GemmStaged {
       settle();
     }
 
-    TE_DIST_DEVICE int position_a() const { return tile.first_depth * Shape::kDepth + step * kStep; }
+    TE_DIST_DEVICE int position_a() const { return tile.first_depth + step * kStep; }
     TE_DIST_DEVICE int position_b() const { return position_a() + tile.group * p.b_summed; }
   };
 

@@ -30,6 +30,7 @@ from te_dist.formats.region import Pair
 from te_dist.kernels.gemm import fits_map
 from te_dist.kernels.gemm_tensor import SCALE_ALIGNMENT
 from te_dist.kernels.runtime import ARCHES, target_of
+from te_dist.ops.gemm_float8_block import fits_phase
 
 
 class Operand(NamedTuple):
@@ -210,13 +211,15 @@ def _by_decoding(a: Operand, b: Operand, result: Result) -> None:
 
 @implements([_BLOCK], "sm_90a", multiple=16)
 def _by_blocks(a: Operand, b: Operand, result: Result) -> None:
-    """Runs along the sum times runs, or squares, that begin where the operands do; others by decoding."""
-    (a_tile, a_phase), (b_tile, b_phase) = (_tile_of(operand) for operand in (a, b))
-    if a_tile != _RUN or b_tile not in (_RUN, _SQUARE) or a_phase != b_phase or a_phase != (0, 0):
+    """Runs along the sum times runs, or squares, wherever in a tile both begin; others by decoding."""
+    (a_tile, a_phase), (b_tile, phase) = (_tile_of(operand) for operand in (a, b))
+    if a_tile != _RUN or b_tile not in (_RUN, _SQUARE) or a_phase[1] != phase[1] or not fits_phase(phase, b_tile):
         return _by_decoding(a, b, result)
     codes = a.encoding.codec.fp8, b.encoding.codec.fp8
-    out, bias, accumulate = result
-    ops.gemm_float8_block(*a.stored, *b.stored, b_tile=b_tile, fp8=codes, bias=bias, accumulate=accumulate, out=out)
+    out, bias, adds = result
+    ops.gemm_float8_block(
+        *a.stored, *b.stored, b_tile=b_tile, phase=phase, fp8=codes, bias=bias, accumulate=adds, out=out
+    )
 
 
 def _tile_of(operand: Operand) -> tuple[Pair, Pair]:

@@ -28,7 +28,11 @@ _BIAS_TYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _MAP_ALIGNMENT = 16
 OUTPUT = "out:T bias:P row_factor:P out_data:P out_stride:q bias_type:i cols:i has_map:i "
 COMMON = "a:T a_scale:T b:T b_scale:T " + OUTPUT
-_LAYOUT = Layout(COMMON + "tiles.rows:i tiles.row_tiles:i tiles.col_tiles:i tiles.depth_tiles:i tiles.band:i")
+ONE_PRODUCT = (
+    "tiles.rows:i tiles.row_tiles:i tiles.col_tiles:i tiles.depth_tiles:i tiles.band:i "
+    "tiles.phase.col:i tiles.phase.depth:i"
+)
+_LAYOUT = Layout(COMMON + ONE_PRODUCT)
 
 
 @dataclass(frozen=True)
@@ -242,21 +246,21 @@ def output(out: Tensor, bias: Tensor | None, row_factor: Tensor | None) -> tuple
 
 def gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, b_tile: Pair, *rest: Any) -> None:
     """See te_dist.ops.gemm_float8_block."""
-    fp8, bias, accumulate, out = rest
+    phase, fp8, bias, accumulate, out = rest
     (rows, depth), cols = a.shape, b.shape[0]
     if is_trivial(depth, out, bias=bias, accumulate=accumulate):
         return
     check_alignment(a=a, a_scale=a_scale, b=b, b_scale=b_scale)
     square = b_tile[0] != 1
-    depth_tiles = -(-depth // DEPTH)
-    shape = tiling(rows, cols, depth_tiles, Kind(square, out.element_size(), accumulate))
+    cols_in_tiles, depth_tiles = phase[0] + cols, -(-(phase[1] + depth) // DEPTH)
+    shape = tiling(rows, cols_in_tiles, depth_tiles, Kind(square, out.element_size(), accumulate))
     spec = float8_block((CODES[fp8[0]], CODES[fp8[1]]), ELEMENTS[out.dtype], square, shape, adds=accumulate)
     if out.is_meta:
         return record(spec)
     scale_maps = matrix_map(a_scale, (1, shape.rows)), col_scale_map(b_scale, shape, square)
     values = common((operand_maps(a, b, shape), scale_maps), out, bias, None)
-    row_tiles, col_tiles = shape.row_tiles(rows), shape.col_tiles(cols)
-    tiles = (rows, row_tiles, col_tiles, depth_tiles, shape.band)
+    row_tiles, col_tiles = shape.row_tiles(rows), shape.col_tiles(cols_in_tiles)
+    tiles = (rows, row_tiles, col_tiles, depth_tiles, shape.band, *phase)
     clusters = evenly(row_tiles * col_tiles, multiprocessors(out.get_device()) // shape.cluster)
     launch(spec, out, (clusters * shape.cluster, 1), (*values, *tiles))
 

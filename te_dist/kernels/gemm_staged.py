@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from te_dist.kernels.arguments import CODES, MatrixMap, access_bytes, matrix_map, pointer
-from te_dist.kernels.gemm import BARRIER_BYTES, fits_map
+from te_dist.kernels.gemm import BARRIER_BYTES, ONE_PRODUCT, fits_map
 from te_dist.kernels.runtime import launch, multiprocessors, record
 from te_dist.kernels.spec import Layout, Spec, once
 
@@ -35,7 +35,7 @@ COMMON = " ".join(
         "cols:i steps:i b_summed:i ",
     ]
 )
-_ONE = Layout(COMMON + "tiles.rows:i tiles.row_tiles:i tiles.col_tiles:i tiles.depth_tiles:i tiles.band:i")
+_ONE = Layout(COMMON + ONE_PRODUCT)
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,6 @@ def multiply(sides: tuple[Side, Side], height: int, summed: int, factors: Factor
         return record(spec)
     rows, cols = out.shape
     row_tiles, col_tiles, steps = -(-rows // height), -(-cols // COLS), -(-summed // STEP)
-    tiles = (rows, row_tiles, col_tiles, -(-steps // 2), BAND)
+    tiles = (rows, row_tiles, col_tiles, -(-steps // 2), BAND, 0, 0)
     grid = (min(row_tiles * col_tiles, multiprocessors(out.get_device())), 1)
     launch(spec, out, grid, (*common(sides, height, factors, target), steps, 0, *tiles))

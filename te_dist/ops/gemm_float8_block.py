@@ -18,19 +18,25 @@ from te_dist.ops._checks import (
     check_types,
     extents,
     takes,
+    tiles_touched,
 )
 from te_dist.ops._library import register
 
 TILE = 128
+PHASE_MULTIPLE = 16  # so that the bytes of an output from a tile on are aligned as those of its rows
 
 
 class Float8BlockProduct(TypedDict):
     """b_tile: (rows, cols) of `b` that share a scale, (1, 128) or (128, 128).  fp8: types of `a` and `b`.
 
+    phase: where in a tile lie the first row of `b` (0 where a tile is one row) and the first value that is summed over;
+    multiples of 16 below 128.
+
     bias: (N,) fp32, bf16 or fp16, added before rounding; or None.  accumulate: add to what `out` holds, in fp32.
     """
 
     b_tile: Pair
+    phase: Pair
     fp8: tuple[str, str]
     bias: Tensor | None
     accumulate: bool
@@ -46,9 +52,9 @@ def gemm_float8_block(
 
     Args:
         a: u8 codes (M, K), rows contiguous.
-        a_scale: f32 (ceil(K / 128), at least M): one for a row of 128 values.
+        a_scale: f32 (tiles along K, at least M): one for a row of 128 values.
         b: u8 codes (N, K), rows contiguous.
-        b_scale: f32, (ceil(K / 128), at least N), or (ceil(N / 128), at least ceil(K / 128)) for squares.
+        b_scale: f32, (tiles along K, at least N), or (tiles along N, at least tiles along K) for squares.
         out: (M, N) fp32, bf16 or fp16, rows contiguous; fp32 to accumulate.
         product: see `Float8BlockProduct`.
 
@@ -56,25 +62,33 @@ def gemm_float8_block(
         ValueError: a type, shape or address that does not fit.
         NotImplementedError: on another device than CUDA.
     """
-    b_tile, fp8, bias, accumulate = product["b_tile"], product["fp8"], product["bias"], product["accumulate"]
+    b_tile, phase, fp8 = product["b_tile"], product["phase"], product["fp8"]
+    bias, accumulate = product["bias"], product["accumulate"]
     check_choice("b_tile", b_tile, ((1, TILE), (TILE, TILE)))
+    if not fits_phase(phase, b_tile):
+        raise ValueError(f"phase: got {phase} in tiles of {b_tile}, wanted multiples of {PHASE_MULTIPLE} inside of one")
     check_types(fp8)
     (rows, depth), (cols, _) = extents("a", a), extents("b", b)
-    depth_tiles = -(-depth // TILE)
+    depth_tiles = tiles_touched(depth, phase[1], TILE)
     check_rows("a", a, (torch.uint8,), (rows, depth))
     check_rows("b", b, (torch.uint8,), (cols, depth))
     check_rows("a_scale", a_scale, (torch.float32,), (depth_tiles, rows), at_least=True)
-    grid = (depth_tiles, cols) if b_tile[0] == 1 else (-(-cols // TILE), depth_tiles)
+    grid = (depth_tiles, cols) if b_tile[0] == 1 else (tiles_touched(cols, phase[0], TILE), depth_tiles)
     check_rows("b_scale", b_scale, (torch.float32,), grid, at_least=True)
     check_product(out, (rows, cols), accumulate)
     if bias is not None:
         check_packed("bias", bias, HIGH_PRECISION, (cols,))
-    torch.ops.te_dist.gemm_float8_block(a, a_scale, b, b_scale, b_tile, fp8, bias, accumulate, out)
+    torch.ops.te_dist.gemm_float8_block(a, a_scale, b, b_scale, b_tile, phase, fp8, bias, accumulate, out)
+
+
+def fits_phase(phase: Pair, b_tile: Pair) -> bool:
+    """Whether matrices may begin there: see `Float8BlockProduct`."""
+    return all(0 <= at < tile and at % PHASE_MULTIPLE == 0 for at, tile in zip(phase, b_tile, strict=True))
 
 
 register(
-    "gemm_float8_block(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, int[] b_tile, str[] fp8, Tensor? bias, "
-    "bool accumulate, Tensor(a!) out) -> ()",
+    "gemm_float8_block(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, int[] b_tile, int[] phase, str[] fp8, "
+    "Tensor? bias, bool accumulate, Tensor(a!) out) -> ()",
     None,
     kernels.gemm_float8_block,
 )

@@ -95,7 +95,8 @@ def check_rows(rank: int, world: int) -> None:
     over, module = testing.mesh((world,), ("tp",)), block(rank, world)
     torch.manual_seed(0)
     with testing.device():
-        whole, x = Block(), normal(1, 3 * world, WIDTH, seed=1)
+        whole = Block()
+    x = normal(1, 3 * world, WIDTH, seed=1)
     with te.autocast(recipe=PAIRS, amax_reduction_group=over.get_group()):
         with torch.no_grad():
             assert_near(module(x.chunk(world, 1)[rank]), whole(x).chunk(world, 1)[rank], "output")

@@ -302,12 +302,13 @@ def movers() -> Iterator[Call]:
 
 
 def products_of_blocks() -> Iterator[Call]:
-    """Whole tiles and ragged ones, one row or column, nothing to sum, no rows."""
+    """Whole tiles and ragged ones, cut inside of them, one row or column, nothing to sum, no rows."""
     shapes = ((512, 384, 256), (130, 70, 208), (1, 9, 16), (300, 1, 272), (33, 130, 0), (0, 128, 128))
     for (rows, cols, depth), square, dtype in product(shapes, (False, True), (*DTYPES, torch.float16)):
-        tiles = -(-depth // 128)
-        inputs = dict(a=finite((rows, depth)), a_scale=torch.rand(tiles, -(-rows // 4) * 4))
-        grid = (-(-cols // 128), -(-tiles // 4) * 4) if square else (tiles, -(-cols // 4) * 4)
+        phase = (96 if square else 0, 80) if rows == 130 else (0, 0)  # noqa: PLR2004
+        tiles = -(-(phase[1] + depth) // 128)
+        inputs = dict(a=finite((rows, depth)), a_scale=torch.rand(tiles, -(-rows // 4) * 4), phase=phase)
+        grid = (-(-(phase[0] + cols) // 128), -(-tiles // 4) * 4) if square else (tiles, -(-cols // 4) * 4)
         inputs |= dict(b=finite((cols, depth)), b_scale=torch.rand(grid), b_tile=(128, 128) if square else (1, 128))
         inputs |= dict(
             fp8=("e5m2", "e4m3") if dtype == torch.float32 else ("e4m3", "e4m3"), bias=None, accumulate=False

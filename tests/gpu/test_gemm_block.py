@@ -38,10 +38,8 @@ def operand(rows: int, depth: int, fp8: str, tile: tuple[int, int], seed: int) -
 
 
 def multiply(a: Operand, b: Operand, out: Tensor, *, bias: Tensor | None = None, accumulate: bool = False) -> None:
-    fp8 = (a.fp8, b.fp8)
-    ops.gemm_float8_block(
-        a.codes, a.scale, b.codes, b.scale, b_tile=b.tile, fp8=fp8, bias=bias, accumulate=accumulate, out=out
-    )
+    product = dict(b_tile=b.tile, phase=(0, 0), fp8=(a.fp8, b.fp8), bias=bias, accumulate=accumulate)
+    ops.gemm_float8_block(a.codes, a.scale, b.codes, b.scale, out=out, **product)
 
 
 def check(out: Tensor, a: Operand, b: Operand, added: Tensor | float = 0.0) -> None:
@@ -53,6 +51,7 @@ def check(out: Tensor, a: Operand, b: Operand, added: Tensor | float = 0.0) -> N
 @pytest.fixture(params=TILINGS, ids=str)
 def tiling(request, monkeypatch):
     monkeypatch.setattr(gemm, "tiling", lambda *_: request.param)
+    return request.param
 
 
 @pytest.mark.parametrize(("b_tile", "tiling"), CASES, ids=str, indirect=["tiling"])
@@ -103,6 +102,29 @@ def test_parts_of_larger_matrices_are_multiplied_in_place():
     multiply(a, b, wide[:, 16:156])
     check(wide[:, 16:156].contiguous(), a, b)
     assert (wide[:, :16] == 5).all() and (wide[:, 156:] == 5).all()
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("phase", [(48, 0), (0, 80), (112, 16)])
+@pytest.mark.parametrize(("b_tile", "tiling"), CASES, ids=str, indirect=["tiling"])
+def test_a_part_that_begins_inside_of_tiles_has_the_bits_of_the_whole(b_tile, phase, accumulate, tiling):
+    if accumulate and tiling.cols != 128:
+        pytest.skip("products with tiles of 192 columns are not added")
+    col, depth = phase if b_tile == SQUARE else (0, phase[1])
+    a, b = operand(700, 528, "e4m3", RUN, 17), operand(672, 528, "e4m3", b_tile, 18)
+    a.codes[:, :depth] = 0  # which the part does not have
+    bias = torch.randn(672, device="cuda")
+    for dtype in (torch.float32,) if accumulate else ROUNDING:
+        for width in (672 - col, 16, 80):
+            wide, parts = (torch.full((700, 720), 5.0, device="cuda", dtype=dtype) for _ in range(2))
+            multiply(a, b, wide[:, :672], bias=bias, accumulate=accumulate)
+            product = dict(b_tile=b_tile, phase=(col, depth), fp8=("e4m3", "e4m3"), accumulate=accumulate)
+            its = slice(col, col + width)
+            place = dict(bias=bias[its].contiguous(), out=parts[:, its])
+            left, right = (codes[:, depth:].contiguous() for codes in (a.codes, b.codes[its]))
+            ops.gemm_float8_block(left, a.scale, right, b.scale, **place, **product)
+            wide[:, :col], wide[:, its.stop :] = 5.0, 5.0
+            assert_bitwise(parts, wide, f"{width} columns")
 
 
 @pytest.mark.parametrize(("b_tile", "tiling"), CASES, ids=str, indirect=["tiling"])

@@ -14,10 +14,10 @@ from te_dist.catalog import FORMATS, float8_block, float8_tensorwise, high_preci
 from te_dist.codecs import Block, MxFp8, NvFp4, gemm, grouped_gemm
 from te_dist.codecs.base import Codec
 from te_dist.codecs.nvfp4 import SIGN_MASK
-from te_dist.formats import Direction, Format
+from te_dist.formats import Direction, Format, Region, Span
 from te_dist.kernels import runtime
 from te_dist.nn.products import operand
-from te_dist.tensor import quantize
+from te_dist.tensor import empty, quantize
 
 GPUS = [torch.device("cuda", index) for index in (0, 1)]  # named, not used
 HAS_COLUMNS = [name for name, format in FORMATS.items() if format.columnwise]
@@ -127,25 +127,30 @@ def product_of_blocks(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *,
     with pytest.raises(NotImplementedError, match="runs on CUDA"):
         ops.gemm_float8_block(a, a_scale, b, b_scale, out=out, **how)
     (rows, depth), cols, codes = a.shape, b.shape[0], dict(e4m3=torch.float8_e4m3fn, e5m2=torch.float8_e5m2)
+    col_tile, tile = ((torch.arange(size) + at) // 128 for size, at in zip((cols, depth), how["phase"], strict=True))
     sides = [x.view(codes[fp8]).double() for x, fp8 in zip((a, b), how["fp8"], strict=True)]
-    tile = torch.arange(depth) // 128
     sides[0] *= a_scale[tile, :rows].t()
-    sides[1] *= b_scale[tile, :cols].t() if how["b_tile"] == (1, 128) else b_scale[torch.arange(cols) // 128][:, tile]
+    sides[1] *= b_scale[tile, :cols].t() if how["b_tile"] == (1, 128) else b_scale[col_tile][:, tile]
     product = sides[0] @ sides[1].t() + (0.0 if how["bias"] is None else how["bias"].double())
     out.copy_(out + product if how["accumulate"] else product)
 
 
+@pytest.mark.parametrize("begin", [dict(m=0, n=0, k=0), dict(m=16, n=48, k=0), dict(m=0, n=176, k=80)])
 @pytest.mark.parametrize("dims", [(1, 1), (1, 2)])
 @pytest.mark.parametrize("sums_over", [(1, 1), (1, 0), (0, 0)])
 def test_blocks_are_handed_to_their_kernel_as_it_reads_them(
-    monkeypatch: pytest.MonkeyPatch, sums_over: tuple[int, int], dims: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch, sums_over: tuple[int, int], dims: tuple[int, int], begin: dict[str, int]
 ) -> None:
+    """Of whole matrices, and of what a rank holds of some that were cut inside of tiles."""
     monkeypatch.setattr(gemm, "ops", SimpleNamespace(gemm_float8_block=product_of_blocks))
     extents, torch_side = dict(m=48, n=336, k=272), torch.Generator().manual_seed(0)
+    spans = {dim: Span(begin[dim], size) for dim, size in extents.items()}
     pair = []
     for kept, dim, summed, code in zip("mn", dims, sums_over, ("e4m3", "e5m2"), strict=True):
-        shape = (extents[kept], extents["k"]) if summed == 1 else (extents["k"], extents[kept])
-        storage = quantize(torch.randn(shape, generator=torch_side), float8_block(dim, fp8=code)).storage
+        region = Region(spans[kept], spans["k"]) if summed == 1 else Region(spans["k"], spans[kept])
+        values, format = torch.randn(region.shape, generator=torch_side), float8_block(dim, fp8=code)
+        storage = empty(format, region, dtype=values.dtype, device=values.device, fields=format.fields)
+        storage.quantize_(values)
         pair.append(operand(storage, Direction.ROWWISE if summed == 1 else Direction.COLUMNWISE))
     bias, there = torch.randn(336), torch.randn(48, 336)
     by_kernel, by_values = there.clone(), there.clone()

@@ -183,6 +183,7 @@ void store_box(const void* map, uint32_t source, int x, int y) {
   Map its;
   std::memcpy(&its, map, sizeof its);
   check_box(its, source, x);
+  if (x < 0 || y < 0) unknown("a box of the output that begins in front of the matrix");  // an illegal instruction
   Block* block = self->block;
   self->open_stores.push_back([=] {
     over_box(its, source, x, y, block->memory, [&](const uint8_t* shared, char* global) {

@@ -87,8 +87,28 @@ def test_product_that_is_added(tiling, monkeypatch):
     depth = EIGHT_STAGES + 144
     a, b = Operand(300, depth, RUN, seed=5), Operand(200, depth, SQUARE, seed=6)
     out = torch.full((300, 200), 2.0)
-    kernels.gemm_float8_block(a.codes, a.scale, b.codes, b.scale, SQUARE, FP8, None, True, out)
+    kernels.gemm_float8_block(a.codes, a.scale, b.codes, b.scale, SQUARE, (0, 0), FP8, None, True, out)
     check_product(out, a.values @ b.values.t() + 2, a.values.abs() @ b.values.abs().t() + 2, "a product")
+
+
+@pytest.mark.parametrize(
+    ("tiling", "adds"),
+    [(Tiling(3, 1, band=3), True), (Tiling(2, 2, 2, band=3), False), (Tiling(2, 1, cols=192, band=3), False)],
+    ids=str,
+)
+def test_a_part_that_begins_inside_of_tiles_has_the_bits_of_the_whole(tiling, adds, monkeypatch):
+    choose(monkeypatch, tiling)
+    (col, depth), rows, cols = (80, 112), 300, 400
+    a, b = Operand(rows, 272, RUN, seed=7), Operand(cols, 272, SQUARE, seed=8)
+    a.codes[:, :depth] = 0  # which the part does not have
+    bias = torch.randn(cols)
+    want, got = (torch.full((rows, cols), 2.0, dtype=torch.float32 if adds else torch.bfloat16) for _ in range(2))
+    kernels.gemm_float8_block(a.codes, a.scale, b.codes, b.scale, SQUARE, (0, 0), FP8, bias, adds, want)
+    left, right = (codes[:, depth:].contiguous() for codes in (a.codes, b.codes[col:]))
+    place = SQUARE, (col, depth), FP8, bias[col:].contiguous(), adds, got[:, col:]
+    kernels.gemm_float8_block(left, a.scale, right, b.scale, *place)
+    want[:, :col] = 2.0
+    assert_bitwise(got, want, "products")
 
 
 @pytest.mark.parametrize("cols", (576, 200))
@@ -97,7 +117,7 @@ def test_tiles_that_follow_each_other_wait_for_their_boxes(cols, monkeypatch):
     choose(monkeypatch, Tiling(2, 1, cols=192, band=3))
     a, b = Operand(300, 128, RUN, seed=3), Operand(cols, 128, SQUARE, seed=4)
     out = torch.full((300, cols), torch.nan)
-    kernels.gemm_float8_block(a.codes, a.scale, b.codes, b.scale, SQUARE, FP8, None, False, out)
+    kernels.gemm_float8_block(a.codes, a.scale, b.codes, b.scale, SQUARE, (0, 0), FP8, None, False, out)
     check_product(out, a.values @ b.values.t(), a.values.abs() @ b.values.abs().t(), "a product")
 
 

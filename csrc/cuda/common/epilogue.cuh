@@ -35,10 +35,17 @@ struct Epilogue {
 
   TE_DIST_DEVICE int wave_row(int wave) const { return (wave * kGroups + group) * 64; }
 
-  // Whether the copy engine can read and write all of this warpgroup's part of the output.
+  // Whether the copy engine can write 64 rows of a tile. It leaves out what lies behind a matrix; a box that begins in front
+  // of one is no instruction to it.
+  template <class Tile>
+  TE_DIST_DEVICE bool is_written(const Tile& t, int its_row) const {
+    return p.has_map && t.col >= 0 && its_row + 64 <= t.out_end;
+  }
+
+  // Whether it can read and write all of this warpgroup's part of the output.
   template <class Tile>
   TE_DIST_DEVICE bool is_copied(const Tile& t) const {
-    return p.has_map && t.out_row + wave_row(kWaves - 1) + 64 <= t.out_end;
+    return is_written(t, t.out_row + wave_row(kWaves - 1));
   }
 
   // Copies what the output holds to where it will be added to.
@@ -60,7 +67,7 @@ struct Epilogue {
     if constexpr (kAdds && !kHolds) {
       constexpr int kAcross = kCols / kBoxCols, kAll = kGroups * kBoxes;
       const int first = k - max(stages - kAll, 0);
-      if (!p.has_map || first < 0) return;
+      if (!p.has_map || first < 0 || t.col < 0) return;
 #pragma unroll 1
       for (int box = first; box < kAll; box += stages) {
         prefetch_box(p.out, t.col + box % kAcross * kBoxCols, t.out_row + box / kAcross * 64);
@@ -75,7 +82,7 @@ struct Epilogue {
     for (int j = 0; j < kSums; ++j) {
       const int its_col = t.col + col + j / 4 * 8 + (j & 1);
       uint32_t word = 0;
-      if (its_col < p.cols) load_words<Element::kBytes>(bias + its_col * Element::kBytes, &word);
+      if (uint32_t(its_col) < uint32_t(p.cols)) load_words<Element::kBytes>(bias + its_col * Element::kBytes, &word);
 #pragma unroll
       for (int w = 0; w < kWaves; ++w) sums[w][j] += Element::value(word, 0);
     }
@@ -170,7 +177,7 @@ struct Epilogue {
         for (int c = 0; c < 4; ++c) {
           if (inside.has(4 * c)) reinterpret_cast<float*>(target)[c] += float_of(words[c]);
         }
-      } else if (p.has_map && inside.end == 16) {  // addresses of rows are multiples of 16
+      } else if (p.has_map && inside.begin == 0 && inside.end == 16) {  // addresses of rows are multiples of 16
         store_words<16>(target, words);
       } else {
         store_run<16, Out::kBytes>(target, inside, words);
@@ -204,7 +211,7 @@ struct Epilogue {
         const int first = (turn * kBoxesInTurn + i) * kBoxCols;
         const int its_row = t.out_row + wave_row(first / kCols), its_col = t.col + first % kCols;
         const uint8_t* box = part + i * kBoxBytes;
-        if (!kIsAdded && (!p.has_map || its_row + 64 > t.out_end)) {
+        if (!kIsAdded && !is_written(t, its_row)) {
           write_rows(its_row, its_col, t.out_end, box);
           if (is_first) skip_store();
         } else if (is_first) {

@@ -11,7 +11,7 @@ struct alignas(8) Tile {
   int col;           // of the product
   int b_row;         // of B
   int b_scale_row;   // of the scales of B, for the first values that are summed over
-  int first_depth;   // of what is summed over, in tiles
+  int first_depth;   // of what is summed over; negative where that begins inside of a tile of scales
   int depth_tiles;
   int out_row;       // of the output
   int out_end;       // first row that is not the tile's
@@ -45,7 +45,13 @@ struct TileShape {
   static constexpr bool kSquareB = kSquareB_, kTurnsB = kTurnsB_;
 };
 
-// One product.
+// Where in a tile of their scales matrices begin: the first column of the product, and the first value that is summed over.
+struct ProductPhase {
+  int32_t col, depth;
+};
+
+// One product, of matrices that may begin inside of tiles of their scales: the first tiles reach beyond the matrices, as the
+// last ones do.
 template <class Shape>
 struct OneProduct {
   static constexpr bool kRowsAreAligned = true;  // tiles begin at multiples of their extents
@@ -56,6 +62,7 @@ struct OneProduct {
     int32_t row_tiles, col_tiles;  // of a cluster
     int32_t depth_tiles;
     int32_t band;
+    ProductPhase phase;
   };
 
   const Params& p;
@@ -64,8 +71,9 @@ struct OneProduct {
 
   TE_DIST_DEVICE Tile at(int index, int block) const {
     const Banded place = Banded::short_last(index, p.rows / Shape::kRows, p.col_tiles, p.band);
-    const int row = place.row * Shape::kRows, col = (place.col * Shape::kCluster + block) * Shape::kCols;
-    return {row, col, col, Shape::kSquareB ? col / Shape::kDepth : 0, 0, p.depth_tiles, row, p.rows, 0};
+    const int row = place.row * Shape::kRows, in_tiles = (place.col * Shape::kCluster + block) * Shape::kCols;
+    const int col = in_tiles - p.phase.col, b_scale_row = Shape::kSquareB ? in_tiles / Shape::kDepth : 0;
+    return {row, col, col, b_scale_row, -p.phase.depth, p.depth_tiles, row, p.rows, 0};
   }
 };
 
@@ -107,6 +115,7 @@ struct RowGroups {
     int32_t col_tiles, depth_tiles;
     int32_t b_rows, b_scale_rows;  // of a group
     int32_t band;
+    static constexpr ProductPhase phase{0, 0};
   };
 
   const Params& p;
@@ -138,6 +147,7 @@ struct DepthGroups {
     int32_t rows;      // of the output of a group
     int32_t row_tiles, col_tiles;
     int32_t band;
+    static constexpr ProductPhase phase{0, 0};
   };
 
   const Params& p;
@@ -150,7 +160,7 @@ struct DepthGroups {
     const int row = place.row * Shape::kRows, col = (place.col * Shape::kCluster + block) * Shape::kCols;
     const int first = min(__ldg(p.table.tiles + group), p.tiles);  // at most as many as there are, whatever the table says
     const int depth_tiles = min(__ldg(p.table.tiles + group + 1), p.tiles) - first;
-    return {row, col, col, first, first, depth_tiles, group * p.rows + row, (group + 1) * p.rows, group};
+    return {row, col, col, first, first * Shape::kDepth, depth_tiles, group * p.rows + row, (group + 1) * p.rows, group};
   }
 };
 
