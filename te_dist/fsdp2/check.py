@@ -16,8 +16,7 @@ from te_dist.formats import Format
 from te_dist.fsdp2.footprint import parameters_between_steps
 from te_dist.fsdp2.parameter import ShardedParameter
 from te_dist.kernels.runtime import is_recording
-from te_dist.tensor import QuantizedTensor
-from te_dist.tensor.placement import local_tensor
+from te_dist.tensor import QuantizedTensor, placement
 
 # Where compilers trace hooks, `check_first_passes` has the first that they come upon.
 _OUTSIDE = (
@@ -163,6 +162,20 @@ def not_gathered(label: str, weight: DTensor) -> RuntimeError:
     )
 
 
+def local_part(label: str, param: DTensor, *, is_cut: bool = False) -> torch.Tensor:
+    """What this rank has of a parameter beside plain inputs: all of it, or what tensor parallelism left it (`is_cut`).
+
+    Raises:
+        RuntimeError: it has less, or nobody sums the gradient; alike on all ranks.
+    """
+    cuts = len(placement.cuts(param.placements))
+    if cuts > is_cut and not param.is_meta:  # on the meta device kernels are rehearsed, on shards
+        raise not_gathered(label, param)
+    if not cuts:
+        check_summed(label, param)
+    return param.to_local()
+
+
 def check_summed(label: str, param: DTensor) -> None:
     """Raises RuntimeError where plain inputs train a parameter that every rank has whole and FSDP2 did not gather."""
     trains = param.requires_grad and torch.is_grad_enabled() and not param.is_meta
@@ -185,7 +198,7 @@ def _problems(model: nn.Module) -> Iterator[tuple[str, str]]:
     for prefix, module in model.named_modules():
         expected: dict[str, Format] = getattr(module, "quantized_weights", {})
         for name, format in expected.items():
-            local = local_tensor(getattr(module, name, None))
+            local = placement.local_tensor(getattr(module, name, None))
             problem = None if local is None else _problem(local, format)
             if problem:
                 yield f"{prefix}.{name}" if prefix else name, problem

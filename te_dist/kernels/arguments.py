@@ -95,6 +95,11 @@ def access_bytes(limit: int, *positions: int) -> int:
     return math.gcd(limit, *positions)
 
 
+def store_bytes(limit: int, data: Tensor | None, *positions: int) -> int:
+    """The same of what is written behind the start of `data`; `limit` where nothing is, of which no kernel differs."""
+    return limit if data is None else access_bytes(limit, data.data_ptr(), *positions)
+
+
 def phase_in(tile: Pair, phase: Pair) -> Pair:
     """Offset inside a tile; it means nothing where a tile is the entire dimension."""
     row, col = (p % t if t != WHOLE else 0 for p, t in zip(phase, tile, strict=True))

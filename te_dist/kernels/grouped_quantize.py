@@ -11,7 +11,7 @@ from torch import Tensor
 from te_dist.formats.region import Pair
 from te_dist.kernels import quantize
 from te_dist.kernels.amax import zero
-from te_dist.kernels.arguments import CODES, EXTENTS, PANEL, access_bytes, plane, pointer
+from te_dist.kernels.arguments import CODES, EXTENTS, PANEL, access_bytes, plane, pointer, store_bytes
 from te_dist.kernels.inputs import Input, Source, layout, read
 from te_dist.kernels.panels import GROUPED_ROWS, SQUARE, Lanes, grouped_rows, tiles_at_most
 from te_dist.kernels.runtime import launch
@@ -83,8 +83,8 @@ def _float8(x: Input, table: Tensor, shares: tuple[str, ...], *rest: Any) -> Tas
     padded_rows = 0 if col_data is None else col_data.shape[1]
     widths = (
         x.load_bytes(),
-        access_bytes(8, pointer(row_data), x.shape[1]),
-        access_bytes(16, pointer(col_data), padded_rows),
+        store_bytes(8, row_data, x.shape[1]),
+        store_bytes(16, col_data, padded_rows),
     )
     kernel = partial(quantize.float8, code=CODES[fp8], shares=shares, panels=GROUPED_ROWS)
     shape = x.shape if x.numel() else (0, 1)  # one block writes the scales of empty groups
@@ -186,8 +186,8 @@ def grouped_quantize_nvfp4(
         col_scale = col_scale[:cols, : padded_rows // quantize.NVFP4_TILE[0]].t()
     widths = (
         matrix.load_bytes(),
-        access_bytes(8, pointer(row_data), cols // 2) if row_data is not None else 8,
-        access_bytes(16, pointer(col_data), padded_rows // 2),
+        store_bytes(8, row_data, cols // 2),
+        store_bytes(16, col_data, padded_rows // 2),
         quantize.line_store_bytes(row_scale if row_data is not None else None, dim=1),
         quantize.line_store_bytes(col_scale if col_data is not None else None, dim=0),
     )

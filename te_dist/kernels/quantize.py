@@ -20,6 +20,7 @@ from te_dist.kernels.arguments import (
     plane,
     plane_layout,
     pointer,
+    store_bytes,
 )
 from te_dist.kernels.inputs import Input, Source, layout, plain, read
 from te_dist.kernels.panels import ONE_MATRIX, SQUARE, TALL, WIDE, Lanes, Panels
@@ -84,8 +85,8 @@ def _float8(x: Input, phase: Pair, shares: tuple[str, ...], *rest: Any) -> Task:
     rows, cols = x.shape
     widths = (
         x.load_bytes(phase[1]),
-        8 if row_data is None else access_bytes(8, row_data.data_ptr(), cols, phase[1]),
-        16 if col_data is None else access_bytes(16, col_data.data_ptr(), rows, phase[0]),
+        store_bytes(8, row_data, cols, phase[1]),
+        store_bytes(16, col_data, rows, phase[0]),
     )
     lanes = float8_lanes(x.source, shares)
     kernel = partial(float8, code=CODES[fp8], shares=shares, lanes=lanes)
@@ -305,8 +306,8 @@ def nvfp4_task(
     rows, cols = x.shape
     widths = (
         x.load_bytes(phase[1]),
-        access_bytes(8, pointer(row_data), cols // 2, phase[1] // 2) if row_data is not None else 8,
-        access_bytes(16, pointer(col_data), rows // 2, phase[0] // 2) if col_data is not None else 16,
+        store_bytes(8, row_data, cols // 2, phase[1] // 2),
+        store_bytes(16, col_data, rows // 2, phase[0] // 2),
         line_store_bytes(row_scale if row_data is not None else None, dim=1),
         line_store_bytes(col_scale if col_data is not None else None, dim=0),
     )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from te_dist.checkpoints.foreign import pass_over
-from te_dist.fsdp2.check import check_summed, not_gathered
+from te_dist.fsdp2.check import local_part
 from te_dist.nn.module import QuantizedModule
 from te_dist.nn.options import InitMethod
 from te_dist.tensor import placement
@@ -39,14 +39,9 @@ def _beside(x: Tensor, param: Tensor, label: str) -> Tensor:
         RuntimeError: it is a shard that FSDP2 has not gathered; or it is trained beside a plain `x`, and nobody sums
             its gradient; alike on all ranks.
     """
-    if not isinstance(param, DTensor):
+    if not isinstance(param, DTensor) or (isinstance(x, DTensor) and not placement.cuts(param.placements)):
         return param
-    if placement.cuts(param.placements) and not param.is_meta:
-        raise not_gathered(label, param)
-    if isinstance(x, DTensor):
-        return param
-    check_summed(label, param)
-    return param.to_local()
+    return local_part(label, param)
 
 
 def _as_multiplied(x: Tensor, weight: Tensor, label: str, *, zero_centered: bool) -> Tensor:

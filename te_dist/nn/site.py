@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from te_dist import _torch_private
 from te_dist.context import Autocast, autocast_of_torch, current_autocast, repeated_autocast
 from te_dist.formats import Format
-from te_dist.fsdp2.check import check_gathered, check_summed, not_gathered
+from te_dist.fsdp2.check import check_gathered, local_part
 from te_dist.kernels.runtime import is_recording, target_of
 from te_dist.kernels.tape import Tapes
 from te_dist.nn import activations, forgotten, lost_recipes, traced
@@ -112,11 +112,9 @@ class LinearSite(nn.Module):
             if self._keeps_state(x, weight):
                 return self._outside_of_graphs(x, weight, bias, front)
         if isinstance(weight, DTensor):
-            self._check_gathered(weight)
-            weight = weight.to_local()
+            weight = local_part(self.name or "Linear", weight, is_cut=self.placed is not None)
         if isinstance(bias, DTensor):
-            self._check_gathered(bias)
-            bias = bias.to_local()
+            bias = local_part(self.name or "Linear", bias, is_cut=self.placed is not None)
         if self.made_quantized and not isinstance(weight, QuantizedTensor):
             check_gathered(weight)
             forgotten.warn_of_plain(self)
@@ -131,14 +129,6 @@ class LinearSite(nn.Module):
         if torch.compiler.is_compiling():
             return self._in_graph(x, weight, bias, front)
         return self._at_once(x, weight, bias, **fronts)
-
-    def _check_gathered(self, param: DTensor) -> None:
-        """Raises, on every rank, where this rank has less of a parameter than tensor parallelism left it, or all."""
-        cuts = len(placement.cuts(param.placements))
-        if cuts > (self.placed is not None) and not param.is_meta:
-            raise not_gathered(self.name or "Linear", param)  # on the meta device kernels are rehearsed, on shards
-        if not cuts:
-            check_summed(self.name or "Linear", param)
 
     def __repr__(self) -> str:
         return super().__repr__() if self.scaling is not None else f"{type(self).__name__}()"

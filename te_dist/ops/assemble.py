@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -57,11 +58,16 @@ class Chunking(NamedTuple):
     @property
     def most_values(self) -> int:
         """That a chunk has, at most."""
-        if self.length >= self.extent:
-            return self.num_values
-        # NOTE: starts of chunks inside of grains come again after as many chunks as a grain has rows.
-        starts = range(self.phase, self.phase + self.extent, self.length)[: self.grain]
-        return max(-(-min(s + self.length, self.phase + self.extent) // self.grain) - s // self.grain for s in starts)
+        return _most_values(self)
+
+
+@lru_cache(maxsize=4096)
+def _most_values(of: Chunking) -> int:
+    if of.length >= of.extent:
+        return of.num_values
+    # NOTE: starts of chunks inside of grains come again after as many chunks as a grain has rows.
+    starts = range(of.phase, of.phase + of.extent, of.length)[: of.grain]
+    return max(-(-min(s + of.length, of.phase + of.extent) // of.grain) - s // of.grain for s in starts)
 
 
 def assemble_chunks(gathered: Tensor, chunking: Chunking, *, dim: int, out: Tensor) -> None:
