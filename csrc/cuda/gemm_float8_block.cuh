@@ -138,7 +138,7 @@ struct GemmFloat8Block {
     if constexpr (kTurnsB) {
       copy_box(p.b_scale, full[0], shared.b_scale[s], t.col / kDepth & -kScaleDepth, t.b_scale_row + k);
     } else if constexpr (kSquareB) {
-      copy_box(p.b_scale, full[0], shared.b_scale[s], k & -kScaleDepth, t.b_scale_row);
+      copy_box(p.b_scale, full[0], shared.b_scale[s], depth_tile & -kScaleDepth, t.b_scale_row);
     } else {
       copy_box(p.b_scale, full[0], shared.b_scale[s], t.col, t.b_scale_row + k);
     }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from te_dist.codecs.tensorwise import Tensorwise
 from te_dist.formats import Region
 from te_dist.formats.field import Numerics
 from te_dist.formats.region import Pair
-from te_dist.kernels.gemm import fits_map
+from te_dist.kernels.gemm import Kind, fits_map, is_narrow, parts_of
 from te_dist.kernels.gemm_tensor import SCALE_ALIGNMENT
 from te_dist.kernels.runtime import ARCHES, target_of
 from te_dist.ops.gemm_float8_block import fits_phase
@@ -98,6 +98,7 @@ class Entry(NamedTuple):
 
 QUANTIZED = (Block, MxFp8, NvFp4, Tensorwise)
 _RUN, _SQUARE = (1, LARGEST_TILE[1]), LARGEST_TILE
+_WORKSPACE_BYTES = 2**25  # as torch gives cuBLASLt on Hopper
 READS_ANY_ORDER = ("cpu",)  # types of devices whose functions read either direction of equal values alike
 _TABLE: dict[tuple[type[Numerics], type[Numerics], str], Entry] = {}  # by codecs and target, see `target_of`
 
@@ -215,11 +216,23 @@ def _by_blocks(a: Operand, b: Operand, result: Result) -> None:
     (a_tile, a_phase), (b_tile, phase) = (_tile_of(operand) for operand in (a, b))
     if a_tile != _RUN or b_tile not in (_RUN, _SQUARE) or a_phase[1] != phase[1] or not fits_phase(phase, b_tile):
         return _by_decoding(a, b, result)
-    codes = a.encoding.codec.fp8, b.encoding.codec.fp8
-    out, bias, adds = result
-    ops.gemm_float8_block(
-        *a.stored, *b.stored, b_tile=b_tile, phase=phase, fp8=codes, bias=bias, accumulate=adds, out=out
-    )
+    out, bias, accumulate = result
+    how = dict[str, Any](b_tile=b_tile, phase=phase, fp8=(a.encoding.codec.fp8, b.encoding.codec.fp8))
+    parts = _parts(a, b, result) if a.sums_over == b.sums_over == 0 else 1
+    if parts == 1:
+        return ops.gemm_float8_block(*a.stored, *b.stored, **how, parts=1, bias=bias, accumulate=accumulate, out=out)
+    below = torch.empty((parts * out.shape[0], out.shape[1]), dtype=torch.float32, device=out.device)
+    ops.gemm_float8_block(*a.stored, *b.stored, **how, parts=parts, bias=None, accumulate=False, out=below)
+    ops.add_parts(below, accumulate=accumulate, out=out)
+
+
+def _parts(a: Operand, b: Operand, result: Result) -> int:
+    """Into how many a sum over rows is cut, of which there are many; each row of other products has its bits in any."""
+    if result.bias is not None:
+        return 1
+    (rows, _), (cols, _) = a.extents, b.extents
+    kind = Kind(b.encoding.codec.tile == _SQUARE, result.out.element_size(), result.accumulate)
+    return parts_of(rows, cols, len(a.region.rows.blocks(LARGEST_TILE[0])), kind)
 
 
 def _tile_of(operand: Operand) -> tuple[Pair, Pair]:
@@ -249,13 +262,21 @@ def _by_cublaslt(a: Operand, b: Operand, result: Result) -> None:
         bias=fused,
         fast=a.sums_over == b.sums_over == 1,
         accumulate=accumulate and is_direct,
-        workspace=None,  # with which products were not faster
+        workspace=_workspace(a, b),
         out=target,
     )
     if not is_direct:
         (out.add_ if accumulate else out.copy_)(target)
     if bias is not None and fused is None:
         out.add_(bias)
+
+
+def _workspace(a: Operand, b: Operand) -> Tensor | None:
+    """For sums over many rows with few outputs, which cuBLASLt cuts into parts; others are not faster with one."""
+    (rows, summed), (cols, _) = a.extents, b.extents
+    if a.sums_over == 1 or b.sums_over == 1 or not is_narrow(rows, cols, summed // LARGEST_TILE[0]):
+        return None
+    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=a.device)
 
 
 def _readable(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

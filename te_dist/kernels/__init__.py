@@ -29,7 +29,7 @@ from te_dist.kernels.grouped_whole import (
     grouped_wgrad_half,
 )
 from te_dist.kernels.histories import advance_histories
-from te_dist.kernels.movement import add_halves, assemble, assemble_chunks, hadamard, transpose
+from te_dist.kernels.movement import add_parts, assemble, assemble_chunks, hadamard, transpose
 from te_dist.kernels.quantize import (
     direction_amax,
     quantize_float8_block,
@@ -43,7 +43,7 @@ from te_dist.kernels.sorting import sort_by_expert
 
 __all__ = [
     "CompilerError",
-    "add_halves",
+    "add_parts",
     "advance_histories",
     "assemble",
     "assemble_chunks",

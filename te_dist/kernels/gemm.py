@@ -29,8 +29,8 @@ _MAP_ALIGNMENT = 16
 OUTPUT = "out:T bias:P row_factor:P out_data:P out_stride:q bias_type:i cols:i has_map:i "
 COMMON = "a:T a_scale:T b:T b_scale:T " + OUTPUT
 ONE_PRODUCT = (
-    "tiles.rows:i tiles.row_tiles:i tiles.col_tiles:i tiles.depth_tiles:i tiles.band:i "
-    "tiles.phase.col:i tiles.phase.depth:i"
+    "tiles.rows:i tiles.row_tiles:i tiles.col_tiles:i tiles.depth_tiles:i "
+    "tiles.part_tiles:i tiles.parts:i tiles.band:i tiles.phase.col:i tiles.phase.depth:i"
 )
 _LAYOUT = Layout(COMMON + ONE_PRODUCT)
 
@@ -135,6 +135,10 @@ RATES: dict[Kind, Rates] = {
 # Picoseconds for a value that is added to, where memory is what they wait for: 128 groups of 65536 rows, N = 1536 in
 # `python -m benchmarks.grouped_cuda --tilings`. One wave is added in shared memory, more by the copy engine.
 _ADDING = {(2, 1): 2.6, (3, 1): 2.8, (2, 2): 3.9}
+# Of sums that are cut into parts: bytes by picosecond and picoseconds of what adds these, tiles of the shortest ones
+# that are cut, and what has to be gained.
+_MEMORY_RATE, _ADDED_LAUNCH = 4, 5_000_000
+_MOST_PARTS, _WORTH_CUTTING, _GAIN = 16, 32, 0.9
 
 
 class Extents(NamedTuple):
@@ -154,22 +158,57 @@ def fastest(rates: Rates, extents: Extents, *, adds: bool) -> Tiling:
 
     `adds`: whether the product is added to the output.
     """
+    return min(rates, key=lambda shape: _time(shape, rates[shape], extents, adds=adds))
 
-    def time(shape: Tiling) -> float:
-        clusters = extents.row_tiles(shape) * shape.col_tiles(extents.cols)
-        depth_tiles = extents.depth_tiles + extents.beside * shape.waves
-        value = 2 * DEPTH * depth_tiles / rates[shape]  # picoseconds
-        if adds:
-            value = max(value, _ADDING[shape.consumers, shape.waves])
-        return ceil(clusters / (_PROCESSORS // shape.cluster)) * shape.rows * shape.cols * value
 
-    return min(rates, key=time)
+def _time(shape: Tiling, rate: int, extents: Extents, *, adds: bool) -> float:
+    """Picoseconds that one tiling takes."""
+    clusters = extents.row_tiles(shape) * shape.col_tiles(extents.cols)
+    depth_tiles = extents.depth_tiles + extents.beside * shape.waves
+    value = 2 * DEPTH * depth_tiles / rate
+    if adds:
+        value = max(value, _ADDING[shape.consumers, shape.waves])
+    rounds = ceil(clusters / (_PROCESSORS // shape.cluster))
+    return rounds * shape.rows * shape.cols * _PROCESSORS * value
 
 
 @lru_cache(maxsize=4096)  # numbers of rows may be others in every step
-def tiling(rows: int, cols: int, depth_tiles: int, kind: Kind) -> Tiling:
-    """The fastest one for a product of this shape."""
-    return fastest(RATES[kind], Extents(lambda shape: shape.row_work(rows), cols, depth_tiles), adds=kind.adds)
+def tiling(rows: int, cols: int, depth_tiles: int, kind: Kind, parts: int = 1) -> Tiling:
+    """The fastest one for a product of this shape, or for so many, each over `depth_tiles`."""
+    return fastest(RATES[kind], _extents(rows, cols, depth_tiles, parts), adds=kind.adds)
+
+
+def _extents(rows: int, cols: int, depth_tiles: int, parts: int) -> Extents:
+    return Extents(lambda shape: parts * shape.row_work(rows), cols, depth_tiles)
+
+
+@lru_cache(maxsize=4096)
+def parts_of(rows: int, cols: int, depth_tiles: int, kind: Kind) -> int:
+    """Into how many parts the sum of a product is cut: more than one where its tiles leave most processors without one.
+
+    The parts are computed beside each other, in fp32, and added, which costs memory and a launch.
+    """
+
+    def time(parts: int) -> float:
+        its = kind if parts == 1 else Kind(kind.square, _OUT_BYTES["Float32"])
+        extents = _extents(rows, cols, part_tiles(depth_tiles, parts), parts)
+        taken = min(_time(shape, rate, extents, adds=its.adds) for shape, rate in RATES[its].items())
+        return taken if parts == 1 else taken + _ADDED_LAUNCH + 4 * (parts + 1) * rows * cols / _MEMORY_RATE
+
+    if not is_narrow(rows, cols, depth_tiles):
+        return 1
+    best = min(range(1, _MOST_PARTS + 1), key=time)
+    return best if time(best) < _GAIN * time(1) else 1
+
+
+def is_narrow(rows: int, cols: int, depth_tiles: int) -> bool:
+    """Whether a product sums over much for so few outputs that half of the processors have no tile."""
+    return depth_tiles >= _WORTH_CUTTING and 2 * ceil(rows / DEPTH) * ceil(cols / DEPTH) <= _PROCESSORS
+
+
+def part_tiles(depth_tiles: int, parts: int) -> int:
+    """How many tiles of a sum each part has, the last ones fewer or none. Scales are read four at a time."""
+    return depth_tiles if parts == 1 else 4 * ceil(depth_tiles / (4 * parts))
 
 
 def evenly(tiles: int, most: int) -> int:
@@ -246,22 +285,23 @@ def output(out: Tensor, bias: Tensor | None, row_factor: Tensor | None) -> tuple
 
 def gemm_float8_block(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, b_tile: Pair, *rest: Any) -> None:
     """See te_dist.ops.gemm_float8_block."""
-    phase, fp8, bias, accumulate, out = rest
+    phase, fp8, parts, bias, accumulate, out = rest
     (rows, depth), cols = a.shape, b.shape[0]
     if is_trivial(depth, out, bias=bias, accumulate=accumulate):
         return
     check_alignment(a=a, a_scale=a_scale, b=b, b_scale=b_scale)
     square = b_tile[0] != 1
     cols_in_tiles, depth_tiles = phase[0] + cols, -(-(phase[1] + depth) // DEPTH)
-    shape = tiling(rows, cols_in_tiles, depth_tiles, Kind(square, out.element_size(), accumulate))
+    in_part = part_tiles(depth_tiles, parts)
+    shape = tiling(rows, cols_in_tiles, in_part, Kind(square, out.element_size(), accumulate), parts)
     spec = float8_block((CODES[fp8[0]], CODES[fp8[1]]), ELEMENTS[out.dtype], square, shape, adds=accumulate)
     if out.is_meta:
         return record(spec)
     scale_maps = matrix_map(a_scale, (1, shape.rows)), col_scale_map(b_scale, shape, square)
     values = common((operand_maps(a, b, shape), scale_maps), out, bias, None)
     row_tiles, col_tiles = shape.row_tiles(rows), shape.col_tiles(cols_in_tiles)
-    tiles = (rows, row_tiles, col_tiles, depth_tiles, shape.band, *phase)
-    clusters = evenly(row_tiles * col_tiles, multiprocessors(out.get_device()) // shape.cluster)
+    tiles = (rows, row_tiles, col_tiles, depth_tiles, in_part, parts, shape.band, *phase)
+    clusters = evenly(row_tiles * col_tiles * parts, multiprocessors(out.get_device()) // shape.cluster)
     launch(spec, out, (clusters * shape.cluster, 1), (*values, *tiles))
 
 

@@ -159,6 +159,6 @@ def multiply(sides: tuple[Side, Side], height: int, summed: int, factors: Factor
         return record(spec)
     rows, cols = out.shape
     row_tiles, col_tiles, steps = -(-rows // height), -(-cols // COLS), -(-summed // STEP)
-    tiles = (rows, row_tiles, col_tiles, -(-steps // 2), BAND, 0, 0)
+    tiles = (rows, row_tiles, col_tiles, -(-steps // 2), -(-steps // 2), 1, BAND, 0, 0)
     grid = (min(row_tiles * col_tiles, multiprocessors(out.get_device())), 1)
     launch(spec, out, grid, (*common(sides, height, factors, target), steps, 0, *tiles))

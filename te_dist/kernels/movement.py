@@ -127,19 +127,22 @@ def assemble_chunks(gathered: Tensor, chunking: Sequence[int], dim: int, out: Te
     launch(chunks(width, dim), out, (tiles, members), arguments)
 
 
-_ADD_HALVES = Layout("x:P count:q out:P")
-_ADDED_BY_BLOCK = 256  # values
+_ADD_PARTS = Layout("x:P count:q parts:i adds:i cols:q out:P pitch:q")
+_THREADS = 256  # of a block that adds
 
 
 @once
-def sums_of_halves(element: str) -> Spec:
-    """Spec of the sum of both halves of a matrix; `element`: type of what is written."""
-    return Spec("add_halves.cuh", f"AddHalves<{element}>", _ADD_HALVES)
+def sums_of_parts(element: str, width: int) -> Spec:
+    """Spec of the sum of matrices below each other. `element`: type of what is written; `width`: values at a time."""
+    return Spec("add_parts.cuh", f"AddParts<{element}, {width}>", _ADD_PARTS)
 
 
-def add_halves(x: Tensor, out: Tensor) -> None:
-    """See te_dist.ops.add_halves."""
-    count = out.numel()
-    if count:
-        values = (x.data_ptr(), count, out.data_ptr())
-        launch(sums_of_halves(ELEMENTS[out.dtype]), x, (-(-count // _ADDED_BY_BLOCK), 1), values)
+def add_parts(x: Tensor, accumulate: bool, out: Tensor) -> None:
+    """See te_dist.ops.add_parts."""
+    (rows, cols), size = out.shape, out.element_size()
+    if out.numel() == 0:
+        return
+    pitch = out.stride(0) if rows > 1 else cols
+    width = access_bytes(4, cols, pitch, out.data_ptr() // size, x.data_ptr() // 4)
+    values = (x.data_ptr(), out.numel(), len(x) // rows, accumulate, cols, out.data_ptr(), pitch)
+    launch(sums_of_parts(ELEMENTS[out.dtype], width), x, (-(-out.numel() // (width * _THREADS)), 1), values)

@@ -306,7 +306,7 @@ def movers() -> Iterator[Spec]:
     yield from (movement.turn(8, widths, squares=True) for widths in (*product((16, 8), (16, 8)), (1, 1)))
     yield from (movement.copies(width) for width in (16, 4, 1))
     yield from (movement.chunks(width, dim) for width, dim in product((16, 4, 1), range(3)))
-    yield from map(movement.sums_of_halves, _BYTES)
+    yield from (movement.sums_of_parts(out, width) for out, width in product(_BYTES, (1, 2, 4)))
     yield from map(histories.advance, ("true", "false"))
     yield amax.ZERO
     yield from (grouped_gemm.find_groups(kind, are_sizes=f) for kind in ("int32_t", "int64_t") for f in (False, True))

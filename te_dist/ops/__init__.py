@@ -3,7 +3,7 @@
 All outputs are arguments. A tile grid is anchored at the whole matrix; `phase` says where in a tile an input starts.
 """
 
-from te_dist.ops.add_halves import add_halves
+from te_dist.ops.add_parts import add_parts
 from te_dist.ops.advance_histories import advance_histories
 from te_dist.ops.assemble import assemble, assemble_chunks
 from te_dist.ops.clear_rest import clear_rest
@@ -48,7 +48,7 @@ from te_dist.ops.tile_amax import tile_amax
 from te_dist.ops.transpose import transpose
 
 __all__ = [
-    "add_halves",
+    "add_parts",
     "advance_histories",
     "assemble",
     "assemble_chunks",

@@ -32,11 +32,15 @@ class Float8BlockProduct(TypedDict):
     phase: where in a tile lie the first row of `b` (0 where a tile is one row) and the first value that is summed over;
     multiples of 16 below 128.
 
+    parts: into how many the sum is cut, each over a multiple of 512 values: they lie below each other in `out`, to be
+    added by `add_parts`. Of more than one there is no bias, and nothing is added.
+
     bias: (N,) fp32, bf16 or fp16, added before rounding; or None.  accumulate: add to what `out` holds, in fp32.
     """
 
     b_tile: Pair
     phase: Pair
+    parts: int
     fp8: tuple[str, str]
     bias: Tensor | None
     accumulate: bool
@@ -55,14 +59,14 @@ def gemm_float8_block(
         a_scale: f32 (tiles along K, at least M): one for a row of 128 values.
         b: u8 codes (N, K), rows contiguous.
         b_scale: f32, (tiles along K, at least N), or (tiles along N, at least tiles along K) for squares.
-        out: (M, N) fp32, bf16 or fp16, rows contiguous; fp32 to accumulate.
+        out: (parts * M, N) fp32, bf16 or fp16, rows contiguous; fp32 to accumulate.
         product: see `Float8BlockProduct`.
 
     Raises:
         ValueError: a type, shape or address that does not fit.
         NotImplementedError: on another device than CUDA.
     """
-    b_tile, phase, fp8 = product["b_tile"], product["phase"], product["fp8"]
+    b_tile, phase, fp8, parts = product["b_tile"], product["phase"], product["fp8"], product["parts"]
     bias, accumulate = product["bias"], product["accumulate"]
     check_choice("b_tile", b_tile, ((1, TILE), (TILE, TILE)))
     if not fits_phase(phase, b_tile):
@@ -75,10 +79,12 @@ def gemm_float8_block(
     check_rows("a_scale", a_scale, (torch.float32,), (depth_tiles, rows), at_least=True)
     grid = (depth_tiles, cols) if b_tile[0] == 1 else (tiles_touched(cols, phase[0], TILE), depth_tiles)
     check_rows("b_scale", b_scale, (torch.float32,), grid, at_least=True)
-    check_product(out, (rows, cols), accumulate)
+    check_product(out, (parts * rows, cols), accumulate)
+    if parts < 1 or (parts > 1 and (bias is not None or accumulate or out.dtype != torch.float32)):
+        raise ValueError(f"parts: got {parts}, wanted one, or more in fp32 without a bias that are added to nothing")
     if bias is not None:
         check_packed("bias", bias, HIGH_PRECISION, (cols,))
-    torch.ops.te_dist.gemm_float8_block(a, a_scale, b, b_scale, b_tile, phase, fp8, bias, accumulate, out)
+    torch.ops.te_dist.gemm_float8_block(a, a_scale, b, b_scale, b_tile, phase, fp8, parts, bias, accumulate, out)
 
 
 def fits_phase(phase: Pair, b_tile: Pair) -> bool:
@@ -88,7 +94,7 @@ def fits_phase(phase: Pair, b_tile: Pair) -> bool:
 
 register(
     "gemm_float8_block(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, int[] b_tile, int[] phase, str[] fp8, "
-    "Tensor? bias, bool accumulate, Tensor(a!) out) -> ()",
+    "int parts, Tensor? bias, bool accumulate, Tensor(a!) out) -> ()",
     None,
     kernels.gemm_float8_block,
 )

@@ -307,7 +307,7 @@ def products_of_blocks() -> Iterator[Call]:
     for (rows, cols, depth), square, dtype in product(shapes, (False, True), (*DTYPES, torch.float16)):
         phase = (96 if square else 0, 80) if rows == 130 else (0, 0)  # noqa: PLR2004
         tiles = -(-(phase[1] + depth) // 128)
-        inputs = dict(a=finite((rows, depth)), a_scale=torch.rand(tiles, -(-rows // 4) * 4), phase=phase)
+        inputs = dict(a=finite((rows, depth)), a_scale=torch.rand(tiles, -(-rows // 4) * 4), phase=phase, parts=1)
         grid = (-(-(phase[0] + cols) // 128), -(-tiles // 4) * 4) if square else (tiles, -(-cols // 4) * 4)
         inputs |= dict(b=finite((cols, depth)), b_scale=torch.rand(grid), b_tile=(128, 128) if square else (1, 128))
         inputs |= dict(

@@ -38,7 +38,7 @@ def operand(rows: int, depth: int, fp8: str, tile: tuple[int, int], seed: int) -
 
 
 def multiply(a: Operand, b: Operand, out: Tensor, *, bias: Tensor | None = None, accumulate: bool = False) -> None:
-    product = dict(b_tile=b.tile, phase=(0, 0), fp8=(a.fp8, b.fp8), bias=bias, accumulate=accumulate)
+    product = dict(b_tile=b.tile, phase=(0, 0), parts=1, fp8=(a.fp8, b.fp8), bias=bias, accumulate=accumulate)
     ops.gemm_float8_block(a.codes, a.scale, b.codes, b.scale, out=out, **product)
 
 
@@ -118,13 +118,28 @@ def test_a_part_that_begins_inside_of_tiles_has_the_bits_of_the_whole(b_tile, ph
         for width in (672 - col, 16, 80):
             wide, parts = (torch.full((700, 720), 5.0, device="cuda", dtype=dtype) for _ in range(2))
             multiply(a, b, wide[:, :672], bias=bias, accumulate=accumulate)
-            product = dict(b_tile=b_tile, phase=(col, depth), fp8=("e4m3", "e4m3"), accumulate=accumulate)
+            product = dict(b_tile=b_tile, phase=(col, depth), parts=1, fp8=("e4m3", "e4m3"), accumulate=accumulate)
             its = slice(col, col + width)
             place = dict(bias=bias[its].contiguous(), out=parts[:, its])
             left, right = (codes[:, depth:].contiguous() for codes in (a.codes, b.codes[its]))
             ops.gemm_float8_block(left, a.scale, right, b.scale, **place, **product)
             wide[:, :col], wide[:, its.stop :] = 5.0, 5.0
             assert_bitwise(parts, wide, f"{width} columns")
+
+
+@pytest.mark.parametrize("shape", [(512, 512, 65536), (1024, 768, 16400), (64, 4096, 8192), (300, 208, 4112)])
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+def test_sums_over_many_rows_are_added_from_their_parts(shape, dtype):
+    (rows, cols, depth), accumulate = shape, dtype == torch.float32
+    a, b = operand(rows, depth, "e4m3", RUN, 19), operand(cols, depth, "e4m3", RUN, 20)
+    parts = gemm.parts_of(rows, cols, -(-depth // gemm.DEPTH), gemm.Kind(False, dtype.itemsize, accumulate))
+    assert parts > 1
+    below = torch.full((parts * rows, cols), torch.nan, device="cuda")
+    product = dict(b_tile=RUN, phase=(0, 0), parts=parts, fp8=("e4m3", "e4m3"), bias=None, accumulate=False)
+    ops.gemm_float8_block(a.codes, a.scale, b.codes, b.scale, out=below, **product)
+    out = torch.ones(rows, cols, device="cuda", dtype=dtype)
+    ops.add_parts(below, accumulate=accumulate, out=out)
+    check(out, a, b, torch.full_like(out, float(accumulate)).double())
 
 
 @pytest.mark.parametrize(("b_tile", "tiling"), CASES, ids=str, indirect=["tiling"])

@@ -80,3 +80,28 @@ def test_clusters_that_a_last_round_would_leave_without_a_tile_are_left_out() ->
         clusters = gemm.evenly(tiles, 66)
         assert 0 < clusters <= min(tiles, 66)
         assert -(-tiles // clusters) == -(-tiles // 66)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [
+        ((512, 512, 65536), 16),
+        ((1024, 1024, 65536), 4),
+        ((512, 512, 4096), 8),
+        ((512, 512, 2048), 1),  # too little to gain
+        ((2048, 1024, 65536), 1),  # a tile for nearly every processor
+        ((8192, 8192, 8192), 1),
+    ],
+)
+@pytest.mark.parametrize("kind", [gemm.Kind(False, 2), gemm.Kind(False, 4, True)])
+def test_sums_are_cut_where_processors_have_no_tile(shape, parts, kind):
+    rows, cols, depth = shape
+    assert gemm.parts_of(rows, cols, depth // gemm.DEPTH, kind) == parts
+
+
+@pytest.mark.parametrize("parts", range(1, 17))
+@pytest.mark.parametrize("depth_tiles", [32, 33, 100, 512])
+def test_parts_have_all_of_a_sum(depth_tiles, parts):
+    length = gemm.part_tiles(depth_tiles, parts)
+    assert length * parts >= depth_tiles
+    assert parts == 1 or length % 4 == 0

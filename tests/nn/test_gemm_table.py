@@ -16,6 +16,7 @@ from te_dist.codecs.base import Codec
 from te_dist.codecs.nvfp4 import SIGN_MASK
 from te_dist.formats import Direction, Format, Region, Span
 from te_dist.kernels import runtime
+from te_dist.kernels.gemm import Kind, part_tiles
 from te_dist.nn.products import operand
 from te_dist.tensor import empty, quantize
 
@@ -131,8 +132,11 @@ def product_of_blocks(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *,
     sides = [x.view(codes[fp8]).double() for x, fp8 in zip((a, b), how["fp8"], strict=True)]
     sides[0] *= a_scale[tile, :rows].t()
     sides[1] *= b_scale[tile, :cols].t() if how["b_tile"] == (1, 128) else b_scale[col_tile][:, tile]
-    product = sides[0] @ sides[1].t() + (0.0 if how["bias"] is None else how["bias"].double())
-    out.copy_(out + product if how["accumulate"] else product)
+    ends = 128 * part_tiles(int(tile[-1]) + 1, how["parts"]) * torch.arange(how["parts"] + 1) - how["phase"][1]
+    for part, its in enumerate(out.chunk(how["parts"])):
+        (left, right), begin = (side[:, max(ends[part], 0) : ends[part + 1]] for side in sides), how["bias"]
+        product = left @ right.t() + (0.0 if begin is None else begin.double())
+        its.copy_(its + product if how["accumulate"] else product)
 
 
 @pytest.mark.parametrize("begin", [dict(m=0, n=0, k=0), dict(m=16, n=48, k=0), dict(m=0, n=176, k=80)])
@@ -159,6 +163,30 @@ def test_blocks_are_handed_to_their_kernel_as_it_reads_them(
     monkeypatch.undo()
     gemm.multiply(*pair, dtype=torch.float32, out=by_values, bias=bias, accumulate=True)
     torch.testing.assert_close(by_kernel, by_values, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("accumulate", (False, True))
+@pytest.mark.parametrize("start", (0, 48))
+def test_sums_over_many_rows_are_added_from_their_parts(
+    monkeypatch: pytest.MonkeyPatch, start: int, accumulate: bool
+) -> None:
+    used = SimpleNamespace(gemm_float8_block=product_of_blocks, add_parts=ops.add_parts)
+    monkeypatch.setattr(gemm, "ops", used)
+    asked = []
+    monkeypatch.setattr(gemm, "parts_of", lambda *place: asked.append(place) or 3)
+    rows, pair = Span(start, 1600), []
+    for cols, seed in ((48, 0), (80, 1)):
+        x = torch.randn(1600, cols, generator=torch.Generator().manual_seed(seed))
+        format = float8_block(1)
+        storage = empty(format, Region(rows, Span(0, cols)), dtype=x.dtype, device=x.device, fields=format.fields)
+        storage.quantize_(x)
+        pair.append(operand(storage, Direction.COLUMNWISE))
+    by_kernel, by_values = torch.ones(2, 48, 80)
+    gemm._by_blocks(*pair, gemm.Result(by_kernel, None, accumulate))
+    monkeypatch.undo()
+    gemm.multiply(*pair, dtype=torch.float32, out=by_values, accumulate=accumulate)
+    torch.testing.assert_close(by_kernel, by_values, rtol=1e-5, atol=1e-3)
+    assert asked == [(48, 80, 13, Kind(False, 4, accumulate))]
 
 
 def product_of_tensors(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out: Tensor, **how: Any) -> None:

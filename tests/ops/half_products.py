@@ -1,4 +1,4 @@
-"""Products of bf16 and fp16 matrices, each as it lies in memory, and sums of halves, as arguments of ops."""
+"""Products of bf16 and fp16 matrices, each as it lies in memory, and sums of parts, as arguments of ops."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def half_products() -> Iterator[tuple[str, Callable[..., None], dict[str, Any], 
         out = torch.zeros(shape[:2], dtype=torch.float32 if added else dtype)
         given = dict(a=a, b=b, summed_dims=summed, accumulate=added)
         yield f"product {shape} {summed} {dtype}", ops.gemm_half, given, dict(out=out), False
-    for (rows, cols), dtype in product(((70, 45), (1, 1), (0, 3)), (torch.float32, torch.bfloat16, torch.float16)):
-        x = torch.randn(2 * rows, cols, generator=torch.Generator().manual_seed(1))
-        out = torch.zeros(rows, cols, dtype=dtype)
-        yield f"halves {rows} {cols} {dtype}", ops.add_halves, dict(x=x), dict(out=out), True
+    shapes = ((2, 70, 45), (5, 33, 64), (3, 1, 1), (1, 8, 12), (0, 0, 3))
+    for (parts, rows, cols), dtype in product(shapes, (torch.float32, torch.bfloat16, torch.float16)):
+        x = torch.randn(parts * rows, cols, generator=torch.Generator().manual_seed(1))
+        for apart, added in ((0, False), (8, dtype == torch.float32)):
+            out = torch.ones(rows, cols + apart, dtype=dtype)[:, :cols]
+            name = f"{parts} parts {rows} {cols} {dtype} {apart}"
+            yield name, ops.add_parts, dict(x=x, accumulate=added), dict(out=out), True

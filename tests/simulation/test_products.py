@@ -87,7 +87,7 @@ def test_product_that_is_added(tiling, monkeypatch):
     depth = EIGHT_STAGES + 144
     a, b = Operand(300, depth, RUN, seed=5), Operand(200, depth, SQUARE, seed=6)
     out = torch.full((300, 200), 2.0)
-    kernels.gemm_float8_block(a.codes, a.scale, b.codes, b.scale, SQUARE, (0, 0), FP8, None, True, out)
+    kernels.gemm_float8_block(a.codes, a.scale, b.codes, b.scale, SQUARE, (0, 0), FP8, 1, None, True, out)
     check_product(out, a.values @ b.values.t() + 2, a.values.abs() @ b.values.abs().t() + 2, "a product")
 
 
@@ -103,12 +103,26 @@ def test_a_part_that_begins_inside_of_tiles_has_the_bits_of_the_whole(tiling, ad
     a.codes[:, :depth] = 0  # which the part does not have
     bias = torch.randn(cols)
     want, got = (torch.full((rows, cols), 2.0, dtype=torch.float32 if adds else torch.bfloat16) for _ in range(2))
-    kernels.gemm_float8_block(a.codes, a.scale, b.codes, b.scale, SQUARE, (0, 0), FP8, bias, adds, want)
+    kernels.gemm_float8_block(a.codes, a.scale, b.codes, b.scale, SQUARE, (0, 0), FP8, 1, bias, adds, want)
     left, right = (codes[:, depth:].contiguous() for codes in (a.codes, b.codes[col:]))
-    place = SQUARE, (col, depth), FP8, bias[col:].contiguous(), adds, got[:, col:]
+    place = SQUARE, (col, depth), FP8, 1, bias[col:].contiguous(), adds, got[:, col:]
     kernels.gemm_float8_block(left, a.scale, right, b.scale, *place)
     want[:, :col] = 2.0
     assert_bitwise(got, want, "products")
+
+
+@pytest.mark.parametrize("tile", (SQUARE, RUN), ids=str)
+@pytest.mark.parametrize("parts", (2, 3, 5))
+def test_parts_of_a_sum_are_products_of_their_own(parts, tile, monkeypatch):
+    choose(monkeypatch, Tiling(2, 1, band=3))
+    rows, cols, depth = 130, 144, 13 * gemm.DEPTH + 16
+    a, b = Operand(rows, depth, RUN, seed=9), Operand(cols, depth, tile, seed=10)
+    out = torch.full((parts * rows, cols), torch.nan)
+    kernels.gemm_float8_block(a.codes, a.scale, b.codes, b.scale, tile, (0, 0), FP8, parts, None, False, out)
+    length = gemm.DEPTH * gemm.part_tiles(14, parts)
+    for part, got in enumerate(out.chunk(parts)):
+        left, right = (side.values[:, part * length : (part + 1) * length] for side in (a, b))
+        check_product(got, left @ right.t(), left.abs() @ right.abs().t(), f"part {part}")
 
 
 @pytest.mark.parametrize("cols", (576, 200))
@@ -117,7 +131,7 @@ def test_tiles_that_follow_each_other_wait_for_their_boxes(cols, monkeypatch):
     choose(monkeypatch, Tiling(2, 1, cols=192, band=3))
     a, b = Operand(300, 128, RUN, seed=3), Operand(cols, 128, SQUARE, seed=4)
     out = torch.full((300, cols), torch.nan)
-    kernels.gemm_float8_block(a.codes, a.scale, b.codes, b.scale, SQUARE, (0, 0), FP8, None, False, out)
+    kernels.gemm_float8_block(a.codes, a.scale, b.codes, b.scale, SQUARE, (0, 0), FP8, 1, None, False, out)
     check_product(out, a.values @ b.values.t(), a.values.abs() @ b.values.abs().t(), "a product")
 
 

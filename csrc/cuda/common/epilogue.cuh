@@ -39,7 +39,7 @@ struct Epilogue {
   // of one is no instruction to it.
   template <class Tile>
   TE_DIST_DEVICE bool is_written(const Tile& t, int its_row) const {
-    return p.has_map && t.col >= 0 && its_row + 64 <= t.out_end;
+    return (p.has_map != 0) & (t.col >= 0) & (its_row + 64 <= t.out_end);
   }
 
   // Whether it can read and write all of this warpgroup's part of the output.
@@ -211,11 +211,11 @@ struct Epilogue {
         const int first = (turn * kBoxesInTurn + i) * kBoxCols;
         const int its_row = t.out_row + wave_row(first / kCols), its_col = t.col + first % kCols;
         const uint8_t* box = part + i * kBoxBytes;
-        if (!kIsAdded && !is_written(t, its_row)) {
+        if (kIsAdded || is_written(t, its_row)) {
+          if (is_first) store_box<kAdds && !kHolds>(p.out, shared_address(box), its_col, its_row);
+        } else {
           write_rows(its_row, its_col, t.out_end, box);
           if (is_first) skip_store();
-        } else if (is_first) {
-          store_box<kAdds && !kHolds>(p.out, shared_address(box), its_col, its_row);
         }
       }
     }

@@ -51,7 +51,7 @@ struct ProductPhase {
 };
 
 // One product, of matrices that may begin inside of tiles of their scales: the first tiles reach beyond the matrices, as the
-// last ones do.
+// last ones do. Its sum may be cut into parts, which lie below each other in the output.
 template <class Shape>
 struct OneProduct {
   static constexpr bool kRowsAreAligned = true;  // tiles begin at multiples of their extents
@@ -61,19 +61,24 @@ struct OneProduct {
     int32_t rows;
     int32_t row_tiles, col_tiles;  // of a cluster
     int32_t depth_tiles;
+    int32_t part_tiles;  // of `depth_tiles`, a multiple of four where there are several parts
+    int32_t parts;
     int32_t band;
     ProductPhase phase;
   };
 
   const Params& p;
 
-  TE_DIST_DEVICE int count() const { return p.row_tiles * p.col_tiles; }
+  TE_DIST_DEVICE int count() const { return p.row_tiles * p.col_tiles * p.parts; }
 
   TE_DIST_DEVICE Tile at(int index, int block) const {
-    const Banded place = Banded::short_last(index, p.rows / Shape::kRows, p.col_tiles, p.band);
+    const int in_part = p.row_tiles * p.col_tiles, part = p.parts > 1 ? index / in_part : 0;
+    const Banded place = Banded::short_last(index - part * in_part, p.rows / Shape::kRows, p.col_tiles, p.band);
+    const int first = part * p.part_tiles, depth_tiles = max(min(p.depth_tiles - first, p.part_tiles), 0);
     const int row = place.row * Shape::kRows, in_tiles = (place.col * Shape::kCluster + block) * Shape::kCols;
-    const int col = in_tiles - p.phase.col, b_scale_row = Shape::kSquareB ? in_tiles / Shape::kDepth : 0;
-    return {row, col, col, b_scale_row, -p.phase.depth, p.depth_tiles, row, p.rows, 0};
+    const int col = in_tiles - p.phase.col, b_scale_row = Shape::kSquareB ? in_tiles / Shape::kDepth : first;
+    const int out_row = part * p.rows + row, out_end = (part + 1) * p.rows;
+    return {row, col, col, b_scale_row, first * Shape::kDepth - p.phase.depth, depth_tiles, out_row, out_end, 0};
   }
 };
 

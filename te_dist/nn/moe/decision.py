@@ -184,7 +184,7 @@ def _of_weight(halves: Tensor, x: Tensor) -> Tensor:
     workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=x.device)
     ops.gemm_half(halves, x, summed_dims=(0, 0), workspace=workspace, out=both)
     out = torch.empty(halves.shape[1] // 2, x.shape[1], dtype=x.dtype, device=x.device)
-    ops.add_halves(both, out=out)
+    ops.add_parts(both, out=out)
     return out
 
 
