@@ -17,14 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 from te_dist.context import Scope, quantized_model_init
 from te_dist.nn import Linear
 from te_dist.nn.module import QuantizedModule, weight_of
-from te_dist.nn.moe.foreign import holds_experts, why_no_twin
+from te_dist.nn.moe.foreign import holds_experts, named_by, routers, why_no_twin
 from te_dist.nn.moe.stacked import NAMES, StackedExperts
 from te_dist.nn.site import LinearSite
+from te_dist.ops.gemm_float8_tensor import MULTIPLE
 from te_dist.recipe import Recipe
 from te_dist.tensor.exchanged import note_exchanged
 
 _IN_PLACE = "these are the modules that it made, by name; the model is changed in place, go on with that"
 _OF_LINEAR = frozenset(vars(nn.Linear(1, 1, device="meta")))  # attributes that every one has
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class Exchanged(dict[str, QuantizedModule]):
@@ -46,11 +48,14 @@ def convert(
 
     Each `torch.nn.Linear` for a `te_dist.Linear`, and each module of stacked experts that computes what
     `te_dist.nn.moe.StackedExperts` does (it is tried with small matrices) for one of these. What no pattern fits stays
-    as it is, in high precision also inside of `autocast`: a head, for example.
+    as it is, in high precision also inside of `autocast`: a head, for example. So do routers, that is linear maps
+    beside experts, or in modules beside them, with an output for each expert, and maps with fewer than 16 outputs, such
+    as the gate of a shared expert: wildcards do not fit these, only a pattern that is the whole name. A warning names
+    those that stay.
 
     Parameters that stay plain stay the same objects: optimizers and ties made before hold. Those that become quantized
     are new ones; make the optimizer afterwards: one that was made before refuses to step. Attributes that were added to
-    a `torch.nn.Linear`, or to a weight, come along; other additions are refused, as they would be lost.
+    a module, or to a weight, come along; other additions are refused, as they would be lost.
 
     Args:
         model: on any device, also meta; before it is sharded.
@@ -69,11 +74,14 @@ def convert(
             a weight to be quantized is tied to another module (the same parameter, or one that begins at the same place
             in memory) or has hooks, the model is sharded already, or in DistributedDataParallel, features do not fit
             the recipe, a module has hooks, of whatever kind, a `torch.nn.Linear` has parameters, buffers or modules
-            beside weight and bias, or attributes under names that te_dist uses, or a recipe is meant for a dtype that
-            cannot be quantized or for experts that compute something else. The model is unchanged then.
+            beside weight and bias, or attributes under names that te_dist uses, experts have any of these that are not
+            of their class, or a recipe is meant for a dtype that cannot be quantized or for experts that compute
+            something else. The model is unchanged then.
     """
-    chosen = _choose(model, plan)
+    kept = _kept(model)
+    chosen = _choose(model, plan, kept)
     _warn_of_plain(model, plan)
+    _warn_of_kept(kept - chosen.keys(), plan)
     init = partial(quantized_model_init, preserve_high_precision_init_val=preserve_high_precision_init_val)
     made = {
         name: _made_of(model.get_submodule(name), name, None if recipe is None else init(recipe=recipe))
@@ -99,8 +107,23 @@ def _leave_fast_paths(model: nn.Module) -> None:
                 encoder.use_nested_tensor &= all(each is not layer for each in encoder.layers)
 
 
-def _choose(model: nn.Module, plan: Mapping[str, Recipe | None]) -> dict[str, Recipe | None]:
-    """By name of a module, what the first pattern that fits it says."""
+def _kept(model: nn.Module) -> set[str]:
+    """Names of linear maps that only their whole names choose: scores decide where tokens go, and fewer outputs than
+    what products of FP8 take multiples of are none of theirs."""
+    scores = routers(model)
+    return {
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if type(module) is nn.Linear and (module.out_features < MULTIPLE or id(module) in scores)
+    }
+
+
+def _choose(model: nn.Module, plan: Mapping[str, Recipe | None], kept: set[str]) -> dict[str, Recipe | None]:
+    """By name of a module, what the first pattern that fits it says; none but its name fits one of `kept`."""
+
+    def fits(name: str, pattern: str) -> bool:
+        return name == pattern if name in kept else fnmatchcase(name, pattern)
+
     wrong: object = plan
     if isinstance(plan, Mapping):
         wrong = {pattern: given for pattern, given in plan.items() if not isinstance(given, Recipe | None)}
@@ -115,13 +138,21 @@ def _choose(model: nn.Module, plan: Mapping[str, Recipe | None]) -> dict[str, Re
             "te_dist.nn.moe.StackedExperts"
         )
     names = [name for name, module in model.named_modules(remove_duplicate=False) if _is_exchanged(module)]
-    unused = [pattern for pattern in plan if not any(fnmatchcase(name, pattern) for name in names)]
+    unused = [pattern for pattern in plan if not any(fits(name, pattern) for name in names)]
+    for pattern in unused:
+        told = sorted(name for name in kept if fnmatchcase(name, pattern))
+        if told:
+            raise ValueError(
+                f"all that {pattern!r} fits and is still to be converted are routers, or maps with fewer than "
+                f"{MULTIPLE} outputs: {_some(told)}; they stay as they are without a pattern, and only whole "
+                "names choose them"
+            )
     if unused:
         raise ValueError(
             f"nothing that is still to be converted, no torch.nn.Linear and no experts, is named {unused}; names are "
-            f"{names[:8]}{' ...' if names[8:] else ''}"
+            f"{_some(names)}"
         )
-    first = {name: next((pattern for pattern in plan if fnmatchcase(name, pattern)), None) for name in names}
+    first = {name: next((pattern for pattern in plan if fits(name, pattern)), None) for name in names}
     hidden = [pattern for pattern in plan if pattern not in first.values()]
     if hidden:
         raise ValueError(
@@ -193,10 +224,25 @@ def _warn_of_plain(model: nn.Module, plan: Mapping[str, Recipe | None]) -> None:
     ]
     if names:
         warnings.warn(
-            f"te_dist.convert leaves modules of te_dist as they are: {names[:8]}{' ...' if names[8:] else ''} were "
-            "made with plain weights, which are quantized in each pass; make them inside of quantized_model_init",
+            f"te_dist.convert leaves modules of te_dist as they are: {_some(names)} were made with plain weights, "
+            "which are quantized in each pass; make them inside of quantized_model_init",
             stacklevel=3,
         )
+
+
+def _warn_of_kept(kept: set[str], plan: Mapping[str, Recipe | None]) -> None:
+    """Where patterns look as if they were meant for what only whole names choose."""
+    names = sorted(name for name in kept if any(fnmatchcase(name, pattern) for pattern in plan))
+    if names:
+        warnings.warn(
+            f"te_dist.convert leaves routers, and maps with fewer than {MULTIPLE} outputs, as they are: "
+            f"{_some(names)} stay in high precision; give a whole name in the plan to exchange one all the same",
+            stacklevel=3,
+        )
+
+
+def _some(names: list[str]) -> str:
+    return f"{names[:8]}{' ...' if names[8:] else ''}"
 
 
 def _is_exchanged(module: nn.Module) -> bool:
@@ -227,15 +273,22 @@ def _can_be_exchanged(module: nn.Module, name: str, recipe: Recipe | None) -> bo
 
 def _additions(module: nn.Module) -> list[str]:
     """What somebody has given to a module and would not come along."""
-    found = [key.strip("_") for key in vars(nn.Module()) if key.endswith("_hooks") and vars(module).get(key)]
+    found = [
+        key.strip("_") + (name and f" of {name}")
+        for name, part in module.named_modules()
+        for key in vars(nn.Module())
+        if key.endswith("_hooks") and vars(part).get(key)
+    ]
     own = ("forward", "weight", "bias") if isinstance(module, nn.Linear) else ("forward", *NAMES)
     found += [f"a {key} in the place of its own" for key in own if key in vars(module)]
+    its: set[str] = set()  # modules such as activations, which its class makes
     if isinstance(module, nn.Linear):
         parameters = module.named_parameters(recurse=False, remove_duplicate=False)
         found += [f"parameter {name}" for name, _ in parameters if name not in ("weight", "bias")]
-        found += [f"buffer {name}" for name, _ in module.named_buffers(recurse=False)]
-        found += [f"module {name}" for name, _ in module.named_children()]
-    return found
+    else:
+        its = named_by(type(module))
+    found += [f"buffer {name}" for name, _ in module.named_buffers()]
+    return found + [f"module {name}" for name, _ in module.named_children() if name not in its]
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
@@ -262,6 +315,10 @@ def _made_of(old: nn.Module, name: str, quantized: Scope | None) -> QuantizedMod
     else:
         down = old.get_parameter(NAMES[1])
         new = StackedExperts(*_sizes(down), params_dtype=down.dtype, device="meta", name=name)
+        added = {key: value for key, value in vars(old).items() if key not in _OF_MODULES}
+        for key in named_by(type(old)) & {key for key, value in added.items() if _stays_behind(value, key, old, new)}:
+            del added[key]  # its class has made it for itself
+        _bring_along(added, old, new, name)
         sites = dict(zip(NAMES, (new.fc1, new.fc2), strict=True))
     for site in sites.values():
         site.share_graphs()
@@ -280,7 +337,7 @@ def _made_of(old: nn.Module, name: str, quantized: Scope | None) -> QuantizedMod
 
 def _bring_along(added: Mapping[str, Any], old: object, new: object, name: str) -> None:
     """Gives `new` the attributes that somebody has added to `old`."""
-    bad = [key for key, value in added.items() if hasattr(new, key) or getattr(value, "__self__", None) is old]
+    bad = [key for key, value in added.items() if _stays_behind(value, key, old, new)]
     if bad:
         raise ValueError(
             f"{name}: got attributes {bad}, wanted none that {type(new).__name__} has under the same name, or that are "
@@ -288,6 +345,11 @@ def _bring_along(added: Mapping[str, Any], old: object, new: object, name: str) 
             "not fit"
         )
     vars(new).update(added)
+
+
+def _stays_behind(value: object, key: str, old: object, new: object) -> bool:
+    """Whether an attribute is of no use to `new`: one that it has itself, or a method of what it replaces."""
+    return hasattr(new, key) or getattr(value, "__self__", None) is old
 
 
 def _without_values(module: nn.Module) -> nn.Module:

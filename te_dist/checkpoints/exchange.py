@@ -198,6 +198,7 @@ def _entries(
             "convention: got a model without quantized weights, wanted some to store by it; make them so "
             "(te_dist.convert, te_dist.quantized_model_init), or leave out convention= to export values"
         )
+    optimizer = optimizer_state.unwrapped(optimizer)
     masters = {} if optimizer is None else _masters(optimizer, named)
     for name, tensor in named.items():
         local, master = local_tensor(tensor), masters.get(name)

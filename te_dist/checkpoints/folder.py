@@ -155,7 +155,7 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     Warns where there are others under other names.
 
     Raises:
-        CheckpointError: the directory is a checkpoint itself.
+        CheckpointError: the directory is a checkpoint itself, or has two of one step (`step_100` and `step_000100`).
     """
     found = _newest(Path(directory))
     if found is None and is_complete(Path(directory)):
@@ -187,6 +187,9 @@ def prune(directory: str | os.PathLike[str], keep: int) -> list[Path]:
 
     Returns:
         The checkpoints that were removed.
+
+    Raises:
+        CheckpointError: there are two of one step.
     """
     if keep < 1:
         raise ValueError(f"prune keeps 1 checkpoint or more, got keep={keep}; remove the directory to keep none")
@@ -225,13 +228,30 @@ def _is_left_over(place: Path, step: int, steps: dict[int, Path], removed: list[
     return place.suffix == ".tmp" and step < max(steps, default=0)
 
 
+def in_the_way(directory: Path) -> list[Path]:
+    """What lies behind the newest checkpoint under names of steps, and would not be replaced by a save of that name."""
+    named = [(int(match[1]), place) for place in directory.glob("step_*") if (match := _STEP.fullmatch(place.name))]
+    newest = max(_steps(directory), default=-1)
+    return sorted(place for step, place in named if step > newest and _others(place))
+
+
 def _steps(directory: Path) -> dict[int, Path]:
-    """Complete checkpoints by step."""
+    """Complete checkpoints by step.
+
+    Raises:
+        CheckpointError: there are two of one step.
+    """
     found: dict[int, Path] = {}
     for place in directory.glob("*step_*") if directory.is_dir() else ():
         hidden = _HIDDEN.fullmatch(place.name)
         name = place.name[1:-4] if hidden and hidden[2] == "old" else place.name
         match = _STEP.fullmatch(name)
-        if match and is_complete(place):
-            found[int(match[1])] = place.with_name(name)
+        if not match or not is_complete(place):
+            continue
+        step, shown = int(match[1]), place.with_name(name)
+        if found.setdefault(step, shown) != shown:
+            raise CheckpointError(
+                f"{directory}: got two checkpoints of step {step}, {found[step].name} and {name}, wanted one; "
+                "rename one, or move it away"
+            )
     return found

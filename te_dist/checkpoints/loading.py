@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ class _Plan:
         packing: how names of the checkpoint differ from those of the model.
         extra: tensors of the user, to be filled, by reference.
         unexpected: saved names that this rank has no use for.
+        manifest_digest: of what is said of the checkpoint, as it was saved.
     """
 
     where: Path
@@ -45,6 +46,7 @@ class _Plan:
     states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
     extra: dict[str, Tensor] = field(default_factory=dict)
     unexpected: set[str] = field(default_factory=set)
+    manifest_digest: str = ""
 
     @property
     def read_directly(self) -> dict[str, Tensor]:
@@ -137,9 +139,11 @@ def load(path: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer
         CheckpointError: the checkpoint is not there, damaged, or of another model; on every rank alike, and before
             anything was changed.
     """
-    ranks = Ranks.all()
+    ranks, optimizer = Ranks.all(), optimizer_state.unwrapped(optimizer)
     plan = ranks.together(lambda: _plan(_given(path), model, optimizer))
-    unexpected = set.intersection(*ranks.gather(plan.unexpected))
+    found = ranks.gather(_Found(plan.unexpected, plan.manifest_digest, str(path), optimizer is not None))
+    _check_same(found)
+    unexpected = set.intersection(*(each.unexpected for each in found))
     if unexpected:
         raise CheckpointError(
             f"cannot load {path}: it holds what the model and its optimizer have not: {listed(sorted(unexpected))}; "
@@ -154,6 +158,35 @@ def load(path: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer
     return extras.join(plan.manifest.extra, plan.extra)
 
 
+class _Found(NamedTuple):
+    """What a rank is about to read: see `_Plan`, and what it was given."""
+
+    unexpected: set[str]
+    manifest_digest: str
+    path: str
+    has_optimizer: bool
+
+
+def _check_same(found: Sequence[_Found]) -> None:
+    """Raises CheckpointError where ranks would read different checkpoints, or different parts of one."""
+    for what, values in (
+        ("a checkpoint", [each.manifest_digest for each in found]),
+        ("whether there is an optimizer", [each.has_optimizer for each in found]),
+    ):
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is None:
+            continue
+        got = [
+            f"{each.path} with{'' if each.has_optimizer else 'out'} an optimizer on rank {rank}"
+            for rank, each in ((0, found[0]), (other, found[other]))
+        ]
+        raise CheckpointError(
+            f"cannot load: ranks differ in {what}: got {' and '.join(got)}, wanted the same on all. Of a file system "
+            "on which hosts see each other's files late, give all of them what one rank finds, by "
+            "torch.distributed.broadcast_object_list"
+        )
+
+
 def _given(path: str | os.PathLike[str] | None) -> Path:
     if path is None:
         raise CheckpointError(
@@ -166,13 +199,18 @@ def _given(path: str | os.PathLike[str] | None) -> Path:
 def _plan(path: Path, model: nn.Module, optimizer: Optimizer | None) -> _Plan:
     where = folder.resolve(path)
     manifest, named = Manifest.read(where), model_state.named_tensors(model)
+    digest = manifest.digest
     packing = Packing.of(named, manifest.model)
     manifest = packing.adapted(manifest)
     model_state.check_quantized(named)
     converted, problems = conversion.compare(named, manifest)
     fits = not problems
     if optimizer is not None:
-        problems += optimizer_state.mismatches(optimizer, named, manifest, converted=converted)
+        members = {name for names in packing.packed.values() for name in names if named[name].dim() < 2}  # noqa: PLR2004
+        packs = {name for name in packing.separate if named[name].dim() == 2}  # noqa: PLR2004
+        problems += optimizer_state.mismatches(
+            optimizer, named, manifest, converted=converted, packed_otherwise=members | packs
+        )
     if problems:
         remedy = "load it into the model that was saved, or choose another checkpoint"
         if fits:
@@ -188,6 +226,7 @@ def _plan(path: Path, model: nn.Module, optimizer: Optimizer | None) -> _Plan:
             )
         raise CheckpointError(f"cannot load {path}: {listed(problems)}; {remedy}")
     plan = _Plan(where, manifest, named, converted, packing, extra=extras.allocate(manifest.extra))
+    plan.manifest_digest = digest
     plan.unexpected = set(manifest.model) - set(named)
     plan.initial = initial.to_fill(named, manifest, converted)
     if optimizer is not None and manifest.optimizer is not None:

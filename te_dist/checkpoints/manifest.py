@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
 from dataclasses import asdict, dataclass, field
@@ -40,6 +41,11 @@ class Manifest:
     files: dict[str, list[int]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     world_size: int = 1
+
+    @property
+    def digest(self) -> str:
+        """That of no other checkpoint: files and their checksums are in it."""
+        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()
 
     def write(self, where: Path) -> None:
         """Writes it into the directory `where`, with a checksum of its own."""

@@ -10,7 +10,7 @@ tensors and plain values for each parameter.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from te_dist.tensor import QuantizedTensor
 from te_dist.tensor.placement import local_tensor
 
 MASTER = "master_param"  # high-precision values of a parameter, as te_dist.optim keeps them
+_SCALE = "_scale"  # ends keys of the scales of state in codes
 _NO_HYPERPARAMETERS = ("params", "param_names")  # of a group: those that each rank, and each model, has
 
 # Their steps interpolate between moments and gradients, which have to be of one type.
@@ -35,6 +36,21 @@ _OF_ONE_TYPE = tuple(
 )
 
 Named = dict[str, Tensor]
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer | None)
+
+
+def unwrapped(optimizer: AnyOptimizer) -> AnyOptimizer:
+    """The optimizer inside of those that pass its groups and its state on, as accelerate and Lightning wrap one: they
+    have none of the methods by which te_dist's own tell what they keep, and a class of their own name.
+
+    One with state of its own around another stays as it is, as a lookahead.
+    """
+    found: Any = optimizer
+    while isinstance(inner := getattr(found, "optimizer", None), Optimizer) and inner is not found:
+        if any(getattr(found, name, None) is not getattr(inner, name) for name in ("state", "param_groups")):
+            break
+        found = inner
+    return found
 
 
 def describe(optimizer: Optimizer, named: Named) -> dict[str, Any]:
@@ -62,13 +78,22 @@ def tensors(optimizer: Optimizer, named: Named) -> dict[str, dict[str, Tensor]]:
     return {name: state for name, state in found.items() if state}
 
 
-def mismatches(optimizer: Optimizer, named: Named, manifest: Manifest, *, converted: Container[str]) -> list[str]:
+def mismatches(
+    optimizer: Optimizer,
+    named: Named,
+    manifest: Manifest,
+    *,
+    converted: Container[str],
+    packed_otherwise: Container[str] = (),
+) -> list[str]:
     """Why a saved optimizer cannot be read into this one; empty where it can.
 
     Of parameters that are not saved, or in another shape, nothing is said: that is told of themselves.
 
     Args:
         converted: names of parameters that are read into another format.
+        packed_otherwise: names of vectors that are packed in the model and separate in what is saved, or the other way
+            round.
     """
     saved = manifest.optimizer
     if saved is None:
@@ -95,7 +120,10 @@ def mismatches(optimizer: Optimizer, named: Named, manifest: Manifest, *, conver
             problems += _conversion_mismatches(optimizer, name, param, manifest)
         else:
             _initialize(optimizer, param, entry["state"])
-            problems += _state_mismatches(optimizer, name, param, entry["state"])
+            found = _state_mismatches(optimizer, name, param, entry["state"])
+            if found and name in packed_otherwise:
+                found = _packing_mismatches(name, param, entry["state"]) or found
+            problems += found
     return problems
 
 
@@ -258,6 +286,20 @@ def _state_mismatches(optimizer: Optimizer, name: str, param: Tensor, saved: dic
         "make one step with the optimizer before loading"
         for key, described in saved.items()
         if described.get("shape") and described["shape"] != list(param.shape) and not _fits(here.get(key), described)
+    ]
+
+
+def _packing_mismatches(name: str, param: Tensor, saved: dict[str, Any]) -> list[str]:
+    """Of vectors that are packed otherwise: as a matrix they have moments in codes, where that is asked for, which they
+    have not alone."""
+    is_alone, has_codes = param.dim() < 2, any(key.endswith(_SCALE) for key in saved)  # noqa: PLR2004
+    if is_alone != has_codes:
+        return []
+    here, there = ("separate", "packed") if is_alone else ("packed", "separate")
+    return [
+        f"{name} is {there} in it, with state {sorted(saved)}, wanted {here}: moments in bytes have codes where "
+        "vectors are packed, and are float32 where they are separate, and neither is read into the other; pack them as "
+        "in the saved model (single_grouped_bias of GroupedLinear), or save with moments in bfloat16 or float32"
     ]
 
 

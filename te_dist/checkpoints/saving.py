@@ -51,6 +51,7 @@ class _Writing(Future[None]):
         return super().result()
 
 
+_SHORT_WRITE = "inline_container"  # where torch's own words are of its source alone
 _LITTLE = 2**30  # bytes free after a save has failed, below which that may be why
 _WRITING: list[_Writing] = []  # the latest save in the background
 
@@ -130,6 +131,7 @@ def _tell_of_failure() -> None:
 def _snapshot(
     model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, ranks: Ranks
 ) -> _Snapshot:
+    optimizer = optimizer_state.unwrapped(optimizer)
     named = ranks.together(lambda: _checked(model, extra))
     replicas.check(named, ranks)
     kept = initial.kept(named, ranks)
@@ -190,11 +192,16 @@ def _write(path: Path, snapshot: _Snapshot, ranks: Ranks) -> None:
     except CheckpointError as error:  # every rank has failed, so that none writes any more
         free = min(ranks.gather(folder.free_bytes(where)))
         folder.discard(path)  # on every rank: it may be one on the disk of each host
-        if free >= _LITTLE:
+        if free < _LITTLE:
+            why = f"{free / 2**20:.1f} MiB are free where {path} would lie: make room there, or save elsewhere"
+        elif _SHORT_WRITE in str(error):
+            why = (
+                f"torch could not write a file to its end, and does not say why: a quota, or a limit of the size of "
+                f"files, may be reached where {path} would lie: make room in it, or save elsewhere"
+            )
+        else:
             raise
-        raise CheckpointError(
-            f"{error}; {free / 2**20:.1f} MiB are free where {path} would lie: make room there, or save elsewhere"
-        ) from error
+        raise CheckpointError(f"{error}; {why}") from error
 
 
 def _complete(path: Path, manifest: Manifest) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from te_dist import checkpoints
 from te_dist.checkpoints import CheckpointError
-from te_dist.checkpoints.folder import resolve
+from te_dist.checkpoints.folder import in_the_way, resolve
 from te_dist.checkpoints.manifest import Manifest
 from te_dist.launch import corpus
 from te_dist.launch.config import Config
@@ -68,9 +68,18 @@ def choose(config: Config, *, goes_on: bool = False) -> Path | None:
         goes_on: whether this is a later attempt of the launch that began the run, which made what is there.
 
     Raises:
-        JobError: a named checkpoint does not exist, or a run would mix its checkpoints with those of another.
+        JobError: a named checkpoint does not exist, a run would mix its checkpoints with those of another, or something
+            else lies where it will save one.
     """
     resume, newest = config.checkpoint.resume, checkpoints.latest(folder(config))
+    blocked = in_the_way(folder(config))
+    require(
+        not blocked,
+        "run_dir",
+        got=f"{', '.join(map(str, blocked))}: no checkpoint",
+        wanted="checkpoints, or nothing, where this run will save",
+        remedy="move it away, or set another run_dir",
+    )
     if resume == "auto" or (goes_on and newest is not None):
         return newest
     if resume == "none":

@@ -127,11 +127,18 @@ class Trainer:
         configured = [dict(group) for group in self.optimizer.param_groups]
         with parallelize.histories_of(self.model, progress.saved_recipe(path), self.config.recipe):
             found = progress.load(path, self.config, self.progress.text, model=self.model, optimizer=self.optimizer)
+        rate = self.optimizer.param_groups[0]["lr"]
         for group, its in zip(self.optimizer.param_groups, configured, strict=True):
             group.update(its)
         self.progress = found.of_run(self.config, path)
         converted = found.recipe not in ("", self.config.recipe)
         change = f", which {found.recipe} saved and {self.config.recipe} goes on with" if converted else ""
+        now = learning_rate(found.step - 1, self.config.train.steps, self.config.optimizer)
+        if not math.isclose(rate, now, rel_tol=1e-6):
+            change += (
+                f"; step {found.step} had a learning rate of {rate:.2e}, and has {now:.2e} by the schedule of this "
+                "configuration, whose train.steps or [optimizer] is another"
+            )
         return f"resumed from {path}{change}"
 
     def run(self, journal: Journal) -> None:

@@ -2,9 +2,9 @@
 
 [Note: Two optimizers]
 Everybody outside sees the parameters of the model: groups, state and hooks of `MasterWeights` are theirs. The wrapped
-optimizer has the masters in their place and knows of no quantization. What is outside is the truth: hyperparameters and
-state are handed in before a step and taken out after it, as references, so that schedulers, checkpoints and state
-dictionaries need to know one optimizer only.
+optimizer has the masters in their place and knows of no quantization. What is outside is the truth: groups,
+hyperparameters and state are handed in before a step and the latter two taken out after it, as references, so that
+schedulers, checkpoints and state dictionaries need to know one optimizer only, and groups may be edited as in torch.
 """
 
 from __future__ import annotations
@@ -81,14 +81,22 @@ class MasterWeights(torch.optim.Optimizer):
         self._take_out()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch: a group with its own hyperparameters."""
+        """As in torch: a group with its own hyperparameters; one that the wrapped optimizer refuses is not added."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        for param in group["params"]:
-            self._make_master(param)
-        if hasattr(self, "wrapped"):
-            self.wrapped.add_param_group(self._inner_group(group))
-            self._take_out()
+        if not hasattr(self, "wrapped"):
+            for param in self.param_groups[-1]["params"]:
+                self._make_master(param)
+            return
+        known = set(self._masters)
+        try:
+            self._follow_groups()
+        except Exception:
+            self.param_groups.pop()
+            raise
+        self._take_out_hyperparameters()
+        for param in self.param_groups[-1]["params"]:
+            if param not in known:  # NOTE: state of others may have been loaded since the last step
+                self._take_out_state(param)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -144,7 +152,7 @@ class MasterWeights(torch.optim.Optimizer):
         if self._is_away:
             self.move_state()
         given: dict[Tensor, dict[str, Any]] = {}
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = self._params()
 
         def read(_: Any, found: dict[str, Any]) -> None:
             saved = [key for group in found["param_groups"] for key in group["params"]]
@@ -213,10 +221,9 @@ class MasterWeights(torch.optim.Optimizer):
         moving.move(
             {param: own.get(param, {}) | self.state.get(param, {}) for param in self._masters}, device, self._exchange
         )
-        for group, inner in zip(self.param_groups, self.wrapped.param_groups, strict=True):
-            for index, param in enumerate(group["params"]):  # NOTE: some optimizers keep the list
-                inner["params"][index] = self._masters[param]
-                self._hand_in_state(param)
+        self._follow_groups()
+        for param in self._params():
+            self._hand_in_state(param)
         self._is_away = device is not None
 
     def _exchange(self, param: Tensor, state: dict[str, Any]) -> None:
@@ -322,19 +329,42 @@ class MasterWeights(torch.optim.Optimizer):
     # -- between the two: see [Note: Two optimizers] -----------------------------------------------------------
 
     def _hand_in(self) -> None:
-        """Hyperparameters and state, to the wrapped optimizer."""
-        for group, inner in zip(self.param_groups, self.wrapped.param_groups, strict=True):
-            inner |= {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            for index, param in enumerate(group["params"]):
-                master = inner["params"][index] = self._current_master(param)
-                self._refresh(param, master)
-                self._hand_in_state(param)
-        params = {param for group in self.param_groups for param in group["params"]}
-        for stale in self._masters.keys() - params:
-            self._masters.pop(stale)
+        """Groups, hyperparameters and state, to the wrapped optimizer."""
+        for param in self._params():
+            self._refresh(param, self._current_master(param))
+        self._follow_groups()
+        for param in self._params():
+            self._hand_in_state(param)
+        # NOTE: one whose state is still there keeps its master, since it may come back into a group.
+        for stale in self._masters.keys() - set(self._params()) - self.state.keys():
+            self.wrapped.state.pop(self._masters.pop(stale), None)
             self._states.pop(stale, None)
             self._without.discard(stale)
             self._ledger.forget(stale)
+            self._write_backs.clear()
+
+    def _params(self) -> list[Tensor]:
+        """Of all groups, in their order."""
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _follow_groups(self) -> None:
+        """Has groups of the wrapped optimizer be those outside, whatever was done to these, with masters.
+
+        A parameter that was in none before gets its master.
+        """
+        for param in self._params():
+            if param not in self._masters:
+                self._make_master(param)
+        inner = self.wrapped.param_groups
+        del inner[len(self.param_groups) :]
+        for group, its in zip(self.param_groups, inner, strict=False):
+            own = self._inner_group(group)
+            its["params"][:] = own.pop("params")  # NOTE: some optimizers keep the list
+            for key in its.keys() - own.keys() - self.wrapped.defaults.keys() - {"params"}:
+                del its[key]
+            its.update(own)
+        for group in self.param_groups[len(inner) :]:
+            self.wrapped.add_param_group(self._inner_group(group))
 
     def _hand_in_state(self, param: Tensor) -> None:
         own = {key: value for key, value in self.state.get(param, {}).items() if key != MASTER}
@@ -347,7 +377,7 @@ class MasterWeights(torch.optim.Optimizer):
         """To masters. Returns those that have one, by parameter."""
         found: dict[Tensor, Tensor] = {}
         casts: list[tuple[Tensor, Tensor]] = []
-        for param in (param for group in self.param_groups for param in group["params"]):
+        for param in self._params():
             grad = masters.gradient(param)
             if grad is None:
                 continue
@@ -384,13 +414,19 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _take_out(self) -> None:
         """Hyperparameters and state, of the wrapped optimizer."""
+        self._take_out_hyperparameters()
+        for param in self._params():
+            self._take_out_state(param)
+
+    def _take_out_hyperparameters(self) -> None:
         for group, inner in zip(self.param_groups, self.wrapped.param_groups, strict=True):
             group |= {key: value for key, value in inner.items() if key != "params"}
-            for param in group["params"]:
-                master = self._masters[param]
-                found = self.wrapped.state.get(master, {})
-                if found or param in self._stepped:
-                    self.state[param] = {MASTER: master, **found} if self._has_master(param) else dict(found)
+
+    def _take_out_state(self, param: Tensor) -> None:
+        master = self._masters[param]
+        found = self.wrapped.state.get(master, {})
+        if found or param in self._stepped:
+            self.state[param] = {MASTER: master, **found} if self._has_master(param) else dict(found)
 
 
 def _needs_master(param: Tensor) -> bool:

@@ -27,6 +27,8 @@ from te_dist.tensor.placement import local_tensor
 
 MASTER = "master_param"  # its key in the state of an optimizer
 _ROUNDING_OF_16_BITS = 2.0**-8  # of a value: bf16, to nearest and back
+# Of weights whose master is gone: where a new one lies that was made of their codes.
+_rounded: weakref.WeakKeyDictionary[QuantizedStorage, int] = weakref.WeakKeyDictionary()
 
 
 def is_quantized(param: Tensor) -> bool:
@@ -44,22 +46,38 @@ def shaped_like(param: Tensor, local: Tensor, *, shape: torch.Size | None = None
 def initial_master(param: Tensor) -> Tensor:
     """fp32 (local shape), the best values known: those last written in high precision, those kept at initialization,
     those of the master by which another optimizer wrote last, or decoded ones."""
+    local, known = local_tensor(param), _known_values(param)
+    if known is not None:
+        return known.to(local.device, torch.float32, copy=True).view(local.shape)
+    decoded = local.decoded(torch.float32)
+    if local.storage.follows_master:
+        _rounded[local.storage] = decoded.data_ptr()
+    return decoded
+
+
+def _known_values(param: Tensor) -> Tensor | None:
+    """Those of a plain parameter; of a quantized one those in high precision, if there are any."""
     local = local_tensor(param)
     if not isinstance(local, QuantizedTensor):
-        return local.detach().to(torch.float32, copy=True)
-    for values in (local.storage.unsettled, local.storage.initial, _latest_master(param)):
-        if values is not None:
-            return values.to(local.device, torch.float32, copy=True).view(local.shape)
-    return local.decoded(torch.float32)
+        return local.detach()
+    found = (local.storage.unsettled, local.storage.initial, _latest_master(param))
+    return next((values for values in found if values is not None), None)
 
 
 class _Known(NamedTuple):
     """The master of a quantized parameter, what that kept of its initial values when the master was made of it, and the
-    write with its values then."""
+    write with its values then.
+
+    Attributes:
+        is_rounded: whether it began as the codes of a master that is gone.
+        is_used: whether a step has begun with it, which writes it back unless its lr is 0.
+    """
 
     master: Tensor
     kept: Tensor | None
     write: int
+    is_rounded: bool = False
+    is_used: bool = False
 
 
 class Ledger:
@@ -74,7 +92,7 @@ class Ledger:
     def __init__(self) -> None:
         self._known: dict[Tensor, _Known] = {}  # of quantized parameters
         self._counted: dict[Tensor, tuple[int, int]] = {}  # of plain parameters
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_codes = False
         _LEDGERS.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -94,14 +112,18 @@ class Ledger:
         """Notes a master that was made of what its parameter holds now."""
         local = local_tensor(param)
         if isinstance(local, QuantizedTensor):
-            self._known[param] = _Known(master, local.storage.initial, int(local.storage.mastered))
+            place = _rounded.pop(local.storage, None)
+            is_rounded = place is not None and place == local_tensor(master).data_ptr()
+            self._known[param] = _Known(master, local.storage.initial, int(local.storage.mastered), is_rounded)
             writes.note_master(local.storage, local_tensor(master))
         else:
             self._counted[param] = param._version, local._version
 
     def take_over(self, param: Tensor, master: Tensor) -> None:
         """Notes that the values a parameter has now are those of this master."""
-        local = local_tensor(param)
+        local, known = local_tensor(param), self._known.get(param)
+        if known is not None and known.is_used and known.master is master:
+            self._warn_of_codes(param)
         if isinstance(local, QuantizedTensor):
             local.storage.note_master()
         self.begin(param, master)
@@ -149,6 +171,21 @@ class Ledger:
                     self._warn_of_rounding(param, master, local_tensor(current))
                 local_tensor(master).copy_(local_tensor(current))
             self.take_over(param, master)
+        elif (known := self._known.get(param)) is not None and known.is_rounded:
+            self._known[param] = known._replace(is_used=True)
+
+    def _warn_of_codes(self, param: Tensor) -> None:
+        """Once, where a step was made from a master that began as codes, of a weight whose own is gone."""
+        if not self._has_warned_of_codes:
+            self._has_warned_of_codes = True
+            warnings.warn(
+                f"a quantized weight of shape {tuple(param.shape)} had a master, which is gone, as its optimizer is, "
+                "and the one of this optimizer begins with values that are rounded: what steps added up to within the "
+                "distance of two codes is lost. Keep one optimizer for all phases, load the state_dict() of the one "
+                "before into the new one, or keep that one until the first step of the new one is made, which takes "
+                "its masters over. Nothing is wrong where training is to begin with rounded values",
+                stacklevel=_level_of_caller(),
+            )
 
     def _warn_of_rounding(self, param: Tensor, master: Tensor, written: Tensor) -> None:
         """Once, where a master that was in step is to take values that are nearly its own: what it knew beyond codes is

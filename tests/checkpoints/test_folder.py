@@ -175,3 +175,21 @@ def test_latest_finds_no_checkpoint_that_was_hidden(tmp_path: Path) -> None:
         assert checkpoints.latest(tmp_path) is None
     save(tmp_path / "step_5")
     assert checkpoints.latest(tmp_path) == tmp_path / "step_5"
+
+
+def test_two_checkpoints_of_one_step_are_told(tmp_path: Path) -> None:
+    save(tmp_path / "step_100")
+    save(tmp_path / "step_000100")
+    for call in (lambda: checkpoints.latest(tmp_path), lambda: checkpoints.prune(tmp_path, keep=1)):
+        with pytest.raises(checkpoints.CheckpointError, match=r"two checkpoints of step 100, .*; rename one"):
+            call()
+    assert folder.is_complete(tmp_path / "step_100") and folder.is_complete(tmp_path / "step_000100")
+
+
+def test_what_no_save_would_replace_is_found_ahead(tmp_path: Path) -> None:
+    save(tmp_path / "step_2")
+    for step in (1, 3, 5):
+        (tmp_path / f"step_{step}").mkdir()
+    for step in (1, 5):
+        (tmp_path / f"step_{step}" / "x").touch()
+    assert folder.in_the_way(tmp_path) == [tmp_path / "step_5"]

@@ -132,6 +132,22 @@ def test_a_failed_save_leaves_what_was_there(
     assert first_value(path) == 1.0
 
 
+def test_a_file_that_torch_could_not_end_is_told_with_what_may_be_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*_: object) -> None:
+        raise checkpoints.CheckpointError(
+            "rank 1: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"
+        )
+
+    monkeypatch.setattr(store, "write", write)
+    usage = shutil.disk_usage(tmp_path)._replace(free=2**40)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(checkpoints.CheckpointError, match="unexpected pos 704 .* a quota, .* make room in it"):
+        checkpoints.save(tmp_path / "step_1", model=filled(1.0))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_save_that_is_refused_removes_nothing(tmp_path: Path) -> None:
     for name in ("step_1", ".step_1.tmp"):
         (tmp_path / name).mkdir()

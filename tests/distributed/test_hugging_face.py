@@ -112,22 +112,27 @@ class SavingTrainer(QuantizedTrainer):
     def _load_from_checkpoint(self, folder: str, model: nn.Module | None = None) -> None:
         checkpoints.load(f"{folder}/model", model=self.model)
 
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
 
-def trainer(kind: type[QuantizedTrainer], name: str, model: nn.Module, where: str) -> QuantizedTrainer:
+
+def trainer(
+    kind: type[QuantizedTrainer], name: str, model: nn.Module, where: str, *, lr: float = 1e-2, **options: Any
+) -> QuantizedTrainer:
     made = type(f"{name}Trainer", (kind,), {"name": name})
     args = transformers.TrainingArguments(
         output_dir=where,
         use_cpu=True,
         per_device_train_batch_size=BATCH,
         max_steps=NUM_STEPS,
-        save_steps=SAVED_AT,
         logging_steps=1,
         lr_scheduler_type="constant",
         report_to=[],
         disable_tqdm=True,
+        **{"save_steps": SAVED_AT} | options,
     )
-    adam = (optim.FusedAdam, {"lr": 1e-2})
-    return made(model=model, args=args, train_dataset=DATA, optimizer_cls_and_kwargs=adam)
+    adam = (optim.FusedAdam, {"lr": lr})
+    return made(model=model, args=args, train_dataset=DATA, eval_dataset=DATA[:8], optimizer_cls_and_kwargs=adam)
 
 
 def losses(trained: Any) -> list[float]:
@@ -207,6 +212,30 @@ def test_a_trainer_without_fsdp_saves_and_resumes(name: str, world: int, tmp_pat
     for first, resumed in pool(world).run(train_whole, name, str(tmp_path), timeout=120):
         assert len(first) == NUM_STEPS
         assert first == resumed
+
+
+def train_to_the_best(rank: int, world: int, kind: type[QuantizedTrainer], where: str) -> None:
+    """What is in memory behind a run that gets worse is the best it had, and what is exported is too."""
+    name, each_step = "block", {"save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    with launched(rank, world):
+        run = trainer(kind, name, llama(name), where, lr=0.1, load_best_model_at_end=True, **each_step)
+        run.train()
+        found = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
+        best = min(found)
+        assert run.state.best_metric == best < found[-1]
+        assert run.evaluate()["eval_loss"] == best
+        values = checkpoints.high_precision_state_dict(run.model, optimizer=run.optimizer)
+    for key, param in run.model.named_parameters():
+        whole = param.full_tensor() if isinstance(param, DTensor) else param
+        want = (whole.dequantize() if isinstance(whole, QuantizedTensor) else whole).detach()
+        if rank == 0:
+            assert_bitwise(values[key], want, key)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize(("kind", "world"), [(SavingTrainer, 1), (SavingTrainer, 2), (ShardingTrainer, 2)])
+def test_a_trainer_ends_with_the_best(kind: type[QuantizedTrainer], world: int, tmp_path: Path) -> None:
+    pool(world).run(train_to_the_best, kind, str(tmp_path), timeout=120)
 
 
 def loop(rank: int, world: int, name: str, where: str, from_first: bool) -> tuple[list[float], list[float]]:

@@ -74,6 +74,17 @@ def check(out: Tensor, want: Tensor, name: str) -> None:
         )
 
 
+@pytest.mark.parametrize("fast", (False, True))
+@pytest.mark.parametrize("shape", [(512, 512, 65536), (768, 64, 8192)])
+def test_sums_over_many_rows_are_cut_in_a_workspace(shape, fast):
+    made = Product(shape)
+    workspace = torch.empty(2**25, dtype=torch.uint8, device="cuda")
+    for dtype in TYPES:
+        out = made.poisoned(dtype)
+        made.multiply(out, fast=fast, workspace=workspace)
+        check(out, made.want, f"{shape} {dtype}")
+
+
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("fp8", PAIRS)
 @pytest.mark.parametrize("shape", SHAPES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -166,6 +167,17 @@ def test_a_run_directory_with_checkpoints_is_not_started_anew(finished, capsys: 
     assert "step_00000004; wanted a run directory without checkpoints" in line
 
 
+def test_what_lies_where_a_run_will_save_is_told_before_it_trains(
+    tiny_job: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tiny_job()
+    place = job.run_dir / "checkpoints" / "step_00000004"
+    place.mkdir(parents=True)
+    (place / "notes").touch()
+    assert f"run_dir: got {place}: no checkpoint; wanted" in reason(job, capsys)
+    assert not (job.run_dir / "metrics.jsonl").exists()
+
+
 def test_a_checkpoint_that_is_not_there_is_named(finished, capsys: pytest.CaptureFixture[str]) -> None:
     line = reason(finished, capsys, "--checkpoint.resume", "nowhere")
     assert "got 'nowhere', which is no directory" in line
@@ -200,6 +212,10 @@ def test_a_run_that_began_with_a_named_checkpoint_goes_on_from_its_own(
         run(job, "--train.steps", steps, "--checkpoint.every", "1", *resume)
         said.append("".join(capsys.readouterr().out.split()))
     assert f"resumedfrom{named[1]}" in said[0]
+    for line in said[:2]:  # up to the peak they are those of any number of steps
+        assert "learningrateof" not in line
+    for line in said[2:]:
+        assert re.search(r"step\dhadalearningrateof.*andhas.*bythescheduleofthisconfiguration", line)
     for step in (3, 4, 5):
         assert f"resumedfrom{job.run_dir / 'checkpoints' / f'step_{step:08d}'}" in said[step - 2]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import te_dist as te
 from te_dist import fsdp2, recipe
-from te_dist.fsdp2 import GroupedParameter
+from te_dist.fsdp2 import GroupedParameter, QuantizedParameter
 from te_dist.nn.moe import StackedExperts
 from te_dist.nn.moe.foreign import holds_experts, why_no_twin
 from te_dist.recipe import Recipe
@@ -78,6 +78,52 @@ class Clamped(Experts):
 class Unweighted(Experts):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return super().forward(hidden_states, top_k_index, torch.ones_like(top_k_weights))
+
+
+class Detached(Experts):
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return super().forward(hidden_states, top_k_index, top_k_weights.detach())
+
+
+class Frozen(Experts):
+    @torch.no_grad()
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return super().forward(hidden_states, top_k_index, top_k_weights)
+
+
+class DroppedOut(Experts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.1)
+
+    def activate(self, gate_up: Tensor) -> Tensor:
+        return self.dropout(super().activate(gate_up))
+
+
+class Noisy(Experts):
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        noise = torch.randn_like(hidden_states) if self.training else 0
+        return super().forward(hidden_states + noise, top_k_index, top_k_weights)
+
+
+class Counted(Experts):
+    """As those that keep their sizes, an activation and how they compute, and count the tokens of each expert."""
+
+    def __init__(self, num: int = EXPERTS, hidden: int = HIDDEN, inner: int = INNER) -> None:
+        super().__init__(num, hidden, inner)
+        self.num_experts, self.intermediate_dim = num, inner
+        self.name, self.config = "its own", {"act": "silu"}
+        self.act_fn, self.method = nn.SiLU(), self.activate
+
+    def activate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.split(self.intermediate_dim, dim=-1)
+        return self.act_fn(gate) * up
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        counts = F.one_hot(top_k_index.flatten(), self.num_experts).sum(0)
+        parts = zip(self.gate_up_proj, self.down_proj, counts.tolist(), strict=True)
+        assert sum(count for _, _, count in parts) == top_k_index.numel()
+        return super().forward(hidden_states, top_k_index, top_k_weights)
 
 
 class SortedRows(Experts):
@@ -217,6 +263,8 @@ def test_numbers_that_are_no_experts_stand_for_nobody() -> None:
         (Interleaved, "it computes something else than"),
         (Clamped, "it computes something else than"),
         (Unweighted, "it computes something else than"),
+        (Detached, r"in training it computes something else than .*: the gradient of their weights is off by 100.0%"),
+        (Frozen, r"in training it computes something else than .*: the gradient of the tokens is off by 100.0%"),
         (SortedRows, "it raised TypeError: .*forward"),
         (Biased, r"its parameters are \['down_bias', 'down_proj', 'gate_up_proj'\], wanted"),
         (Transposed, r"gate_up_proj is \(4, 128, 128\) beside a down_proj of \(4, 64, 128\), wanted"),
@@ -233,6 +281,34 @@ def test_other_experts_are_refused_or_left_alone(kind: type[nn.Module], why: str
     assert dict(layer.named_modules()) == before
     assert list(te.convert(layer, {"experts": None, "*": BLOCK})) == ["projection"]
     assert type(layer.experts) is kind
+
+
+@pytest.mark.parametrize("kind", [DroppedOut, Noisy])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_experts_are_tried_in_training_and_in_evaluation(kind: type[nn.Module], training: bool) -> None:
+    layer, mixed = Layer(kind).train(training), Layer(DroppedOut).train(training)
+    mixed.experts.dropout.train(not training)
+    drawn = torch.random.get_rng_state()
+    for each in (layer, mixed):
+        modes = [module.training for module in each.modules()]
+        with torch.inference_mode(), pytest.raises(ValueError, match="in training it computes something else than"):
+            te.convert(each, {"experts": BLOCK})
+        assert [module.training for module in each.modules()] == modes
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+
+
+@pytest.mark.parametrize(
+    ("num", "hidden", "inner"),
+    [(512, 2048, 512), (512, 512, 128), (256, 1024, 128), (256, 256, 256), (8, 512, 256), (64, 64, 32)],
+    ids=["inner", "hidden", "gates-and-ups", "all", "hidden-as-gates-and-ups", "small"],
+)
+def test_experts_as_many_as_columns_are_exchanged(num: int, hidden: int, inner: int) -> None:
+    with torch.device("meta"):
+        layer = Layer(lambda: Counted(num, hidden, inner))
+    assert why_no_twin(layer.experts) is None
+    assert (layer.experts.num_experts, layer.experts.hidden_dim, layer.experts.intermediate_dim) == (num, hidden, inner)
+    te.convert(layer, {"experts": BLOCK})
+    assert layer.experts.gate_up_proj.shape == (num, 2 * inner, hidden)
 
 
 def test_what_is_tried_is_left_as_it_was() -> None:
@@ -264,7 +340,6 @@ def test_tied_experts_and_experts_without_a_parent_are_refused() -> None:
 def test_attributes_of_matrices_come_along_and_hooks_are_refused() -> None:
     layer = Layer()
     layer.experts.down_proj.no_decay = True
-    layer.experts.bias = False  # what experts have beside their matrices is their own
     hook = layer.experts.down_proj.register_hook(print)
     with pytest.raises(ValueError, match=r"^experts\.down_proj: got a parameter with hooks"):
         te.convert(layer, {"*": BLOCK})
@@ -275,6 +350,99 @@ def test_attributes_of_matrices_come_along_and_hooks_are_refused() -> None:
     hook.remove()
     te.convert(layer, {"*": BLOCK})
     assert isinstance(layer.experts.down_proj, GroupedParameter) and layer.experts.down_proj.no_decay
+
+
+@pytest.mark.parametrize("how", [BLOCK, None], ids=["quantized", "plain"])
+def test_attributes_of_experts_come_along(how: Recipe | None) -> None:
+    layer = Layer(Counted)
+    config = layer.experts.config
+    layer.experts.layer_index = 5
+    te.convert(layer, {"experts": how})
+    experts = layer.experts
+    assert isinstance(experts, StackedExperts) and experts.layer_index == 5
+    assert experts.config is config and experts.name == "experts"
+    assert not hasattr(experts, "method") and not hasattr(experts, "act_fn")
+    assert (experts.num_experts, experts.hidden_dim, experts.intermediate_dim) == (EXPERTS, HIDDEN, INNER)
+
+
+# By what is told of them.
+ADDITIONS = {
+    "got a Counted with buffer mask,": lambda experts: experts.register_buffer("mask", torch.ones(EXPERTS)),
+    "got a Counted with buffer act_fn.scale,": lambda experts: experts.act_fn.register_buffer("scale", torch.ones(1)),
+    "got a Counted with module dropout,": lambda experts: experts.add_module("dropout", nn.Dropout()),
+    "got a Counted with forward_hooks of act_fn,": lambda experts: experts.act_fn.register_forward_hook(
+        lambda *_: None
+    ),
+    r"got attributes \['params_dtype'\],": lambda experts: setattr(experts, "params_dtype", torch.float32),
+    r"got attributes \['old'\],": lambda experts: setattr(experts, "old", experts.forward),
+}
+
+
+@pytest.mark.parametrize("how", [BLOCK, None], ids=["quantized", "plain"])
+@pytest.mark.parametrize("got", ADDITIONS)
+def test_what_was_added_to_experts_is_not_lost(got: str, how: Recipe | None) -> None:
+    layer = Layer(Counted)
+    ADDITIONS[got](layer.experts)
+    before = dict(layer.named_modules())
+    with pytest.raises(ValueError, match=f"^experts: {got}"):
+        te.convert(layer, {"*": how})
+    assert dict(layer.named_modules()) == before
+
+
+class Mixture(nn.Module):
+    """A router that is a module with a linear map, a shared expert as wide as there are experts, and its gate."""
+
+    def __init__(self, experts: Callable[[], nn.Module], num: int = 16, hidden: int = 32) -> None:
+        super().__init__()
+        self.router = nn.ModuleDict({"scores": nn.Linear(hidden, num), "noise": nn.Linear(hidden, num)})
+        self.gate = nn.Linear(hidden, num)
+        self.up, self.mixed = nn.Linear(hidden, 2 * num), nn.Linear(2 * num, hidden)
+        self.shared = nn.ModuleDict({"up": nn.Linear(hidden, num), "down": nn.Linear(num, hidden)})
+        self.shared_gate = nn.Linear(hidden, 1)
+        self.experts = experts()
+
+
+def one_by_one() -> nn.Module:
+    return nn.ModuleList(nn.Linear(32, 32) for _ in range(16))
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        lambda: Experts(16, 32, 16),
+        one_by_one,
+        lambda: StackedExperts(16, 32, 16),
+        lambda: te.nn.moe.GroupedMLP(16, 32, 16),
+    ],
+    ids=["stacked", "one-by-one", "converted", "grouped"],
+)
+@pytest.mark.parametrize("how", [BLOCK, None], ids=["quantized", "plain"])
+def test_routers_stay_as_they_are(experts: Callable[[], nn.Module], how: Recipe | None) -> None:
+    model = nn.ModuleDict({"block": Mixture(experts), "head": nn.Linear(32, 16)})
+    left = ["block.gate", "block.router.noise", "block.router.scores", "block.shared_gate"]
+    with pytest.warns(
+        UserWarning, match=re.escape(f"fewer than 16 outputs, as they are: {left} stay in high precision")
+    ):
+        made = te.convert(model, {"*": how})
+    assert [name for name in made if ".experts" not in name] == [
+        "block.up",
+        "block.mixed",
+        "block.shared.up",
+        "block.shared.down",
+        "head",
+    ]
+    assert all(type(model.get_submodule(name)) is nn.Linear for name in left)
+
+
+def test_whole_names_choose_routers() -> None:
+    model = nn.ModuleDict({"block": Mixture(lambda: Experts(16, 32, 16))})
+    with pytest.raises(ValueError, match=r"all that '\*gate' fits .* \['block.gate', 'block.shared_gate'\]; they stay"):
+        te.convert(model, {"*gate": BLOCK, "*": BLOCK})
+    with pytest.warns(UserWarning, match=r"\['block.router.noise', 'block.router.scores'\] stay"):
+        made = te.convert(model, {"*": BLOCK, "block.gate": BLOCK, "block.shared_gate": None})
+    assert {"block.gate", "block.shared_gate"} <= made.keys()
+    assert isinstance(model["block"].gate.weight, QuantizedParameter)
+    assert type(model["block"].shared_gate.weight) is nn.Parameter
 
 
 def test_what_holds_no_experts_is_not_taken_for_any() -> None:

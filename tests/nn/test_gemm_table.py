@@ -251,3 +251,18 @@ def test_a_missing_direction_is_read_from_the_other_where_the_values_are_the_sam
     independent.update_usage(columnwise_usage=False)
     with pytest.raises(RuntimeError, match="columnwise direction"):
         operand(independent.storage, Direction.COLUMNWISE)
+
+
+@pytest.mark.parametrize(("rows", "sums_over", "bytes_given"), [(8192, 0, 2**25), (128, 0, 0), (8192, 1, 0)])
+def test_sums_over_many_rows_are_given_a_workspace(
+    monkeypatch: pytest.MonkeyPatch, rows: int, sums_over: int, bytes_given: int
+) -> None:
+    given: list[Tensor | None] = []
+    op = SimpleNamespace(gemm_float8_tensor=lambda *_, workspace, **how: given.append(workspace))
+    monkeypatch.setattr(gemm, "ops", op)
+    direction = Direction.COLUMNWISE if sums_over == 0 else Direction.ROWWISE
+    shape = (rows, 16) if sums_over == 0 else (16, rows)
+    x = torch.ones(shape)
+    pair = [operand(quantize(x, float8_tensorwise(columnwise="transposed")).storage, direction) for _ in range(2)]
+    gemm._by_cublaslt(*pair, gemm.Result(torch.zeros(16, 16), None, False))
+    assert [0 if each is None else each.numel() for each in given] == [bytes_given]

@@ -94,6 +94,37 @@ def test_quantized_experts_train_and_are_saved_under_their_names(name: str, tmp_
         assert_bitwise(loaded[key], value.dequantize() if isinstance(value, QuantizedTensor) else value, key)
 
 
+@pytest.mark.parametrize("computed_by", ["eager", "grouped_mm", "batched_mm"])
+def test_experts_as_many_as_their_columns_are_exchanged(computed_by: str) -> None:
+    config = transformers.Qwen3NextConfig(vocab_size=128, num_hidden_layers=1)
+    config._experts_implementation = computed_by
+    assert config.num_experts == config.moe_intermediate_size == config.shared_expert_intermediate_size
+    with torch.device("meta"):
+        model = transformers.Qwen3NextForCausalLM(config)
+    with pytest.warns(UserWarning, match=r"as they are: \['model.layers.0.mlp.shared_expert_gate'\] stay in high"):
+        made = te.convert(model, {"model.layers.*": BLOCK})
+    assert isinstance(made["model.layers.0.mlp.experts"], StackedExperts)
+    maps = {f"model.layers.0.mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
+    assert {name for name in made if ".shared_expert" in name} == maps
+
+
+@pytest.mark.parametrize(
+    ("name", "router", "options"),
+    [
+        ("HunYuanMoEV1", "gate.wg", dict(num_experts=16, moe_topk=2)),
+        ("Afmoe", "router.gate", dict(num_experts=16, num_dense_layers=0, moe_intermediate_size=32)),
+    ],
+)
+def test_routers_that_are_linear_maps_stay_as_they_are(name: str, router: str, options: dict[str, Any]) -> None:
+    model = make(name, head_dim=16, **options)
+    routers = [f"model.layers.{layer}.mlp.{router}" for layer in range(2)]
+    with pytest.warns(UserWarning, match="te_dist.convert leaves routers") as told:
+        made = te.convert(model, {"model.layers.*": BLOCK})
+    assert str(routers) in str(told[0].message)
+    assert all(type(model.get_submodule(each)) is nn.Linear for each in routers)
+    assert sum(isinstance(module, StackedExperts) for module in made.values()) == 2
+
+
 @pytest.mark.parametrize(("name", "options"), [("GptOss", {}), ("Llama4", dict(head_dim=16))])
 def test_other_experts_are_refused(name: str, options: dict[str, Any]) -> None:
     config = "Llama4Text" if name == "Llama4" else name

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import te_dist as te
 from te_dist import checkpoints, optim, recipe
@@ -83,6 +86,81 @@ def test_what_an_optimizer_left_behind_is_gone_on_with(make: str) -> None:
     second.param_groups[0]["lr"] = 1e-9
     turn(second, 4)
     torch.testing.assert_close(layer.weight.dequantize(), trained, rtol=0.1, atol=1e-3)
+
+
+def after_another(
+    make: Make, layer: te.Linear, begin: Callable[[list[torch.optim.Optimizer]], torch.optim.Optimizer | None]
+) -> list[str]:
+    """What the first steps of an optimizer warn of.
+
+    Args:
+        begin: is handed the only reference to the optimizer before it, in a list; returns the next one, if it makes it.
+    """
+    turn(former := make([layer.weight]), 0)
+    held = [former]
+    del former
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        second = begin(held) or make([layer.weight])
+        for step in range(1, 3):
+            turn(second, step)
+    return [str(warning.message) for warning in found]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("make", MAKES)
+def test_a_master_that_begins_as_codes_of_another_is_told_of_once(make: str, name: str) -> None:
+    (message,) = after_another(MAKES[make][0], module(name), list.clear)
+    assert "shape (128, 256) had a master, which is gone" in message
+    assert "state_dict() of the one before" in message
+
+
+@pytest.mark.parametrize("how", ["kept", "state dict", "helper", "checkpoint"])
+@pytest.mark.parametrize("make", MAKES)
+def test_nothing_is_said_where_masters_go_on(make: str, how: str, tmp_path) -> None:
+    layer = module("float8_block")
+
+    def begin(held: list[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+        former = held[0]
+        if how == "helper":
+            state = copy.deepcopy(get_optimizer_state_dict(layer, former))
+        elif how == "state dict":
+            state = copy.deepcopy(former.state_dict())
+        elif how == "checkpoint":
+            checkpoints.save(tmp_path / "step_1", model=layer, optimizer=former)
+        if how != "kept":
+            held.clear()
+        del former
+        second = MAKES[make][0]([layer.weight])
+        if how == "helper":
+            set_optimizer_state_dict(layer, second, state)
+        elif how == "state dict":
+            second.load_state_dict(state)
+        elif how == "checkpoint":
+            checkpoints.load(tmp_path / "step_1", model=layer, optimizer=second)
+        return second
+
+    assert after_another(MAKES[make][0], layer, begin) == []
+
+
+@pytest.mark.parametrize("how", ["values", "checkpoint", "another model"])
+@pytest.mark.parametrize("make", MAKES)
+def test_nothing_is_said_of_weights_that_were_loaded_since(make: str, how: str, tmp_path) -> None:
+    layer = module("float8_block")
+
+    def begin(held: list[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+        held.clear()
+        target = module("float8_block") if how == "another model" else layer
+        if how == "checkpoint":
+            checkpoints.save(tmp_path / "step_1", model=layer)
+            checkpoints.load(tmp_path / "step_1", model=layer)
+        elif how == "values":
+            layer.load_state_dict({"weight": layer.weight.detach() * 1.0}, strict=False)
+        else:
+            target.load_state_dict(layer.state_dict())
+        return MAKES[make][0]([target.weight])
+
+    assert after_another(MAKES[make][0], layer, begin) == []
 
 
 @pytest.mark.parametrize("make", MAKES)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from torch import nn
+from torch.optim import SGD
 
 from te_dist import checkpoints
 from te_dist.checkpoints import saving, store
@@ -94,6 +95,30 @@ def test_a_pickle_that_runs_code_is_refused_on_every_rank(ranks, tmp_path: Path)
     assert first == second
     assert "Path.touch" in first
     assert not (tmp_path / "marker").exists()
+
+
+def load_different_things(rank: int, world: int, directory: Path) -> list[str]:
+    """Ranks that name different checkpoints, and of which one names an optimizer."""
+    model = filled(3.0, device())
+    optimizer = SGD(model.parameters())
+    errors = []
+    for path, given in ((directory / f"step_{rank}", optimizer), (directory / "step_0", None if rank else optimizer)):
+        with pytest.raises(checkpoints.CheckpointError) as error:
+            checkpoints.load(path, model=model, optimizer=given)
+        errors.append(str(error.value))
+    assert model.weight[0, 0].item() == 3.0
+    return errors
+
+
+def test_ranks_read_one_checkpoint_and_the_same_of_it(ranks, tmp_path: Path) -> None:
+    for step in (0, 1):
+        model = filled(float(step))
+        checkpoints.save(tmp_path / f"step_{step}", model=model, optimizer=SGD(model.parameters()))
+    first, second = ranks(2).run(load_different_things, tmp_path)
+    assert first == second
+    steps = [f"{tmp_path}/step_{rank} with an optimizer on rank {rank}" for rank in (0, 1)]
+    assert f"ranks differ in a checkpoint: got {steps[0]} and {steps[1]}, wanted the same" in first[0]
+    assert f"{tmp_path}/step_0 with an optimizer on rank 0 and {tmp_path}/step_0 without an optimizer" in first[1]
 
 
 def told_as_an_error(rank: int, world: int, path: Path) -> str:
