@@ -52,6 +52,11 @@ class _Plan:
     def read_directly(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.named.items() if name not in self.converted}
 
+    def reads_state(self, optimizer: Optimizer | None) -> bool | None:
+        """Whether state of this rank's parameters is read; None where none is saved, as of a stage without any."""
+        saved = {} if self.manifest.optimizer is None else self.manifest.optimizer["params"]
+        return optimizer is not None if self.named.keys() & saved.keys() else None
+
     def check_alike(self) -> None:
         """Raises CheckpointError where what several saved tensors have to be read into one of differs."""
         problems: list[str] = []
@@ -141,7 +146,7 @@ def load(path: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer
     """
     ranks, optimizer = Ranks.all(), optimizer_state.unwrapped(optimizer)
     plan = ranks.together(lambda: _plan(_given(path), model, optimizer))
-    found = ranks.gather(_Found(plan.unexpected, plan.manifest_digest, str(path), optimizer is not None))
+    found = ranks.gather(_Found(plan.unexpected, plan.manifest_digest, str(path), plan.reads_state(optimizer)))
     _check_same(found)
     unexpected = set.intersection(*(each.unexpected for each in found))
     if unexpected:
@@ -164,21 +169,22 @@ class _Found(NamedTuple):
     unexpected: set[str]
     manifest_digest: str
     path: str
-    has_optimizer: bool
+    reads_state: bool | None
 
 
 def _check_same(found: Sequence[_Found]) -> None:
     """Raises CheckpointError where ranks would read different checkpoints, or different parts of one."""
     for what, values in (
         ("a checkpoint", [each.manifest_digest for each in found]),
-        ("whether there is an optimizer", [each.has_optimizer for each in found]),
+        ("whether there is an optimizer", [each.reads_state for each in found]),
     ):
-        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        told = [rank for rank, value in enumerate(values) if value is not None]
+        other = next((rank for rank in told if values[rank] != values[told[0]]), None)
         if other is None:
             continue
         got = [
-            f"{each.path} with{'' if each.has_optimizer else 'out'} an optimizer on rank {rank}"
-            for rank, each in ((0, found[0]), (other, found[other]))
+            f"{found[rank].path} with{'' if found[rank].reads_state else 'out'} an optimizer on rank {rank}"
+            for rank in (told[0], other)
         ]
         raise CheckpointError(
             f"cannot load: ranks differ in {what}: got {' and '.join(got)}, wanted the same on all. Of a file system "

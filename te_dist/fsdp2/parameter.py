@@ -18,7 +18,7 @@ import inspect
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -162,6 +162,14 @@ class ShardedParameter(QuantizedTensor):
     wrap: Wrap | None = None
     _planned: _Planned | None = None  # for the latest mesh
 
+    @classmethod
+    def around(cls, given: Any, shape: Sequence[int] | None, *, requires_grad: bool) -> Self:
+        """As of any quantized tensor; a parameter, as `torch.nn.Parameter` makes of `given`."""
+        made: Any = super().around(given, shape, requires_grad=False)
+        if made.storage.cut is not None:
+            made.wrap = getattr(given, "wrap", None)
+        return nn.Parameter(made, requires_grad)  # type: ignore[return-value]
+
     def like(self, storage: QuantizedStorage, shape: Sequence[int] | None = None) -> Self:
         out = super().like(storage, shape)
         out.keep_initial = self.keep_initial
@@ -295,4 +303,29 @@ class GroupedParameter(ShardedParameter, GroupedTensor):
     each (`shard_placement_fn=lambda param: Shard(1)`, for fewer members than ranks).
     """
 
+    matrix_dim: ClassVar[int] = GroupedStorage.matrix_dim
+
     storage: GroupedStorage  # type: ignore[assignment]
+
+    def __new__(
+        cls,
+        storage: GroupedStorage | GroupedTensor,
+        shape: Sequence[int] | None = None,
+        *,
+        strides: Sequence[int] | None = None,
+        requires_grad: bool = False,
+    ) -> Self:
+        if not isinstance(storage, GroupedStorage):
+            return cls.around(storage, shape, requires_grad=requires_grad)
+        return super().__new__(cls, storage, shape, strides=strides, requires_grad=requires_grad)
+
+    def __init__(
+        self,
+        storage: GroupedStorage | GroupedTensor,
+        shape: Sequence[int] | None = None,
+        *,
+        strides: Sequence[int] | None = None,
+        requires_grad: bool = False,
+    ) -> None:
+        if isinstance(storage, GroupedStorage):  # else see `around`
+            super().__init__(storage, shape, strides=strides, requires_grad=requires_grad)

@@ -179,6 +179,8 @@ def products(out: str) -> Iterator[Spec]:
             yield grouped_gemm.sums_float8_block(codes, out, shape, adds=kind.adds)
         for shape in grouped_gemm.ROWS_RATES[kind]:
             yield grouped_gemm.rows_float8_block(codes, out, kind.square, shape, adds=kind.adds, turns=kind.turns)
+    for codes, shape in product(_PAIRS, gemm.RATES[gemm.Kind(False, _BYTES["Float32"])]):
+        yield gemm.float8_block(codes, "Float32", False, shape)  # parts of a sum, whatever the output
 
 
 def whole_groups(out: str) -> Iterator[Spec]:

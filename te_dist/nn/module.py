@@ -25,6 +25,7 @@ from te_dist.nn.site import LinearSite
 from te_dist.ops._checks import HIGH_PRECISION
 from te_dist.tensor import QuantizedStorage, QuantizedTensor
 from te_dist.tensor import storage as storages
+from te_dist.tensor.parts import kept_on_cpu
 from te_dist.tensor.placement import local_tensor
 
 
@@ -204,7 +205,7 @@ def weight_of(site: LinearSite, plain: Tensor) -> nn.Parameter:
         storage = storages.empty(format, Region.whole(*plain.shape), fields=fields, **kind)
     if not plain.is_meta:
         storage.quantize_(plain)
-        storage.initial = plain.cpu() if init.keeps_initial else None
+        storage.initial = kept_on_cpu(plain, f"{site.name or 'Linear'}: a weight") if init.keeps_initial else None
     if isinstance(storage, GroupedStorage):
         weight = GroupedParameter(storage, plain.shape)
     else:

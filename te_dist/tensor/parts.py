@@ -8,6 +8,9 @@ fills (`tensor.filling`) are written through.
 
 A gathered parameter reads the scale that every shard has whole out of the shard. Before either of them is written it
 takes a copy: its other bytes belong to the scale of before, and those of the shard to the one that the shard has.
+
+What a weight keeps of the values it was quantized from may lie in memory that others hold too (`Lent`), as the tensors
+of a state dictionary do: a copy of all of them would take that memory twice. It is read as long as nobody writes there.
 """
 
 from __future__ import annotations
@@ -15,9 +18,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
+import torch
+from torch import Tensor
+
+from te_dist._torch_private import tree_map_only
 from te_dist.tensor.storage import QuantizedStorage
+from te_dist.tensor.untyped import TENSOR
 
 _Storage = TypeVar("_Storage", bound=QuantizedStorage)
 
@@ -46,6 +54,53 @@ _READERS: weakref.WeakKeyDictionary[Any, weakref.ref[Reader]] = weakref.WeakKeyD
 _BROADCAST: weakref.WeakSet[QuantizedStorage] = weakref.WeakSet()
 _ORIGINS: weakref.WeakKeyDictionary[QuantizedStorage, _Origin] = weakref.WeakKeyDictionary()
 _BESIDE: weakref.WeakKeyDictionary[QuantizedStorage, list[tuple[Any, Any]]] = weakref.WeakKeyDictionary()
+
+
+class Lent(torch.Tensor):
+    """Values in memory that whoever made them may still hold; what is done with them is done with plain tensors.
+
+    Writes are those that torch counts: what goes past it (`.data`, numpy) is not seen.
+
+    Attributes:
+        plain: the same memory.
+        version: of `plain`, when it was lent.
+        place: of the weight that keeps it, for messages.
+    """
+
+    plain: Tensor
+    version: int
+    place: str
+
+    @classmethod
+    def of(cls, plain: Tensor, place: str) -> Self:
+        """`plain`, which counts its writes, in its memory."""
+        lent = plain.as_subclass(cls)
+        lent.plain, lent.version, lent.place = plain, plain._version, place
+        return lent
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, cls._unchanged, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _unchanged(self) -> Tensor:
+        """`plain`; raises RuntimeError where it was written since."""
+        if self.plain._version != self.version:
+            shape = tuple(self.plain.shape)
+            raise RuntimeError(
+                f"{self.place} got other values in the memory of those it was quantized from, of shape {shape}, which "
+                "preserve_high_precision_init_val keeps without a copy; wanted them as they were. Somebody has written "
+                "there, as into tensors of a state dict from before te_dist.convert: clone before that what is to be "
+                "changed in place ({name: value.clone() for ...}), or load the values again"
+            )
+        return self.plain
+
+
+def kept_on_cpu(plain: Tensor, place: str) -> Tensor:
+    """`plain` on the CPU: what lies there already is lent, or copied where nobody could tell that it was written."""
+    if plain.device.type != "cpu":
+        return plain.cpu()
+    return plain.clone() if plain.is_inference() else Lent.of(plain, place)
 
 
 def note(part: _Storage, whole: QuantizedStorage) -> _Storage:
@@ -150,10 +205,13 @@ def check_writable(tensor: Any) -> None:
     if not isinstance(storage, QuantizedStorage):
         return
     before_writing(storage)
+    if storage.owner is not None and isinstance(storage.owner.initial, Lent):  # where the member's values are written
+        storage.owner.initial = TENSOR.clone(storage.owner.initial)
     origin = _ORIGINS.get(storage)
     if origin is not None and origin.whole() is not None and tensor.numel():
         raise NotImplementedError(
             f"cannot write into a part of shape {tuple(tensor.shape)} of a quantized tensor: it has bytes of its own, "
             "and the whole would not change. Write the whole (values = whole.dequantize(); values[...] = ...; "
-            "whole.copy_(values)), or clone the part to use it alone"
+            "whole.copy_(values)), or clone the part to use it alone: a weight that was given one "
+            "(weight.data = whole[:n]) is given weight.data = whole[:n].clone() before it is loaded or changed in place"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 from uuid import uuid4
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-from te_dist._torch_private import disabled_torch_function
+from te_dist._torch_private import disabled_torch_function, tree_leaves
 from te_dist.formats import Direction, Format
 from te_dist.tensor import filling, writes
 from te_dist.tensor import storage as storages
@@ -77,18 +77,23 @@ class QuantizedTensor(torch.Tensor):
         storage: the buffers and their format.
         keep_initial: whether plain values that initialize it, or are copied into it or assigned to it, are kept
             (`storage.initial`) until it is written otherwise.
+        matrix_dim: of its storages.
     """
+
+    matrix_dim: ClassVar[int] = 0
 
     storage: QuantizedStorage
     keep_initial: bool = False
 
     def __new__(
         cls,
-        storage: QuantizedStorage,
+        storage: QuantizedStorage | QuantizedTensor,
         shape: Sequence[int] | None = None,
         *,
         requires_grad: bool = False,
     ) -> Self:
+        if not isinstance(storage, QuantizedStorage):
+            return cls.around(storage, shape, requires_grad=requires_grad)
         return torch.Tensor._make_wrapper_subclass(
             cls,
             storage.shape if shape is None else shape,
@@ -99,12 +104,34 @@ class QuantizedTensor(torch.Tensor):
 
     def __init__(
         self,
-        storage: QuantizedStorage,
+        storage: QuantizedStorage | QuantizedTensor,
         shape: Sequence[int] | None = None,
         *,
         requires_grad: bool = False,
     ) -> None:
-        self.storage = storage
+        if isinstance(storage, QuantizedStorage):  # else see `around`
+            self.storage = storage
+
+    @classmethod
+    def around(cls, given: Any, shape: Sequence[int] | None, *, requires_grad: bool) -> Self:
+        """Of this class, around the storage of a quantized tensor, for whoever knows `type(weight)(tensor)` only.
+
+        Raises:
+            TypeError: it is something else, or a group where a matrix is wanted, or the other way round.
+        """
+        if not isinstance(given, QuantizedTensor) or given.storage.matrix_dim != cls.matrix_dim:
+            what = type(given).__name__ + (f" of {tuple(given.shape)}" if isinstance(given, Tensor) else "")
+            wanted = ("a matrix", "a group of matrices")[cls.matrix_dim]
+            raise TypeError(
+                f"{cls.__name__}: got {what}, wanted the storage of {wanted}, or a quantized tensor that has one; "
+                "values are quantized into a weight there is (weight.copy_(values)), or by "
+                "te_dist.tensor.quantize(values, format)"
+            )
+        shape = given.shape if shape is None else shape
+        made = given.like(given.storage, shape) if type(given) is cls else cls(given.storage, shape)
+        made.keep_initial = given.keep_initial
+        made.requires_grad_(requires_grad)
+        return made
 
     def like(self, storage: QuantizedStorage, shape: Sequence[int] | None = None) -> Self:
         """Another tensor of this class around `storage`."""
@@ -296,10 +323,12 @@ class OpTable:
             out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
+            shapes = [tuple(each.shape) for each in tree_leaves((args, kwargs)) if isinstance(each, QuantizedTensor)]
             raise NotImplementedError(
-                f"{func} is not defined on a quantized tensor. Call .dequantize() where a copy in high precision is "
-                f"meant; products of matrices belong to te_dist.Linear (te_dist.convert exchanges torch's); "
-                f"docs/tensor.md lists the supported ops"
+                f"{func} is not defined on a quantized tensor: got {shapes}, as of a weight that is used as a plain "
+                "matrix outside of its module, wanted plain tensors, or the product of the module (te_dist.Linear). "
+                "Call .dequantize() where a copy in high precision is meant, or leave this map out of the plan of "
+                'te_dist.convert ({"*.name": None, "*": recipe}); docs/tensor.md lists the supported ops'
             )
         return handler(func, args, kwargs)
 

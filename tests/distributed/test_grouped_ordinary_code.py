@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from te_dist import checkpoints, fsdp2, grouped, quantized_model_init
 from te_dist.fsdp2 import GroupedParameter
 from te_dist.nn.moe import ExpertParallel, MoE, Routing
-from te_dist.recipe import Float8BlockScaling
+from te_dist.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 from te_dist.tensor.placement import local_tensor
 from te_dist.testing import assert_bitwise, mesh, pool
 from tests.distributed.probe import FORMATS, random_matrix
@@ -92,6 +92,54 @@ def mixture(num_experts: int) -> MoE:
 )
 def test_the_whole_of_experts_over_ranks_is_gathered(world: int, num_experts: int, ep: int) -> None:
     pool(world).run(gather_experts, num_experts, ep)
+
+
+def gather_rows_of_experts(rank: int, world: int, recipe: Recipe) -> None:
+    """Experts over `ep`, rows of each over `edp`: the whole leaves and comes back by its bytes."""
+    both = mesh((2, world // 2), ("edp", "ep"))
+    whole, cut, other = (one_of(seed, recipe) for seed in (0, 0, 1))
+    for model in (cut, other):
+        parallelize_module(model, both["ep"], ExpertParallel())
+        fsdp2.fully_shard(model.experts, mesh=both["edp"], shard_placement_fn=lambda _: Shard(1))
+    assert cut.experts.fc1.weight.placements == (Shard(1), Shard(0))
+    options = StateDictOptions(full_state_dict=True)
+    state = get_model_state_dict(cut.experts, options=options)
+    set_model_state_dict(other.experts, dict(state), options=options)
+    for name, want in whole.experts.named_parameters():
+        wanted, mine = wires(want.storage), local_tensor(other.experts.get_parameter(name))
+        for found in (cut.experts.get_parameter(name).full_tensor(), state[name]):
+            assert isinstance(found, grouped.GroupedTensor)
+            assert found.storage.cut is None
+            for field, wire in wires(found.storage).items():
+                assert_bitwise(wire, wanted[field], f"{field} of {name}")
+        for field, wire in wires(mine.storage).items():
+            assert_bitwise(wire, wires(local_tensor(cut.experts.get_parameter(name)).storage)[field], f"loaded {field}")
+
+
+def one_of(seed: int, recipe: Recipe) -> MoE:
+    torch.manual_seed(seed)
+    with quantized_model_init(recipe=recipe):
+        return MoE(64, 64, Routing(num_experts=8, top_k=2), params_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [Float8BlockScaling(), Float8CurrentScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()],
+    ids=lambda recipe: type(recipe).__name__,
+)
+def test_the_whole_of_experts_that_are_cut_along_rows_is_gathered(ranks, recipe: Recipe) -> None:
+    ranks(4).run(gather_rows_of_experts, recipe)
+
+
+def gather_twice(rank: int, world: int, placements: tuple[Shard, Shard]) -> None:
+    whole = grouped.quantize(random_group(0), FORMATS["mxfp8_1d"])
+    over = mesh((2, world // 2), ("edp", "ep"))
+    assert_whole(distribute_tensor(whole, over, placements, src_data_rank=None).full_tensor(), "mxfp8_1d")
+
+
+@pytest.mark.parametrize("placements", [(Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(1), Shard(1))], ids=str)
+def test_the_whole_of_groups_that_are_cut_twice_is_gathered_in_bytes(ranks, placements: tuple[Shard, Shard]) -> None:
+    ranks(4).run(gather_twice, placements)
 
 
 def gather_uneven(rank: int, world: int) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,10 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import te_dist as te
-from te_dist import fsdp2, recipe
+from te_dist import checkpoints, fsdp2, recipe
 from te_dist.fsdp2 import QuantizedParameter
 from te_dist.nn.activations import ACTIVATIONS
+from te_dist.nn.module import weight_of
 from te_dist.nn.norms import normalize
+from te_dist.nn.site import LinearSite
 from te_dist.testing import assert_bitwise
 from tests.nn.test_fronts import WrittenSwiGlu
 
@@ -328,3 +332,68 @@ def test_inputs_that_cannot_be_quantized_are_named_with_their_module(dtype: torc
             pytest.raises(ValueError, match=f"up: an input of {dtype}"),
         ):
             module(torch.ones(8, 128, dtype=dtype), *splits)
+
+
+def converted(in_place: bool) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A model whose weight was quantized, and its state from before, whose tensors may have been changed in place."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    state = model.state_dict()
+    te.convert(model, {"*": recipe.Float8BlockScaling()}, preserve_high_precision_init_val=True)
+    if in_place:
+        state["0.weight"].mul_(2.0)
+    return model, state
+
+
+def first_step(model: nn.Module) -> torch.Tensor:
+    optimizer = te.optim.FusedAdam(model.parameters(), lr=0.0)
+    with te.autocast(recipe=recipe.Float8BlockScaling()):
+        model(normal(16, 64)).sum().backward()
+    optimizer.step()
+    return optimizer.state[model[0].weight]["master_param"]
+
+
+TAKEN = {
+    "first step": first_step,
+    "by name": lambda model: model[0].weight.get_high_precision_init_val(),
+    "export": lambda model: checkpoints.high_precision_state_dict(model)["0.weight"],
+    "copy": lambda model: copy.deepcopy(model)[0].weight.get_high_precision_init_val(),
+    "pickled": lambda model: pickle.loads(pickle.dumps(model[0].weight)).get_high_precision_init_val(),
+    "shard": lambda model: model[0].weight.data[:32].storage.initial,
+}
+
+
+@pytest.mark.parametrize("take", TAKEN.values(), ids=TAKEN)
+def test_kept_values_that_were_changed_by_others_are_not_taken(take: Callable[[nn.Module], torch.Tensor]) -> None:
+    model, state = converted(in_place=False)
+    found = take(model)
+    assert_bitwise(found, state["0.weight"][: len(found)], "kept")
+    assert type(found) is torch.Tensor
+    model, _ = converted(in_place=True)
+    with pytest.raises(RuntimeError, match="^0: a weight got other values.*wanted them as they were.*clone"):
+        take(model)
+    model.load_state_dict({"0.weight": normal(64, 64)})
+    assert_bitwise(take(model)[:32], normal(64, 64)[:32], "loaded again")
+
+
+def test_values_that_are_kept_for_others_are_not_written() -> None:
+    given = normal(2 * 32, 64).view(2, 32, 64)
+    before = given.clone()
+    with te.quantized_model_init(recipe=recipe.Float8BlockScaling(), preserve_high_precision_init_val=True):
+        weight = weight_of(LinearSite(64, 32, name="site"), given.detach())
+    assert weight.get_high_precision_init_val().data_ptr() == given.data_ptr()
+    with torch.no_grad():
+        weight[0].mul_(0.5)
+    assert_bitwise(given, before, "whose memory it is")
+    assert_bitwise(weight.get_high_precision_init_val(), torch.stack([before[0] * 0.5, before[1]]), "kept")
+    given.zero_()
+    assert_bitwise(weight.get_high_precision_init_val()[1], before[1], "kept of its own")
+
+
+def test_values_that_were_made_in_inference_mode_are_kept_as_they_were() -> None:
+    with torch.inference_mode():
+        given = normal(32, 64)
+    with te.quantized_model_init(recipe=recipe.Float8BlockScaling(), preserve_high_precision_init_val=True):
+        weight = weight_of(LinearSite(64, 32, name="site"), given.detach())
+    with torch.inference_mode():
+        given.zero_()
+    assert_bitwise(weight.get_high_precision_init_val(), normal(32, 64), "kept")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 import warnings
 
 import numpy as np
@@ -13,10 +14,10 @@ from torch import nn
 from torch.optim import swa_utils
 
 import te_dist as te
-from te_dist import recipe
+from te_dist import grouped, recipe
 from te_dist.catalog import FORMATS
-from te_dist.fsdp2 import QuantizedParameter
-from te_dist.tensor import quantize
+from te_dist.fsdp2 import GroupedParameter, QuantizedParameter
+from te_dist.tensor import QuantizedTensor, quantize
 from te_dist.testing import assert_bitwise
 from tests.tensor.samples import NAMES, SHAPE, assert_same_bytes, of_each_family, signed
 
@@ -135,6 +136,64 @@ def test_ops_of_ops_are_the_same_in_inference_mode(name: str) -> None:
         assert_same_bytes(got, want, "in inference mode")
     with torch.inference_mode(), pytest.raises(NotImplementedError, match="aten.* is not defined on a quantized"):
         torch.nn.functional.linear(torch.ones(1, SHAPE[1]), weight)
+
+
+@pytest.mark.parametrize("is_param", [False, True])
+@every_format
+def test_the_class_of_a_weight_takes_another_one_over(name: str, is_param: bool) -> None:
+    """As `accelerate` makes parameters: `type(weight)(tensor, requires_grad=...)`."""
+    module = Holder(name)
+    weight = module.weight if is_param else module.weight.data
+    weight.keep_initial = True
+    for requires_grad in (True, False):
+        made = type(module.weight)(weight, requires_grad=requires_grad)
+        assert isinstance(made, nn.Parameter) and type(made) is QuantizedParameter
+        assert made.requires_grad is requires_grad and made.keep_initial and made.is_leaf
+        assert made is not weight and made.storage is weight.storage and made.shape == weight.shape
+    module.weight = made
+    assert module.get_parameter("weight") is made
+    of_class = QuantizedTensor(weight)
+    assert type(of_class) is QuantizedTensor and of_class.storage is weight.storage and not of_class.requires_grad
+    stacked = QuantizedTensor(weight.storage, (2, SHAPE[0] // 2, SHAPE[1]))
+    assert QuantizedParameter(stacked).shape == stacked.shape
+
+
+def test_the_class_of_a_weight_takes_nothing_else() -> None:
+    matrix = QuantizedParameter(quantize(torch.ones(64, 64), FORMATS["float8_block_2d"]).storage)
+    group = GroupedParameter(grouped.quantize(torch.ones(2, 64, 64), FORMATS["float8_block_2d"]).storage)
+    for requires_grad in (True, False):
+        made = GroupedParameter(nn.Parameter(group), requires_grad=requires_grad)
+        assert isinstance(made, nn.Parameter) and made.storage is group.storage and made.requires_grad is requires_grad
+    for cls in (QuantizedTensor, QuantizedParameter, GroupedParameter):
+        other = matrix if cls is GroupedParameter else group
+        named = ((torch.ones(64, 64), r"Tensor of \(64, 64\)"), (None, "NoneType"), (other, type(other).__name__))
+        for given, what in named:
+            with pytest.raises(TypeError, match=rf"^{cls.__name__}: got {what}.*, wanted .*weight\.copy_\(values\)"):
+                cls(given, requires_grad=True)
+
+
+def test_an_op_that_is_not_defined_says_what_of_and_what_to_do() -> None:
+    weight = quantize(signed(dtype=torch.float32), FORMATS["float8_block_2d"])
+    wanted = rf"aten\..* got \[{re.escape(str(SHAPE))}\].*outside of its module.*\.dequantize\(\).*te_dist\.convert"
+    for product in (
+        lambda: weight @ torch.ones(SHAPE[1], 1),
+        weight.t,
+        lambda: torch.ones(1, SHAPE[0]) @ weight,
+    ):
+        with torch.no_grad(), pytest.raises(NotImplementedError, match=wanted):
+            product()
+
+
+@every_format
+def test_a_weight_that_was_given_a_slice_says_how_it_is_loaded(name: str) -> None:
+    big, small = Holder(name), Holder(name)
+    state = {name: value.clone() for name, value in small.state_dict().items()} | {"weight": torch.ones(32, SHAPE[1])}
+    small.weight.data = big.weight.data[:32]
+    with pytest.raises(RuntimeError, match=r"weight\.data = whole\[:n\]\.clone\(\)"):
+        small.load_state_dict(state)
+    small.weight.data = big.weight.data[:32].clone()
+    small.load_state_dict(state)
+    assert_bitwise(small.weight.dequantize(), torch.ones(32, SHAPE[1]), "loaded")
 
 
 @every_format
