@@ -32,6 +32,9 @@ Shape = tuple[int, int, int]
 SHAPES: tuple[Shape, ...] = ((8192, 8192, 8192), (8192, 4096, 7168), (8192, 7168, 2048), (16384, 1536, 2048))
 # What the second of eight ranks has of 11008 features, forward and backward: its parts begin inside of tiles.
 CUT = (((8192, 1376, 4096), (96, 0)), ((8192, 4096, 1376), (0, 96)))
+# Gradients of small weights: (features out, features in, rows).
+NARROW = ((512, 512, 65536), (768, 768, 65536), (1024, 1024, 65536), (1024, 1024, 16384), (4096, 64, 8192))
+WORKSPACE_BYTES = 2**25
 PEER = "deep_gemm"
 TILINGS = [
     gemm.Tiling(*split, cluster, cols)
@@ -77,6 +80,17 @@ class Product:
         )
         return lambda: ops.gemm_float8_block(self.a, self.a_scale, self.b, self.b_scale, out=out, **product)
 
+    def in_parts(self, out: Tensor, parts: int) -> Callable[[], None]:
+        """Parts of the sum beside each other, and their sum."""
+        below = torch.empty(parts * out.shape[0], out.shape[1], device="cuda")
+        how = dict(b_tile=self.b_tile, phase=self.phase, parts=parts, fp8=("e4m3", "e4m3"), bias=None, accumulate=False)
+
+        def call() -> None:
+            ops.gemm_float8_block(self.a, self.a_scale, self.b, self.b_scale, out=below, **how)
+            ops.add_parts(below, out=out)
+
+        return call
+
     def deep_gemm(self, out: Tensor, *, accumulate: bool = False) -> Callable[[], None]:
         peer = importlib.import_module(PEER)
         recipe = (1, 128, 128) if self.b_tile[0] == 128 else (1, 1, 128)
@@ -112,8 +126,8 @@ class WholeProduct:
         scale = torch.full((1, 1), 0.5, device=device)
         return cls(random_codes(rows, depth, device=device), random_codes(cols, depth, device=device), scale)
 
-    def ours(self, out: Tensor, *, fast: bool) -> Callable[[], None]:
-        how = dict(fp8=("e4m3", "e4m3"), bias=None, fast=fast, accumulate=False, workspace=None)
+    def ours(self, out: Tensor, *, fast: bool, workspace: Tensor | None = None) -> Callable[[], None]:
+        how = dict(fp8=("e4m3", "e4m3"), bias=None, fast=fast, accumulate=False, workspace=workspace)
         return lambda: ops.gemm_float8_tensor(self.a, self.scale, self.b, self.scale, out=out, **how)
 
     def torchs(self, out: Tensor, *, fast: bool) -> Callable[[], Tensor]:
@@ -164,6 +178,24 @@ def measure_cut(repeats: int) -> Iterator[Row]:
         }
         for (begin, library), time in zip(calls, median_times(list(calls.values()), repeats), strict=True):
             name = f"1x128 by 128x128, begins at {begin} of tiles"
+            yield Row("x".join(map(str, shape)), name, "bf16", library, time, 2 * prod(shape) / time / 1e6)
+
+
+def measure_narrow(repeats: int) -> Iterator[Row]:
+    """Sums over many rows with few outputs, in parts and at once."""
+    workspace = torch.empty(WORKSPACE_BYTES, device="cuda", dtype=torch.uint8)
+    for shape in NARROW:
+        out = torch.empty(shape[:2], device="cuda", dtype=torch.bfloat16)
+        blocks, whole = Product.random(shape, (1, 128)), WholeProduct.random(shape)
+        parts = gemm.parts_of(*shape[:2], shape[2] // gemm.DEPTH, gemm.Kind(False, 2))
+        calls = {
+            ("1x128 by 1x128", f"te_dist, {parts} parts"): blocks.in_parts(out, parts),
+            ("1x128 by 1x128", "te_dist, one sum"): blocks.ours(out),
+            ("1x128 by 1x128", "torch bf16"): blocks.torch_bf16(out),
+            ("one scale each", "te_dist, in a workspace"): whole.ours(out, fast=False, workspace=workspace),
+            ("one scale each", "te_dist, without"): whole.ours(out, fast=False),
+        }
+        for (name, library), time in zip(calls, median_times(list(calls.values()), repeats), strict=True):
             yield Row("x".join(map(str, shape)), name, "bf16", library, time, 2 * prod(shape) / time / 1e6)
 
 
@@ -227,7 +259,7 @@ def main(
     """Prints the table; writes it as Markdown and JSON into `out`. With `tilings`, what each of them reaches."""
     if sweeps:
         return OF_TILINGS.publish(sweep(repeats), out)
-    REPORT.publish(chain(measure(repeats), measure_cut(repeats), measure_whole(repeats)), out)
+    REPORT.publish(chain(measure(repeats), measure_cut(repeats), measure_narrow(repeats), measure_whole(repeats)), out)
 
 
 if __name__ == "__main__":
