@@ -63,7 +63,8 @@ def convert(
             quantized, or None for plain ones, which products inside of `autocast` quantize each time. The first pattern
             that fits a module counts.
         preserve_high_precision_init_val: keep the values before quantization on the CPU (those of weights that lie
-            there without a copy) until the optimizer begins its masters with them, as `quantized_model_init` does.
+            there without a copy: clone what is changed in place) until the optimizer begins its masters with them, as
+            `quantized_model_init` does.
 
     Returns:
         The new modules by name.
