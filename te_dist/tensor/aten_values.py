@@ -205,7 +205,7 @@ def _write_kept(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 def check_kept(func: Any, target: QuantizedTensor) -> None:
     """Raises NotImplementedError where `target` has nothing but rounded values."""
-    if _kept(target) is None:
+    if _kept(target) is None and not target.storage.is_of_kept_group:
         raise NotImplementedError(
             f"{func} of a quantized tensor of {tuple(target.shape)}: its values are rounded, and those that became 1 "
             "would become inf; make the weight in quantized_model_init(preserve_high_precision_init_val=True), or pass "
