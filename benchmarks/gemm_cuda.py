@@ -53,6 +53,11 @@ class Row:
     time: float
     tflops: float
 
+    @classmethod
+    def of(cls, shape: Shape, product: str, output: str, *, library: str, time: float) -> Row:
+        """Of a product of (M, N, K) = `shape`."""
+        return cls("x".join(map(str, shape)), product, output, library, time, 2 * prod(shape) / time / 1e6)
+
 
 @dataclass(frozen=True)
 class Product:
@@ -162,7 +167,7 @@ def measure(repeats: int) -> Iterator[Row]:
             elif has_peer:
                 calls["bf16", "DeepGEMM"] = product.deep_gemm(bf16)
             for (output, library), time in zip(calls, median_times(list(calls.values()), repeats), strict=True):
-                yield Row("x".join(map(str, shape)), name, output, library, time, 2 * prod(shape) / time / 1e6)
+                yield Row.of(shape, name, output, library=library, time=time)
 
 
 def measure_cut(repeats: int) -> Iterator[Row]:
@@ -178,7 +183,7 @@ def measure_cut(repeats: int) -> Iterator[Row]:
         }
         for (begin, library), time in zip(calls, median_times(list(calls.values()), repeats), strict=True):
             name = f"1x128 by 128x128, begins at {begin} of tiles"
-            yield Row("x".join(map(str, shape)), name, "bf16", library, time, 2 * prod(shape) / time / 1e6)
+            yield Row.of(shape, name, "bf16", library=library, time=time)
 
 
 def measure_narrow(repeats: int) -> Iterator[Row]:
@@ -196,7 +201,7 @@ def measure_narrow(repeats: int) -> Iterator[Row]:
             ("one scale each", "te_dist, without"): whole.ours(out, fast=False),
         }
         for (name, library), time in zip(calls, median_times(list(calls.values()), repeats), strict=True):
-            yield Row("x".join(map(str, shape)), name, "bf16", library, time, 2 * prod(shape) / time / 1e6)
+            yield Row.of(shape, name, "bf16", library=library, time=time)
 
 
 def measure_whole(repeats: int) -> Iterator[Row]:
@@ -207,7 +212,7 @@ def measure_whole(repeats: int) -> Iterator[Row]:
         name = f"one scale each, {'fast' if fast else 'summed in fp32'}"
         calls = {"te_dist": operands.ours(out, fast=fast), "torch": operands.torchs(out, fast=fast)}
         for library, time in zip(calls, median_times(list(calls.values()), repeats), strict=True):
-            yield Row("x".join(map(str, shape)), name, output, library, time, 2 * prod(shape) / time / 1e6)
+            yield Row.of(shape, name, output, library=library, time=time)
 
 
 def label(tiling: gemm.Tiling) -> str:

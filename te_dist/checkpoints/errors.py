@@ -15,6 +15,11 @@ T = TypeVar("T")
 SHOWN = 8  # problems of one kind that a message lists
 
 
+def digest_of(value: Any) -> str:
+    """Of a value that JSON can say, however its keys are ordered."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, or cannot be read into this model. Raised on every rank alike."""
 
@@ -52,8 +57,7 @@ class Ranks:
 
     def differ(self, value: Any) -> bool:
         """Whether ranks have different values, which JSON can say. Collective; a digest is sent."""
-        digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-        return len(set(self.gather(digest))) > 1
+        return len(set(self.gather(digest_of(value)))) > 1
 
     def have_all(self, found: Mapping[str, bool]) -> set[str]:
         """Names that are true on every rank that has them. Collective."""

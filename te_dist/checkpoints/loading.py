@@ -27,6 +27,8 @@ class _Plan:
 
     Attributes:
         where: directory of the checkpoint.
+        manifest: what is said of it, by the names of the model.
+        digest: of that as it was saved, which no other checkpoint has.
         named: tensors of the model.
         converted: by name of a tensor whose format is another one, the key of its high-precision values.
         initial: by name of a weight that keeps it, what it was quantized from, to be filled.
@@ -34,11 +36,11 @@ class _Plan:
         packing: how names of the checkpoint differ from those of the model.
         extra: tensors of the user, to be filled, by reference.
         unexpected: saved names that this rank has no use for.
-        manifest_digest: of what is said of the checkpoint, as it was saved.
     """
 
     where: Path
     manifest: Manifest
+    digest: str
     named: dict[str, Tensor]
     converted: dict[str, Key]
     packing: Packing
@@ -46,7 +48,6 @@ class _Plan:
     states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
     extra: dict[str, Tensor] = field(default_factory=dict)
     unexpected: set[str] = field(default_factory=set)
-    manifest_digest: str = ""
 
     @property
     def read_directly(self) -> dict[str, Tensor]:
@@ -146,7 +147,7 @@ def load(path: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer
     """
     ranks, optimizer = Ranks.all(), optimizer_state.unwrapped(optimizer)
     plan = ranks.together(lambda: _plan(_given(path), model, optimizer))
-    found = ranks.gather(_Found(plan.unexpected, plan.manifest_digest, str(path), plan.reads_state(optimizer)))
+    found = ranks.gather(_Found(plan.unexpected, plan.digest, str(path), plan.reads_state(optimizer)))
     _check_same(found)
     unexpected = set.intersection(*(each.unexpected for each in found))
     if unexpected:
@@ -167,7 +168,7 @@ class _Found(NamedTuple):
     """What a rank is about to read: see `_Plan`, and what it was given."""
 
     unexpected: set[str]
-    manifest_digest: str
+    digest: str
     path: str
     reads_state: bool | None
 
@@ -175,7 +176,7 @@ class _Found(NamedTuple):
 def _check_same(found: Sequence[_Found]) -> None:
     """Raises CheckpointError where ranks would read different checkpoints, or different parts of one."""
     for what, values in (
-        ("a checkpoint", [each.manifest_digest for each in found]),
+        ("a checkpoint", [each.digest for each in found]),
         ("whether there is an optimizer", [each.reads_state for each in found]),
     ):
         told = [rank for rank, value in enumerate(values) if value is not None]
@@ -231,8 +232,7 @@ def _plan(path: Path, model: nn.Module, optimizer: Optimizer | None) -> _Plan:
                 "that was made by a recipe of the same weights without any"
             )
         raise CheckpointError(f"cannot load {path}: {listed(problems)}; {remedy}")
-    plan = _Plan(where, manifest, named, converted, packing, extra=extras.allocate(manifest.extra))
-    plan.manifest_digest = digest
+    plan = _Plan(where, manifest, digest, named, converted, packing, extra=extras.allocate(manifest.extra))
     plan.unexpected = set(manifest.model) - set(named)
     plan.initial = initial.to_fill(named, manifest, converted)
     if optimizer is not None and manifest.optimizer is not None:

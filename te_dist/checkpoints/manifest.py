@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import zlib
 from dataclasses import asdict, dataclass, field
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from te_dist.checkpoints.errors import CheckpointError, listed
+from te_dist.checkpoints.errors import CheckpointError, digest_of, listed
 
 MANIFEST = "manifest.json"
 LAYOUT = 1  # of manifest and keys; raised when a reader of the old one would go wrong
@@ -45,7 +44,7 @@ class Manifest:
     @property
     def digest(self) -> str:
         """That of no other checkpoint: files and their checksums are in it."""
-        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()
+        return digest_of(asdict(self))
 
     def write(self, where: Path) -> None:
         """Writes it into the directory `where`, with a checksum of its own."""

@@ -18,7 +18,7 @@ import inspect
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -303,29 +303,4 @@ class GroupedParameter(ShardedParameter, GroupedTensor):
     each (`shard_placement_fn=lambda param: Shard(1)`, for fewer members than ranks).
     """
 
-    matrix_dim: ClassVar[int] = GroupedStorage.matrix_dim
-
     storage: GroupedStorage  # type: ignore[assignment]
-
-    def __new__(
-        cls,
-        storage: GroupedStorage | GroupedTensor,
-        shape: Sequence[int] | None = None,
-        *,
-        strides: Sequence[int] | None = None,
-        requires_grad: bool = False,
-    ) -> Self:
-        if not isinstance(storage, GroupedStorage):
-            return cls.around(storage, shape, requires_grad=requires_grad)
-        return super().__new__(cls, storage, shape, strides=strides, requires_grad=requires_grad)
-
-    def __init__(
-        self,
-        storage: GroupedStorage | GroupedTensor,
-        shape: Sequence[int] | None = None,
-        *,
-        strides: Sequence[int] | None = None,
-        requires_grad: bool = False,
-    ) -> None:
-        if isinstance(storage, GroupedStorage):  # else see `around`
-            super().__init__(storage, shape, strides=strides, requires_grad=requires_grad)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -27,16 +27,20 @@ class GroupedTensor(QuantizedTensor):
         storage: the buffers, their format and the group they hold.
     """
 
+    matrix_dim: ClassVar[int] = GroupedStorage.matrix_dim
+
     storage: GroupedStorage
 
     def __new__(
         cls,
-        storage: GroupedStorage,
+        storage: GroupedStorage | GroupedTensor,
         shape: Sequence[int] | None = None,
         *,
         strides: Sequence[int] | None = None,
         requires_grad: bool = False,
     ) -> Self:
+        if not isinstance(storage, GroupedStorage):
+            return cls.around(storage, shape, requires_grad=requires_grad)
         return torch.Tensor._make_wrapper_subclass(
             cls,
             torch.Size(storage.shape if shape is None else shape),
@@ -48,13 +52,14 @@ class GroupedTensor(QuantizedTensor):
 
     def __init__(
         self,
-        storage: GroupedStorage,
+        storage: GroupedStorage | GroupedTensor,
         shape: Sequence[int] | None = None,
         *,
         strides: Sequence[int] | None = None,
         requires_grad: bool = False,
     ) -> None:
-        self.storage = storage  # pyright: ignore[reportIncompatibleVariableOverride]
+        if isinstance(storage, GroupedStorage):  # else see `around`
+            self.storage = storage  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def like(self, storage: GroupedStorage, shape: Sequence[int] | None = None) -> Self:  # type: ignore[override]
         """Another tensor of this class around `storage`; of this one's strides, where it has its shape."""

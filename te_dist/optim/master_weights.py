@@ -330,13 +330,14 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _hand_in(self) -> None:
         """Groups, hyperparameters and state, to the wrapped optimizer."""
-        for param in self._params():
+        params = self._params()
+        for param in params:
             self._refresh(param, self._current_master(param))
         self._follow_groups()
-        for param in self._params():
+        for param in params:
             self._hand_in_state(param)
         # NOTE: one whose state is still there keeps its master, since it may come back into a group.
-        for stale in self._masters.keys() - set(self._params()) - self.state.keys():
+        for stale in self._masters.keys() - set(params) - self.state.keys():
             self.wrapped.state.pop(self._masters.pop(stale), None)
             self._states.pop(stale, None)
             self._without.discard(stale)

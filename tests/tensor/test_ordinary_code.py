@@ -164,8 +164,8 @@ def test_the_class_of_a_weight_takes_nothing_else() -> None:
     for requires_grad in (True, False):
         made = GroupedParameter(nn.Parameter(group), requires_grad=requires_grad)
         assert isinstance(made, nn.Parameter) and made.storage is group.storage and made.requires_grad is requires_grad
-    for cls in (QuantizedTensor, QuantizedParameter, GroupedParameter):
-        other = matrix if cls is GroupedParameter else group
+    for cls in (QuantizedTensor, QuantizedParameter, grouped.GroupedTensor, GroupedParameter):
+        other = matrix if issubclass(cls, grouped.GroupedTensor) else group
         named = ((torch.ones(64, 64), r"Tensor of \(64, 64\)"), (None, "NoneType"), (other, type(other).__name__))
         for given, what in named:
             with pytest.raises(TypeError, match=rf"^{cls.__name__}: got {what}.*, wanted .*weight\.copy_\(values\)"):
