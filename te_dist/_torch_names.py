@@ -96,6 +96,11 @@ ATTRIBUTES = (
         "whether somebody sees what a module is given; there is a public way to add a hook, none to ask for any",
     ),
     Private("torch.nn.Module._forward_hooks", "the same of those who see what it is given and returns"),
+    Private(
+        "torch.nn.Module._forward_pre_hooks_with_kwargs",
+        "which hooks take keywords, by keys that are chosen: torch's own are numbers, by which graphs are guarded",
+    ),
+    Private("torch.nn.Module._forward_hooks_always_called", "the same of hooks that run where a pass raises"),
     Private("torch.nn.Module._backward_hooks", "the same of those who see gradients"),
     Private("torch.nn.Module._backward_pre_hooks", "the same of those who see gradients of outputs"),
     Private("torch.nn.modules.module._has_any_global_hook", "the same of those who see all modules"),
@@ -124,6 +129,11 @@ ATTRIBUTES = (
     Private(
         "torch._C._is_any_autocast_enabled",
         "whether autocast is on at all, asked on every pass; the public question needs the type of a device",
+    ),
+    Private(
+        "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx",
+        "whether a graph may break (`one_graph`): what is quantized between layers is none of what a graph gives back; "
+        "the public questions are whether one is traced, or exported",
     ),
     Private(
         "torch._ops.OpOverload._schema",

@@ -29,11 +29,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    is_traceable_wrapper_subclass,
-    return_and_correct_aliasing,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from te_dist._torch_names import ATTRIBUTES, IMPORTED, Private
@@ -65,6 +61,7 @@ __all__ = [
     "is_any_gathered",
     "is_joining_pieces",
     "is_mutable",
+    "is_one_graph",
     "is_placing",
     "is_traceable_wrapper_subclass",
     "managed_parameters",
@@ -120,6 +117,11 @@ def process_group(name: str) -> dist.ProcessGroup:
     return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
+def is_one_graph() -> bool:
+    """Whether the graph that this thread traces is not to break, by `fullgraph=True`."""
+    return sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx().one_graph
+
+
 def is_executed(node: Any) -> bool:
     """Whether the backward pass that runs wants what is handed to `node`; `torch.autograd.grad` leaves others out."""
     try:
@@ -170,14 +172,9 @@ def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 def is_watched(module: nn.Module) -> bool:
     """Whether more than its forward pass runs when `module` is called: its hooks, those of all modules, a compiler."""
-    of_module = (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._backward_pre_hooks,
-        module._backward_hooks,
-    )
+    hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
     is_compiled = module._compiled_call_impl is not None
-    return any(of_module) or is_compiled or bool(torch.nn.modules.module._has_any_global_hook())
+    return any(hooks) or is_compiled or bool(torch.nn.modules.module._has_any_global_hook())
 
 
 def unpacks_by_checkpoint(ctx: Any) -> bool | None:

@@ -53,8 +53,12 @@ class Plane(NamedTuple):
 class Codec:
     """Base of all codecs. Subclasses are frozen dataclasses that hold every parameter of their numerics."""
 
-    deterministic: ClassVar[bool] = True  # quantizing twice gives the same bytes
     pads_groups: ClassVar[bool] = True  # columnwise, groups of rows begin at tiles of their own
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether quantizing twice gives the same bytes."""
+        return True
 
     @property
     def amax_tiles(self) -> tuple[Pair, ...]:

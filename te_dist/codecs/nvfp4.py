@@ -50,7 +50,7 @@ class NvFp4(TiledCodec):
             raise ValueError("four_over_six chooses by exact error: turn off hadamard and stochastic rounding for it")
 
     @property
-    def deterministic(self) -> bool:  # type: ignore[override]
+    def deterministic(self) -> bool:
         return not self.stochastic
 
     @property

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from te_dist.formats.region import WHOLE, Pair, Region, hashed_once
+from te_dist.formats.region import WHOLE, Pair, Region, Span, hashed_once
 
 Order = Literal["mk", "km"]
 _AS_GRAIN: Pair = (-1, -1)
@@ -96,11 +96,11 @@ class Field:
         """Allocated (outer, inner) extents: `compact_shape` rounded up to `pad`."""
         return _shapes(self, region)[1]
 
-    def shape_of(self, rows: int, cols: int) -> Pair:
-        """`shape` of a matrix that was not cut; its extents may be a compiler's symbols, which no cache has."""
+    def shape_of(self, rows: int, cols: Span) -> Pair:
+        """`shape` of all rows of a matrix, whose number may be a compiler's symbol, which no cache has."""
         row_grain, col_grain = self.grain
-        counts = 1 if row_grain == WHOLE else -(-rows // row_grain), 1 if col_grain == WHOLE else -(-cols // col_grain)
-        return _stored(self, *counts)[1]
+        num_rows = 1 if row_grain == WHOLE else -(-rows // row_grain)
+        return _stored(self, num_rows, len(cols.blocks(col_grain)))[1]
 
     def compact_bytes(self, region: Region) -> int:
         """Bytes of the unpadded field: what crosses a wire or goes to disk."""
@@ -133,6 +133,9 @@ class Numerics(Protocol):
     pads_groups: ClassVar[bool]
 
     def __hash__(self) -> int: ...
+
+    @property
+    def deterministic(self) -> bool: ...
 
     @property
     def amax_tiles(self) -> tuple[Pair, ...]: ...

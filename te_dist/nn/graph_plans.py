@@ -23,7 +23,7 @@ from te_dist.nn.spelled import made_of
 from te_dist.recipe import Recipe
 
 # Of what ops return, in all names of plans: compilers keep graphs on disk, and would run those of another te_dist.
-REVISION = 3
+REVISION = 4
 # By kind of maps: (recipe or None, `LinearSite.place`, dtype of the input, target) -> the plan, None where it needs
 # more than tensors.
 MAKERS: dict[str, Callable[[Recipe | None, str, torch.dtype, str], Plan | None]] = {}
@@ -80,7 +80,7 @@ def name_for_graphs(
     text = repr(tuple(name))
     if trains and made_by is not None:
         lost_recipes.know(text, places[1])
-    _plans.setdefault(text, plan)
+    _plans[text] = plan  # anew, since a group may have the name of one that is gone
     return text
 
 
@@ -100,6 +100,18 @@ def plan_named(text: str) -> Plan:
 def reads_gradients_once(text: str) -> bool:
     """See `Plan`, of that of this name."""
     return plan_named(text).reads_gradients_once
+
+
+@torch.compiler.assume_constant_result
+def draws(text: str) -> bool:
+    """See `Plan`, of that of this name."""
+    return plan_named(text).draws
+
+
+@torch.compiler.assume_constant_result
+def row_multiple_of(text: str) -> int:
+    """See `Plan`, of that of this name."""
+    return plan_named(text).row_multiple
 
 
 def _made_again(text: str) -> Plan:

@@ -52,6 +52,11 @@ class Plan:
         known = all(isinstance(quantizer, Quantizer) and quantizer.takes_groups for quantizer in quantizers)
         return self.fits_groups and known
 
+    @cached_property
+    def draws(self) -> bool:
+        """Whether a pass draws random numbers."""
+        return any(quantizer.draws for quantizer in (self.input, self.weight, self.grad_output))
+
     @property
     def reads_gradients_once(self) -> bool:
         """Whether gradients of the output are quantized in one pass, so that they may be computed there."""

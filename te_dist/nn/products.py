@@ -227,7 +227,7 @@ def _forward(
 
 def saved_part(inputs: QuantizedStorage) -> tuple[tuple[Tensor, ...], StorageKind]:
     """What backward needs of the input: its buffers, and what these are."""
-    part = _columnwise_part(inputs)
+    part = columnwise_part(inputs)
     return tuple(part.buffers.values()), StorageKind.of(part)
 
 
@@ -390,7 +390,7 @@ def _quantized_weight(weight: Tensor, plan: Plan, direction: Direction) -> Quant
     return weight.storage if isinstance(weight, QuantizedTensor) else plan.weight.encode(weight, direction)
 
 
-def _columnwise_part(inputs: QuantizedStorage) -> QuantizedStorage:
+def columnwise_part(inputs: QuantizedStorage) -> QuantizedStorage:
     """What wgrad reads of the input, and nothing else."""
     if COLUMNWISE in inputs.directions:
         return inputs.select(COLUMNWISE)

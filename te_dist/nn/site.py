@@ -20,10 +20,10 @@ from te_dist.formats import Format
 from te_dist.fsdp2.check import check_gathered, local_part
 from te_dist.kernels.runtime import is_recording, target_of
 from te_dist.kernels.tape import Tapes
-from te_dist.nn import activations, forgotten, lost_recipes, traced
+from te_dist.nn import activations, forgotten, lost_recipes, traced, traced_parallel
 from te_dist.nn.answers import LINEAR, Answers, answers_of, check, requests_of, row_multiple
 from te_dist.nn.fronts import FRONTS, Fronts
-from te_dist.nn.graph_plans import MAKERS, name_for_graphs
+from te_dist.nn.graph_plans import MAKERS, name_for_graphs, plan_named, row_multiple_of
 from te_dist.nn.passes import MAX_PLANNED, WITHOUT, WITHOUT_BESIDE, Latest, Moving, Pass, latest_of, note, planned_of
 from te_dist.nn.plan import Plan, plan_by
 from te_dist.nn.products import linear
@@ -33,6 +33,9 @@ from te_dist.recipe import Recipe
 from te_dist.scaling.delayed import DelayedScalingState
 from te_dist.scaling.history import DelayedScalingRequest
 from te_dist.tensor import QuantizedStorage, QuantizedTensor, placement
+from te_dist.tensor_parallel.cutting import placement_named
+from te_dist.tensor_parallel.spread import PlacedQuantizer
+from te_dist.tensor_parallel.traced import find_plans_by, is_static
 
 _PassKey = tuple[torch.dtype, torch.device, Any, bool, torch.Size]
 _numbers = count(1)
@@ -53,6 +56,7 @@ class LinearSite(nn.Module):
         number: higher than those of maps that this process made before; copies have that of the original.
         scaling: histories and scales of delayed scaling; None until a recipe asks for them.
         placed: (role, quantizer) -> the quantizer of a part that this rank holds; set by tensor parallelism.
+        around: what ranks send each other around this map, see `tensor_parallel.sites.Around`; set with `placed`.
         takes_gathered: whether inputs are gathered as those of this map, by a module around it.
         fuses_wgrad: whether the gradient of the weight is added to its `main_grad` instead of being returned.
         made_quantized: whether weights of this map were.
@@ -64,6 +68,7 @@ class LinearSite(nn.Module):
     scaling: DelayedScalingState | None
     handed: bool  # whether the latest pass handed its rows to the next map, see `fronts.hands_over`
     placed: Callable[[str, Quantizer], Any] | None = None
+    around: Any = None
     takes_gathered: bool = False
     fuses_wgrad: bool = False
     made_quantized: bool = False
@@ -81,6 +86,13 @@ class LinearSite(nn.Module):
         self.place = self.graph_place = repr((name, in_features, out_features))
         self.number = next(_numbers)
         self.register_module("scaling", None)
+
+    def cut(self, placed: Any, around: Any) -> None:
+        """Says which part of this map each rank has, and what these send each other."""
+        self.placed, self.around = placed, around
+        self.place, self.graph_place = (
+            repr((*literal_eval(text), placed.text)) for text in (self.place, self.graph_place)
+        )
 
     def share_graphs(self) -> None:
         """Leaves the name out of graphs by recipes that read none: maps of the same sizes share them then."""
@@ -109,8 +121,31 @@ class LinearSite(nn.Module):
         front = fronts.get("front", "")
         if torch.compiler.is_compiling():
             assert not fronts.get("hands_to") and fronts.get("values") is None, "what is handed over is none of a graph"
+            if self.around is not None and (out := self.around.in_graph(self, x, weight, bias)) is not None:
+                return out
             if self._keeps_state(x, weight):
                 return self._outside_of_graphs(x, weight, bias, front)
+        elif self.around is not None and not is_recording():  # a rehearsal sends nothing
+            x, weight, bias = given = self.around.before(self, x, weight, bias)
+            return self.around.behind(self, given, self._multiplied(x, weight, bias, **fronts))
+        return self._multiplied(x, weight, bias, **fronts)
+
+    def among_ranks(self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: str, around: tuple[Any, ...]) -> Tensor:
+        """`forward` in a graph, by a plan of `graph_plan`, and what is `traced_parallel.Around` it."""
+        x, weight, bias = self._local(x, weight, bias)
+        traced.check_differentiable("a linear map", trains=self.training)
+        return traced_parallel.linear(x, weight, bias, plan, around)
+
+    def _multiplied(self, x: Tensor, weight: Tensor, bias: Tensor | None, **fronts: Unpack[Fronts]) -> Any:
+        x, weight, bias = self._local(x, weight, bias, front=fronts.get("front", ""))
+        if torch.compiler.is_compiling():
+            return self._in_graph(x, weight, bias, fronts.get("front", ""))
+        return self._at_once(x, weight, bias, **fronts)
+
+    def _local(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, front: str = ""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What this rank multiplies, checked."""
         if isinstance(weight, DTensor):
             weight = local_part(self.name or "Linear", weight, is_cut=self.placed is not None)
         if isinstance(bias, DTensor):
@@ -125,10 +160,7 @@ class LinearSite(nn.Module):
             )
         if weight.is_meta and not is_recording():
             raise without_values(self.name or "Linear")
-        x = autocast_of_torch(x)
-        if torch.compiler.is_compiling():
-            return self._in_graph(x, weight, bias, front)
-        return self._at_once(x, weight, bias, **fronts)
+        return autocast_of_torch(x), weight, bias
 
     def __repr__(self) -> str:
         return super().__repr__() if self.scaling is not None else f"{type(self).__name__}()"
@@ -156,12 +188,13 @@ class LinearSite(nn.Module):
 
     def _keeps_state(self, x: Tensor, weight: Tensor) -> bool:
         """Whether this map is none of a graph. Asked of parameters as they are: no graph may give their parts back."""
-        keeps = isinstance(x, QuantizedTensor) or self.placed is not None or self.fuses_wgrad
+        is_symbolic = isinstance(x, QuantizedTensor) and not is_static(x)
+        keeps = self.placed is not None or self.fuses_wgrad or is_symbolic
         return keeps or not traced.holds(weight, multiplies=x.requires_grad)
 
     def _in_graph(self, x: Tensor, weight: Tensor, bias: Tensor | None, front: str) -> Tensor:
         """As `_at_once`, see [Note: Compiled linear maps]."""
-        state, is_quantized = current_autocast(), isinstance(weight, QuantizedTensor)
+        state, is_quantized = current_autocast(), isinstance(weight, QuantizedTensor) or isinstance(x, QuantizedTensor)
         name, trains = state.name, self.training or torch.is_grad_enabled()
         if not name and trains:
             lost_recipes.refuse_again(self.graph_place)
@@ -169,13 +202,33 @@ class LinearSite(nn.Module):
             x, front = activations.find(front)(x), ""
         if not name and not is_quantized:
             return _plain(x, weight, bias)
-        place = self.graph_place if state.is_uniform else self.place
-        places = place, self.graph_place
-        plan = name_for_graphs(LINEAR, name, places, dtype=x.dtype, device=weight.device, trains=trains)
+        plan = self._name_of_plan(x, weight)
         if plan is None:
             return self._outside_of_graphs(x, weight, bias, front)
         traced.check_differentiable("a linear map", trains=self.training)
         return traced.linear(x, weight, bias, plan=plan, front=front)
+
+    def _name_of_plan(self, x: Tensor, weight: Tensor) -> str | None:
+        state, trains = current_autocast(), self.training or torch.is_grad_enabled()
+        places = self.graph_place if state.is_uniform else self.place, self.graph_place
+        return name_for_graphs(LINEAR, state.name, places, dtype=x.dtype, device=weight.device, trains=trains)
+
+    def fits_in_graph(self, plan: str, rows: int) -> bool:
+        """Whether products take as many rows, by a plan of `graph_plan`."""
+        return rows % row_multiple_of(plan) == 0
+
+    def graph_plan(self, x: Tensor, weight: Tensor) -> str:
+        """Name of the plan by which a graph that is being traced computes this map, cut over ranks or not.
+
+        "" where it is computed outside of the graph; outside of `autocast` too.
+        """
+        if not current_autocast().name or self.fuses_wgrad or traced.is_exporting():
+            return ""
+        if isinstance(x, QuantizedTensor) and not is_static(x):
+            return ""
+        if not traced.holds(weight, multiplies=x.requires_grad):
+            return ""
+        return self._name_of_plan(x, weight) or ""
 
     @torch.compiler.disable(
         reason="this map keeps state in Python (delayed scaling, tensor parallelism, main gradients), its input is "
@@ -397,13 +450,22 @@ def _plan_in_graph(recipe: Recipe | None, place: str, dtype: torch.dtype, target
     """See `graph_plans.MAKERS`."""
     if recipe is None:
         return _WEIGHT_ONLY
-    name, *features = literal_eval(place)
+    name, in_features, out_features, *cut = literal_eval(place)
+    features = in_features, out_features
     answers = answers_of(recipe, name, LINEAR)
     check(recipe, (name, *features), target)
     if requests_of(answers):
         return None
     multiple = row_multiple(recipe, name, dtype, target=target)
-    return plan_by(recipe, LINEAR, answers, features=features, row_multiple=multiple)
+    if not cut:
+        return plan_by(recipe, LINEAR, answers, features=features, row_multiple=multiple)
+    placed = placement_named(*cut)
+    quantizers = {role: placed(role, quantizer) for role, quantizer in answers.items()}
+    if not all(each.is_alike(dtype) for each in quantizers.values() if isinstance(each, PlacedQuantizer)):
+        return None  # see [Note: Parallel layers in graphs]
+    plan = plan_by(recipe, LINEAR, quantizers, features=features, row_multiple=multiple)
+    return replace(plan, tapes=Tapes())  # quantizers of parts that ranks hold know their ranks
 
 
 MAKERS[LINEAR] = _plan_in_graph
+find_plans_by(plan_named)

@@ -6,30 +6,34 @@ the bits are the same. Their tensors are plain: a quantized weight is handed ove
 input comes back as buffers. How to compute is said by name: the text of a plan, or of a format, stands in the graph as
 a constant, see [Note: Plans in graphs]. A plan is found while a graph is traced, and the graph is guarded by the recipe
 it was found for. The number of rows may be a symbol: a graph serves all numbers, or, where products take multiples,
-those that fit or all others. State that lives in Python (histories of delayed scaling, the process groups of tensor
-parallelism, main gradients) is not in a graph, nor is a weight of which backward is to gather the other direction: such
-maps stay outside of it.
+those that fit or all others. State that lives in Python (histories of delayed scaling, main gradients) is not in a
+graph, nor is a weight of which backward is to gather the other direction: such maps stay outside of it. Those that
+tensor parallelism cuts are in `traced_parallel`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from te_dist._torch_private import are_transforms_active
 from te_dist.formats import Direction, Format, Region
 from te_dist.nn import lost_recipes
-from te_dist.nn.graph_plans import plan_named
+from te_dist.nn.graph_plans import draws, plan_named
 from te_dist.nn.once import torch_once_differentiable
-from te_dist.nn.products import Backward, backward, forward, quantized_input, saved_part
+from te_dist.nn.products import Backward, backward, columnwise_part, forward, quantized_input, saved_part
 from te_dist.nn.spelled import made_of
 from te_dist.ops._library import LIBRARY
 from te_dist.ops.group_table import TILE
 from te_dist.tensor import OPS, QuantizedStorage, QuantizedTensor, StorageKind
+from te_dist.tensor.placement import local_tensor
+from te_dist.tensor_parallel.spread import PlacedQuantizer
 
 PLAIN = ""  # kind of a plain weight
 BOTH = tuple(Direction)
@@ -91,7 +95,7 @@ def check_differentiable(label: str, *, trains: bool) -> None:
     In transforms of torch.func compilers see no tensor that wants a gradient, and leave backward out; a program of
     torch.export has none. `label` is no name of the map, which graphs would be guarded by.
     """
-    if trains and _is_exporting():
+    if trains and is_exporting():
         raise NotImplementedError(
             f"{label}: got training mode in torch.export, wanted a module that is evaluated, since programs have no "
             "backward pass of it; call eval() before"
@@ -104,7 +108,8 @@ def check_differentiable(label: str, *, trains: bool) -> None:
 
 
 @torch.compiler.assume_constant_result
-def _is_exporting() -> bool:
+def is_exporting() -> bool:
+    """Whether torch.export traces."""
     return torch.compiler.is_exporting()  # which torch 2.11 takes for true in all graphs
 
 
@@ -125,23 +130,55 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: str, *how: Any) -> Tensor:
-        out, *buffers = torch.ops.te_dist.linear_forward(x, [weight], bias, plan, PLAIN, *how)
+        out, inputs = forward_op(x, weight, bias, plan, how)
         ctx.plan, ctx.shape, ctx.front = plan, x.shape, how[-1]
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        ctx.save_for_backward(*buffers, weight, x if ctx.front else None)
+        ctx.save_for_backward(*inputs, weight, x if ctx.front else None)
         return out
 
     @staticmethod
     @torch_once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *buffers, weight, behind = ctx.saved_tensors
-        wants = ctx.needs_input_grad[:3]
-        place = ctx.plan, PLAIN, list(wants), ctx.shape, *ctx.dtypes, behind, ctx.front
-        grads = iter(torch.ops.te_dist.linear_backward(grad, buffers, [weight], *place))
-        return *(next(grads) if wanted else None for wanted in wants), *(None,) * 4
+        *inputs, weight, behind = ctx.saved_tensors
+        of = ctx.plan, ctx.needs_input_grad[:3], ctx.shape, ctx.dtypes
+        return *backward_op(grad, inputs, weight, of, (behind, ctx.front)), *(None,) * 4
 
 
-def _weight(parts: Sequence[Tensor], kind: str) -> Tensor:
+def forward_op(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: str, how: tuple[bool, bool, str]
+) -> tuple[Tensor, list[Tensor]]:
+    """(output, what backward needs of the input): of one that is quantized itself.
+
+    `how`: whether that is wanted, whether the gradient of the input is, the activation in front.
+    """
+    saves_input, reads_columns, front = how
+    keeps_own = saves_input and isinstance(x, QuantizedTensor)
+    wants = saves_input and not keeps_own, reads_columns, front
+    op = torch.ops.te_dist.linear_forward_drawing if draws(plan) else torch.ops.te_dist.linear_forward
+    out, *buffers = op(x, [], [weight], bias, plan, [PLAIN, PLAIN], *wants)
+    return out, [x] if keeps_own else buffers
+
+
+def backward_op(
+    grad: Tensor,
+    inputs: list[Tensor],
+    weight: Tensor,
+    of: tuple[str, tuple[bool, ...], Sequence[int], tuple[torch.dtype | None, ...]],
+    front: tuple[Tensor | None, str] = (None, ""),
+) -> list[Tensor | None]:
+    """Gradients of input, weight and bias, None where one is not wanted.
+
+    `of`: the plan, which are wanted, shape of the input, types of all three. `front`: as of `Backward`.
+    """
+    plan, wants, shape, dtypes = of
+    place = plan, [PLAIN] * 3, list(wants), shape, *dtypes, *front
+    op = torch.ops.te_dist.linear_backward_drawing if draws(plan) else torch.ops.te_dist.linear_backward
+    found = iter(op(grad, [], inputs, [weight], *place))
+    return [next(found) if wanted else None for wanted in wants]
+
+
+def _whole(parts: Sequence[Tensor], kind: str) -> Tensor:
+    """What was handed over: a plain tensor as it is, a quantized one as its buffers."""
     if kind == PLAIN:
         return parts[0]
     known = _kinds.get(kind) or made_of(kind, Kind)
@@ -149,20 +186,19 @@ def _weight(parts: Sequence[Tensor], kind: str) -> Tensor:
     return QuantizedTensor(QuantizedStorage(known.format, buffers, known.region, dtype=known.dtype), known.shape)
 
 
-def _forward(x: Tensor, weight: list[Tensor], bias: Tensor | None, plan: str, *rest: Any) -> list[Tensor]:
-    kind, saves_input, reads_columns, front = rest
-    whole = _weight(weight, kind)
+def _forward(x: Tensor, more: list[Tensor], weight: list[Tensor], *rest: Any) -> list[Tensor]:
+    bias, plan, (kind, kind_of_weight), saves_input, reads_columns, front = rest
+    rows, known = _whole([x, *more], kind), plan_named(plan)
     lost_recipes.forward(plan, records=saves_input or reads_columns)
-    tensors, saved = forward(x, whole, bias, plan_named(plan), saves_input, front)
-    return returned(tensors, saved, place=(plan, front, x.shape, x.dtype), saved=_saved)
+    tensors, saved = forward(rows, _whole(weight, kind_of_weight), bias, known, saves_input, front)
+    return returned(tensors, saved, place=(plan, front, rows.shape, rows.dtype), saved=_saved)
 
 
-def _fake_forward(x: Tensor, weight: list[Tensor], bias: Tensor | None, plan: str, *rest: Any) -> list[Tensor]:
-    kind, saves_input, _, front = rest
-    out = x.new_empty((*x.shape[:-1], _weight(weight, kind).shape[0]))
-    if not saves_input:
-        return [out]
-    return [out, *_fake_saved(x, plan, front)]
+def _fake_forward(x: Tensor, more: list[Tensor], weight: list[Tensor], *rest: Any) -> list[Tensor]:
+    _, plan, (kind, kind_of_weight), saves_input, _, front = rest
+    rows = _whole([x, *more], kind)
+    out = x.new_empty((*rows.shape[:-1], _whole(weight, kind_of_weight).shape[0]), dtype=rows.dtype)
+    return [out, *_fake_saved(rows, plan, front)] if saves_input else [out]
 
 
 def _fake_saved(x: Tensor, plan: str, front: str) -> list[Tensor]:
@@ -174,27 +210,38 @@ def _fake_saved(x: Tensor, plan: str, front: str) -> list[Tensor]:
     rows, multiple = math.prod(leading), plan_named(plan).row_multiple
     is_cut = bool(rows % multiple)
     sample = x.new_empty((TILE * multiple + is_cut, int(cols)))
-    buffers, saved = saved_part(quantized_input(sample, plan_named(plan), BOTH, front=front)[Direction.COLUMNWISE])
-    sampled, cols = saved.region.shape
+    known = plan_named(plan)
+    if isinstance(known.input, PlacedQuantizer):
+        known = replace(known, input=known.input.alone)
+    buffers, saved = saved_part(quantized_input(sample, known, BOTH, front=front)[Direction.COLUMNWISE])
+    sampled, cols = len(saved.region.rows), saved.region.cols
     unit = math.gcd(TILE, sampled) if is_cut else 1
     fields = {field.name: field for field in saved.format.fields}
     shapes = (fields[name].shape_of(-(-rows // unit) * unit, cols) for name in saved.names)
     return [x.new_empty(math.prod(shape), dtype=made.dtype) for shape, made in zip(shapes, buffers, strict=True)]
 
 
-def _backward(grad: Tensor, inputs: list[Tensor], weight: list[Tensor], plan: str, *rest: Any) -> list[Tensor]:
+def _backward(grad: Tensor, more: list[Tensor], inputs: list[Tensor], weight: list[Tensor], *rest: Any) -> list[Tensor]:
+    plan, (kind, kind_of_inputs, kind_of_weight), wants, shape, *dtypes, behind, front = rest
     lost_recipes.backward(plan)
-    kind, wants, shape, *dtypes, behind, front = rest
-    saved = _saved[plan, front, torch.Size(shape), dtypes[0]] if wants[1] else None
-    stored = None if saved is None else QuantizedTensor(saved.storage(inputs))
+    stored: Any = None
+    if wants[1]:
+        is_own = kind_of_inputs != PLAIN
+        stored = _whole(inputs, kind_of_inputs) if is_own else _given_back(inputs, plan, front, shape, dtypes[0])
     place = None, tuple(wants), torch.Size(shape), tuple(dtypes), behind, front
-    of = Backward(grad, stored, _weight(weight, kind), *place)
+    of = Backward(_whole([grad, *more], kind), stored, _whole(weight, kind_of_weight), *place)
     return list(backward(of, plan_named(plan)))
 
 
-def _fake_backward(grad: Tensor, inputs: list[Tensor], weight: list[Tensor], plan: str, *rest: Any) -> list[Tensor]:
-    kind, wants, shape, *dtypes, _, _ = rest
-    rows, cols = _weight(weight, kind).shape
+def _given_back(inputs: list[Tensor], plan: str, front: str, shape: Any, dtype: torch.dtype) -> QuantizedTensor:
+    return QuantizedTensor(_saved[plan, front, torch.Size(shape), dtype].storage(inputs))
+
+
+def _fake_backward(
+    grad: Tensor, more: list[Tensor], inputs: list[Tensor], weight: list[Tensor], *rest: Any
+) -> list[Tensor]:
+    _, (_, _, kind_of_weight), wants, shape, *dtypes, _, _ = rest
+    rows, cols = _whole(weight, kind_of_weight).shape
     shapes = (shape, (rows, cols), (rows,))
     asked = zip(wants, shapes, dtypes, strict=True)
     return [grad.new_empty(extents, dtype=dtype) for wanted, extents, dtype in asked if wanted]
@@ -205,39 +252,30 @@ def holds(weight: Tensor, *, multiplies: bool) -> bool:
 
     FSDP2 may gather a direction for each pass, into the weight, which eager mode saves, and not into buffers.
     """
-    return not (multiplies and torch.is_grad_enabled() and isinstance(weight, QuantizedTensor)) or _has_columns(weight)
+    is_read = multiplies and torch.is_grad_enabled() and isinstance(weight, (QuantizedTensor, DTensor))
+    return not is_read or _has_columns(weight)
 
 
 @torch.compiler.assume_constant_result
-def _has_columns(weight: QuantizedTensor) -> bool:
+def _has_columns(weight: Tensor) -> bool:
     # NOTE: compilers hand over the weight itself, and guard graphs by the names of its buffers.
-    storage = weight.storage
+    local = local_tensor(weight)
+    if not isinstance(local, QuantizedTensor):
+        return True
+    storage = local.storage
     return Direction.COLUMNWISE in storage.lasting_directions or storage.format.columnwise_is_derivable
 
 
-def _define() -> None:
-    """Registers both ops, and what they do with a quantized weight."""
-    # NOTE: a pass may draw random numbers, so equal calls are not one.
-    tags = (torch.Tag.nondeterministic_seeded,)
-    LIBRARY.define(
-        "linear_forward(Tensor x, Tensor[] weight, Tensor? bias, str plan, str kind, bool saves_input, "
-        "bool reads_columns, str front) -> Tensor[]",
-        tags=tags,
-    )
-    LIBRARY.define(
-        "linear_backward(Tensor grad, Tensor[] inputs, Tensor[] weight, str plan, str kind, bool[] wants, "
-        "SymInt[] shape, ScalarType input_dtype, ScalarType weight_dtype, ScalarType? bias_dtype, "
-        "Tensor? behind, str front) -> Tensor[]",
-        tags=tags,
-    )
-    for name, function, fake in (
-        ("linear_forward", _forward, _fake_forward),
-        ("linear_backward", _backward, _fake_backward),
-    ):
-        LIBRARY.impl(name, function, "CPU")
-        LIBRARY.impl(name, function, "CUDA")
-        torch.library.register_fake(f"te_dist::{name}", fake, lib=LIBRARY)
-    refuse_backward("linear_forward")
+def define(name: str, schema: str, function: Any, fake: Any) -> None:
+    """Registers an op of linear maps and, as `<name>_drawing`, the same for plans that draw random numbers.
+
+    Of these no two calls are one, and what runs a pass again has to restore the generator, which costs time.
+    """
+    for own, tags in ((name, ()), (f"{name}_drawing", (torch.Tag.nondeterministic_seeded,))):
+        LIBRARY.define(f"{own}({schema}", tags=tags)
+        LIBRARY.impl(own, function, "CPU")
+        LIBRARY.impl(own, function, "CUDA")
+        torch.library.register_fake(f"te_dist::{own}", fake, lib=LIBRARY)
 
 
 def refuse_backward(name: str) -> None:
@@ -252,19 +290,52 @@ def refuse_backward(name: str) -> None:
     torch.library.register_autograd(f"te_dist::{name}", backward, lib=LIBRARY)
 
 
-_define()
-_WEIGHT_PLACE = {torch.ops.te_dist.linear_forward.default: 1, torch.ops.te_dist.linear_backward.default: 2}
-_KIND_PLACE = 4
+define(
+    "linear_forward",
+    "Tensor x, Tensor[] more, Tensor[] weight, Tensor? bias, str plan, str[] kinds, bool saves_input, "
+    "bool reads_columns, str front) -> Tensor[]",
+    _forward,
+    _fake_forward,
+)
+define(
+    "linear_backward",
+    "Tensor grad, Tensor[] more, Tensor[] inputs, Tensor[] weight, str plan, str[] kinds, bool[] wants, "
+    "SymInt[] shape, ScalarType input_dtype, ScalarType weight_dtype, ScalarType? bias_dtype, Tensor? behind, "
+    "str front) -> Tensor[]",
+    _backward,
+    _fake_backward,
+)
+refuse_backward("linear_forward")
+refuse_backward("linear_forward_drawing")
+_KINDS_PLACE = 5
+# Of what may be quantized beside the first argument, whose other buffers follow it: places, in the order of its kinds.
+_LISTS = {
+    torch.ops.te_dist.linear_forward.default: (2,),
+    torch.ops.te_dist.linear_forward_drawing.default: (2,),
+    torch.ops.te_dist.linear_backward.default: (2, 3),
+    torch.ops.te_dist.linear_backward_drawing.default: (2, 3),
+}
 
 
-@OPS.implements(*_WEIGHT_PLACE)
+@OPS.implements(*_LISTS)
 def _unwrapped(func: Any, args: Any, kwargs: Any) -> Any:
-    """The same op on the buffers of a quantized weight; see `nn.traced`."""
-    place = _WEIGHT_PLACE[func]
-    (weight,), arguments = args[place], list(args)
-    storage = weight.storage
-    shape = torch.Size(map(int, weight.shape))  # which a compiler may take for symbols: a graph is for these extents
-    kind = Kind(storage.format, storage.region, storage.dtype, shape, tuple(storage.buffers))
-    arguments[place], arguments[_KIND_PLACE] = list(storage.buffers.values()), repr(kind)
-    _kinds.setdefault(repr(kind), kind)
+    """The same op on the buffers of what is quantized; see `nn.traced`."""
+    arguments, kinds = list(args), list(args[_KINDS_PLACE])
+    if isinstance(args[0], QuantizedTensor):
+        (arguments[0], *arguments[1]), kinds[0] = _taken_apart(args[0].storage, args[0].shape)
+    for number, place in enumerate(_LISTS[func], start=1):
+        if len(args[place]) == 1 and isinstance(tensor := args[place][0], QuantizedTensor):
+            is_input = place != _LISTS[func][-1]  # saved for backward, which reads it along its columns
+            storage = columnwise_part(tensor.storage) if is_input else tensor.storage
+            arguments[place], kinds[number] = _taken_apart(storage, tensor.shape)
+    arguments[_KINDS_PLACE] = kinds
     return func(*arguments, **kwargs)
+
+
+def _taken_apart(storage: QuantizedStorage, shape: Sequence[int]) -> tuple[list[Tensor], str]:
+    """The buffers of a quantized tensor of this shape, and the text of what they are."""
+    extents = torch.Size(map(int, shape))  # which a compiler may take for symbols: a graph is for these
+    kind = Kind(storage.format, storage.region, storage.dtype, extents, tuple(storage.buffers))
+    text = repr(kind)
+    _kinds.setdefault(text, kind)
+    return list(storage.buffers.values()), text

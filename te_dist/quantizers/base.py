@@ -171,6 +171,12 @@ class Quantizer:
         """Whether `encode` and `encode_groups` read what they are given, sources too, in one pass. Heirs may not."""
         return False
 
+    @property
+    def draws(self) -> bool:
+        """Whether `write` draws random numbers. Heirs whose own does say so."""
+        format = self.declare(torch.bfloat16)
+        return not all(format[direction].codec.deterministic for direction in format.directions)
+
     def update_quantized(self, src: Tensor, dst: QuantizedTensor) -> QuantizedTensor:
         """Quantizes `src`, of the shape of `dst`, into the buffers that this has.
 

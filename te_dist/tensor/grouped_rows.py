@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from te_dist.formats import WHOLE, Direction, Encoding, Format, Region
+from te_dist.formats import WHOLE, Direction, Encoding, Format, Region, Span
 from te_dist.formats.region import Pair
 from te_dist.ops.group_table import padded_rows
 from te_dist.tensor.storage import QuantizedStorage
@@ -102,7 +102,7 @@ def allocations(format: Format, shape: Pair, num_groups: int) -> dict[str, tuple
             extents: tuple[int, ...] = (num_groups,)
             if field.grain != (WHOLE, WHOLE):
                 rows = _rows(encoding, direction, shape, num_groups, field.grain[0])
-                extents = field.shape_of(rows, shape[1])
+                extents = field.shape_of(rows, Span(0, shape[1]))
             if found.setdefault(field.name, (extents, field.dtype)) != (extents, field.dtype):
                 raise ValueError(
                     f"field {field.name!r} serves both directions, which lie differently in groups of rows; declare a "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ast import literal_eval
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Self
 
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from te_dist._torch_private import process_group
 from te_dist.formats import Span
 from te_dist.tensor import QuantizedTensor
 from te_dist.tensor_parallel.cuts import spans
@@ -58,6 +61,12 @@ class Placement:
     parts: tuple[Span, ...]
     group: dist.ProcessGroup
 
+    @property
+    def text(self) -> str:
+        """By which graphs know it; see `placement_named`."""
+        lengths = tuple(len(part) for part in self.parts)
+        return repr((type(self).__name__, lengths, self.group.group_name))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # NOTE: a group cannot be copied.
 
@@ -81,3 +90,11 @@ class RowPlacement(Placement):
         if role == "grad_output":
             return GatheredQuantizer(quantizer)
         return PlacedQuantizer(quantizer, 1, self.parts, group=self.group)
+
+
+def placement_named(text: str) -> ColumnPlacement | RowPlacement:
+    """The placement of this text, over the group that has its name now."""
+    name, lengths, group = literal_eval(text)
+    starts = accumulate(lengths, initial=0)
+    parts = tuple(Span(start, length) for start, length in zip(starts, lengths, strict=False))
+    return {each.__name__: each for each in (ColumnPlacement, RowPlacement)}[name](parts, process_group(group))

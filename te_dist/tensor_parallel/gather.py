@@ -31,8 +31,12 @@ from te_dist.tensor_parallel.spread import (
 )
 from te_dist.tensor_parallel.wires import gather_rows
 
-# NOTE: torch 2.11 leaves sums over ranks out of the graphs of gradients. Maps in between are outside of graphs anyway.
-outside_of_graphs = torch.compiler.disable(reason="tensor parallelism keeps process groups; leave out fullgraph=True")
+# NOTE: torch 2.11 leaves sums over ranks out of the graphs of gradients. What graphs hold is in `traced`.
+outside_of_graphs = torch.compiler.disable(
+    reason="this is none of a graph: what is gathered or summed outside of autocast, by delayed scaling, of DTensors, "
+    "of lengths that are symbols, of parts that differ between ranks (in size, or in how a tile of scales is cut), or "
+    "by hand. Give parallel layers such as graphs hold (docs/tensor_parallel.md), or leave out fullgraph=True"
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,11 @@ class Quantization:
     role: str = ""
     tapes: Tapes | None = None
     tensors: tuple[Tensor, ...] = ()
+
+    def format(self, dtype: torch.dtype) -> Format:
+        """That of what is gathered of values of this type."""
+        declared = self.writer.declare(dtype)
+        return declared.select(*(direction for direction in declared.directions if direction in self.directions))
 
     @staticmethod
     def now(writer: Writer, directions: Sequence[Direction]) -> Quantization:
@@ -161,12 +170,12 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: Quantization, group: dist.ProcessGroup, cut: SequenceCut) -> QuantizedTensor:
         ctx.group, ctx.cut = group, cut
-        return _gathered(x, how, group, cut)
+        return gathered(x, how, group, cut)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _scattered_sum(grad, ctx.group, ctx.cut), None, None, None
+        return scattered_sum(grad, ctx.group, ctx.cut), None, None, None
 
 
 class _GatherValues(torch.autograd.Function):
@@ -179,7 +188,7 @@ class _GatherValues(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.gradient == "sum":
-            return _scattered_sum(grad, ctx.group, ctx.cut), None, None, None
+            return scattered_sum(grad, ctx.group, ctx.cut), None, None, None
         own = ctx.cut.extents[dist.get_rank(ctx.group)]
         return grad.narrow(ctx.cut.dim, own.start, len(own)).contiguous(), None, None, None
 
@@ -189,14 +198,14 @@ class _ReduceScatter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, gradients: Quantization | None) -> Tensor:
         ctx.group, ctx.gradients = group, gradients
         ctx.cut = SequenceCut(tuple(x.shape), dim, dist.get_world_size(group))
-        return _scattered_sum(x, group, ctx.cut)
+        return scattered_sum(x, group, ctx.cut)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.gradients is None:
             return _whole_values(grad, ctx.group, ctx.cut), None, None, None
-        return _gathered(grad, ctx.gradients, ctx.group, ctx.cut), None, None, None
+        return gathered(grad, ctx.gradients, ctx.group, ctx.cut), None, None, None
 
 
 class _AllReduce(torch.autograd.Function):
@@ -227,22 +236,21 @@ def _whole_values(x: Tensor, group: dist.ProcessGroup, cut: SequenceCut) -> Tens
     return _along(cut, collectives.all_gather(rows, group)[: cut.shape[cut.dim]])
 
 
-def _gathered(x: Tensor, how: Quantization, group: dist.ProcessGroup, cut: SequenceCut) -> QuantizedTensor:
-    def gathered() -> tuple[tuple[Tensor, ...], StorageKind]:
+def gathered(x: Tensor, how: Quantization, group: dist.ProcessGroup, cut: SequenceCut) -> QuantizedTensor:
+    def found() -> tuple[tuple[Tensor, ...], StorageKind]:
         storage = _gathered_storage(x, how, group, cut)
         return tuple(storage.buffers.values()), StorageKind.of(storage)
 
     if how.tapes is None:
-        buffers, kind = gathered()
+        buffers, kind = found()
     else:
         key = ("gathered", how.role, how.directions, how.scaled_by, group, cut)
-        buffers, kind = how.tapes.run(key, (x, *how.tensors), gathered)
+        buffers, kind = how.tapes.run(key, (x, *how.tensors), found)
     return QuantizedTensor(kind.storage(buffers), cut.shape)
 
 
 def _gathered_storage(x: Tensor, how: Quantization, group: dist.ProcessGroup, cut: SequenceCut) -> QuantizedStorage:
-    declared = how.writer.declare(x.dtype)
-    format = declared.select(*(d for d in declared.directions if d in how.directions))
+    format = how.format(x.dtype)
     cut.check(format)
     rank = dist.get_rank(group)
     if tuple(x.shape) != cut.local_shape(rank):
@@ -267,7 +275,7 @@ def _spread_storage(x: Tensor, format: Format, group: dist.ProcessGroup, cut: Se
     return SpreadStorage(blank_part(x, format, regions[rank]), Partition.of(regions), group)
 
 
-def _scattered_sum(x: Tensor, group: dist.ProcessGroup, cut: SequenceCut) -> Tensor:
+def scattered_sum(x: Tensor, group: dist.ProcessGroup, cut: SequenceCut) -> Tensor:
     """This rank's part, along the cut, of the sum over ranks."""
     rows = _filled_up(x.movedim(cut.dim, 0), cut.num_parts * len(cut.extents[0]))
     return _along(cut, collectives.reduce_scatter(rows, group)[: len(cut.extents[dist.get_rank(group)])])

@@ -46,7 +46,7 @@ class SpreadStorage(QuantizedStorage):
             its own.
     """
 
-    __slots__ = ("agreed", "group", "origin", "partition")
+    __slots__ = ("agreed", "agrees", "group", "origin", "partition")
 
     def __init__(
         self,
@@ -57,14 +57,14 @@ class SpreadStorage(QuantizedStorage):
         origin: SpreadStorage | None = None,
     ) -> None:
         super().__init__(plain.format, plain.buffers, plain.region, dtype=plain.dtype)
-        self.partition, self.group = partition, group
+        self.partition, self.group, self.agrees = partition, group, True
         self.origin, self.agreed = origin or self, False
 
     def quantize_(self, x: Tensor | Source, amaxes: Amaxes | None = None) -> None:
         if amaxes is None:
             shared = shares_scales(self.format, self.partition)
             amaxes = find_amaxes(x, self.format, self.region) if shared else {}
-        agree([Entry(amaxes, self.region, self.partition)], [self.group])
+        agree([Entry(amaxes, self.region, self.partition)], [self.group] if self.agrees else [])
         super().quantize_(x, amaxes)
         self.origin.agreed = True
 
@@ -169,7 +169,7 @@ class PlacedQuantizer:
     """
 
     def __init__(self, inner: Any, dim: int, spans: tuple[Span, ...], *, group: dist.ProcessGroup) -> None:
-        self.inner, self.dim, self.spans, self.group = inner, dim, spans, group
+        self.inner, self.dim, self.spans, self.group, self.agrees = inner, dim, spans, group, True
 
     def declare(self, dtype: torch.dtype) -> Format:
         """That of the quantizer."""
@@ -183,8 +183,27 @@ class PlacedQuantizer:
         regions = [Region(span, others) if self.dim == 0 else Region(others, span) for span in self.spans]
         own = regions[dist.get_rank(self.group)]
         storage = SpreadStorage(blank_part(x, format, own), Partition.of(regions), self.group)
+        storage.agrees = self.agrees
         self.inner.write(x, storage)
         return storage.plain()
+
+    @property
+    def draws(self) -> bool:
+        """See `Quantizer`."""
+        return self.inner.draws
+
+    def is_alike(self, dtype: torch.dtype) -> bool:
+        """Whether what all ranks hold of values of this type has the same shapes, scales too."""
+        fields, others = self.declare(dtype).fields, Span(0, 1)
+        regions = (Region(span, others) if self.dim == 0 else Region(others, span) for span in self.spans)
+        return len({tuple(field.shape(region) for field in fields) for region in regions}) == 1
+
+    @property
+    def alone(self) -> PlacedQuantizer:
+        """One that asks no other rank, whose bytes are not those of the whole; for their number and types."""
+        quantizer = PlacedQuantizer(self.inner, self.dim, self.spans, group=self.group)
+        quantizer.agrees = False
+        return quantizer
 
     def _check(self, format: Format) -> None:
         alignment = format.alignment(self.dim)
@@ -207,6 +226,11 @@ class GatheredQuantizer:
     def declare(self, dtype: torch.dtype) -> Format:
         """That of the quantizer."""
         return self.inner.declare(dtype)
+
+    @property
+    def draws(self) -> bool:
+        """See `Quantizer`."""
+        return self.inner.draws
 
     def encode(self, x: Tensor, *directions: Direction) -> QuantizedStorage:
         """Quantizes `x`, unless it is quantized."""

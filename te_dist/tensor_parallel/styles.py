@@ -7,14 +7,15 @@
     })
 
 [Note: What a style touches]
-A style cuts parameters into DTensors and hooks the *site*, the submodule in which a linear module multiplies: that is
-where a norm in front has run and where the recipe is known. Operands of which ranks hold parts are quantized by the
-scales of the whole, so that a sharded model multiplies the same bytes as an unsharded one.
+A style cuts parameters into DTensors and tells the *site*, the submodule in which a linear module multiplies, what
+ranks send each other around the product: that is where a norm in front has run and where the recipe is known. Operands
+of which ranks hold parts are quantized by the scales of the whole, so that a sharded model multiplies the same bytes as
+an unsharded one.
 """
 
 from __future__ import annotations
 
-import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from te_dist.context import autocast_of_torch
 from te_dist.formats import Direction, Format
 from te_dist.kernels.runtime import is_recording
-from te_dist.tensor_parallel.cuts import SequenceCut, spans
+from te_dist.tensor import QuantizedTensor
+from te_dist.tensor.placement import local_tensor
+from te_dist.tensor_parallel import traced
+from te_dist.tensor_parallel.cuts import spans
 from te_dist.tensor_parallel.cutting import ColumnPlacement, RowPlacement, cut_parameter
 from te_dist.tensor_parallel.gather import (
     Quantization,
@@ -39,10 +43,26 @@ from te_dist.tensor_parallel.gather import (
     replicate,
     sums_gradient,
 )
+from te_dist.tensor_parallel.sites import (
+    BIAS,
+    SITE,
+    WEIGHT,
+    Around,
+    change_input,
+    change_parameters,
+    check_parameters,
+    check_returned,
+    column_parallel,
+    cut_of,
+    layout_of,
+    local_of,
+    name_of,
+    others_of,
+    site_of,
+    spread_of,
+)
 from te_dist.tensor_parallel.spread import FormatWriter
-
-SITE, WEIGHT, BIAS = "gemm", "weight", "bias"
-_PLACED_TYPE = "linear"  # of the roles that a recipe is asked for: others have weights of other dimensions
+from te_dist.tensor_parallel.traced import is_one_graph, is_static
 
 
 class ColumnParallel(ParallelStyle):
@@ -68,15 +88,15 @@ class ColumnParallel(ParallelStyle):
         gather_format: Format | None = None,
     ) -> None:
         super().__init__()
-        self.input_layouts = _layout("input_layouts", input_layouts, Replicate())
-        self.output_layouts = _layout("output_layouts", output_layouts, Shard(-1))
+        self.input_layouts = layout_of("input_layouts", input_layouts, Replicate())
+        self.output_layouts = layout_of("output_layouts", output_layouts, Shard(-1))
         self.use_local_output = use_local_output
         self.gather_format = gather_format
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        site = _site_of(module, type(self).__name__)
-        _check_parameters(module, (WEIGHT, BIAS), type(self).__name__)
-        name, out_features = _name_of(module), module.weight.shape[0]
+        site = site_of(module, type(self).__name__)
+        check_parameters(module, (WEIGHT, BIAS), type(self).__name__)
+        name, out_features = name_of(module), module.weight.shape[0]
         cut = {
             key: cut_parameter(param, device_mesh, dim=0, name=f"{name}.{key}")
             for key, param in ((WEIGHT, module.weight), (BIAS, module.bias))
@@ -84,17 +104,22 @@ class ColumnParallel(ParallelStyle):
         }
         for key, param in cut.items():
             module.register_parameter(key, param)
-        site.placed = ColumnPlacement(spans(out_features, device_mesh.size()), device_mesh.get_group())
-        others = _others(module)
+        placed = ColumnPlacement(spans(out_features, device_mesh.size()), device_mesh.get_group())
+        around = Around(
+            before=lambda site, x, weight, bias: (self._input(site, x, weight, device_mesh), weight, bias),
+            behind=lambda site, given, out: self._output(out, out_features, device_mesh),
+            in_graph=lambda site, x, weight, bias: self._in_graph(site, (x, weight, bias), device_mesh),
+        )
+        site.cut(placed, around)
+        others = others_of(module)
         if others:
-            _on_input(module, lambda _, x: self._part(x, device_mesh))
+            change_input(
+                module,
+                lambda module, x: self._part(x, device_mesh),
+                in_graph=lambda module, x: self._part_in_graph(x, device_mesh),
+            )
         if others and isinstance(self.input_layouts, Shard):
             sum_gradients(module, others, device_mesh)
-        _hook(
-            site,
-            before=lambda site, args: (self._input(site, args, device_mesh), *args[1:]),
-            behind=lambda site, args, out: self._output(out, out_features, device_mesh),
-        )
         if module.return_bias and module.bias is not None and self.use_local_output:
             module.register_forward_hook(self._with_bias)
         return module
@@ -107,7 +132,7 @@ class ColumnParallel(ParallelStyle):
                 "whose norm every rank may compute alike; gather behind a separate norm, or give it its part of the "
                 "sequence, as Shard(1)"
             )
-        local, size = _local(x, mesh, self.input_layouts)
+        local, size = local_of(x, mesh, self.input_layouts)
         if size is not None and size % mesh.size():
             raise ValueError(
                 f"a sequence of {size} over {mesh.size()} ranks: a module with a norm takes equal parts; pad the "
@@ -115,10 +140,41 @@ class ColumnParallel(ParallelStyle):
             )
         return local
 
-    def _input(self, site: Any, args: tuple[Any, ...], mesh: DeviceMesh) -> Tensor:
-        if sums_gradient(args[0], mesh.get_group()):
-            return args[0]
-        local, size = _local(args[0], mesh, self.input_layouts)
+    def _part_in_graph(self, x: Tensor, mesh: DeviceMesh) -> Tensor | None:
+        """As `_part`, of plain inputs; None of others."""
+        if isinstance(x, (DTensor, QuantizedTensor)):
+            return None
+        if not isinstance(self.input_layouts, Shard):
+            traced.refuse_summed(x, mesh.get_group().group_name)
+        return x
+
+    def _in_graph(self, site: Any, args: tuple[Tensor, Tensor, Tensor | None], mesh: DeviceMesh) -> Tensor | None:
+        """All of it, of plain inputs and those that were gathered; None where it is not for a graph."""
+        (x, weight, _), layout = args, self.input_layouts
+        is_gathered = isinstance(x, QuantizedTensor)
+        if isinstance(x, DTensor) or self.gather_format or not self._gives_local(x.dim()):
+            return None
+        if site.takes_gathered and not is_gathered and torch.is_grad_enabled() and x.requires_grad:
+            return None  # what is refused
+        plan = site.graph_plan(x, weight)
+        group = mesh.get_group().group_name
+        if not plan:
+            return None
+        if is_gathered:
+            return site.among_ranks(*args, plan, (group,))
+        if isinstance(layout, Shard):
+            return site.among_ranks(*args, plan, (group, layout.dim)) if is_static(x) else None
+        traced.refuse_summed(x, group)
+        return site.among_ranks(*args, plan, (group, None, True))
+
+    def _gives_local(self, dims: int) -> bool:
+        """Whether this rank's columns of an output of so many dimensions are what is wanted."""
+        return self.use_local_output and self.output_layouts in (Shard(dims - 1), Shard(-1))
+
+    def _input(self, site: Any, x: Tensor, weight: Tensor, mesh: DeviceMesh) -> Tensor:
+        if sums_gradient(x, mesh.get_group()):
+            return x
+        local, size = local_of(x, mesh, self.input_layouts)
         if not isinstance(self.input_layouts, Shard):
             if site.takes_gathered and torch.is_grad_enabled() and local.requires_grad:
                 raise ValueError(
@@ -128,27 +184,32 @@ class ColumnParallel(ParallelStyle):
                 )
             return replicate(local, mesh.get_group())
         local = autocast_of_torch(local)
-        directions = _read_directions(trains=args[1].requires_grad)
+        directions = _read_directions(trains=weight.requires_grad)
         if self.gather_format:
             how = Quantization.now(FormatWriter(self.gather_format), directions)
-        elif plan := site.plan(local, args[1], notes=False):
+        elif plan := site.plan(local, weight, notes=False):
             how = Quantization.of(plan, "input", directions, is_cut=True)
         else:
             return gather_values(local, mesh.get_group(), dim=self.input_layouts.dim, size=size)
-        cut = _cut(local, mesh, self.input_layouts.dim, size)
+        cut = cut_of(local, mesh, self.input_layouts.dim, size)
         return gather_by(how, local, group=mesh.get_group(), cut=cut)
 
     def _output(self, out: Tensor, out_features: int, mesh: DeviceMesh) -> Tensor:
-        held = Shard(out.dim() - 1)
-        if self.use_local_output and self.output_layouts in (held, Shard(-1)):
+        if self._gives_local(out.dim()):
             return out
-        spread = _spread(out, mesh, held, (*out.shape[:-1], out_features))
+        held = Shard(out.dim() - 1)
+        spread = spread_of(out, mesh, held, (*out.shape[:-1], out_features))
         spread = spread.redistribute(placements=[self.output_layouts])
         return spread.to_local() if self.use_local_output else spread
 
-    @outside_of_graphs
     def _with_bias(self, module: Any, args: Any, out: tuple[Any, ...]) -> tuple[Any, ...]:
         """What is returned, with as much of the bias as the output has columns."""
+        if torch.compiler.is_compiling() and self._gives_local(out[0].dim()):
+            return tuple([x.to_local() if x is module.bias else x for x in out])
+        return self._with_bias_outside(module, out)
+
+    @outside_of_graphs
+    def _with_bias_outside(self, module: Any, out: tuple[Any, ...]) -> tuple[Any, ...]:
         return out if is_recording() else tuple(self._bias(x, out) if x is module.bias else x for x in out)
 
     def _bias(self, bias: DTensor, out: tuple[Any, ...]) -> Tensor:
@@ -179,34 +240,49 @@ class RowParallel(ParallelStyle):
         use_local_output: bool = True,
     ) -> None:
         super().__init__()
-        self.input_layouts = _layout("input_layouts", input_layouts, Shard(-1))
-        self.output_layouts = _layout("output_layouts", output_layouts, Replicate())
+        self.input_layouts = layout_of("input_layouts", input_layouts, Shard(-1))
+        self.output_layouts = layout_of("output_layouts", output_layouts, Replicate())
         self.use_local_output = use_local_output
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        site = _site_of(module, type(self).__name__)
-        if _others(module):
+        site = site_of(module, type(self).__name__)
+        if others_of(module):
             raise ValueError(
-                f"{_name_of(module)} normalizes its input, of which RowParallel leaves each rank some columns; use a "
+                f"{name_of(module)} normalizes its input, of which RowParallel leaves each rank some columns; use a "
                 "separate norm and Linear"
             )
-        _check_parameters(module, (WEIGHT,), type(self).__name__)
+        check_parameters(module, (WEIGHT,), type(self).__name__)
         parts = spans(module.weight.shape[1], device_mesh.size())
-        weight = cut_parameter(module.weight, device_mesh, dim=1, name=f"{_name_of(module)}.{WEIGHT}")
+        weight = cut_parameter(module.weight, device_mesh, dim=1, name=f"{name_of(module)}.{WEIGHT}")
         module.register_parameter(WEIGHT, weight)
-        site.placed = RowPlacement(parts, device_mesh.get_group())
+        around = Around(
+            before=lambda site, x, weight, bias: (self._input(x, device_mesh), weight, None),
+            behind=lambda site, given, out: self._output(site.biased, given, out, device_mesh),
+            in_graph=lambda site, x, weight, _: self._in_graph(site, x, weight, device_mesh),
+        )
+        site.cut(RowPlacement(parts, device_mesh.get_group()), around)
         if module.bias is not None and isinstance(self.output_layouts, Shard):
             sum_gradients(module, [BIAS], device_mesh)  # each rank adds it to its part, or returns it for that
         vars(site)["biased"] = module  # and no submodule of it; copies of the module have copies of both
-        _hook(
-            site,
-            before=lambda site, args: (self._input(args[0], device_mesh), args[1]),
-            behind=lambda site, args, out: self._output(site.biased, args, out, device_mesh),
-        )
         return module
 
     def _input(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        return _local(x, mesh, self.input_layouts)[0]
+        return local_of(x, mesh, self.input_layouts)[0]
+
+    def _in_graph(self, site: Any, x: Tensor, weight: Tensor, mesh: DeviceMesh) -> Tensor | None:
+        """All of it, of plain inputs; None where it is not for a graph."""
+        plan = "" if isinstance(x, (DTensor, QuantizedTensor)) else site.graph_plan(x, weight)
+        if not plan or not self.use_local_output:
+            return None
+        scatters = None
+        if isinstance(self.output_layouts, Shard):
+            scatters, rows = self.output_layouts.dim % x.dim(), math.prod(x.shape[:-1])
+            if not is_static(x) or x.shape[scatters] % mesh.size() or not site.fits_in_graph(plan, rows):
+                return None  # or it is refused
+        around = mesh.get_group().group_name, None, False, scatters, scatters is None
+        out = site.among_ranks(x, weight, None, plan, around)
+        bias = None if site.biased.return_bias else site.biased.bias
+        return out if bias is None else out + bias.to(out.dtype)
 
     def _output(self, module: Any, args: tuple[Any, ...], out: Tensor, mesh: DeviceMesh) -> Tensor:
         group, shape = mesh.get_group(), out.shape
@@ -215,7 +291,7 @@ class RowParallel(ParallelStyle):
             size = shape[self.output_layouts.dim]
             if self.use_local_output and size % mesh.size():
                 raise ValueError(
-                    f"{_name_of(module)}: got an output of {size} along dimension {self.output_layouts.dim} to cut "
+                    f"{name_of(module)}: got an output of {size} along dimension {self.output_layouts.dim} to cut "
                     f"into plain tensors over {mesh.size()} ranks, wanted a multiple, since layers behind take parts "
                     "for equal ones; give RowParallel use_local_output=False, as DTensors tell the whole size, or pad "
                     "the sequence"
@@ -225,7 +301,7 @@ class RowParallel(ParallelStyle):
         else:
             out = all_reduce(out, group)
         out = out if bias is None else out + bias.to(out.dtype)
-        return out if self.use_local_output else _spread(out, mesh, self.output_layouts, shape)
+        return out if self.use_local_output else spread_of(out, mesh, self.output_layouts, shape)
 
 
 class GatherInput(ParallelStyle):
@@ -258,21 +334,38 @@ class GatherInput(ParallelStyle):
                 f"GatherInput({self.like!r}): there is none such below the {type(module).__name__}, wanted the name of "
                 "a layer, as query, by whose input quantizer the input is gathered"
             )
-        _site_of(layer, type(self).__name__).takes_gathered = True
+        site_of(layer, type(self).__name__).takes_gathered = True
         vars(module)["gathers_like"] = layer  # which may be wrapped later; copies of the module have copies of it
-        _on_input(module, lambda module, x: self._input(module, x, device_mesh))
+        change_input(
+            module,
+            lambda module, x: self._input(module, x, device_mesh),
+            in_graph=lambda module, x: self._in_graph(module, x, device_mesh),
+        )
         return module
 
+    def _in_graph(self, module: Any, x: Tensor, mesh: DeviceMesh) -> Tensor | None:
+        """As `_input`, of plain parts; None where it is not for a graph."""
+        if isinstance(x, DTensor) or not is_static(x) or not is_one_graph():
+            return None
+        x, layer = autocast_of_torch(x), module.gathers_like
+        layers = [layer, *column_parallel(module)]
+        plans = [getattr(each, SITE).graph_plan(x, each.weight) for each in layers]
+        if not all(plans):
+            return None
+        trains = torch.is_grad_enabled() and any([each.weight.requires_grad for each in layers])  # noqa: C419
+        is_cut, group = getattr(layer, SITE).placed is not None, mesh.get_group().group_name
+        return traced.gather(x, (plans[0], "input", (True, trains), is_cut, group, self.input_layouts.dim))
+
     def _input(self, module: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        local, size = _local(x, mesh, self.input_layouts)
+        local, size = local_of(x, mesh, self.input_layouts)
         local = autocast_of_torch(local)
         layer = module.gathers_like
         site = getattr(layer, SITE)
         plan = site.plan(local, layer.weight, notes=False)
         if plan is None:
             return gather_values(local, mesh.get_group(), dim=self.input_layouts.dim, size=size)
-        cut = _cut(local, mesh, self.input_layouts.dim, size)
-        layers = (layer, *_column_parallel(module))
+        cut = cut_of(local, mesh, self.input_layouts.dim, size)
+        layers = (layer, *column_parallel(module))
         trains = torch.is_grad_enabled() and any(each.weight.requires_grad for each in layers)
         how = Quantization.of(plan, "input", _read_directions(trains=trains), is_cut=site.placed is not None)
         if how.tensors and trains and not (local.requires_grad or layer.weight.requires_grad):
@@ -301,7 +394,7 @@ class SequenceParallel(ParallelStyle):
                 f"({', '.join(inside[:3])}), wanted the modules that hold them: sums are of a module's own alone. Name "
                 "each; of a MoE take ExpertParallel(sequence_mesh=mesh), over that mesh or one around it"
             )
-        _check_returned(module, "SequenceParallel")
+        check_returned(module, "SequenceParallel")
         sum_gradients(module, names, device_mesh)
         return module
 
@@ -312,137 +405,34 @@ def sum_gradients(module: nn.Module, names: list[str], mesh: DeviceMesh) -> None
     In forward they are replaced by tensors whose gradient is summed: what FSDP2 put in their place stays as it is.
     Meanwhile `module.replaced` holds them.
     """
+    vars(module).setdefault("replaced", [])
 
-    @outside_of_graphs
     def replace(module: Any, args: Any) -> None:
-        held: dict[str, Any] = {name: module._parameters[name] for name in names}
-        for name, param in held.items():
-            local = param.to_local() if isinstance(param, DTensor) else param
-            module._parameters[name] = replicate(local, mesh.get_group())
-        vars(module).setdefault("replaced", []).append(held)
+        if not torch.compiler.is_compiling():
+            _replace(module, names, lambda local: replicate(local, mesh.get_group()))
+        elif _are_in_graph(module, names):
+            _replace(module, names, lambda local: traced.replicate(local, mesh.get_group().group_name))
+        else:
+            outside_of_graphs(_replace)(module, names, lambda local: replicate(local, mesh.get_group()))
 
-    @outside_of_graphs
     def put_back(module: Any, args: Any, out: Any) -> None:
-        if held := vars(module).get("replaced"):  # else another hook raised before
-            module._parameters.update(held.pop())
+        if module.replaced:  # else another hook raised before
+            module._parameters.update(module.replaced.pop())
 
-    module.register_forward_pre_hook(replace)
-    module.register_forward_hook(put_back, always_call=True)
-
-
-def _layout(name: str, given: Any, default: Placement) -> Placement:
-    """`given`, or the default where that is None; raises TypeError where it is no placement."""
-    if given is not None and not isinstance(given, Placement):
-        raise TypeError(f"{name}: got {given!r}, wanted a placement of torch.distributed.tensor, as Shard(1)")
-    return default if given is None else given
+    change_parameters(module, replace, put_back)
 
 
-def _on_input(module: nn.Module, change: Callable[[Any, Tensor], Tensor]) -> None:
-    """Gives a module what `change` makes of it and its first input, which may be passed by its name."""
-
-    @outside_of_graphs
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        if args:
-            return (change(module, args[0]), *args[1:]), kwargs
-        name = next(iter(inspect.signature(module.forward).parameters), "")
-        if name not in kwargs:
-            raise TypeError(
-                f"{type(module).__name__}: got {sorted(kwargs)} by name, wanted its first input, {name!r}, which a "
-                "parallel style gathers or takes a part of; pass it by position"
-            )
-        return args, kwargs | {name: change(module, kwargs[name])}
-
-    module.register_forward_pre_hook(before, with_kwargs=True)
+def _replace(module: Any, names: list[str], replaced: Callable[[Tensor], Tensor]) -> None:
+    held: dict[str, Any] = {name: module._parameters[name] for name in names}
+    for name, param in held.items():
+        module._parameters[name] = replaced(param.to_local() if isinstance(param, DTensor) else param)
+    module.replaced.append(held)
 
 
-def _hook(
-    site: nn.Module,
-    *,
-    before: Callable[[Any, tuple[Any, ...]], tuple[Any, ...]],
-    behind: Callable[[Any, tuple[Any, ...], Tensor], Tensor],
-) -> None:
-    """Surrounds what a site computes. A rehearsal sends nothing, see [Note: Kernels ahead of time].
-
-    Both take the site, which in a copy of the module is another one.
-    """
-
-    @outside_of_graphs
-    def ahead(site: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        return None if is_recording() else before(site, args)
-
-    @outside_of_graphs
-    def after(site: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
-        return None if is_recording() else behind(site, args, out)
-
-    site.register_forward_pre_hook(ahead)
-    site.register_forward_hook(after)
-
-
-def _site_of(module: nn.Module, style: str) -> Any:
-    """The submodule in which a linear module of te_dist multiplies."""
-    site = getattr(module, SITE, None)
-    if site is None or not hasattr(site, "placed") or site.module_type != _PLACED_TYPE:
-        kind = type(module)
-        raise ValueError(
-            f"{style} is for te_dist's Linear and LayerNormLinear, got {kind.__module__.split('.')[0]}'s "
-            f"{kind.__name__}; exchange torch's by te_dist.convert first, or use the styles of "
-            "torch.distributed.tensor.parallel for it; for GroupedLinear use parallel_mode; build others from these two"
-        )
-    return site
-
-
-def _check_parameters(module: nn.Module, names: tuple[str, ...], style: str) -> None:
-    """Raises where something would be lost if a style cut these parameters."""
-    _check_returned(module, style)
-    for name in names:
-        param = getattr(module, name)
-        if param is not None and (param._backward_hooks or param._post_accumulate_grad_hooks):
-            raise ValueError(
-                f"{_name_of(module)}.{name}: got a parameter with hooks, wanted one without, since these would be "
-                f"lost; add them after {style} has cut it"
-            )
-
-
-def _check_returned(module: nn.Module, style: str) -> None:
-    """Raises where gradients of a module's weights are not returned to autograd."""
-    if option := getattr(module, "bypasses_autograd", None):
-        raise ValueError(
-            f"{style}: got {type(module).__name__} with {option}, by which autograd sees no gradient of the weight "
-            "that is cut, or summed over ranks; leave it out"
-        )
-
-
-def _name_of(module: Any) -> str:
-    return module.name or type(module).__name__
-
-
-def _others(module: nn.Module) -> list[str]:
-    """Parameters of a linear module beside its weight and bias: those of a norm in front."""
-    return [name for name, _ in module.named_parameters(recurse=False) if name not in (WEIGHT, BIAS)]
-
-
-def _local(x: Tensor, mesh: DeviceMesh, layout: Placement) -> tuple[Tensor, int | None]:
-    """This rank's part of `x` in this layout; and, where a DTensor tells, the whole extent of the dimension cut."""
-    if not isinstance(x, DTensor):
-        return x, None
-    size = x.shape[layout.dim] if isinstance(layout, Shard) else None
-    return x.redistribute(mesh, [layout]).to_local(), size
-
-
-def _spread(local: Tensor, mesh: DeviceMesh, layout: Placement, shape: tuple[int, ...]) -> DTensor:
-    """The DTensor of this shape whose part here is `local`."""
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [layout], run_check=False, shape=torch.Size(shape), stride=stride)
-
-
-def _cut(local: Tensor, mesh: DeviceMesh, dim: int, size: int | None) -> SequenceCut:
-    return SequenceCut.of_local(tuple(local.shape), dim, num_parts=mesh.size(), size=size)
-
-
-def _column_parallel(module: nn.Module) -> list[Any]:
-    """The layers of `module` of which each rank computes some outputs."""
-    sites = ((layer, getattr(layer, SITE, None)) for layer in module.modules())
-    return [layer for layer, site in sites if isinstance(getattr(site, "placed", None), ColumnPlacement)]
+def _are_in_graph(module: Any, names: list[str]) -> bool:
+    """Whether a graph may hold what replaces these parameters, see [Note: Parallel layers in graphs]."""
+    locals_ = [local_tensor(module._parameters[name]) for name in names]
+    return not any([isinstance(local, QuantizedTensor) for local in locals_]) or is_one_graph()  # noqa: C419
 
 
 def _read_directions(*, trains: bool) -> tuple[Direction, ...]:

@@ -109,7 +109,7 @@ def test_compiled_units_that_are_recomputed_compute_the_bits_of_eager_ones(name:
 
 
 def compare_tensor_parallel(rank: int, world: int, name: str, sequence: bool) -> None:
-    """Maps that keep a process group stay outside of graphs, which get no weight: its gradient is none of theirs."""
+    """Maps by histories stay outside of graphs, which get no weight then: its gradient is none of theirs."""
     found: list[list[Tensor]] = []
     for compiled in (False, True):
         torch.compiler.reset()

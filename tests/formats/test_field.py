@@ -58,9 +58,10 @@ def test_extents_of_a_field(field, compact, allocated):
 
 
 @pytest.mark.parametrize("field", [field for field, _, _ in SHAPES])
-def test_extents_follow_from_those_of_an_uncut_matrix(field):
+def test_extents_follow_from_the_number_of_rows_and_the_columns(field):
     for rows in (0, 1, 4, 7):
-        assert field.shape_of(rows, 22) == field.shape(Region.whole(rows, 22))
+        for cols in (Span(0, 22), Span(2, 20)):
+            assert field.shape_of(rows, cols) == field.shape(Region(Span(0, rows), cols))
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 40), st.integers(0, 40))

@@ -106,7 +106,7 @@ def test_plans_that_cannot_be_made_again_are_refused() -> None:
     model = Evaluated("linear", None)
     model.recipe = made_by
     program = torch.export.export(model, (torch.randn(ROWS, WIDTH),))
-    (name,) = (node.args[3] for node in program.graph.nodes if "linear_forward" in str(node.target))
+    (name,) = (node.args[4] for node in program.graph.nodes if "linear_forward" in str(node.target))
     assert isinstance(name, str)
     with pytest.raises(RuntimeError, match="another process has made computes by .*CustomRecipe.* export it again"):
         graph_plans.plan_named(name + " ")  # as if it were unknown

@@ -1,0 +1,73 @@
+"""Linear maps that tensor parallelism cuts under torch.compile, with what ranks send each other around them.
+
+See [Note: Parallel layers in graphs]. What is gathered or summed for one map alone is part of its function of autograd,
+so that nothing quantized leaves it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_dist.nn import traced
+from te_dist.nn.once import torch_once_differentiable
+from te_dist.tensor_parallel.traced import Gathering, part_of_sum, quantized, whole_sum
+
+
+class Around(NamedTuple):
+    """What ranks send each other around a product.
+
+    Attributes:
+        group: name of that of the ranks.
+        gathers: dimension along which inputs are gathered, and their gradients summed and cut.
+        sums_gradient: whether the gradient of an input that every rank has is summed.
+        scatters: dimension along which outputs are summed and cut, and their gradients gathered.
+        sums: whether outputs are summed, for every rank.
+    """
+
+    group: str
+    gathers: int | None = None
+    sums_gradient: bool = False
+    scatters: int | None = None
+    sums: bool = False
+
+
+@torch.compiler.allow_in_graph
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: str, around: tuple[Any, ...]) -> Tensor:
+    """As `traced.linear`, and what is `Around` it."""
+    differentiates = torch.is_grad_enabled()
+    return _Linear.apply(x, weight, bias, plan, Around(*around), differentiates and weight.requires_grad)
+
+
+class _Linear(torch.autograd.Function):
+    """As that of `traced`, between collectives."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0913  (what autograd hands over)
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: str, around: Around, trains: bool
+    ) -> Tensor:
+        if around.gathers is not None:
+            x = quantized(x, Gathering(plan, "input", (True, trains), True, around.group, around.gathers))
+        out, saved = traced.forward_op(x, weight, bias, plan, (trains, ctx.needs_input_grad[0], ""))
+        ctx.plan, ctx.around, ctx.shape = plan, around, x.shape
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(*saved, weight)
+        if around.scatters is not None:
+            return part_of_sum(out, around.group, around.scatters)
+        return whole_sum(out, around.group) if around.sums else out
+
+    @staticmethod
+    @torch_once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (*inputs, weight), around, wants = ctx.saved_tensors, ctx.around, ctx.needs_input_grad[:3]
+        if around.scatters is not None:
+            how = ctx.plan, "grad_output", wants[:2], True, around.group, around.scatters
+            grad = quantized(grad, Gathering(*how))
+        of_x, *others = traced.backward_op(grad, inputs, weight, (ctx.plan, wants, ctx.shape, ctx.dtypes))
+        if of_x is not None and around.gathers is not None:
+            of_x = part_of_sum(of_x, around.group, around.gathers)
+        elif of_x is not None and around.sums_gradient:
+            of_x = whole_sum(of_x, around.group)
+        return of_x, *others, None, None, None
