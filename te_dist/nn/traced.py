@@ -130,7 +130,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: str, *how: Any) -> Tensor:
-        out, inputs = forward_op(x, weight, bias, plan, how)
+        out, inputs = forward_op(x, weight, bias, plan=plan, how=how)
         ctx.plan, ctx.shape, ctx.front = plan, x.shape, how[-1]
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(*inputs, weight, x if ctx.front else None)
@@ -141,11 +141,11 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, weight, behind = ctx.saved_tensors
         of = ctx.plan, ctx.needs_input_grad[:3], ctx.shape, ctx.dtypes
-        return *backward_op(grad, inputs, weight, of, (behind, ctx.front)), *(None,) * 4
+        return *backward_op(grad, inputs, weight, of=of, front=(behind, ctx.front)), *(None,) * 4
 
 
 def forward_op(
-    x: Tensor, weight: Tensor, bias: Tensor | None, plan: str, how: tuple[bool, bool, str]
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, plan: str, how: tuple[bool, bool, str]
 ) -> tuple[Tensor, list[Tensor]]:
     """(output, what backward needs of the input): of one that is quantized itself.
 
@@ -163,6 +163,7 @@ def backward_op(
     grad: Tensor,
     inputs: list[Tensor],
     weight: Tensor,
+    *,
     of: tuple[str, tuple[bool, ...], Sequence[int], tuple[torch.dtype | None, ...]],
     front: tuple[Tensor | None, str] = (None, ""),
 ) -> list[Tensor | None]:
@@ -266,7 +267,7 @@ def _has_columns(weight: Tensor) -> bool:
     return Direction.COLUMNWISE in storage.lasting_directions or storage.format.columnwise_is_derivable
 
 
-def define(name: str, schema: str, function: Any, fake: Any) -> None:
+def define(name: str, schema: str, function: Any, *, fake: Any) -> None:
     """Registers an op of linear maps and, as `<name>_drawing`, the same for plans that draw random numbers.
 
     Of these no two calls are one, and what runs a pass again has to restore the generator, which costs time.
@@ -295,7 +296,7 @@ define(
     "Tensor x, Tensor[] more, Tensor[] weight, Tensor? bias, str plan, str[] kinds, bool saves_input, "
     "bool reads_columns, str front) -> Tensor[]",
     _forward,
-    _fake_forward,
+    fake=_fake_forward,
 )
 define(
     "linear_backward",
@@ -303,7 +304,7 @@ define(
     "SymInt[] shape, ScalarType input_dtype, ScalarType weight_dtype, ScalarType? bias_dtype, Tensor? behind, "
     "str front) -> Tensor[]",
     _backward,
-    _fake_backward,
+    fake=_fake_backward,
 )
 refuse_backward("linear_forward")
 refuse_backward("linear_forward_drawing")

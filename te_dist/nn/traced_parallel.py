@@ -35,7 +35,7 @@ class Around(NamedTuple):
 
 
 @torch.compiler.allow_in_graph
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: str, around: tuple[Any, ...]) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, plan: str, around: tuple[Any, ...]) -> Tensor:
     """As `traced.linear`, and what is `Around` it."""
     differentiates = torch.is_grad_enabled()
     return _Linear.apply(x, weight, bias, plan, Around(*around), differentiates and weight.requires_grad)
@@ -50,7 +50,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         if around.gathers is not None:
             x = quantized(x, Gathering(plan, "input", (True, trains), True, around.group, around.gathers))
-        out, saved = traced.forward_op(x, weight, bias, plan, (trains, ctx.needs_input_grad[0], ""))
+        out, saved = traced.forward_op(x, weight, bias, plan=plan, how=(trains, ctx.needs_input_grad[0], ""))
         ctx.plan, ctx.around, ctx.shape = plan, around, x.shape
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(*saved, weight)
@@ -65,7 +65,7 @@ class _Linear(torch.autograd.Function):
         if around.scatters is not None:
             how = ctx.plan, "grad_output", wants[:2], True, around.group, around.scatters
             grad = quantized(grad, Gathering(*how))
-        of_x, *others = traced.backward_op(grad, inputs, weight, (ctx.plan, wants, ctx.shape, ctx.dtypes))
+        of_x, *others = traced.backward_op(grad, inputs, weight, of=(ctx.plan, wants, ctx.shape, ctx.dtypes))
         if of_x is not None and around.gathers is not None:
             of_x = part_of_sum(of_x, around.group, around.gathers)
         elif of_x is not None and around.sums_gradient:

@@ -170,7 +170,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: Quantization, group: dist.ProcessGroup, cut: SequenceCut) -> QuantizedTensor:
         ctx.group, ctx.cut = group, cut
-        return gathered(x, how, group, cut)
+        return gathered(x, how, group, cut=cut)
 
     @staticmethod
     @once_differentiable
@@ -205,7 +205,7 @@ class _ReduceScatter(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.gradients is None:
             return _whole_values(grad, ctx.group, ctx.cut), None, None, None
-        return gathered(grad, ctx.gradients, ctx.group, ctx.cut), None, None, None
+        return gathered(grad, ctx.gradients, ctx.group, cut=ctx.cut), None, None, None
 
 
 class _AllReduce(torch.autograd.Function):
@@ -236,7 +236,9 @@ def _whole_values(x: Tensor, group: dist.ProcessGroup, cut: SequenceCut) -> Tens
     return _along(cut, collectives.all_gather(rows, group)[: cut.shape[cut.dim]])
 
 
-def gathered(x: Tensor, how: Quantization, group: dist.ProcessGroup, cut: SequenceCut) -> QuantizedTensor:
+def gathered(x: Tensor, how: Quantization, group: dist.ProcessGroup, *, cut: SequenceCut) -> QuantizedTensor:
+    """`gather_by` without autograd."""
+
     def found() -> tuple[tuple[Tensor, ...], StorageKind]:
         storage = _gathered_storage(x, how, group, cut)
         return tuple(storage.buffers.values()), StorageKind.of(storage)

@@ -127,6 +127,7 @@ def check_returned(module: nn.Module, style: str) -> None:
 
 
 def name_of(module: Any) -> str:
+    """For messages."""
     return module.name or type(module).__name__
 
 
@@ -143,13 +144,14 @@ def local_of(x: Tensor, mesh: DeviceMesh, layout: Placement) -> tuple[Tensor, in
     return x.redistribute(mesh, [layout]).to_local(), size
 
 
-def spread_of(local: Tensor, mesh: DeviceMesh, layout: Placement, shape: tuple[int, ...]) -> DTensor:
+def spread_of(local: Tensor, mesh: DeviceMesh, layout: Placement, *, shape: tuple[int, ...]) -> DTensor:
     """The DTensor of this shape whose part here is `local`."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, [layout], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def cut_of(local: Tensor, mesh: DeviceMesh, dim: int, size: int | None) -> SequenceCut:
+def cut_of(local: Tensor, mesh: DeviceMesh, dim: int, *, size: int | None) -> SequenceCut:
+    """How a sequence of this `size`, or of equal parts, is cut, of which `local` is this rank's part."""
     return SequenceCut.of_local(tuple(local.shape), dim, num_parts=mesh.size(), size=size)
 
 

@@ -161,11 +161,11 @@ class ColumnParallel(ParallelStyle):
         if not plan:
             return None
         if is_gathered:
-            return site.among_ranks(*args, plan, (group,))
+            return site.among_ranks(*args, plan=plan, around=(group,))
         if isinstance(layout, Shard):
-            return site.among_ranks(*args, plan, (group, layout.dim)) if is_static(x) else None
+            return site.among_ranks(*args, plan=plan, around=(group, layout.dim)) if is_static(x) else None
         traced.refuse_summed(x, group)
-        return site.among_ranks(*args, plan, (group, None, True))
+        return site.among_ranks(*args, plan=plan, around=(group, None, True))
 
     def _gives_local(self, dims: int) -> bool:
         """Whether this rank's columns of an output of so many dimensions are what is wanted."""
@@ -191,14 +191,14 @@ class ColumnParallel(ParallelStyle):
             how = Quantization.of(plan, "input", directions, is_cut=True)
         else:
             return gather_values(local, mesh.get_group(), dim=self.input_layouts.dim, size=size)
-        cut = cut_of(local, mesh, self.input_layouts.dim, size)
+        cut = cut_of(local, mesh, self.input_layouts.dim, size=size)
         return gather_by(how, local, group=mesh.get_group(), cut=cut)
 
     def _output(self, out: Tensor, out_features: int, mesh: DeviceMesh) -> Tensor:
         if self._gives_local(out.dim()):
             return out
         held = Shard(out.dim() - 1)
-        spread = spread_of(out, mesh, held, (*out.shape[:-1], out_features))
+        spread = spread_of(out, mesh, held, shape=(*out.shape[:-1], out_features))
         spread = spread.redistribute(placements=[self.output_layouts])
         return spread.to_local() if self.use_local_output else spread
 
@@ -280,7 +280,7 @@ class RowParallel(ParallelStyle):
             if not is_static(x) or x.shape[scatters] % mesh.size() or not site.fits_in_graph(plan, rows):
                 return None  # or it is refused
         around = mesh.get_group().group_name, None, False, scatters, scatters is None
-        out = site.among_ranks(x, weight, None, plan, around)
+        out = site.among_ranks(x, weight, None, plan=plan, around=around)
         bias = None if site.biased.return_bias else site.biased.bias
         return out if bias is None else out + bias.to(out.dtype)
 
@@ -301,7 +301,7 @@ class RowParallel(ParallelStyle):
         else:
             out = all_reduce(out, group)
         out = out if bias is None else out + bias.to(out.dtype)
-        return out if self.use_local_output else spread_of(out, mesh, self.output_layouts, shape)
+        return out if self.use_local_output else spread_of(out, mesh, self.output_layouts, shape=shape)
 
 
 class GatherInput(ParallelStyle):
@@ -364,7 +364,7 @@ class GatherInput(ParallelStyle):
         plan = site.plan(local, layer.weight, notes=False)
         if plan is None:
             return gather_values(local, mesh.get_group(), dim=self.input_layouts.dim, size=size)
-        cut = cut_of(local, mesh, self.input_layouts.dim, size)
+        cut = cut_of(local, mesh, self.input_layouts.dim, size=size)
         layers = (layer, *column_parallel(module))
         trains = torch.is_grad_enabled() and any(each.weight.requires_grad for each in layers)
         how = Quantization.of(plan, "input", _read_directions(trains=trains), is_cut=site.placed is not None)

@@ -146,7 +146,7 @@ def _kind(x: Tensor, how: Quantization, cut: SequenceCut) -> StorageKind:
 def _gather(x: Tensor, *given: Any) -> list[Tensor]:
     how = Gathering(*given)
     quantization, cut = _quantization(how), _cut(x, how)
-    buffers = gathered(x, quantization, process_group(how.group), cut).storage.buffers
+    buffers = gathered(x, quantization, process_group(how.group), cut=cut).storage.buffers
     return [buffers[name] for name in _kind(x, quantization, cut).names]
 
 
