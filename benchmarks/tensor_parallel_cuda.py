@@ -4,7 +4,8 @@
 
 Forward and backward of some Llama-shaped blocks whose sequence is cut between the maps: of torch in bf16 by
 `ColwiseParallel`, `RowwiseParallel` and `SequenceParallel`, of te_dist by the styles of `te_dist.tensor_parallel`,
-whose inputs are gathered quantized, once for all the maps that read them. Weights of te_dist are quantized; norms,
+whose inputs are gathered quantized, once for all the maps that read them; in eager mode, and each block as one graph of
+torch.compile. Weights of te_dist are quantized; norms,
 rotary embedding, attention and activation are the same code. All run by turns; times are those of the slowest rank,
 medians. Bytes are what a rank hands to collectives in a step, as `te_dist.tensor.traffic.Traffic` counts them.
 """
@@ -120,16 +121,20 @@ def torch_plan() -> Plan:
 
 
 class Step:
-    """Forward and backward of blocks, of one recipe or of torch."""
+    """Forward and backward of blocks, of one recipe or of torch, each compiled as one graph or none."""
 
-    def __init__(self, made_by: recipe.Recipe | None, mesh: DeviceMesh, *, length: int, layers: int) -> None:
+    def __init__(
+        self, made_by: recipe.Recipe | None, mesh: DeviceMesh, *, length: int, layers: int, compiled: bool
+    ) -> None:
         self.made_by, self.group = made_by, mesh.get_group()
         linear: Any = nn.Linear if made_by is None else te.Linear
         norm: Any = nn.RMSNorm if made_by is None else te.RMSNorm
         with in_bf16(), te.quantized_model_init(enabled=made_by is not None, recipe=made_by), torch.device("cuda"):
             self.blocks = nn.ModuleList(Block(LLAMA, linear=linear, norm=norm) for _ in range(layers))
         for block in self.blocks:
-            parallelize_module(block, mesh, torch_plan() if made_by is None else block_plan())
+            parallelize_module(block, mesh, torch_plan() if made_by is None else block_plan(has_experts=False))
+            if compiled:
+                block.compile(fullgraph=True)
         own = 1, length // mesh.size(), LLAMA.hidden
         self.x, self.grad = (torch.randn(own, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         self.table = rotary_table(LLAMA, length, torch.device("cuda"))
@@ -146,11 +151,16 @@ class Step:
 
 
 def rows(names: tuple[str, ...], mesh: DeviceMesh, *, length: int, layers: int, repeats: int) -> Iterator[Row]:
-    """Torch's line, and one for each recipe."""
-    chosen = [None, *(RECIPES[name] for name in names)]
-    steps = [Step(made_by, mesh, length=length, layers=layers) for made_by in chosen]
-    times = step_times(steps, repeats)
-    for name, step, time in zip(("torch bf16", *names), steps, times, strict=True):
+    """Torch's line, and one for each recipe; then those of compiled blocks."""
+    chosen = {"torch bf16": None} | {name: RECIPES[name] for name in names}
+    made = {
+        f"{name}, compiled" if compiled else name: Step(each, mesh, length=length, layers=layers, compiled=compiled)
+        for compiled in (False, True)
+        for name, each in chosen.items()
+        if not (compiled and isinstance(each, recipe.DelayedScaling))  # whose histories are none of a graph
+    }
+    times = step_times(list(made.values()), repeats)
+    for (name, step), time in zip(made.items(), times, strict=True):
         with Traffic() as traffic:
             step()
         gathered = traffic.nbytes("all_gather") / 2**20
