@@ -19,7 +19,7 @@ no groups, or not of as many columns. Rows that nobody sums over are taken as th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Unpack
 
@@ -43,6 +43,7 @@ from te_dist.tensor import GroupedRows, QuantizedStorage, QuantizedTensor, Stora
 
 ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
 _ByDirection = dict[Direction, QuantizedStorage]  # what a product that sums along each direction reads
+Apart = tuple[Sequence[Tensor], tuple[Any, ...]]  # see `taken_apart`
 
 
 def linear(
@@ -118,18 +119,32 @@ def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, saves_input: bool, front: str
 ) -> tuple[tuple[Tensor, ...], StorageKind | None]:
     """(output, buffers of the input that backward needs), what these are; no autograd."""
-    parts, kinds = taken_apart(x, weight, bias)
-    key = ("forward", kinds, saves_input, front)
-    return plan.tapes.run(key, (*parts, *plan.tensors), lambda: _forward(x, weight, bias, plan, saves_input, front))
+    return taped_forward(taken_apart(x, weight, bias), lambda: (x, weight, bias), plan, how=(saves_input, front))
+
+
+def taped_forward(
+    apart: Apart, whole: Callable[[], tuple[Tensor, Tensor, Tensor | None]], plan: Plan, *, how: tuple[bool, str]
+) -> tuple[tuple[Tensor, ...], StorageKind | None]:
+    """`forward` of input, weight and bias taken apart, which are wanted `whole` where no tape is played."""
+    parts, kinds = apart
+    return plan.tapes.run(("forward", kinds, *how), (*parts, *plan.tensors), lambda: _forward(*whole(), plan, *how))
 
 
 def backward(of: Backward, plan: Plan) -> tuple[Tensor, ...]:
     """The gradients that are wanted, in order, but for that of the weight where it has a `main_grad`; no autograd."""
     grad, inputs, weight, main_grad, wants, shape, dtypes, behind, front, read = of
     tensors, kind = ((), None) if read is None else (read.tensors, read.kind)
-    parts, kinds = taken_apart(grad, *tensors, inputs, weight, main_grad, behind)
-    key = ("backward", kinds, kind, wants, shape, dtypes, front)
-    return plan.tapes.run(key, (*parts, *plan.tensors), lambda: (_backward(of, plan), None))[0]
+    apart = taken_apart(grad, *tensors, inputs, weight, main_grad, behind)
+    return taped_backward(apart, lambda: of, plan, key=(kind, wants, shape, dtypes, front))
+
+
+def taped_backward(
+    apart: Apart, whole: Callable[[], Backward], plan: Plan, *, key: tuple[Any, ...]
+) -> tuple[Tensor, ...]:
+    """`backward` of tensors taken apart, which are wanted `whole` where no tape is played; `key`: what else it is."""
+    parts, kinds = apart
+    key = ("backward", kinds, *key)
+    return plan.tapes.run(key, (*parts, *plan.tensors), lambda: (_backward(whole(), plan), None))[0]
 
 
 class Backward(NamedTuple):

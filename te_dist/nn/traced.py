@@ -27,7 +27,14 @@ from te_dist.formats import Direction, Format, Region
 from te_dist.nn import lost_recipes
 from te_dist.nn.graph_plans import draws, plan_named
 from te_dist.nn.once import torch_once_differentiable
-from te_dist.nn.products import Backward, backward, columnwise_part, forward, quantized_input, saved_part
+from te_dist.nn.products import (
+    Backward,
+    columnwise_part,
+    quantized_input,
+    saved_part,
+    taped_backward,
+    taped_forward,
+)
 from te_dist.nn.spelled import made_of
 from te_dist.ops._library import LIBRARY
 from te_dist.ops.group_table import TILE
@@ -178,6 +185,11 @@ def backward_op(
     return [next(found) if wanted else None for wanted in wants]
 
 
+def _kind_of(kind: str) -> Any:
+    """As `products.taken_apart` has it."""
+    return Tensor if kind == PLAIN else _kinds.get(kind) or made_of(kind, Kind)
+
+
 def _whole(parts: Sequence[Tensor], kind: str) -> Tensor:
     """What was handed over: a plain tensor as it is, a quantized one as its buffers."""
     if kind == PLAIN:
@@ -189,10 +201,17 @@ def _whole(parts: Sequence[Tensor], kind: str) -> Tensor:
 
 def _forward(x: Tensor, more: list[Tensor], weight: list[Tensor], *rest: Any) -> list[Tensor]:
     bias, plan, (kind, kind_of_weight), saves_input, reads_columns, front = rest
-    rows, known = _whole([x, *more], kind), plan_named(plan)
     lost_recipes.forward(plan, records=saves_input or reads_columns)
-    tensors, saved = forward(rows, _whole(weight, kind_of_weight), bias, known, saves_input, front)
-    return returned(tensors, saved, place=(plan, front, rows.shape, rows.dtype), saved=_saved)
+    parts = (x, *more, *weight) if bias is None else (x, *more, *weight, bias)
+    kinds = _kind_of(kind), _kind_of(kind_of_weight), None if bias is None else Tensor
+    tensors, saved = taped_forward(
+        (parts, kinds),
+        lambda: (_whole([x, *more], kind), _whole(weight, kind_of_weight), bias),
+        plan_named(plan),
+        how=(saves_input, front),
+    )
+    given = x if kind == PLAIN else kinds[0]
+    return returned(tensors, saved, place=(plan, front, given.shape, given.dtype), saved=_saved)
 
 
 def _fake_forward(x: Tensor, more: list[Tensor], weight: list[Tensor], *rest: Any) -> list[Tensor]:
@@ -225,17 +244,20 @@ def _fake_saved(x: Tensor, plan: str, front: str) -> list[Tensor]:
 def _backward(grad: Tensor, more: list[Tensor], inputs: list[Tensor], weight: list[Tensor], *rest: Any) -> list[Tensor]:
     plan, (kind, kind_of_inputs, kind_of_weight), wants, shape, *dtypes, behind, front = rest
     lost_recipes.backward(plan)
-    stored: Any = None
-    if wants[1]:
-        is_own = kind_of_inputs != PLAIN
-        stored = _whole(inputs, kind_of_inputs) if is_own else _given_back(inputs, plan, front, shape, dtypes[0])
-    place = None, tuple(wants), torch.Size(shape), tuple(dtypes), behind, front
-    of = Backward(_whole([grad, *more], kind), stored, _whole(weight, kind_of_weight), *place)
-    return list(backward(of, plan_named(plan)))
+    wants, shape, dtypes = tuple(wants), torch.Size(shape), tuple(dtypes)
+    saved = _saved[plan, front, shape, dtypes[0]] if wants[1] and kind_of_inputs == PLAIN else None
+    of_inputs = None if not wants[1] else saved or _kind_of(kind_of_inputs)
 
+    def whole() -> Backward:
+        stored: Any = None
+        if wants[1]:
+            stored = _whole(inputs, kind_of_inputs) if saved is None else QuantizedTensor(saved.storage(inputs))
+        given = _whole([grad, *more], kind), stored, _whole(weight, kind_of_weight)
+        return Backward(*given, None, wants, shape, dtypes, behind, front)
 
-def _given_back(inputs: list[Tensor], plan: str, front: str, shape: Any, dtype: torch.dtype) -> QuantizedTensor:
-    return QuantizedTensor(_saved[plan, front, torch.Size(shape), dtype].storage(inputs))
+    parts = grad, *more, *(inputs if wants[1] else ()), *weight, *(() if behind is None else (behind,))
+    kinds = _kind_of(kind), of_inputs, _kind_of(kind_of_weight), None, None if behind is None else Tensor
+    return list(taped_backward((parts, kinds), whole, plan_named(plan), key=(None, wants, shape, dtypes, front)))
 
 
 def _fake_backward(

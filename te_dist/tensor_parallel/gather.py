@@ -238,17 +238,23 @@ def _whole_values(x: Tensor, group: dist.ProcessGroup, cut: SequenceCut) -> Tens
 
 def gathered(x: Tensor, how: Quantization, group: dist.ProcessGroup, *, cut: SequenceCut) -> QuantizedTensor:
     """`gather_by` without autograd."""
+    buffers, kind = gathered_buffers(x, how, group, cut=cut)
+    return QuantizedTensor(kind.storage(buffers), cut.shape)
+
+
+def gathered_buffers(
+    x: Tensor, how: Quantization, group: dist.ProcessGroup, *, cut: SequenceCut
+) -> tuple[tuple[Tensor, ...], StorageKind]:
+    """Those of `gathered`, and what they are."""
 
     def found() -> tuple[tuple[Tensor, ...], StorageKind]:
         storage = _gathered_storage(x, how, group, cut)
         return tuple(storage.buffers.values()), StorageKind.of(storage)
 
     if how.tapes is None:
-        buffers, kind = found()
-    else:
-        key = ("gathered", how.role, how.directions, how.scaled_by, group, cut)
-        buffers, kind = how.tapes.run(key, (x, *how.tensors), found)
-    return QuantizedTensor(kind.storage(buffers), cut.shape)
+        return found()
+    key = ("gathered", how.role, how.directions, how.scaled_by, group, cut)
+    return how.tapes.run(key, (x, *how.tensors), found)
 
 
 def _gathered_storage(x: Tensor, how: Quantization, group: dist.ProcessGroup, cut: SequenceCut) -> QuantizedStorage:

@@ -24,13 +24,15 @@ from torch.fx.experimental.symbolic_shapes import has_static_value
 from te_dist import _torch_private
 from te_dist._torch_private import process_group
 from te_dist.formats import Direction
-from te_dist.ops._library import LIBRARY
+from te_dist.ops._library import LIBRARY, define_writing
 from te_dist.tensor import QuantizedTensor, StorageKind, collectives
 from te_dist.tensor_parallel.cuts import SequenceCut
-from te_dist.tensor_parallel.gather import Quantization, gathered, scattered_sum, sums_gradient
+from te_dist.tensor_parallel.gather import Quantization, gathered_buffers, scattered_sum, sums_gradient
 from te_dist.tensor_parallel.wires import sent_fields
 
 _finders: list[Callable[[str], Any]] = []
+_gatherings: dict[Any, _Known] = {}  # by how, and shape and type of a part
+_MAX_GATHERINGS = 4096
 
 
 class Gathering(NamedTuple):
@@ -89,8 +91,8 @@ def is_static(x: Tensor) -> bool:
 def quantized(x: Tensor, how: Gathering) -> QuantizedTensor:
     """What all ranks' parts `x` are together, quantized; no autograd."""
     buffers = torch.ops.te_dist.parallel_gather(x, how.plan, how.role, list(how.directions), *how[3:])
-    cut = _cut(x, how)
-    return QuantizedTensor(_kind(x, _quantization(how), cut).storage(buffers), cut.shape)
+    known = _known(x, how)
+    return QuantizedTensor(known.kind.storage(buffers), known.cut.shape)
 
 
 def part_of_sum(x: Tensor, group: str, dim: int) -> Tensor:
@@ -125,37 +127,51 @@ class _Replicate(torch.autograd.Function):
         return whole_sum(grads[0], ctx.group), None
 
 
-def _quantization(how: Gathering) -> Quantization:
-    wanted = [direction for direction, is_wanted in zip(Direction, how.directions, strict=True) if is_wanted]
-    return Quantization.of(_finders[0](how.plan), how.role, wanted, is_cut=how.is_cut)
+class _Known(NamedTuple):
+    """What follows from how parts of one shape are gathered: by which plan, and what comes of it."""
+
+    plan: Any
+    quantization: Quantization
+    cut: SequenceCut
+    kind: StorageKind
 
 
-def _cut(x: Tensor, how: Gathering) -> SequenceCut:
-    num_parts = dist.get_world_size(process_group(how.group))
-    return SequenceCut.of_local(tuple(map(int, x.shape)), how.dim, num_parts=num_parts)
+def _known(x: Tensor, how: Gathering) -> _Known:
+    """That of parts like `x`; worked out once for each plan."""
+    plan, shape = _finders[0](how.plan), tuple(map(int, x.shape))
+    place = how, shape, x.dtype
+    found = _gatherings.get(place)
+    if found is None or found.plan is not plan:
+        wanted = [direction for direction, is_wanted in zip(Direction, how.directions, strict=True) if is_wanted]
+        quantization = Quantization.of(plan, how.role, wanted, is_cut=how.is_cut)
+        cut = SequenceCut.of_local(shape, how.dim, num_parts=dist.get_world_size(process_group(how.group)))
+        format = quantization.format(x.dtype)
+        shared = (field for field in format.canonical.fields if field.is_shared(0))
+        names = tuple(field.name for field in (*sent_fields(format), *shared))
+        found = _Known(plan, quantization, cut, StorageKind(format, names, cut.region, x.dtype))
+        if len(_gatherings) >= _MAX_GATHERINGS:
+            _gatherings.pop(next(iter(_gatherings)))
+        _gatherings[place] = found
+    return found
 
 
-def _kind(x: Tensor, how: Quantization, cut: SequenceCut) -> StorageKind:
-    """What is gathered, in the order in which the op returns its buffers."""
-    format = how.format(x.dtype)
-    shared = (field for field in format.canonical.fields if field.is_shared(0))
-    names = tuple(field.name for field in (*sent_fields(format), *shared))
-    return StorageKind(format, names, cut.region, x.dtype)
+def _given(plan: str, role: str, directions: list[bool], *rest: Any) -> Gathering:
+    """As an op is given it."""
+    return Gathering(plan, role, (directions[0], directions[1]), *rest)
 
 
 def _gather(x: Tensor, *given: Any) -> list[Tensor]:
-    how = Gathering(*given)
-    quantization, cut = _quantization(how), _cut(x, how)
-    buffers = gathered(x, quantization, process_group(how.group), cut=cut).storage.buffers
-    return [buffers[name] for name in _kind(x, quantization, cut).names]
+    how = _given(*given)
+    _, quantization, cut, wanted = _known(x, how)
+    buffers, kind = gathered_buffers(x, quantization, process_group(how.group), cut=cut)
+    by_name = dict(zip(kind.names, buffers, strict=True))
+    return [by_name[name] for name in wanted.names]
 
 
 def _fake_gather(x: Tensor, *given: Any) -> list[Tensor]:
-    how = Gathering(*given)
-    cut = _cut(x, how)
-    kind = _kind(x, _quantization(how), cut)
+    kind = _known(x, _given(*given)).kind
     fields = {field.name: field for field in kind.format.canonical.fields}
-    return [x.new_empty(fields[name].shape(cut.region), dtype=fields[name].dtype) for name in kind.names]
+    return [x.new_empty(fields[name].shape(kind.region), dtype=fields[name].dtype) for name in kind.names]
 
 
 def _reduce_scatter(x: Tensor, group: str, dim: int) -> Tensor:
@@ -195,8 +211,11 @@ def _define() -> None:
         ("parallel_all_reduce(Tensor x, str group) -> Tensor", _all_reduce, _fake_all_reduce),
         ("parallel_refuse_summed(Tensor x, str group) -> ()", _refuse_summed, lambda *_: None),
     ):
-        LIBRARY.define(schema)
         name = schema.partition("(")[0]
+        if schema.endswith("()"):
+            define_writing(schema)
+        else:
+            LIBRARY.define(schema)
         LIBRARY.impl(name, op, "CPU")
         LIBRARY.impl(name, op, "CUDA")
         torch.library.register_fake(f"te_dist::{name}", fake, lib=LIBRARY)
