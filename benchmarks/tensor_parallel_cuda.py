@@ -5,7 +5,7 @@
 Forward and backward of some Llama-shaped blocks whose sequence is cut between the maps: of torch in bf16 by
 `ColwiseParallel`, `RowwiseParallel` and `SequenceParallel`, of te_dist by the styles of `te_dist.tensor_parallel`,
 whose inputs are gathered quantized, once for all the maps that read them; in eager mode, and each block as one graph of
-torch.compile. Weights of te_dist are quantized; norms,
+torch.compile, whose second mode captures CUDA graphs, collectives too. Weights of te_dist are quantized; norms,
 rotary embedding, attention and activation are the same code. All run by turns; times are those of the slowest rank,
 medians. Bytes are what a rank hands to collectives in a step, as `te_dist.tensor.traffic.Traffic` counts them.
 """
@@ -38,6 +38,7 @@ from te_dist.launch.parallelize import block_plan
 from te_dist.tensor.traffic import Traffic
 
 Plan = dict[str, ParallelStyle]
+MODES = {"": None, ", compiled": "default", ", compiled for CUDA graphs": "reduce-overhead"}
 
 
 @dataclass(frozen=True)
@@ -121,10 +122,10 @@ def torch_plan() -> Plan:
 
 
 class Step:
-    """Forward and backward of blocks, of one recipe or of torch, each compiled as one graph or none."""
+    """Forward and backward of blocks, of one recipe or of torch, compiled in a mode of torch.compile, or not."""
 
     def __init__(
-        self, made_by: recipe.Recipe | None, mesh: DeviceMesh, *, length: int, layers: int, compiled: bool
+        self, made_by: recipe.Recipe | None, mesh: DeviceMesh, *, length: int, layers: int, mode: str | None
     ) -> None:
         self.made_by, self.group = made_by, mesh.get_group()
         linear: Any = nn.Linear if made_by is None else te.Linear
@@ -133,14 +134,15 @@ class Step:
             self.blocks = nn.ModuleList(Block(LLAMA, linear=linear, norm=norm) for _ in range(layers))
         for block in self.blocks:
             parallelize_module(block, mesh, torch_plan() if made_by is None else block_plan(has_experts=False))
-            if compiled:
-                block.compile(fullgraph=True)
+            if mode is not None:
+                block.compile(fullgraph=True, mode=mode)
         own = 1, length // mesh.size(), LLAMA.hidden
         self.x, self.grad = (torch.randn(own, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         self.table = rotary_table(LLAMA, length, torch.device("cuda"))
 
     def __call__(self) -> None:
         """Gradients are dropped."""
+        torch.compiler.cudagraph_mark_step_begin()
         x = self.x.requires_grad_()
         with te.autocast(enabled=self.made_by is not None, recipe=self.made_by, amax_reduction_group=self.group):
             for block in self.blocks:
@@ -154,10 +156,10 @@ def rows(names: tuple[str, ...], mesh: DeviceMesh, *, length: int, layers: int, 
     """Torch's line, and one for each recipe; then those of compiled blocks."""
     chosen = {"torch bf16": None} | {name: RECIPES[name] for name in names}
     made = {
-        f"{name}, compiled" if compiled else name: Step(each, mesh, length=length, layers=layers, compiled=compiled)
-        for compiled in (False, True)
+        name + label: Step(each, mesh, length=length, layers=layers, mode=mode)
+        for label, mode in MODES.items()
         for name, each in chosen.items()
-        if not (compiled and isinstance(each, recipe.DelayedScaling))  # whose histories are none of a graph
+        if not (mode and isinstance(each, recipe.DelayedScaling))  # whose histories are none of a graph
     }
     times = step_times(list(made.values()), repeats)
     for (name, step), time in zip(made.items(), times, strict=True):
