@@ -54,6 +54,7 @@ def _slice(x: Tensor, dim: int = 0, start: int | None = None, end: int | None = 
 
 # The same without a look-up of overloads, which takes several times as long. (`_unsafe_view` is no view to autograd.)
 _VIEWS = {
+    torch.ops.aten.as_strided.default: Tensor.as_strided,
     torch.ops.aten.select.int: Tensor.select,
     torch.ops.aten.slice.Tensor: _slice,
     torch.ops.aten.t.default: Tensor.t,

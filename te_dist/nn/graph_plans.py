@@ -15,6 +15,7 @@ from uuid import uuid4
 
 import torch
 
+from te_dist._torch_private import process_group
 from te_dist.context import recipe_named
 from te_dist.kernels.runtime import target_of
 from te_dist.nn import lost_recipes
@@ -80,7 +81,8 @@ def name_for_graphs(
     text = repr(tuple(name))
     if trains and made_by is not None:
         lost_recipes.know(text, places[1])
-    _plans[text] = plan  # anew, since a group may have the name of one that is gone
+    if text not in _plans or _is_of_the_past(_plans[text]):
+        _plans[text] = plan
     return text
 
 
@@ -91,9 +93,14 @@ def plan_named(text: str) -> Plan:
         RuntimeError: another process has made the graph, by what cannot be made again here.
     """
     plan = _plans.get(text)
-    if plan is None:
+    if plan is None or _is_of_the_past(plan):
         plan = _plans[text] = _made_again(text)
     return plan
+
+
+def _is_of_the_past(plan: Plan) -> bool:
+    """Whether it is over ranks of a group that is gone, whose name another one has now."""
+    return plan.cut_over is not None and process_group(plan.cut_over.group_name) is not plan.cut_over
 
 
 @torch.compiler.assume_constant_result
@@ -103,9 +110,9 @@ def reads_gradients_once(text: str) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def draws(text: str) -> bool:
+def draws(text: str, *roles: str) -> bool:
     """See `Plan`, of that of this name."""
-    return plan_named(text).draws
+    return plan_named(text).draws(*roles)
 
 
 @torch.compiler.assume_constant_result

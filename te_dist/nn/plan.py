@@ -31,6 +31,7 @@ class Plan:
         fuses_wgrad: whether the gradient of the weight is added to its `main_grad` by the product itself.
         tensors: those that the quantizers hold.
         scaled_by: ranks that keep scales of past steps in common.
+        cut_over: of a map in a graph, ranks that tensor parallelism cuts it over.
         tapes: of this map, or of all that compute alike, see `plan_by`.
     """
 
@@ -43,6 +44,7 @@ class Plan:
     fuses_wgrad: bool = False
     tensors: tuple[Tensor, ...] = ()
     scaled_by: dist.ProcessGroup | None = None
+    cut_over: dist.ProcessGroup | None = None
     tapes: Tapes = field(default_factory=Tapes, compare=False)
 
     @cached_property
@@ -52,10 +54,9 @@ class Plan:
         known = all(isinstance(quantizer, Quantizer) and quantizer.takes_groups for quantizer in quantizers)
         return self.fits_groups and known
 
-    @cached_property
-    def draws(self) -> bool:
-        """Whether a pass draws random numbers."""
-        return any(quantizer.draws for quantizer in (self.input, self.weight, self.grad_output))
+    def draws(self, *roles: str) -> bool:
+        """Whether operands of these roles are rounded by chance."""
+        return any(getattr(self, role).draws for role in roles)
 
     @property
     def reads_gradients_once(self) -> bool:

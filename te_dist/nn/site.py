@@ -35,7 +35,7 @@ from te_dist.scaling.history import DelayedScalingRequest
 from te_dist.tensor import QuantizedStorage, QuantizedTensor, placement
 from te_dist.tensor_parallel.cutting import placement_named
 from te_dist.tensor_parallel.spread import PlacedQuantizer
-from te_dist.tensor_parallel.traced import find_plans_by, is_static
+from te_dist.tensor_parallel.traced import find_plans_by, is_fixed
 
 _PassKey = tuple[torch.dtype, torch.device, Any, bool, torch.Size]
 _numbers = count(1)
@@ -190,7 +190,7 @@ class LinearSite(nn.Module):
 
     def _keeps_state(self, x: Tensor, weight: Tensor) -> bool:
         """Whether this map is none of a graph. Asked of parameters as they are: no graph may give their parts back."""
-        is_symbolic = isinstance(x, QuantizedTensor) and not is_static(x)
+        is_symbolic = isinstance(x, QuantizedTensor) and not is_fixed(x)
         keeps = self.placed is not None or self.fuses_wgrad or is_symbolic
         return keeps or not traced.holds(weight, multiplies=x.requires_grad)
 
@@ -226,16 +226,19 @@ class LinearSite(nn.Module):
         """
         if not current_autocast().name or self.fuses_wgrad or traced.is_exporting():
             return ""
-        if isinstance(x, QuantizedTensor) and not is_static(x):
+        if isinstance(x, QuantizedTensor) and not is_fixed(x):
             return ""
+        x = autocast_of_torch(x)
         if not traced.holds(weight, multiplies=x.requires_grad):
             return ""
         return self._name_of_plan(x, weight) or ""
 
     @torch.compiler.disable(
         reason="this map keeps state in Python (delayed scaling, tensor parallelism, main gradients), its input is "
-        "quantized, or its weight lacks what backward multiplies (FSDP2 gathers a direction for each pass). Take "
-        "Float8CurrentScaling or another recipe without histories, reshard_after_forward=False, or no fullgraph=True"
+        "quantized and its length a symbol, its weight lacks what backward multiplies (FSDP2 gathers a direction for "
+        "each pass), or it is cut over ranks and runs outside of autocast, as torch's checkpoint runs it again unless "
+        "context_fn=te_dist.recompute.context_fn. Take Float8CurrentScaling or another recipe without histories, "
+        "reshard_after_forward=False, autocast, what docs/tensor_parallel.md has, or no fullgraph=True"
     )
     def _outside_of_graphs(self, x: Tensor, weight: Tensor, bias: Tensor | None, front: str) -> Tensor:
         traced.check_not_exported(self.name or "Linear", current_autocast().recipe)
@@ -466,7 +469,7 @@ def _plan_in_graph(recipe: Recipe | None, place: str, dtype: torch.dtype, target
     if not all(each.is_alike(dtype) for each in quantizers.values() if isinstance(each, PlacedQuantizer)):
         return None  # see [Note: Parallel layers in graphs]
     plan = plan_by(recipe, LINEAR, quantizers, features=features, row_multiple=multiple)
-    return replace(plan, tapes=Tapes())  # quantizers of parts that ranks hold know their ranks
+    return replace(plan, tapes=Tapes(), cut_over=placed.group)  # whose quantizers know their ranks
 
 
 MAKERS[LINEAR] = _plan_in_graph

@@ -161,7 +161,8 @@ def forward_op(
     saves_input, reads_columns, front = how
     keeps_own = saves_input and isinstance(x, QuantizedTensor)
     wants = saves_input and not keeps_own, reads_columns, front
-    op = torch.ops.te_dist.linear_forward_drawing if draws(plan) else torch.ops.te_dist.linear_forward
+    is_drawn = draws(plan, "input", "weight")
+    op = torch.ops.te_dist.linear_forward_drawing if is_drawn else torch.ops.te_dist.linear_forward
     out, *buffers = op(x, [], [weight], bias, plan, [PLAIN, PLAIN], *wants)
     return out, [x] if keeps_own else buffers
 
@@ -180,7 +181,8 @@ def backward_op(
     """
     plan, wants, shape, dtypes = of
     place = plan, [PLAIN] * 3, list(wants), shape, *dtypes, *front
-    op = torch.ops.te_dist.linear_backward_drawing if draws(plan) else torch.ops.te_dist.linear_backward
+    is_drawn = draws(plan, "weight", "grad_output")
+    op = torch.ops.te_dist.linear_backward_drawing if is_drawn else torch.ops.te_dist.linear_backward
     found = iter(op(grad, [], inputs, [weight], *place))
     return [next(found) if wanted else None for wanted in wants]
 

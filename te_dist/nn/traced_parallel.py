@@ -22,14 +22,12 @@ class Around(NamedTuple):
     Attributes:
         group: name of that of the ranks.
         gathers: dimension along which inputs are gathered, and their gradients summed and cut.
-        sums_gradient: whether the gradient of an input that every rank has is summed.
         scatters: dimension along which outputs are summed and cut, and their gradients gathered.
         sums: whether outputs are summed, for every rank.
     """
 
     group: str
     gathers: int | None = None
-    sums_gradient: bool = False
     scatters: int | None = None
     sums: bool = False
 
@@ -68,6 +66,4 @@ class _Linear(torch.autograd.Function):
         of_x, *others = traced.backward_op(grad, inputs, weight, of=(ctx.plan, wants, ctx.shape, ctx.dtypes))
         if of_x is not None and around.gathers is not None:
             of_x = part_of_sum(of_x, around.group, around.gathers)
-        elif of_x is not None and around.sums_gradient:
-            of_x = whole_sum(of_x, around.group)
         return of_x, *others, None, None, None

@@ -62,7 +62,7 @@ from te_dist.tensor_parallel.sites import (
     spread_of,
 )
 from te_dist.tensor_parallel.spread import FormatWriter
-from te_dist.tensor_parallel.traced import is_one_graph, is_static
+from te_dist.tensor_parallel.traced import is_fixed, is_one_graph
 
 
 class ColumnParallel(ParallelStyle):
@@ -163,9 +163,9 @@ class ColumnParallel(ParallelStyle):
         if is_gathered:
             return site.among_ranks(*args, plan=plan, around=(group,))
         if isinstance(layout, Shard):
-            return site.among_ranks(*args, plan=plan, around=(group, layout.dim)) if is_static(x) else None
+            return site.among_ranks(*args, plan=plan, around=(group, layout.dim)) if is_fixed(x) else None
         traced.refuse_summed(x, group)
-        return site.among_ranks(*args, plan=plan, around=(group, None, True))
+        return site.among_ranks(traced.replicate(x, group), *args[1:], plan=plan, around=(group,))
 
     def _gives_local(self, dims: int) -> bool:
         """Whether this rank's columns of an output of so many dimensions are what is wanted."""
@@ -277,9 +277,9 @@ class RowParallel(ParallelStyle):
         scatters = None
         if isinstance(self.output_layouts, Shard):
             scatters, rows = self.output_layouts.dim % x.dim(), math.prod(x.shape[:-1])
-            if not is_static(x) or x.shape[scatters] % mesh.size() or not site.fits_in_graph(plan, rows):
+            if not is_fixed(x) or x.shape[scatters] % mesh.size() or not site.fits_in_graph(plan, rows):
                 return None  # or it is refused
-        around = mesh.get_group().group_name, None, False, scatters, scatters is None
+        around = mesh.get_group().group_name, None, scatters, scatters is None
         out = site.among_ranks(x, weight, None, plan=plan, around=around)
         bias = None if site.biased.return_bias else site.biased.bias
         return out if bias is None else out + bias.to(out.dtype)
@@ -345,7 +345,7 @@ class GatherInput(ParallelStyle):
 
     def _in_graph(self, module: Any, x: Tensor, mesh: DeviceMesh) -> Tensor | None:
         """As `_input`, of plain parts; None where it is not for a graph."""
-        if isinstance(x, DTensor) or not is_static(x) or not is_one_graph():
+        if isinstance(x, DTensor) or not is_one_graph():
             return None
         x, layer = autocast_of_torch(x), module.gathers_like
         layers = [layer, *column_parallel(module)]

@@ -13,6 +13,7 @@ gradient in its own type, and that of a quantized tensor is plain.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from te_dist.tensor_parallel.wires import sent_fields
 _finders: list[Callable[[str], Any]] = []
 _gatherings: dict[Any, _Known] = {}  # by how, and shape and type of a part
 _MAX_GATHERINGS = 4096
+_draws = count()  # calls in graphs that draw random numbers
 
 
 class Gathering(NamedTuple):
@@ -83,14 +85,19 @@ def is_one_graph() -> bool:
     return _torch_private.is_one_graph()
 
 
-def is_static(x: Tensor) -> bool:
-    """Whether a graph that is traced is for this shape alone."""
-    return all([has_static_value(extent) for extent in x.shape])  # noqa: C419  (compilers trace no generator)
+def is_fixed(x: Tensor) -> bool:
+    """Whether a graph that is traced is for this shape alone: `fullgraph=True` leaves nothing else to do."""
+    is_static = all([has_static_value(extent) for extent in x.shape])  # noqa: C419  (compilers trace no generator)
+    return is_static or is_one_graph()
 
 
 def quantized(x: Tensor, how: Gathering) -> QuantizedTensor:
     """What all ranks' parts `x` are together, quantized; no autograd."""
-    buffers = torch.ops.te_dist.parallel_gather(x, how.plan, how.role, list(how.directions), *how[3:])
+    given = x, how.plan, how.role, list(how.directions), *how[3:]
+    if _finders[0](how.plan).draws(how.role):
+        buffers = torch.ops.te_dist.parallel_gather_drawing(*given, next(_draws))
+    else:
+        buffers = torch.ops.te_dist.parallel_gather(*given)
     known = _known(x, how)
     return QuantizedTensor(known.kind.storage(buffers), known.cut.shape)
 
@@ -157,7 +164,7 @@ def _known(x: Tensor, how: Gathering) -> _Known:
 
 def _given(plan: str, role: str, directions: list[bool], *rest: Any) -> Gathering:
     """As an op is given it."""
-    return Gathering(plan, role, (directions[0], directions[1]), *rest)
+    return Gathering(plan, role, (directions[0], directions[1]), *rest[:3])
 
 
 def _gather(x: Tensor, *given: Any) -> list[Tensor]:
@@ -204,9 +211,11 @@ def _refuse_summed(x: Tensor, group: str) -> None:
 
 def _define() -> None:
     """Registers the ops."""
-    how = "str plan, str role, bool[] directions, bool is_cut, str group, int dim"
+    how = "Tensor x, str plan, str role, bool[] directions, bool is_cut, str group, int dim"
     for schema, op, fake in (
-        (f"parallel_gather(Tensor x, {how}) -> Tensor[]", _gather, _fake_gather),
+        (f"parallel_gather({how}) -> Tensor[]", _gather, _fake_gather),
+        # NOTE: by a number, since torch (2.13) makes one of equal calls, whatever tags they have.
+        (f"parallel_gather_drawing({how}, int number) -> Tensor[]", _gather, _fake_gather),
         ("parallel_reduce_scatter(Tensor x, str group, int dim) -> Tensor", _reduce_scatter, _fake_reduce_scatter),
         ("parallel_all_reduce(Tensor x, str group) -> Tensor", _all_reduce, _fake_all_reduce),
         ("parallel_refuse_summed(Tensor x, str group) -> ()", _refuse_summed, lambda *_: None),
@@ -215,7 +224,7 @@ def _define() -> None:
         if schema.endswith("()"):
             define_writing(schema)
         else:
-            LIBRARY.define(schema)
+            LIBRARY.define(schema, tags=(torch.Tag.nondeterministic_seeded,) if name.endswith("_drawing") else ())
         LIBRARY.impl(name, op, "CPU")
         LIBRARY.impl(name, op, "CUDA")
         torch.library.register_fake(f"te_dist::{name}", fake, lib=LIBRARY)

@@ -228,6 +228,53 @@ def test_blocks_that_are_alike_share_a_graph(ranks):
     ranks(2).run(check_shared)
 
 
+class Sum(nn.Module):
+    """Two maps of one input, whose gradients are gathered alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = te.Linear(WIDTH, WIDTH), te.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x)
+
+
+def check_draws(rank: int, world: int) -> None:
+    """What is gathered alike twice is rounded by chance twice; and torch's autocast is behind a sum of gradients."""
+    for name, style, of_torch in (
+        ("nvfp4", partial(RowParallel, output_layouts=Shard(1)), False),
+        ("block", ColumnParallel, True),
+    ):
+        torch.compiler.reset()
+        found = []
+        for compiled in (False, True):
+            torch.manual_seed(0)
+            with testing.device():
+                module = Sum()
+            parallelize_module(module, testing.mesh((world,), ("tp",)), {"a": style(), "b": style()})
+            called = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
+            x = normal(BATCH, SEQUENCE, WIDTH if of_torch else WIDTH // world, seed=rank * (not of_torch))
+            torch.manual_seed(1)
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=of_torch):
+                found.append(passes(called, list(module.parameters()), x, How(name)))
+        for index, (want, got) in enumerate(zip(*found, strict=True)):
+            assert_bitwise(got, want, f"{index} by {name}")
+
+
+def test_what_is_rounded_by_chance_and_what_torch_converts_have_the_bits_of_eager_mode(ranks):
+    ranks(2).run(check_draws)
+
+
+def check_batches(rank: int, world: int) -> None:
+    how = How("block", sequence=True, quantized=True)
+    compare(rank, world, how, lengths=(SEQUENCE, 64, SEQUENCE, 16))
+    assert counters["stats"]["unique_graphs"] == 3
+
+
+def test_parts_of_each_length_have_a_graph_where_none_may_break(ranks):
+    ranks(2).run(check_batches)
+
+
 class Breaking(nn.Module):
     """A graph ends between what is gathered and the layer that takes it."""
 
