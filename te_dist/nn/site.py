@@ -131,12 +131,12 @@ class LinearSite(nn.Module):
         return self._multiplied(x, weight, bias, **fronts)
 
     def among_ranks(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, plan: str, around: tuple[Any, ...]
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, plan: str, exchange: tuple[Any, ...]
     ) -> Tensor:
-        """`forward` in a graph, by a plan of `graph_plan`, and what is `traced_parallel.Around` it."""
+        """`forward` in a graph, by a plan of `graph_plan`, and the `traced_parallel.Exchange` around it."""
         x, weight, bias = self._local(x, weight, bias)
         traced.check_differentiable("a linear map", trains=self.training)
-        return traced_parallel.linear(x, weight, bias, plan=plan, around=around)
+        return traced_parallel.linear(x, weight, bias, plan=plan, exchange=exchange)
 
     def _multiplied(self, x: Tensor, weight: Tensor, bias: Tensor | None, **fronts: Unpack[Fronts]) -> Any:
         x, weight, bias = self._local(x, weight, bias, front=fronts.get("front", ""))

@@ -161,11 +161,11 @@ class ColumnParallel(ParallelStyle):
         if not plan:
             return None
         if is_gathered:
-            return site.among_ranks(*args, plan=plan, around=(group,))
+            return site.among_ranks(*args, plan=plan, exchange=(group,))
         if isinstance(layout, Shard):
-            return site.among_ranks(*args, plan=plan, around=(group, layout.dim)) if is_fixed(x) else None
+            return site.among_ranks(*args, plan=plan, exchange=(group, layout.dim)) if is_fixed(x) else None
         traced.refuse_summed(x, group)
-        return site.among_ranks(traced.replicate(x, group), *args[1:], plan=plan, around=(group,))
+        return site.among_ranks(traced.replicate(x, group), *args[1:], plan=plan, exchange=(group,))
 
     def _gives_local(self, dims: int) -> bool:
         """Whether this rank's columns of an output of so many dimensions are what is wanted."""
@@ -279,8 +279,8 @@ class RowParallel(ParallelStyle):
             scatters, rows = self.output_layouts.dim % x.dim(), math.prod(x.shape[:-1])
             if not is_fixed(x) or x.shape[scatters] % mesh.size() or not site.fits_in_graph(plan, rows):
                 return None  # or it is refused
-        around = mesh.get_group().group_name, None, scatters, scatters is None
-        out = site.among_ranks(x, weight, None, plan=plan, around=around)
+        exchange = mesh.get_group().group_name, None, scatters, scatters is None
+        out = site.among_ranks(x, weight, None, plan=plan, exchange=exchange)
         bias = None if site.biased.return_bias else site.biased.bias
         return out if bias is None else out + bias.to(out.dtype)
 
