@@ -20,6 +20,7 @@ def matrix() -> Tensor:
 
 
 CALLS: dict[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    aten.as_strided.default: [(([2, 3], [6, 1]), {}), (([3, 2, 2], [1, 12, 6], 1), {})],
     aten.select.int: [((0, 1), {}), ((1, -1), {})],
     aten.slice.Tensor: [
         ((), {}),
