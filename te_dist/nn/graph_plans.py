@@ -81,8 +81,7 @@ def name_for_graphs(
     text = repr(tuple(name))
     if trains and made_by is not None:
         lost_recipes.know(text, places[1])
-    if text not in _plans or _is_of_the_past(_plans[text]):
-        _plans[text] = plan
+    _plans.setdefault(text, plan)
     return text
 
 

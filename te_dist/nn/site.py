@@ -190,9 +190,12 @@ class LinearSite(nn.Module):
 
     def _keeps_state(self, x: Tensor, weight: Tensor) -> bool:
         """Whether this map is none of a graph. Asked of parameters as they are: no graph may give their parts back."""
+        return self.placed is not None or self._needs_more(x, weight)
+
+    def _needs_more(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether a pass needs more than a graph holds, on whichever ranks the map is."""
         is_symbolic = isinstance(x, QuantizedTensor) and not is_fixed(x)
-        keeps = self.placed is not None or self.fuses_wgrad or is_symbolic
-        return keeps or not traced.holds(weight, multiplies=x.requires_grad)
+        return self.fuses_wgrad or is_symbolic or not traced.holds(weight, multiplies=x.requires_grad)
 
     def _in_graph(self, x: Tensor, weight: Tensor, bias: Tensor | None, front: str) -> Tensor:
         """As `_at_once`, see [Note: Compiled linear maps]."""
@@ -224,14 +227,9 @@ class LinearSite(nn.Module):
 
         "" where it is computed outside of the graph; outside of `autocast` too.
         """
-        if not current_autocast().name or self.fuses_wgrad or traced.is_exporting():
+        if not current_autocast().name or traced.is_exporting() or self._needs_more(x, weight):
             return ""
-        if isinstance(x, QuantizedTensor) and not is_fixed(x):
-            return ""
-        x = autocast_of_torch(x)
-        if not traced.holds(weight, multiplies=x.requires_grad):
-            return ""
-        return self._name_of_plan(x, weight) or ""
+        return self._name_of_plan(autocast_of_torch(x), weight) or ""
 
     @torch.compiler.disable(
         reason="this map keeps state in Python (delayed scaling, tensor parallelism, main gradients), its input is "

@@ -50,7 +50,7 @@ _MAX_SAVED = 4096  # more than passes wait for their backward, of other shapes e
 
 
 class Kind(NamedTuple):
-    """A quantized weight without its buffers."""
+    """A quantized tensor without its buffers."""
 
     format: Format
     region: Region
@@ -196,7 +196,7 @@ def _whole(parts: Sequence[Tensor], kind: str) -> Tensor:
     """What was handed over: a plain tensor as it is, a quantized one as its buffers."""
     if kind == PLAIN:
         return parts[0]
-    known = _kinds.get(kind) or made_of(kind, Kind)
+    known = _kind_of(kind)
     buffers = dict(zip(known.names, parts, strict=True))
     return QuantizedTensor(QuantizedStorage(known.format, buffers, known.region, dtype=known.dtype), known.shape)
 

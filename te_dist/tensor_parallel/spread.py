@@ -46,7 +46,7 @@ class SpreadStorage(QuantizedStorage):
             its own.
     """
 
-    __slots__ = ("agreed", "agrees", "group", "origin", "partition")
+    __slots__ = ("agreed", "group", "origin", "partition")
 
     def __init__(
         self,
@@ -57,14 +57,14 @@ class SpreadStorage(QuantizedStorage):
         origin: SpreadStorage | None = None,
     ) -> None:
         super().__init__(plain.format, plain.buffers, plain.region, dtype=plain.dtype)
-        self.partition, self.group, self.agrees = partition, group, True
+        self.partition, self.group = partition, group
         self.origin, self.agreed = origin or self, False
 
     def quantize_(self, x: Tensor | Source, amaxes: Amaxes | None = None) -> None:
         if amaxes is None:
             shared = shares_scales(self.format, self.partition)
             amaxes = find_amaxes(x, self.format, self.region) if shared else {}
-        agree([Entry(amaxes, self.region, self.partition)], [self.group] if self.agrees else [])
+        agree([Entry(amaxes, self.region, self.partition)], [self.group])
         super().quantize_(x, amaxes)
         self.origin.agreed = True
 
@@ -166,6 +166,7 @@ class PlacedQuantizer:
         dim: 0 where ranks hold rows, 1 where they hold columns.
         spans: by rank, which.
         group: the ranks.
+        agrees: whether these agree on scales, see `alone`.
     """
 
     def __init__(self, inner: Any, dim: int, spans: tuple[Span, ...], *, group: dist.ProcessGroup) -> None:
@@ -182,10 +183,13 @@ class PlacedQuantizer:
         others = Span(0, x.shape[1 - self.dim])
         regions = [Region(span, others) if self.dim == 0 else Region(others, span) for span in self.spans]
         own = regions[dist.get_rank(self.group)]
-        storage = SpreadStorage(blank_part(x, format, own), Partition.of(regions), self.group)
-        storage.agrees = self.agrees
-        self.inner.write(x, storage)
-        return storage.plain()
+        storage = blank_part(x, format, own)
+        if not self.agrees:
+            self.inner.write(x, storage)
+            return storage
+        spread = SpreadStorage(storage, Partition.of(regions), self.group)
+        self.inner.write(x, spread)
+        return spread.plain()
 
     @property
     def draws(self) -> bool:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -213,7 +214,7 @@ class ColumnParallel(ParallelStyle):
         return out if is_recording() else tuple(self._bias(x, out) if x is module.bias else x for x in out)
 
     def _bias(self, bias: DTensor, out: tuple[Any, ...]) -> Tensor:
-        if self.output_layouts in (Shard(out[0].dim() - 1), Shard(-1)):
+        if self._gives_local(out[0].dim()):
             return bias.to_local()
         whole = bias.redistribute(placements=[Replicate()])
         is_cut = isinstance(self.output_layouts, Shard)  # then each rank adds it to other rows
@@ -408,12 +409,11 @@ def sum_gradients(module: nn.Module, names: list[str], mesh: DeviceMesh) -> None
     vars(module).setdefault("replaced", [])
 
     def replace(module: Any, args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            _replace(module, names, lambda local: replicate(local, mesh.get_group()))
-        elif _are_in_graph(module, names):
-            _replace(module, names, lambda local: traced.replicate(local, mesh.get_group().group_name))
+        group = mesh.get_group()
+        if torch.compiler.is_compiling() and _are_in_graph(module, names):
+            _replace(module, names, lambda local: traced.replicate(local, group.group_name))
         else:
-            outside_of_graphs(_replace)(module, names, lambda local: replicate(local, mesh.get_group()))
+            _replace_outside(module, names, group)
 
     def put_back(module: Any, args: Any, out: Any) -> None:
         if module.replaced:  # else another hook raised before
@@ -427,6 +427,11 @@ def _replace(module: Any, names: list[str], replaced: Callable[[Tensor], Tensor]
     for name, param in held.items():
         module._parameters[name] = replaced(param.to_local() if isinstance(param, DTensor) else param)
     module.replaced.append(held)
+
+
+@outside_of_graphs
+def _replace_outside(module: Any, names: list[str], group: dist.ProcessGroup) -> None:
+    _replace(module, names, lambda local: replicate(local, group))
 
 
 def _are_in_graph(module: Any, names: list[str]) -> bool:
